@@ -1,0 +1,20 @@
+"""One file, one paper. The registry is a dict one can read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barter.algorithms.central import Central
+from barter.algorithms.dffke import DFFKE
+from barter.algorithms.fedavg import FedAvg
+from barter.algorithms.local import Local
+from barter.core.algorithm import Algorithm
+
+__all__ = ["ALGORITHMS", "DFFKE", "Central", "FedAvg", "Local"]
+
+ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
+    "dffke": DFFKE,
+    "fedavg": FedAvg,
+    "local": Local,
+    "central": Central,
+}

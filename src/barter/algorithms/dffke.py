@@ -1,0 +1,378 @@
+"""DFFKE: "Aggregation-Free Heterogeneous Federated Learning with Data-Free Knowledge Exchange", anonymous submission
+under review, Algorithm 1.
+
+Clients with different networks and different data teach each other. The server learns to turn embeddings back into
+images that stand for each client's data; every client labels its own with its own network, and learns from the labels
+that the others gave to theirs. No weights are averaged and no public data is needed.
+
+Where the paper is silent or at odds with itself:
+
+- Eqs. 13 and 14 print KL(student ‖ teacher), Eqs. 6 to 8 KL(teacher ‖ student). Eq. 8 defines the objective and the
+  authors' code does it, so `direction` is "teacher"; "student" is the printed form.
+- Docking layers map h_k to h = 512, the only width that gives the decoder of 4.4 million parameters. They are kept
+  over rounds; the global head of Eq. 11 is new in each.
+- The decoder draws 32 x 32 pixels; larger inputs are resized from there.
+- The paper does not say how many embeddings are shared. Its 14.7 MB per round and 47.34 GB in all come out for 15%.
+- Eq. 13 is a sum over peers: one Adam step for each, then one for each on the memory (Eq. 14).
+- A model-discrepancy loss needs a student (Eq. 4): another client, drawn anew in each step.
+- The buffer is synchronised: a client that missed rounds is sent their codes and decoders when it comes back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NotRequired, TypedDict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from barter.core.algorithm import Algorithm
+from barter.core.clients import Clients, Replies
+from barter.core.errors import ConfigError
+from barter.core.evaluation import evaluate, predict
+from barter.core.images import Spec
+from barter.core.model import Classifier
+from barter.core.nodes import Client, Server
+from barter.core.params import Count, Fraction, NonNegative, Positive, Whole
+from barter.core.payload import State, nbytes
+from barter.models.generators import Decoder, resized
+from barter.ops.distill import kl
+from barter.ops.fit import Trainer, adam, epoch_length, fit, index_batches
+
+__all__ = ["DFFKE", "Hub", "Trader"]
+
+
+class Offer(TypedDict):
+    """What a client shows the server after local training."""
+
+    examples: int
+    weights: NotRequired[State]
+    embeddings: NotRequired[Tensor]
+    labels: NotRequired[Tensor]
+
+
+class Entry(TypedDict):
+    """The transfer data of one round: what every client's images are made from, and the decoder that makes them."""
+
+    round: int
+    codes: dict[int, Tensor]  # embeddings for the decoder or, without one, places in the public data set
+    decoder: State
+
+
+class Delivery(TypedDict):
+    """What a client needs to make this round's transfer data, and that of rounds it missed."""
+
+    entries: list[Entry]
+    docking: NotRequired[State]
+
+
+class Targets(TypedDict):
+    """A teacher's word on a part of its own transfer data."""
+
+    round: int
+    index: Tensor
+    logits: Tensor
+    embeddings: NotRequired[Tensor]
+
+
+class Lesson(TypedDict):
+    """What a client teaches in a round: this round's data, and a review of earlier rounds'."""
+
+    fresh: Targets
+    memory: list[Targets]
+
+
+class Hub(Server):
+    """The data-free module."""
+
+    docking: dict[int, State] = {}
+    buffer: list[Entry] = []
+    held: dict[int, int] = {}  # the last round whose entry a client was sent
+
+
+class Trader(Client):
+    """A client that is teacher and student at once."""
+
+    buffer: list[Entry] = []
+    docking: State = {}
+
+
+def docking_loss(head: nn.Linear, z_k: nn.Linear, embeddings: Tensor, labels: Tensor) -> Tensor:
+    """A client's term of Eq. 11."""
+    return F.cross_entropy(head(z_k(embeddings)), labels)
+
+
+def discrepancy(choice: str, teacher: Tensor, student: Tensor) -> Tensor:
+    """F of the model-discrepancy loss (Eq. 4 and Table 8); KL is scaled by 0.1, for it diverges otherwise."""
+    if choice == "kl":
+        return 0.1 * kl(teacher, student)
+    gap = teacher.softmax(1) - student.softmax(1)
+    return gap.abs().mean() if choice == "mae" else gap.square().mean()
+
+
+def another(models: Mapping[int, Classifier], k: int) -> Classifier:
+    """The model of a client other than k, drawn at random."""
+    others = [i for i in models if i != k]
+    return models[others[int(torch.randint(len(others), ()))]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFFKE(Algorithm[Hub, Trader]):
+    """Data-free federated knowledge exchange."""
+
+    crosses = {
+        "learn": "up: weights, embeddings of a share of the images and their labels",
+        "train": "nothing",
+        "teach": "down: decoder, translated embeddings of all clients; up: logits on the client's own synthetic images",
+        "exchange": "down: the other clients' logits",
+    }
+    presets = {
+        "paper": {},
+        "code": {"share": 1.0, "local_review": True, "embedding_loss": True, "logit_loss": True},
+    }
+
+    participation: Fraction = 1.0  # ρ: share of clients per round
+    collaboration: Fraction = 1.0  # π: share of clients that ever exchange; the rest train alone
+    tau: Fraction = 0.98  # τ: local training ends when an epoch's training accuracy reaches it
+    max_epochs: Count = 100  # or after so many epochs; the paper has no such limit
+    share: Fraction = 0.15  # share of a client's embeddings that it offers; inferred from the paper's byte counts
+    code_dim: Count = 512  # h: width of the unified embedding space
+    docking_epochs: Count = 100  # T_Tran: full-batch steps per client for docking layers and global head
+    decoder_epochs: Count = 6  # T_Dec: passes over the largest offer; the paper has 3 for CIFAR-10, 6 for CIFAR-100
+    decoder_steps: Whole = 0  # but at least so many steps per client, for small data sets; not in the paper
+    exchange_epochs: Count = 4  # T_FKE: passes over the largest synthetic set; the paper has 2 for CIFAR-10
+    memory: Whole | None = None  # R: past rounds kept for review; none is no limit
+    lr: Positive = 1e-3  # η: Adam's learning rate, for every network
+    batch_size: Count = 100  # B: images per step
+    weight_decay: NonNegative = 1e-5  # of the clients' Adam
+    docking_weight_decay: NonNegative = 1e-3  # of the docking layers' Adam
+    embeddings: Literal["real", "noise"] = "real"  # E_k: of private images, or noise that tells nothing
+    transfer: Literal["decoder", "public"] = "decoder"  # transfer images: drawn by the decoder, or public data
+    direction: Literal["teacher", "student"] = "teacher"  # KL(teacher ‖ student) or the reverse
+    discrepancy: Literal["none", "kl", "mae", "mse"] = "none"  # F of L_md in the decoder's loss
+    local_review: bool = False  # a step on a private batch in every exchange iteration (authors' code)
+    embedding_loss: bool = False  # MSE of translated embeddings in the exchange (authors' code)
+    logit_loss: bool = False  # KL of logits in the decoder's loss (authors' code)
+
+    def setup(self, server: Hub, clients: Clients) -> None:
+        if self.transfer == "public" and server.public is None:
+            raise ConfigError("algorithm.transfer='public' needs a public data set: set data.public, such as npz:PATH")
+        if self.transfer == "public" and self.embedding_loss:
+            raise ConfigError("algorithm.embedding_loss needs docking layers, which transfer='public' does without")
+
+    def round(self, server: Hub, clients: Clients, t: int) -> None:
+        federation = clients.only(clients[: math.ceil(self.collaboration * len(clients))])
+        clients.only(set(clients) - set(federation)).run(self.train)
+        traders = federation.sample(self.participation)
+        offers = traders.run(self.learn)  # Eq. 9
+        if len(offers) < 2:
+            return
+        codes, decoder = self.make_transfer_data(server, offers)  # Eqs. 10-12
+        deliveries = self.deliver(server, {"round": t, "codes": codes, "decoder": decoder})
+        lessons = traders.only(offers).scatter(self.teach, deliveries)
+        server.held |= dict.fromkeys(lessons, t)
+        others = {k: {i: lessons[i] for i in lessons if i != k} for k in lessons}
+        traders.only(lessons).scatter(self.exchange, others)  # Eqs. 13-14
+
+    def train(self, client: Trader) -> None:
+        recipe = adam(self.lr, self.weight_decay)
+        fitted = fit(client, epochs=self.max_epochs, goal=self.tau, batch_size=self.batch_size, recipe=recipe)
+        client.report["epochs"] = fitted.epochs
+
+    def learn(self, client: Trader) -> Offer:
+        self.train(client)
+        client.report |= {f"before_{name}": value for name, value in evaluate(client).items()}
+        examples = max(2, math.ceil(self.share * len(client.data)))
+        if self.transfer == "public":
+            return {"examples": examples}
+        weights = client.model.state_dict()
+        if self.embeddings == "noise":
+            return {"examples": examples, "weights": weights}
+        index = torch.randperm(len(client.data), device=client.device)[:examples]
+        embeddings = predict(client.model.eval().features, client.data.batch, index)
+        labels = client.data.labels[index]
+        return {"examples": len(index), "weights": weights, "embeddings": embeddings, "labels": labels}
+
+    def make_transfer_data(self, server: Hub, offers: Replies[Offer]) -> tuple[dict[int, Tensor], State]:
+        if self.transfer == "public":
+            assert server.public is not None
+            size = len(server.public)
+            places = {k: torch.randint(size, (o["examples"],), device=server.device) for k, o in offers.items()}
+            return places, {}
+        models = {k: server.replica(k, offer["weights"]) for k, offer in offers.items()}
+        embeddings, labels = self.collect(server, offers, models)
+        z, codes = self.unify(server, embeddings, labels)
+        return codes, self.train_decoder(server, models, z, embeddings, codes)
+
+    def collect(
+        self, server: Hub, offers: Replies[Offer], models: Mapping[int, Classifier]
+    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Every client's embeddings and their labels, or noise of the same shape in their place."""
+        if self.embeddings == "real":
+            return {k: o["embeddings"] for k, o in offers.items()}, {k: o["labels"] for k, o in offers.items()}
+        size = {k: offer["examples"] for k, offer in offers.items()}
+        noise = {k: torch.randn(n, models[k].feature_dim, device=server.device) for k, n in size.items()}
+        labels = {k: torch.randint(server.spec.classes, (n,), device=server.device) for k, n in size.items()}
+        return noise, labels
+
+    def unify(
+        self, server: Hub, embeddings: Mapping[int, Tensor], labels: Mapping[int, Tensor]
+    ) -> tuple[dict[int, nn.Linear], dict[int, Tensor]]:
+        """Docking layers z_k that bring all embeddings into one space (Eqs. 10 and 11)."""
+        z = {k: nn.Linear(e.shape[1], self.code_dim).to(server.device) for k, e in embeddings.items()}
+        for k in z.keys() & server.docking.keys():
+            z[k].load_state_dict(server.docking[k])
+        head = nn.Linear(self.code_dim, server.spec.classes).to(server.device)
+        trainer = Trainer(nn.ModuleList([*z.values(), head]).parameters(), adam(self.lr, self.docking_weight_decay))
+        for _ in server.track("unify", range(self.docking_epochs)):
+            for k, z_k in z.items():
+                trainer.step(partial(docking_loss, head, z_k), embeddings[k], labels[k])
+        server.docking |= {k: layer.state_dict() for k, layer in z.items()}
+        with torch.no_grad():
+            return z, {k: layer(embeddings[k]) for k, layer in z.items()}
+
+    def train_decoder(
+        self,
+        server: Hub,
+        models: Mapping[int, Classifier],
+        z: Mapping[int, nn.Linear],
+        embeddings: Mapping[int, Tensor],
+        codes: Mapping[int, Tensor],
+    ) -> State:
+        """The decoder Dec, which makes of each code an image that its client's encoder maps back to it (Eq. 12)."""
+        decoder = Decoder(self.code_dim, server.spec).to(server.device)
+        trainer = Trainer(decoder.parameters(), adam(self.lr))
+        batches = {k: index_batches(len(e), self.batch_size, e.device) for k, e in codes.items()}
+        longest = max(epoch_length(len(e), self.batch_size) for e in codes.values())
+        total = torch.zeros((), device=server.device)
+        steps = range(max(self.decoder_steps, self.decoder_epochs * longest))
+        for step in server.track("decoder", steps):
+            for k in codes:
+                index = next(batches[k])
+                loss = partial(self.decoder_loss, decoder, server.spec, models[k], z[k], another(models, k))
+                value = trainer.step(loss, codes[k][index], embeddings[k][index])
+                total += value if step >= len(steps) - longest else 0
+        server.report["decoder_loss"] = float(total) / (longest * len(codes))
+        return decoder.state_dict()
+
+    def decoder_loss(
+        self,
+        decoder: Decoder,
+        spec: Spec,
+        model: Classifier,
+        z: nn.Linear,
+        student: Classifier,
+        code: Tensor,
+        embedding: Tensor,
+    ) -> Tensor:
+        """Eq. 12 for a batch of one client's codes, with what the ablations and the authors' code add to it."""
+        x = resized(decoder(code), spec)
+        features = model.features(x)
+        loss = F.mse_loss(z(features), code)
+        if self.logit_loss:
+            loss = loss + kl(model.logits(embedding), model.logits(features))
+        if self.discrepancy != "none":
+            loss = loss - discrepancy(self.discrepancy, model.logits(features), student(x))
+        return loss
+
+    def deliver(self, server: Hub, entry: Entry) -> dict[int, Delivery]:
+        """This round's entry for every participant, with those that the buffer still holds and it has missed."""
+        deliveries: dict[int, Delivery] = {}
+        for k in entry["codes"]:
+            missed = [old for old in server.buffer if old["round"] > server.held.get(k, 0)]
+            deliveries[k] = {"entries": [*missed, entry]}
+            if self.embedding_loss:
+                deliveries[k]["docking"] = server.docking[k]
+        server.buffer = self.remember([*server.buffer, entry], self.memory)
+        server.report["buffer_bytes"] = nbytes(server.buffer)
+        return deliveries
+
+    def remember(self, entries: list[Entry], limit: int | None) -> list[Entry]:
+        """The last entries, each round once, at most `limit` of them."""
+        kept = list({entry["round"]: entry for entry in entries}.values())
+        return kept if limit is None else kept[max(0, len(kept) - limit) :]
+
+    def teach(self, client: Trader, delivery: Delivery) -> Lesson:
+        limit = None if self.memory is None else self.memory + 1  # R past rounds and this one
+        client.buffer = self.remember(client.buffer + delivery["entries"], limit)
+        client.docking = delivery.get("docking", {})
+        client.report["buffer_bytes"] = nbytes(client.buffer)
+        *past, now = client.buffer
+        index = torch.arange(len(now["codes"][client.id]), device=client.device)
+        return {
+            "fresh": self.label(client, now, index),
+            "memory": [self.label(client, entry, part) for entry, part in self.review(client, past, len(index))],
+        }
+
+    def review(self, client: Trader, past: list[Entry], size: int) -> Iterator[tuple[Entry, Tensor]]:
+        """B_k^t: a random part of the client's own past transfer data, as much as there is fresh."""
+        own = [entry for entry in past if client.id in entry["codes"]]
+        ends = torch.tensor([len(entry["codes"][client.id]) for entry in own], dtype=torch.long).cumsum(0)
+        chosen = torch.randperm(int(ends[-1]) if own else 0)[:size].sort().values
+        for entry, end in zip(own, ends.tolist(), strict=True):
+            start = end - len(entry["codes"][client.id])
+            part = chosen[(chosen >= start) & (chosen < end)] - start
+            if len(part):
+                yield entry, part.to(client.device)
+
+    def label(self, client: Trader, entry: Entry, index: Tensor) -> Targets:
+        """The client's own logits Ŷ_k on its transfer images, before it learns from others."""
+        images, model = self.images(client, entry, client.id, index), client.model.eval()
+        every = torch.arange(len(index), device=client.device)
+        features = predict(model.features, lambda part: resized(images[part], client.data.spec), every)
+        with torch.no_grad():
+            targets: Targets = {"round": entry["round"], "index": index, "logits": model.logits(features)}
+            if self.embedding_loss:
+                targets["embeddings"] = F.linear(features, client.docking["weight"], client.docking["bias"])
+        return targets
+
+    def images(self, client: Trader, entry: Entry, owner: int, index: Tensor) -> Tensor:
+        """A part of the transfer data of one client and round, made anew from the buffer."""
+        codes = entry["codes"][owner]
+        if not entry["decoder"]:
+            assert client.public is not None
+            return client.public.batch(codes[index])
+        decoder = Decoder(codes.shape[1], client.data.spec).to(client.device).eval()
+        decoder.load_state_dict(entry["decoder"])
+        return predict(decoder, lambda part: codes[part], index)
+
+    def exchange(self, client: Trader, lessons: dict[int, Lesson]) -> None:
+        """Learn from every other client, on its data of this round and on what it taught before (Eqs. 13 and 14)."""
+        held = {entry["round"]: entry for entry in client.buffer}
+        fresh = [self.material(client, held, i, [lesson["fresh"]]) for i, lesson in lessons.items()]
+        memory = [self.material(client, held, i, lesson["memory"]) for i, lesson in lessons.items() if lesson["memory"]]
+        size, device = self.batch_size, client.device
+        sources = [(part, index_batches(len(part[0]), size, device)) for part in [*fresh, *memory]]
+        private = index_batches(len(client.data), size, device)
+        trainer = Trainer(client.model.train().parameters(), adam(self.lr, self.weight_decay))
+        longest = max(epoch_length(len(part[0]), size) for part in fresh)
+        for _ in client.track(range(self.exchange_epochs * longest)):
+            if self.local_review:
+                index = next(private)
+                batch = client.data.batch(index, augmented=True), client.data.labels[index]
+                trainer.step(lambda x, y: F.cross_entropy(client.model(x), y), *batch)
+            for part, batches in sources:
+                index = next(batches)
+                trainer.step(partial(self.exchange_loss, client), *(tensor[index] for tensor in part))
+
+    def material(self, client: Trader, held: Mapping[int, Entry], peer: int, taught: list[Targets]) -> list[Tensor]:
+        """The images a peer taught on and what it said of them, end to end."""
+        images = [self.images(client, held[part["round"]], peer, part["index"]) for part in taught]
+        names: tuple[Literal["logits", "embeddings"], ...] = ("logits", "embeddings")[: 1 + self.embedding_loss]
+        return [torch.cat(images), *(torch.cat([part[name] for part in taught]) for name in names)]
+
+    def exchange_loss(
+        self, client: Trader, images: Tensor, target: Tensor, embeddings: Tensor | None = None
+    ) -> Tensor:
+        """The divergence from a peer's predictions on a batch of its images (a term of Eqs. 13 and 14)."""
+        features = client.model.features(resized(images, client.data.spec))
+        student = client.model.logits(features)
+        loss = kl(target, student) if self.direction == "teacher" else kl(student, target)
+        if embeddings is not None:
+            translated = F.linear(features, client.docking["weight"], client.docking["bias"])
+            loss = loss + F.mse_loss(translated, embeddings)
+        return loss

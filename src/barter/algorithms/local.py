@@ -1,0 +1,38 @@
+"""Local training: every client learns from its own data, and nothing crosses the wire.
+
+The lower bound that an exchange has to beat. The training is the one of DFFKE (Eq. 9): Adam until the accuracy on the
+training data reaches a goal; the first round of both is the same to the bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from barter.core.algorithm import Algorithm
+from barter.core.clients import Clients
+from barter.core.nodes import Client, Server
+from barter.core.params import Count, Fraction, NonNegative, Positive
+from barter.ops.fit import adam, fit
+
+__all__ = ["Local"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local(Algorithm):
+    """No exchange at all."""
+
+    crosses = {"learn": "nothing"}
+
+    tau: Fraction = 0.98  # τ: local training ends when an epoch's training accuracy reaches it
+    max_epochs: Count = 100  # or after so many epochs
+    lr: Positive = 1e-3  # η: Adam's learning rate
+    weight_decay: NonNegative = 1e-5  # Adam's weight decay
+    batch_size: Count = 100  # B: images per step
+
+    def round(self, server: Server, clients: Clients, t: int) -> None:
+        clients.run(self.learn)
+
+    def learn(self, client: Client) -> None:
+        recipe = adam(self.lr, self.weight_decay)
+        fitted = fit(client, epochs=self.max_epochs, goal=self.tau, batch_size=self.batch_size, recipe=recipe)
+        client.report["epochs"] = fitted.epochs

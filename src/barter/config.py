@@ -1,0 +1,137 @@
+"""The configuration of a run: typed, checked before anything is built, and written back in full."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+
+from barter.algorithms import ALGORITHMS
+from barter.core.algorithm import Algorithm
+from barter.core.errors import ConfigError
+from barter.core.params import Count, Whole, build, check, did_you_mean
+from barter.data.partition import PARTITIONS, Dirichlet, Partition
+from barter.data.task import Data
+
+__all__ = ["Config", "read", "with_settings", "write"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """A run from data to rounds."""
+
+    algorithm: Algorithm  # what the parties do in a round
+    data: Data = dataclasses.field(default_factory=Data)  # what they learn from
+    partition: Partition = dataclasses.field(default_factory=Dirichlet)  # who has which part of it
+    clients: Count = 5  # K: number of clients
+    models: str = "small-5"  # a family, or one model for all
+    rounds: Count = 5  # T: communication rounds
+    seed: Whole = 0  # every random stream of the run comes from it
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # where the run computes
+    min_clients: Count | None = None  # how many clients must answer a call; none means all that were asked
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.min_clients is not None and self.min_clients > self.clients:
+            raise ConfigError(f"min_clients={self.min_clients}: there are only {self.clients} clients")
+
+
+def _named(registry: Mapping[str, type[Any]], section: Mapping[str, Any], where: str, what: str) -> tuple[type[Any], dict[str, Any]]:
+    rest = dict(section)
+    name = rest.pop("name", None)
+    if name is None:
+        raise ConfigError(f"{where}.name is missing: {did_you_mean('', registry)}")
+    if name not in registry:
+        raise ConfigError(f"unknown {what} {name!r}: {did_you_mean(str(name), registry)}")
+    return registry[name], rest
+
+
+def resolve(tree: Mapping[str, Any]) -> Config:
+    """A configuration from plain values, as a TOML file holds them."""
+    values = {"algorithm": {"name": "dffke"}, "partition": {"name": "dirichlet"}, "data": {}, **tree}
+    for section in ("algorithm", "partition", "data"):
+        if not isinstance(values[section], Mapping):
+            raise ConfigError(f"{section} is a table: write [{section}] and its keys below it, or {section}.name=...")
+    kind, rest = _named(ALGORITHMS, values["algorithm"], "algorithm", "algorithm")
+    preset = rest.pop("preset", None)
+    values["algorithm"] = build(kind, rest, "algorithm.") if preset is None else kind.preset(str(preset), rest)
+    split, rest = _named(PARTITIONS, values["partition"], "partition", "partition")
+    values["partition"] = build(split, rest, "partition.")
+    values["data"] = build(Data, values["data"], "data.")
+    return build(Config, values)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The plain values of a TOML file."""
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+
+
+def with_settings(tree: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
+    """The values with `key=value` settings put in; a dot in the key leads into a table."""
+    changed = {key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        path = key.strip().split(".")
+        if not equals or not all(path) or len(path) > 2:
+            raise ConfigError(f"--set {setting!r}: write key=value, such as rounds=10 or algorithm.share=0.5")
+        _refuse_unknown(path)
+        table = changed.setdefault(path[0], {}) if len(path) == 2 else changed
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {setting!r}: {path[0]} is not a table")
+        if path[-1] == "name" and table.get("name") != text:
+            table.clear()  # the fields of another algorithm or partition mean nothing here
+        table[path[-1]] = _value(text.strip())
+    return changed
+
+
+def _refuse_unknown(path: list[str]) -> None:
+    """A key that no configuration has: name its nearest neighbour among all there are."""
+    tables: dict[str, list[type[Any]]] = {
+        "algorithm": list(ALGORITHMS.values()),
+        "partition": list(PARTITIONS.values()),
+        "data": [Data],
+    }
+    known = {field.name for field in dataclasses.fields(Config)} - tables.keys()
+    for table, kinds in tables.items():
+        known |= {f"{table}.{field.name}" for kind in kinds for field in dataclasses.fields(kind)}
+    known |= {"algorithm.name", "algorithm.preset", "partition.name"}
+    if ".".join(path) not in known:
+        raise ConfigError(f"unknown key {'.'.join(path)!r}: {did_you_mean('.'.join(path), known)}")
+
+
+def _value(text: str) -> Any:
+    """A value in TOML's notation; anything else is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return {"True": True, "False": False}.get(text, text)
+
+
+def write(config: Config, path: Path) -> None:
+    """Every value of the configuration, also those nobody set: a run from this file is the same run."""
+
+    def plain(value: Any) -> dict[str, Any]:
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {name: item for name, item in fields.items() if item is not None}
+
+    tree = plain(config)
+    for section, registry in (("algorithm", ALGORITHMS), ("partition", PARTITIONS)):
+        kind = type(tree[section])
+        names = [name for name, known in registry.items() if known is kind]
+        if not names:
+            raise ConfigError(f"{kind.__name__} is in no registry, so that no file can name it")
+        tree[section] = {"name": names[0], **plain(tree[section])}
+    tree["data"] = plain(tree["data"])
+    path.write_text(tomli_w.dumps(tree))

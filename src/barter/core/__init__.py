@@ -1,0 +1,1 @@
+"""The nouns that an algorithm is written with."""

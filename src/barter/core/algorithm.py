@@ -1,0 +1,70 @@
+"""What an algorithm is: a frozen dataclass of hyperparameters with a `round` that reads like the paper's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, get_args
+
+from typing_extensions import Self, TypeVar
+
+from barter.core.clients import Clients
+from barter.core.errors import ConfigError
+from barter.core.evaluation import evaluate
+from barter.core.nodes import Client, Server, as_numbers
+from barter.core.params import build, check, did_you_mean
+
+__all__ = ["Algorithm"]
+
+S = TypeVar("S", bound=Server, default=Server)
+C = TypeVar("C", bound=Client, default=Client)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm(Generic[S, C]):
+    """A federated method. Subclass `Algorithm[MyServer, MyClient]` where a party remembers more than its model."""
+
+    crosses: ClassVar[Mapping[str, str]]  # remote method -> what goes down and what comes up
+    presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}  # named sets of hyperparameters
+    one_architecture: ClassVar[bool] = False  # whether all clients must have the same network
+    may_be_infinite: ClassVar[frozenset[str]] = frozenset()  # methods whose payloads may hold NaN or infinity
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def setup(self, server: S, clients: Clients) -> None:
+        """Once, before the first round."""
+
+    def round(self, server: S, clients: Clients, t: int) -> None:
+        """One communication round, t = 1, 2, ..."""
+        raise NotImplementedError
+
+    def evaluate(self, client: C) -> dict[str, float]:
+        """What the round's record says of a client: its accuracies, and what it noted itself."""
+        report, client.report = client.report, {}
+        return {**evaluate(client), **as_numbers(report)}
+
+    @classmethod
+    def preset(cls, name: str, overrides: Mapping[str, Any] | None = None) -> Self:
+        """The algorithm with a named set of hyperparameters, some of them overridden."""
+        if name not in cls.presets:
+            raise ConfigError(f"unknown preset {name!r} of {cls.__name__}: {did_you_mean(name, cls.presets)}")
+        return build(cls, {**cls.presets[name], **(overrides or {})}, "algorithm.")
+
+    @classmethod
+    def parties(cls) -> tuple[type[Server], type[Client]]:
+        """The kinds of server and client this algorithm was written for."""
+        for kind in cls.__mro__:
+            for base in getattr(kind, "__orig_bases__", ()):
+                found = [arg for arg in get_args(base) if isinstance(arg, type)]
+                if found:
+                    server, client = ([*found, Client])[:2]
+                    return server, client
+        return Server, Client
+
+    @classmethod
+    def citation(cls) -> str:
+        """The first paragraph of the file the algorithm stands in."""
+        module = inspect.getmodule(cls)
+        return (inspect.getdoc(module) or "").split("\n\n")[0].replace("\n", " ")

@@ -1,0 +1,128 @@
+"""A group of clients as the server sees it: ask them all, ask each, hand something along."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
+
+import torch
+
+from barter.core.errors import ClientError, ConfigError
+from barter.core.nodes import Client
+
+__all__ = ["Clients", "Engine", "Failure", "Replies"]
+
+C = TypeVar("C", bound=Client)
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A client that was asked and did not answer, and why."""
+
+    client: int
+    method: str
+    round: int
+    error: str
+    traceback: str = ""
+
+    def __str__(self) -> str:
+        return f"client {self.client} failed in {self.method!r}, round {self.round}: {self.error}"
+
+
+class Replies(dict[int, R], Generic[R]):
+    """Who answered, in the order of their ids; who did not, and why."""
+
+    def __init__(self, answers: Mapping[int, R], num_examples: Mapping[int, int], failures: Mapping[int, Failure]):
+        super().__init__(sorted(answers.items()))
+        self.num_examples = {k: num_examples[k] for k in self}
+        self.failures = dict(sorted(failures.items()))
+
+
+class Engine(Protocol):
+    """Where clients live and how they are reached."""
+
+    @property
+    def client_ids(self) -> Sequence[int]: ...
+
+    @property
+    def min_clients(self) -> int | None: ...
+
+    def call(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> Replies[Any]: ...
+
+    def stream(self, name: str) -> torch.Generator: ...
+
+
+class Clients(Sequence[int]):
+    """A group of clients, seen from the server."""
+
+    def __init__(self, engine: Engine, ids: Iterable[int]) -> None:
+        self._engine, self._ids = engine, tuple(sorted(ids))
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ids)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        return self._ids[index]
+
+    def __repr__(self) -> str:
+        return f"Clients{self._ids}"
+
+    def only(self, ids: Iterable[int]) -> Clients:
+        """Those of the group that are among `ids`, such as those that answered."""
+        wanted = set(ids)
+        return Clients(self._engine, (k for k in self._ids if k in wanted))
+
+    def sample(self, fraction: float) -> Clients:
+        """A random share of the group, at least one; the same whenever it is asked for in one round."""
+        if not 0 < fraction <= 1:
+            raise ConfigError(f"fraction={fraction}: a share of the clients is > 0 and <= 1")
+        size = max(1, round(fraction * len(self)))
+        chosen = torch.randperm(len(self), generator=self._engine.stream("sample"))[:size]
+        return Clients(self._engine, (self._ids[i] for i in chosen.tolist()))
+
+    def run(self, method: Callable[Concatenate[C, P], R], *args: P.args, **kwargs: P.kwargs) -> Replies[R]:
+        """Every client runs the method with the same arguments."""
+        bound = inspect.signature(method).bind(None, *args, **kwargs)
+        bound.apply_defaults()
+        return self._ask(method, {k: bound.args[1:] for k in self._ids})
+
+    def scatter(self, method: Callable[[C, T], R], payloads: Mapping[int, T]) -> Replies[R]:
+        """Every client runs the method with a payload of its own."""
+        if set(payloads) != set(self._ids):
+            raise ConfigError(f"scatter wants one payload for each of {list(self)}, got them for {sorted(payloads)}")
+        return self._ask(method, {k: (payloads[k],) for k in self._ids})
+
+    def relay(self, method: Callable[[C, T], T], payload: T) -> T:
+        """The payload goes from client to client, each hands on what it made of it."""
+        for k in self._ids:
+            payload = Clients(self._engine, [k])._ask(method, {k: (payload,)}).get(k, payload)
+        return payload
+
+    def _ask(self, method: Callable[..., R], args: Mapping[int, tuple[Any, ...]]) -> Replies[R]:
+        if not args:
+            return Replies({}, {}, {})
+        replies = self._engine.call(method.__name__, args)
+        least = self._engine.min_clients
+        needed = len(args) if least is None else min(least, len(args))
+        if len(replies) < needed:
+            reasons = "; ".join(str(failure) for failure in replies.failures.values())
+            first = next((f.traceback for f in replies.failures.values() if f.traceback), "")
+            error = ClientError(
+                f"{len(replies)} of {len(args)} clients answered {method.__name__!r}, {needed} must: {reasons}"
+            )
+            if first:
+                error.add_note(first)
+            raise error
+        return replies

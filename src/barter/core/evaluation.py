@@ -1,0 +1,34 @@
+"""Predictions in chunks, and what a client's model is worth on its test sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from barter.core.images import Images
+from barter.core.model import Classifier
+from barter.core.nodes import Client
+
+__all__ = ["accuracy", "evaluate", "predict"]
+
+CHUNK = 500
+
+
+@torch.no_grad()
+def predict(function: Callable[[Tensor], Tensor], batch: Callable[[Tensor], Tensor], index: Tensor) -> Tensor:
+    """The function's values for the samples at these indices, computed in chunks."""
+    return torch.cat([function(batch(part)) for part in index.split(CHUNK)])
+
+
+def accuracy(model: Classifier, data: Images) -> float:
+    """The share of images that the model names rightly, in evaluation mode."""
+    model.eval()
+    predicted = predict(model, data.batch, torch.arange(len(data), device=data.device)).argmax(1)
+    return float((predicted == data.labels).double().mean())
+
+
+def evaluate(client: Client) -> dict[str, float]:
+    """The accuracy of a client's model on each of its test sets."""
+    return {name: accuracy(client.model, data) for name, data in client.tests.items()}

@@ -1,0 +1,83 @@
+"""Labelled images that stay on the run's device as bytes, normalised and augmented there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["Augment", "Images", "Spec"]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What all parties agree on: the shape of an input, the number of classes, how pixels are normalised."""
+
+    channels: int
+    height: int
+    width: int
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.channels, self.height, self.width
+
+
+@dataclass(frozen=True)
+class Augment:
+    """Random changes to a training image: a crop after padding by so many pixels, a mirror image."""
+
+    crop: int = 0
+    flip: bool = False
+
+
+class Images:
+    """Images (uint8, NCHW) with labels, resident on one device."""
+
+    def __init__(self, pixels: Tensor, labels: Tensor, spec: Spec, augment: Augment | None = None) -> None:
+        self.pixels, self.labels, self.spec = pixels, labels, spec
+        self.augment = augment or Augment()
+        self.mean = torch.tensor(spec.mean, device=pixels.device).view(1, -1, 1, 1) * 255
+        self.std = torch.tensor(spec.std, device=pixels.device).view(1, -1, 1, 1) * 255
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def device(self) -> torch.device:
+        return self.pixels.device
+
+    def class_counts(self) -> Tensor:
+        """How many images there are of each class."""
+        return torch.bincount(self.labels, minlength=self.spec.classes)
+
+    def batch(self, index: Tensor, *, augmented: bool = False) -> Tensor:
+        """The images at these indices as the models want them: float, normalised, of the agreed size."""
+        pixels = self.pixels[index]
+        if augmented:
+            pixels = _augment(pixels, self.augment)
+        x = (pixels.float() - self.mean) / self.std
+        if x.shape[-2:] != self.spec.shape[1:]:
+            x = F.interpolate(x, self.spec.shape[1:], mode="bilinear", antialias=True)
+        return x
+
+
+def _augment(pixels: Tensor, augment: Augment) -> Tensor:
+    n, _, height, width = pixels.shape
+    device = pixels.device
+    rows = torch.arange(height, device=device).expand(n, -1)
+    columns = torch.arange(width, device=device).expand(n, -1)
+    if augment.flip:
+        mirrored = torch.rand(n, 1, device=device) < 0.5
+        columns = torch.where(mirrored, columns.flip(1), columns)
+    if augment.crop:
+        pixels = F.pad(pixels, [augment.crop] * 4)
+        rows = rows + torch.randint(2 * augment.crop + 1, (n, 1), device=device)
+        columns = columns + torch.randint(2 * augment.crop + 1, (n, 1), device=device)
+    each = torch.arange(n, device=device)[:, None, None]
+    # Advanced indices around a slice put the channels last; they go back to their place.
+    return pixels[each, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)

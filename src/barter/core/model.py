@@ -1,0 +1,97 @@
+"""A classifier in two steps, and how to make one of any module."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from barter.core.errors import ConfigError
+
+__all__ = ["Classifier", "SplitClassifier", "split"]
+
+
+class Classifier(nn.Module):
+    """Images to features, features to logits: the two methods every algorithm counts on."""
+
+    feature_dim: int
+
+    def features(self, x: Tensor) -> Tensor:
+        """Images (N, C, H, W) to features (N, feature_dim)."""
+        raise NotImplementedError
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Features (N, feature_dim) to logits (N, classes)."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits(self.features(x))
+
+
+class SplitClassifier(Classifier):
+    """A body that ends in features, and the linear head behind it."""
+
+    def __init__(self, body: nn.Module, head: nn.Linear) -> None:
+        super().__init__()
+        self.body, self.head = body, head
+        self.feature_dim = head.in_features
+
+    def features(self, x: Tensor) -> Tensor:
+        features: Tensor = self.body(x)
+        return features
+
+    def logits(self, features: Tensor) -> Tensor:
+        logits: Tensor = self.head(features)
+        return logits
+
+
+BY_HAND = """write it by hand:
+
+    class Mine(barter.Classifier):
+        feature_dim = 128
+        def features(self, x): ...      # (N, C, H, W) -> (N, 128)
+        def logits(self, features): ... # (N, 128) -> (N, classes)"""
+
+
+def split(module: nn.Module) -> Classifier:
+    """Any network that ends in a Linear layer as a Classifier; the module itself is left as it is."""
+    if isinstance(module, Classifier):
+        return copy.deepcopy(module)
+    name = type(module).__name__
+    linears = [at for at, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    if not linears:
+        raise ConfigError(f"{name} has no Linear layer to split at; {BY_HAND}")
+    if linears[-1] == "":
+        raise ConfigError(f"{name} is a single Linear layer, nothing is left for the features; {BY_HAND}")
+    body = copy.deepcopy(module)
+    parent, _, child = linears[-1].rpartition(".")
+    head = getattr(body.get_submodule(parent), child)
+    setattr(body.get_submodule(parent), child, nn.Identity())
+    return SplitClassifier(body, head)
+
+
+def verify_split(original: nn.Module, classifier: Classifier, shape: tuple[int, int, int]) -> None:
+    """Refuse a split whose parts do not compute what the whole module computes on images of this shape."""
+    name = type(original).__name__
+    probe = torch.linspace(-1, 1, 2 * shape[0] * shape[1] * shape[2]).reshape(2, *shape)
+    was_training = original.training
+    original.eval()
+    classifier.eval()
+    try:
+        with torch.no_grad():
+            whole, features = original(probe), classifier.features(probe)
+            same = (
+                features.shape == (2, classifier.feature_dim)
+                and isinstance(whole, Tensor)
+                and torch.allclose(whole, classifier.logits(features), atol=1e-5)
+            )
+    except (RuntimeError, ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{name} cannot be split at its last Linear layer ({error}); {BY_HAND}") from error
+    finally:
+        original.train(was_training)
+        classifier.train(was_training)
+    if not same:
+        raise ConfigError(
+            f"{name} cannot be split at its last Linear layer: what follows or bypasses it changes the result; {BY_HAND}"
+        )

@@ -1,0 +1,135 @@
+"""The two kinds of party: clients, which live where their data lives, and the server."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from barter.core.images import Images, Spec
+from barter.core.model import Classifier
+from barter.core.payload import Payload, State, isolate
+
+__all__ = ["Client", "Monitor", "Node", "Server"]
+
+T = TypeVar("T")
+
+
+class Monitor(Protocol):
+    """Whoever watches a run: told of each phase, and of how far it has come."""
+
+    def phase(self, name: str, total: float) -> AbstractContextManager[object]: ...
+
+    def advance(self, amount: float) -> None: ...
+
+
+class Silence:
+    """The monitor of a run that nobody watches."""
+
+    def phase(self, name: str, total: float) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def advance(self, amount: float) -> None:
+        pass
+
+
+class Node:
+    """A party: its model, its device, and what it remembers from round to round.
+
+    What a subclass annotates is its memory: payload trees that start from their class default, and that a checkpoint
+    holds together with the model's weights.
+    """
+
+    def __init__(self, model: Classifier | None, device: torch.device, public: Images | None = None) -> None:
+        self.model_or_none, self.device, self.public = model, device, public
+        self.monitor: Monitor = Silence()
+        self.report: dict[str, float] = {}  # plain numbers for the round's record
+        for name in self.remembered():
+            if not hasattr(type(self), name):
+                raise TypeError(f"{type(self).__name__}.{name} needs a default: what a node remembers at the start")
+            setattr(self, name, copy.deepcopy(getattr(type(self), name)))
+
+    @property
+    def model(self) -> Classifier:
+        """The party's own model."""
+        if self.model_or_none is None:
+            raise AttributeError("this party has no model: the clients do not share one architecture")
+        return self.model_or_none
+
+    @classmethod
+    def remembered(cls) -> list[str]:
+        """The names of what this kind of node remembers between rounds."""
+        kinds = [k for k in reversed(cls.__mro__) if issubclass(k, Node) and k not in (Node, Client, Server)]
+        return [name for kind in kinds for name in kind.__dict__.get("__annotations__", {})]
+
+    def memory(self) -> dict[str, Payload]:
+        """What a checkpoint keeps of this node."""
+        kept: dict[str, Payload] = {name: getattr(self, name) for name in self.remembered()}
+        if self.model_or_none is not None:
+            kept["model"] = self.model.state_dict()
+        return isolate(kept, path=type(self).__name__)
+
+    def recall(self, memory: Mapping[str, Payload]) -> None:
+        """Take up where `memory` was taken."""
+        for name in self.remembered():
+            setattr(self, name, isolate(memory[name], self.device))
+        if self.model_or_none is not None:
+            self.model.load_state_dict(memory["model"])
+
+
+class Client(Node):
+    """A party with private data and, for measuring only, its test sets."""
+
+    def __init__(
+        self,
+        id: int,
+        model: Classifier,
+        device: torch.device,
+        data: Images,
+        tests: Mapping[str, Images],
+        public: Images | None = None,
+    ) -> None:
+        super().__init__(model, device, public)
+        self.id, self.data, self.tests = id, data, tests
+
+    def track(self, steps: Sequence[T]) -> Iterator[T]:
+        """The steps one by one, seen by whoever watches the run as parts of this client's work."""
+        for step in steps:
+            yield step
+            self.monitor.advance(1 / len(steps))
+
+
+class Server(Node):
+    """The coordinator. It knows the task and how each client's network is built, and holds no data."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        architectures: Mapping[int, Callable[[], Classifier]],
+        model: Classifier | None,
+        device: torch.device,
+        public: Images | None = None,
+    ) -> None:
+        super().__init__(model, device, public)
+        self.spec, self.architectures = spec, architectures
+
+    def replica(self, client: int, weights: State) -> Classifier:
+        """A frozen copy of a client's model, from the weights it sent."""
+        model = self.architectures[client]().to(self.device)
+        model.load_state_dict(weights)
+        return model.eval().requires_grad_(False)
+
+    def track(self, name: str, steps: Sequence[T]) -> Iterator[T]:
+        """The steps one by one, timed and shown as a phase of the round."""
+        with self.monitor.phase(name, len(steps)):
+            for step in steps:
+                yield step
+                self.monitor.advance(1)
+
+
+def as_numbers(report: Mapping[str, Any]) -> dict[str, float]:
+    """A report as JSON can hold it."""
+    return {name: float(value) for name, value in report.items()}

@@ -1,0 +1,188 @@
+"""Typed fields of frozen dataclasses: checked when built, described from their own source.
+
+An algorithm, a partition and the configuration of a run are all such dataclasses, so that a wrong value is refused
+with the same words whether it came from Python, from a file or from the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import math
+import tokenize
+import types
+from collections.abc import Iterable, Mapping
+from functools import cache
+from io import StringIO
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from barter.core.errors import ConfigError
+
+__all__ = [
+    "Count",
+    "Field",
+    "Fraction",
+    "NonNegative",
+    "Positive",
+    "Range",
+    "Whole",
+    "build",
+    "check",
+    "describe",
+    "did_you_mean",
+]
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The numbers a field may hold; printed as a reader would say it."""
+
+    gt: float = -math.inf
+    ge: float = -math.inf
+    le: float = math.inf
+
+    def __contains__(self, value: float) -> bool:
+        return self.gt < value and self.ge <= value <= self.le
+
+    def __str__(self) -> str:
+        bounds = ((">", self.gt), (">=", self.ge), ("<=", self.le))
+        return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if math.isfinite(bound))
+
+
+Fraction = Annotated[float, Range(gt=0, le=1)]
+Positive = Annotated[float, Range(gt=0)]
+NonNegative = Annotated[float, Range(ge=0)]
+Count = Annotated[int, Range(ge=1)]
+Whole = Annotated[int, Range(ge=0)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """What a reader wants to know about one field."""
+
+    name: str
+    kind: str
+    default: object
+    meaning: str
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error message about an unknown name: its nearest neighbour, or all there is."""
+    known = sorted(known)
+    lowered = {k.lower(): k for k in known} | {k.lower().rpartition(".")[2]: k for k in known}
+    near = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.5)
+    if not near:
+        near = difflib.get_close_matches(name.lower().rpartition(".")[2], lowered, n=1, cutoff=0.6)
+    return f"did you mean {lowered[near[0]]!r}?" if near else f"there are: {', '.join(known) or 'none'}"
+
+
+def _kind(hint: Any) -> str:
+    if get_origin(hint) is Annotated:
+        base, *extras = get_args(hint)
+        return " ".join([_kind(base), *(str(e) for e in extras if isinstance(e, Range))])
+    if get_origin(hint) is Literal:
+        return " | ".join(str(choice) for choice in get_args(hint))
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join("none" if arm is type(None) else _kind(arm) for arm in get_args(hint))
+    return str(getattr(hint, "__name__", hint))
+
+
+def _accept(value: object, hint: Any) -> object:
+    """The value in the hinted type; ValueError says what would be right."""
+    origin = get_origin(hint)
+    if origin is Annotated:
+        base, *extras = get_args(hint)
+        value = _accept(value, base)
+        if any(isinstance(e, Range) and value not in e for e in extras):
+            raise ValueError(f"must be {_kind(hint)}")
+        return value
+    if origin is Literal:
+        if value in get_args(hint) and type(value) in {type(choice) for choice in get_args(hint)}:
+            return value
+        raise ValueError(f"must be one of {', '.join(map(str, get_args(hint)))}")
+    if origin in (Union, types.UnionType):
+        for arm in get_args(hint):
+            try:
+                return _accept(value, arm)
+            except ValueError:
+                continue
+        raise ValueError(f"must be {_kind(hint)}")
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        if not math.isfinite(value):
+            raise ValueError("must be a finite number")
+        return float(value)
+    if hint in (bool, str) and isinstance(value, hint):
+        return value
+    if hint is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if hint is type(None) and value is None:
+        return value
+    if isinstance(hint, type) and hint not in (bool, str, int, float, type(None)) and isinstance(value, hint):
+        return value
+    raise ValueError(f"must be {_kind(hint)}")
+
+
+def check(instance: Any, where: str = "") -> None:
+    """Refuse a dataclass instance whose fields hold what their annotations do not allow."""
+    hints, meanings = _hints(type(instance)), _comments(type(instance))
+    for field in dataclasses.fields(instance):
+        value = getattr(instance, field.name)
+        try:
+            accepted = _accept(value, hints[field.name])
+        except ValueError as error:
+            meaning = meanings.get(field.name, "")
+            reason = f"{where}{field.name}={value!r}: {error}" + (f" ({meaning})" if meaning else "")
+            raise ConfigError(reason) from None
+        object.__setattr__(instance, field.name, accepted)
+
+
+def build(cls: type[T], values: Mapping[str, object], where: str = "") -> T:
+    """An instance of a checked dataclass from plain values, as a file or a command line gives them."""
+    known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"unknown key {where + name!r}: {did_you_mean(name, known)}")
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise ConfigError(f"{where.rstrip('.') or cls.__name__}: {error}") from None
+
+
+@cache
+def _comments(cls: type) -> dict[str, str]:
+    """The comment behind each annotated field, over the whole ancestry."""
+    found: dict[str, str] = {}
+    for ancestor in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(ancestor):
+            continue
+        try:
+            source = inspect.getsource(ancestor)
+        except (OSError, TypeError):  # typed at a prompt: there is no file to read
+            continue
+        comments = {
+            token.start[0]: token.string.lstrip("# ").strip()
+            for token in tokenize.generate_tokens(StringIO(inspect.cleandoc(source)).readline)
+            if token.type == tokenize.COMMENT
+        }
+        for number, line in enumerate(inspect.cleandoc(source).splitlines(), start=1):
+            name = line.strip().split(":")[0]
+            if number in comments and name in ancestor.__annotations__:
+                found[name] = comments[number]
+    return found
+
+
+def describe(cls: type) -> list[Field]:
+    """The fields of a checked dataclass with type, default and the comment that stands behind them."""
+    hints, meanings = _hints(cls), _comments(cls)
+    return [
+        Field(f.name, _kind(hints[f.name]), f.default, meanings.get(f.name, ""))
+        for f in dataclasses.fields(cls)  # type: ignore[arg-type]
+    ]

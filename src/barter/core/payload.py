@@ -1,0 +1,138 @@
+"""What may cross between parties: a tree of tensors and plain values.
+
+A tree is made of dict (with str or int keys), list and tuple; its leaves are tensors, str, int, float, bool and None.
+It is never pickled: `pack` turns it into named tensors and one JSON header, and `unpack` back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from barter.core.errors import PayloadError
+
+__all__ = ["Payload", "State", "isolate", "leaves", "nbytes", "pack", "unpack"]
+
+State: TypeAlias = dict[str, Tensor]
+Payload: TypeAlias = Any
+T = TypeVar("T")
+
+PLAIN = (str, int, float, bool, type(None))
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32, torch.float64, torch.float16, torch.bfloat16,
+        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    )
+}  # fmt: skip
+
+
+def _walk(tree: Payload, leaf: Callable[[str, Any], Any], path: str) -> Payload:
+    """The same tree with every leaf replaced; refuses what is no payload and says where it stands."""
+    kind = type(tree)
+    if kind is dict:
+        for key in tree:
+            if type(key) not in (str, int):
+                raise PayloadError(f"{path}: key {key!r} is a {type(key).__name__}, a payload's keys are str or int")
+        return {key: _walk(value, leaf, f"{path}.{key}") for key, value in tree.items()}
+    if kind in (list, tuple):
+        return kind(_walk(value, leaf, f"{path}[{i}]") for i, value in enumerate(tree))
+    if isinstance(tree, dict):  # an OrderedDict, as state_dict() returns it, travels as what it is: a dict
+        return _walk(dict(tree), leaf, path)
+    if isinstance(tree, Tensor):
+        if tree.layout is not torch.strided or tree.dtype not in DTYPES.values():
+            raise PayloadError(f"{path}: a {tree.layout} tensor of {tree.dtype} cannot travel; make it dense and real")
+        return leaf(path, tree)
+    if kind in PLAIN:
+        return leaf(path, tree)
+    raise PayloadError(
+        f"{path}: a {kind.__module__}.{kind.__qualname__} cannot travel; "
+        "a payload is dict, list, tuple, tensors, str, int, float, bool and None"
+    )
+
+
+def leaves(tree: Payload, path: str = "payload") -> Iterator[tuple[str, Any]]:
+    """Every leaf with the path that leads to it."""
+    found: list[tuple[str, Any]] = []
+    _walk(tree, lambda at, value: found.append((at, value)), path)
+    yield from found
+
+
+def nbytes(tree: Payload) -> int:
+    """Bytes of the tree's values: tensors exactly, numbers as 8, strings as UTF-8, bool as 1, None as 0."""
+
+    def size(value: Any) -> int:
+        if isinstance(value, Tensor):
+            return value.numel() * value.element_size()
+        if isinstance(value, str):
+            return len(value.encode())
+        return 0 if value is None else 1 if isinstance(value, bool) else 8
+
+    return sum(size(value) for _, value in leaves(tree))
+
+
+def _own(value: Any, device: torch.device | None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    tensor = value.detach()
+    if device is not None and tensor.device != device:
+        return tensor.to(device)
+    if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
+        return tensor.clone()  # a view must not keep the whole storage behind it alive
+    # Copy on write: both sides read one storage, and whoever writes first gets a copy of its own.
+    return torch._lazy_clone(tensor)
+
+
+def isolate(tree: T, device: torch.device | None = None, path: str = "payload") -> T:
+    """The same tree in the hands of another party: neither side can change what the other holds."""
+    owned: T = _walk(tree, lambda _, value: _own(value, device), path)
+    return owned
+
+
+def pack(tree: Payload) -> tuple[dict[str, Tensor], str]:
+    """Named tensors and a JSON header that together hold the tree."""
+    tensors: dict[str, Tensor] = {}
+
+    def encode(node: Payload) -> Any:
+        if isinstance(node, Tensor):
+            name = f"t{len(tensors)}"
+            tensors[name] = node
+            return {"tensor": name}
+        if isinstance(node, dict):
+            return {"dict": [[key, encode(value)] for key, value in node.items()]}
+        if isinstance(node, list | tuple):
+            return {type(node).__name__: [encode(value) for value in node]}
+        return node if not isinstance(node, float) else {"float": node.hex()}
+
+    plain = _walk(tree, lambda _, value: value, "payload")
+    return tensors, json.dumps(encode(plain))
+
+
+def unpack(tensors: dict[str, Tensor], header: str) -> Payload:
+    """The tree that `pack` took apart."""
+
+    def decode(node: Any) -> Payload:
+        if not isinstance(node, dict):
+            return node
+        ((kind, body),) = node.items()
+        match kind:
+            case "tensor":
+                return tensors[body]
+            case "float":
+                return float.fromhex(body)
+            case "dict":
+                return {key: decode(value) for key, value in body}
+            case "list":
+                return [decode(value) for value in body]
+            case "tuple":
+                return tuple(decode(value) for value in body)
+        raise PayloadError(f"header names an unknown kind {kind!r}")
+
+    try:
+        return decode(json.loads(header))
+    except (KeyError, TypeError, ValueError) as error:
+        raise PayloadError(f"a damaged payload: {error!r}") from error

@@ -1,0 +1,52 @@
+"""The one function through which everything that crosses between parties passes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Literal, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from barter.core.errors import PayloadError
+from barter.core.payload import isolate, leaves, nbytes
+
+__all__ = ["Direction", "Wire"]
+
+Direction: TypeAlias = Literal["up", "down"]
+T = TypeVar("T")
+
+
+class Wire:
+    """Checks, counts and isolates payloads; knows nothing of algorithms."""
+
+    def __init__(self, may_be_infinite: frozenset[str] = frozenset()) -> None:
+        self.may_be_infinite = may_be_infinite
+        self._bytes: defaultdict[str, dict[str, int]] = defaultdict(lambda: {"up": 0, "down": 0})
+
+    def carry(self, tree: T, method: str, direction: Direction, device: torch.device | None = None) -> T:
+        """The tree as it arrives on the other side."""
+        arrived = isolate(tree, device, path=method)
+        if method not in self.may_be_infinite:
+            _require_finite(arrived, method)
+        self._bytes[method][direction] += nbytes(arrived)
+        return arrived
+
+    def take_bytes(self) -> dict[str, dict[str, int]]:
+        """Bytes per method and direction since the last time this was asked."""
+        taken = {method: dict(count) for method, count in sorted(self._bytes.items())}
+        self._bytes.clear()
+        return taken
+
+
+def _require_finite(tree: object, method: str) -> None:
+    floating = [
+        (at, value)
+        for at, value in leaves(tree, method)
+        if isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point() and value.numel())
+    ]
+    # One verdict for the whole tree, so that a GPU is waited for once.
+    verdicts = [torch.as_tensor(value).isfinite().all() for _, value in floating]
+    if verdicts and not bool(torch.stack([verdict.cpu() for verdict in verdicts]).all()):
+        bad = next(at for (at, _), verdict in zip(floating, verdicts, strict=True) if not verdict)
+        raise PayloadError(f"{bad} holds NaN or infinity, which {method!r} does not allow")

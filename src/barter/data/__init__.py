@@ -1,0 +1,1 @@
+"""Data sets, how they are split over clients, and the task that comes of it."""

@@ -1,0 +1,263 @@
+"""Data sets by name or by path, as uint8 arrays in memory. The registry is a dict one can read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from barter.core.errors import ConfigError
+from barter.core.params import did_you_mean
+
+__all__ = ["PATH_SOURCES", "SOURCES", "Dataset", "load"]
+
+HELD_OUT = 5  # where a source has no test set of its own, every fifth image of a class is held out
+UPRIGHT = {"digits", "mnist", "emnist", "svhn"}  # a mirrored digit is another sign
+IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
+FOLDER_SIZE = 64  # the side that photographs of different sizes are brought to when data.size says nothing
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Images (uint8, NCHW) and labels, for training and for testing; the domain of each where there are several."""
+
+    name: str
+    x_train: Tensor
+    y_train: Tensor
+    x_test: Tensor
+    y_test: Tensor
+    classes: list[str]
+    domains: list[str]
+    domain_train: Tensor
+    domain_test: Tensor
+
+    @property
+    def may_flip(self) -> bool:
+        """Whether a mirror image shows the same thing."""
+        return self.name not in UPRIGHT
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a source."""
+
+    name: str
+    path: Path
+    download: bool
+    size: int | None
+
+
+Arrays: TypeAlias = tuple[Any, Any, Any, Any]
+
+
+def _dataset(request: Request, arrays: Arrays, classes: list[str] | None = None) -> Dataset:
+    """A data set of one domain from NHWC arrays."""
+    x_train, y_train, x_test, y_test = (torch.as_tensor(np.ascontiguousarray(a)) for a in arrays)
+    if classes is None:
+        classes = [str(c) for c in range(int(max(y_train.max(), y_test.max())) + 1)]
+    return Dataset(
+        name=request.name,
+        x_train=x_train.permute(0, 3, 1, 2).contiguous(),
+        y_train=y_train.long(),
+        x_test=x_test.permute(0, 3, 1, 2).contiguous(),
+        y_test=y_test.long(),
+        classes=classes,
+        domains=["all"],
+        domain_train=torch.zeros(len(y_train), dtype=torch.long),
+        domain_test=torch.zeros(len(y_test), dtype=torch.long),
+    )
+
+
+def _held_out(groups: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Which samples are for testing: every fifth of each group, in the order they come."""
+    chosen = np.zeros(len(groups), dtype=bool)
+    for group in np.unique(groups):
+        chosen[np.flatnonzero(groups == group)[::HELD_OUT]] = True
+    return chosen
+
+
+def _digits(request: Request) -> Dataset:
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    x = (bunch.images * (255 / 16)).round().astype(np.uint8)[..., None]
+    y = bunch.target
+    test = _held_out(y)
+    return _dataset(request, (x[~test], y[~test], x[test], y[test]))
+
+
+def _torchvision(name: str, request: Request) -> Dataset:
+    from torchvision import datasets
+
+    root, download = str(request.path), request.download
+    try:
+        if name == "svhn":
+            train, test = (datasets.SVHN(root, split, download=download) for split in ("train", "test"))
+            arrays = (train.data.transpose(0, 2, 3, 1), train.labels, test.data.transpose(0, 2, 3, 1), test.labels)
+            return _dataset(request, arrays)
+        if name == "food101":
+            train, test = (datasets.Food101(root, split, download=download) for split in ("train", "test"))
+            pictures = [[_picture(path, request.size) for path in part._image_files] for part in (train, test)]
+            arrays = (np.stack(pictures[0]), train._labels, np.stack(pictures[1]), test._labels)
+            return _dataset(request, arrays, list(train.classes))
+        if name == "emnist":
+            train, test = (datasets.EMNIST(root, "balanced", train=t, download=download) for t in (True, False))
+        else:
+            kinds: dict[str, Any] = {
+                "cifar10": datasets.CIFAR10,
+                "cifar100": datasets.CIFAR100,
+                "mnist": datasets.MNIST,
+                "fashion-mnist": datasets.FashionMNIST,
+            }
+            train, test = (kinds[name](root, train=t, download=download) for t in (True, False))
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{name} is not in {root}: set data.root to the folder that holds it, or data.download=true ({error})"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"{name} could not be read or downloaded into {root}: {error}") from error
+    images = [np.asarray(part.data) for part in (train, test)]
+    if images[0].ndim == 3:
+        images = [image[..., None] for image in images]
+    # The files of EMNIST hold every letter on its side.
+    images = [image.transpose(0, 2, 1, 3) for image in images] if name == "emnist" else images
+    classes = [str(c) for c in train.classes]
+    return _dataset(request, (images[0], np.asarray(train.targets), images[1], np.asarray(test.targets)), classes)
+
+
+def _picture(path: Path, size: int | None) -> np.ndarray[Any, Any]:
+    try:
+        with Image.open(path) as image:
+            square = image.convert("RGB").resize((size or FOLDER_SIZE,) * 2, Image.Resampling.BILINEAR)
+            return np.asarray(square, dtype=np.uint8)
+    except OSError as error:
+        raise ConfigError(f"{path} is not an image that can be read: {error}") from error
+
+
+def _subfolders(path: Path, what: str) -> list[Path]:
+    if not path.is_dir():
+        raise ConfigError(f"{path}: there is no such folder")
+    found = sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))
+    if not found:
+        raise ConfigError(f"{path} holds no folders: one folder per {what} is expected")
+    return found
+
+
+def _pictures(folder: Path) -> list[Path]:
+    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+    if not found:
+        raise ConfigError(f"{folder} holds no images ({', '.join(sorted(IMAGE_SUFFIXES))})")
+    return found
+
+
+def _read_classes(path: Path, classes: list[str], size: int | None) -> tuple[Any, Any]:
+    pictures, labels = [], []
+    for folder in _subfolders(path, "class"):
+        if folder.name not in classes:
+            raise ConfigError(f"{folder} is a class that the other folders do not have: {did_you_mean(folder.name, classes)}")
+        for picture in _pictures(folder):
+            pictures.append(_picture(picture, size))
+            labels.append(classes.index(folder.name))
+    return np.stack(pictures), np.array(labels)
+
+
+def _folder(request: Request) -> Dataset:
+    path = request.path
+    if (path / "train").is_dir() and (path / "test").is_dir():
+        classes = [folder.name for folder in _subfolders(path / "train", "class")]
+        parts = [_read_classes(path / part, classes, request.size) for part in ("train", "test")]
+        return _dataset(request, (*parts[0], *parts[1]), classes)
+    classes = [folder.name for folder in _subfolders(path, "class")]
+    x, y = _read_classes(path, classes, request.size)
+    test = _held_out(y)
+    return _dataset(request, (x[~test], y[~test], x[test], y[test]), classes)
+
+
+def _domains(request: Request) -> Dataset:
+    domains = _subfolders(request.path, "domain")
+    classes = sorted({folder.name for domain in domains for folder in _subfolders(domain, "class")})
+    parts = [_read_classes(domain, classes, request.size) for domain in domains]
+    x, y = np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
+    domain = np.repeat(np.arange(len(parts)), [len(y) for _, y in parts])
+    test = _held_out(domain * len(classes) + y)
+    whole = _dataset(request, (x[~test], y[~test], x[test], y[test]), classes)
+    fields = {**whole.__dict__, "domains": [folder.name for folder in domains]}
+    fields |= {"domain_train": torch.as_tensor(domain[~test]), "domain_test": torch.as_tensor(domain[test])}
+    return Dataset(**fields)
+
+
+def _tiny_imagenet(request: Request) -> Dataset:
+    root = request.path / "tiny-imagenet-200"
+    root = root if root.is_dir() else request.path
+    if not (root / "train").is_dir() or not (root / "val" / "val_annotations.txt").is_file():
+        raise ConfigError(
+            f"tiny-imagenet is not in {request.path}: set data.root to the unpacked folder with train/ and val/; "
+            "barter does not download it"
+        )
+    classes = [folder.name for folder in _subfolders(root / "train", "class")]
+    x_train, y_train = _read_classes(root / "train", classes, request.size)
+    rows = [line.split("\t") for line in (root / "val" / "val_annotations.txt").read_text().splitlines() if line]
+    x_test = np.stack([_picture(root / "val" / "images" / row[0], request.size) for row in rows])
+    return _dataset(request, (x_train, y_train, x_test, np.array([classes.index(row[1]) for row in rows])), classes)
+
+
+def _npz(request: Request) -> Dataset:
+    names = ("x_train", "y_train", "x_test", "y_test")
+    try:
+        with np.load(request.path, allow_pickle=False) as archive:
+            missing = [name for name in names if name not in archive]
+            if missing:
+                raise ConfigError(f"{request.path} lacks {', '.join(missing)}; it has {', '.join(archive) or 'nothing'}")
+            x_train, y_train, x_test, y_test = (archive[name] for name in names)
+    except (OSError, ValueError, EOFError) as error:
+        raise ConfigError(f"{request.path} cannot be read as an npz file: {error}") from error
+    for name, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
+        if x.dtype != np.uint8 or x.ndim != 4:
+            raise ConfigError(f"{request.path}: x_{name} is {x.dtype} of shape {x.shape}, uint8 NHWC is expected")
+        if y.shape != (len(x),) or not np.issubdtype(y.dtype, np.integer) or len(y) == 0 or y.min() < 0:
+            raise ConfigError(f"{request.path}: y_{name} must hold a class number from 0 on for each of {len(x)} images")
+    if x_train.shape[1:] != x_test.shape[1:]:
+        raise ConfigError(f"{request.path}: training images are {x_train.shape[1:]}, test images {x_test.shape[1:]}")
+    return _dataset(request, (x_train, y_train.astype(np.int64), x_test, y_test.astype(np.int64)))
+
+
+def _named(name: str) -> Callable[[Request], Dataset]:
+    return lambda request: _torchvision(name, request)
+
+
+SOURCES: dict[str, tuple[Callable[[Request], Dataset], str]] = {
+    "digits": (_digits, "1,797 handwritten digits, 8x8 grey, 10 classes; inside scikit-learn, no download"),
+    "mnist": (_named("mnist"), "70,000 handwritten digits, 28x28 grey, 10 classes"),
+    "fashion-mnist": (_named("fashion-mnist"), "70,000 articles of clothing, 28x28 grey, 10 classes"),
+    "emnist": (_named("emnist"), "131,600 handwritten characters (balanced split), 28x28 grey, 47 classes"),
+    "svhn": (_named("svhn"), "99,289 house numbers, 32x32, 10 classes"),
+    "cifar10": (_named("cifar10"), "60,000 photographs, 32x32, 10 classes"),
+    "cifar100": (_named("cifar100"), "60,000 photographs, 32x32, 100 classes"),
+    "food101": (_named("food101"), "101,000 dishes, brought to data.size (64), 101 classes"),
+    "tiny-imagenet": (_tiny_imagenet, "110,000 photographs, brought to data.size (64), 200 classes; no download"),
+}
+PATH_SOURCES: dict[str, tuple[Callable[[Request], Dataset], str]] = {
+    "npz": (_npz, "npz:PATH, a file with x_train, y_train, x_test, y_test (uint8 NHWC)"),
+    "folder": (_folder, "folder:PATH, one folder per class, or train/ and test/ with one each"),
+    "domains": (_domains, "domains:PATH, one folder per domain, in it one per class: feature skew"),
+}
+
+
+def load(source: str, *, root: str = "data", download: bool = False, size: int | None = None) -> Dataset:
+    """The data set of this name, or at this path."""
+    kind, colon, path = source.partition(":")
+    if colon:
+        if kind not in PATH_SOURCES:
+            raise ConfigError(f"unknown kind of data {kind + ':'!r}: {did_you_mean(kind, PATH_SOURCES)}")
+        if not Path(path).exists():
+            raise ConfigError(f"{source}: {path or 'the path'} does not exist")
+        return PATH_SOURCES[kind][0](Request(source, Path(path), download, size))
+    if source not in SOURCES:
+        raise ConfigError(f"unknown data set {source!r}: {did_you_mean(source, [*SOURCES, *PATH_SOURCES])}")
+    return SOURCES[source][0](Request(source, Path(root), download, size))

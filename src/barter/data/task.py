@@ -1,0 +1,114 @@
+"""A task: every client's private data, the test sets, and what all parties agree on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from barter.core.errors import ConfigError
+from barter.core.images import Augment, Images, Spec
+from barter.core.params import Count, check
+from barter.core.seeds import stream_seed
+from barter.data.partition import Partition
+from barter.data.sources import Dataset, load
+
+__all__ = ["Data", "Task", "make_task"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Which data, and in which form."""
+
+    source: str = "digits"  # a name from `barter list datasets`, or npz:PATH, folder:PATH, domains:PATH
+    root: str = "data"  # the folder that holds named data sets
+    download: bool = False  # whether to download what is missing
+    size: Count | None = None  # side of the square that images are resized to; none keeps theirs
+    augment: bool = True  # random crops and, where a mirror image means the same, flips
+    public: str = ""  # a source whose training images everybody has, for methods that want public data
+
+    def __post_init__(self) -> None:
+        check(self, "data.")
+
+
+@dataclass(frozen=True)
+class Task:
+    """Private data and test sets of every client, on the run's device."""
+
+    spec: Spec
+    classes: list[str]
+    train: list[Images]
+    local_tests: list[Images]
+    global_test: Images
+    public: Images | None
+
+    def class_table(self) -> Tensor:
+        """Samples by client and class."""
+        return torch.stack([images.class_counts() for images in self.train]).cpu()
+
+
+def make_task(data: Data, partition: Partition, clients: int, seed: int, device: torch.device) -> Task:
+    """Load the data, split it, and put it on the device."""
+    dataset = load(data.source, root=data.root, download=data.download, size=data.size)
+    spec = _spec(dataset, data.size)
+    # Padding by an eighth of the side: 4 pixels at 32, as usual for CIFAR.
+    augment = Augment(dataset.x_train.shape[-1] // 8, dataset.may_flip) if data.augment else Augment()
+    parts = partition(
+        dataset.y_train.numpy(), dataset.domain_train.numpy(), clients, stream_seed(seed, "partition")
+    )
+    global_test = Images(dataset.x_test.to(device), dataset.y_test.to(device), spec)
+    return Task(
+        spec=spec,
+        classes=dataset.classes,
+        train=[
+            Images(dataset.x_train[part].to(device), dataset.y_train[part].to(device), spec, augment) for part in parts
+        ],
+        local_tests=[_local_test(dataset, part, spec, seed, k, device) for k, part in enumerate(parts)],
+        global_test=global_test,
+        public=_public(data, spec, device),
+    )
+
+
+def _spec(dataset: Dataset, size: int | None) -> Spec:
+    _, channels, height, width = dataset.x_train.shape
+    # Exact and without a float copy of the data: bytes have 256 values.
+    values = torch.arange(256, dtype=torch.float64) / 255
+    shares = [torch.bincount(dataset.x_train[:, c].flatten(), minlength=256).double() for c in range(channels)]
+    means = [float((share * values).sum() / share.sum()) for share in shares]
+    squares = [float((share * values**2).sum() / share.sum()) for share in shares]
+    stds = [max(square - mean**2, 1e-6) ** 0.5 for mean, square in zip(means, squares, strict=True)]
+    return Spec(channels, size or height, size or width, len(dataset.classes), tuple(means), tuple(stds))
+
+
+def _public(data: Data, spec: Spec, device: torch.device) -> Images | None:
+    if not data.public:
+        return None
+    dataset = load(data.public, root=data.root, download=data.download, size=data.size)
+    if dataset.x_train.shape[1] != spec.channels:
+        raise ConfigError(f"data.public={data.public!r} has {dataset.x_train.shape[1]} channels, the task {spec.channels}")
+    return Images(dataset.x_train.to(device), dataset.y_train.to(device), spec)
+
+
+def _local_test(
+    dataset: Dataset, part: np.ndarray[Any, Any], spec: Spec, seed: int, client: int, device: torch.device
+) -> Images:
+    """As many test images as there are in the client's own mix of classes and domains."""
+    rng = np.random.default_rng(stream_seed(seed, "local test", client))
+    classes = len(dataset.classes)
+    trained = (dataset.domain_train * classes + dataset.y_train)[part].numpy()
+    tested = (dataset.domain_test * classes + dataset.y_test).numpy()
+    groups, counts = np.unique(trained, return_counts=True)
+    available = np.array([(tested == group).sum() for group in groups])
+    groups, counts, available = (column[available > 0] for column in (groups, counts, available))
+    if not len(groups):
+        raise ConfigError(f"client {client} holds classes {np.unique(trained).tolist()} that the test set does not have")
+    size = np.floor(min(available / counts) * counts.sum() + 1e-9)
+    chosen = [
+        rng.permutation(np.flatnonzero(tested == group))[: max(1, round(size * count / counts.sum()))]
+        for group, count in zip(groups, counts, strict=True)
+    ]
+    index = torch.as_tensor(np.sort(np.concatenate(chosen)))
+    return Images(dataset.x_test[index].to(device), dataset.y_test[index].to(device), spec)

@@ -1,0 +1,189 @@
+"""From a configuration to objects, and from objects to an iterator of rounds."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from barter.config import Config, write
+from barter.core import seeds
+from barter.core.algorithm import Algorithm
+from barter.core.clients import Clients
+from barter.core.errors import CheckpointError, ConfigError
+from barter.core.model import Classifier, split, verify_split
+from barter.core.nodes import Client, Monitor, Server, as_numbers
+from barter.data.partition import Dirichlet, Partition
+from barter.data.task import Data, Task, make_task
+from barter.engines.local import LocalEngine
+from barter.models import families, zoo
+from barter.core.evaluation import accuracy
+from barter.runs.folder import RunFolder
+from barter.runs.record import Round
+
+__all__ = ["Experiment"]
+
+BY_PYTHON = "(given in Python)"
+
+
+class Experiment:
+    """A federation ready to run; the loop over its rounds is the caller's.
+
+        for r in Experiment(DFFKE(), data="digits", clients=5).rounds(10):
+            print(r.round, r.mean("global"))
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm[Any, Any],
+        *,
+        data: str | Data = "digits",
+        partition: Partition | None = None,
+        clients: int = 5,
+        models: str | Sequence[nn.Module] = "small-5",
+        seed: int = 0,
+        device: str = "auto",
+        min_clients: int | None = None,
+        rounds: int = 5,
+        out: str | Path | None = None,
+        resume: bool = False,
+        monitor: Monitor | None = None,
+    ) -> None:
+        modules = [] if isinstance(models, str) else list(models)
+        self.config = Config(
+            algorithm=algorithm,
+            data=Data(source=data) if isinstance(data, str) else data,
+            partition=partition or Dirichlet(),
+            clients=clients,
+            models=models if isinstance(models, str) else BY_PYTHON,
+            rounds=rounds,
+            seed=seed,
+            device=device,  # type: ignore[arg-type]  # checked by Config
+            min_clients=min_clients,
+        )
+        if models == BY_PYTHON:
+            raise ConfigError("this run's models were given in Python: resume it there, with out=... and resume=True")
+        self.algorithm, self.device = algorithm, _device(device)
+        self.task = make_task(self.config.data, self.config.partition, clients, seed, self.device)
+        self.architectures, builders = _architectures(models if isinstance(models, str) else modules, self.task, clients)
+        self.server, members = self._parties(builders)
+        self.engine = LocalEngine(algorithm, members, seed=seed, min_clients=min_clients, monitor=monitor)
+        self.server.monitor = self.engine
+        self.round, self._unfinished = 0, False
+        self.folder = None if out is None else self._open(Path(out), resume)
+
+    @classmethod
+    def from_config(
+        cls, config: Config, out: Path | None = None, *, resume: bool = False, monitor: Monitor | None = None
+    ) -> Experiment:
+        """The experiment that a configuration describes."""
+        fields = {name: getattr(config, name) for name in Config.__dataclass_fields__}
+        return cls(**fields, out=out, resume=resume, monitor=monitor)
+
+    def rounds(self, n: int) -> Iterator[Round]:
+        """Run until round n is done, and hand out each round's record on the way."""
+        while self.round < n:
+            yield self.step()
+
+    def step(self) -> Round:
+        """One round."""
+        if self._unfinished:
+            raise CheckpointError("an error left this experiment in the middle of a round: resume it from its folder")
+        self._unfinished = True
+        start = time.perf_counter()
+        t = self.round + 1
+        everybody = Clients(self.engine, self.engine.client_ids)
+        if self.round == 0:
+            with seeds.scope(self.config.seed, 0, "server", device=self.device):
+                self.algorithm.setup(self.server, everybody)
+        self.engine.round = t
+        with seeds.scope(self.config.seed, t, "server", device=self.device):
+            self.algorithm.round(self.server, everybody, t)
+        record = self._record(t, everybody, start)
+        self.round, self._unfinished = t, False
+        if self.folder is not None:
+            self.folder.append(record)
+            self.folder.save(t, self._state())
+        return record
+
+    def _record(self, t: int, everybody: Clients, start: float) -> Round:
+        metrics = everybody.run(self.algorithm.evaluate)
+        server, self.server.report = as_numbers(self.server.report), {}
+        if self.server.model_or_none is not None:
+            server["global"] = accuracy(self.server.model, self.task.global_test)
+        seconds = {**self.engine.seconds, "round": time.perf_counter() - start}
+        failures = [str(failure) for failure in self.engine.failures]
+        self.engine.seconds.clear()
+        self.engine.failures.clear()
+        return Round(t, dict(metrics), server, seconds, self.engine.wire.take_bytes(), failures)
+
+    def _parties(self, builders: list[Callable[[], Classifier]]) -> tuple[Server, dict[int, Client]]:
+        server_kind, client_kind = self.algorithm.parties()
+        if self.algorithm.one_architecture and len(set(self.architectures)) > 1:
+            raise ConfigError(
+                f"{type(self.algorithm).__name__} averages weights and needs one architecture, these clients have "
+                f"{', '.join(sorted(set(self.architectures)))}: set models to one of them"
+            )
+        model = self._initialised(0, builders) if self.algorithm.one_architecture else None
+        public = self.task.public
+        clients: dict[int, Client] = {}
+        for k, (train, local) in enumerate(zip(self.task.train, self.task.local_tests, strict=True)):
+            tests = {"global": self.task.global_test, "local": local}
+            clients[k] = client_kind(k, self._initialised(k, builders), self.device, train, tests, public)
+        return server_kind(self.task.spec, dict(enumerate(builders)), model, self.device, public), clients
+
+    def _initialised(self, k: int, builders: list[Callable[[], Classifier]]) -> Classifier:
+        """Clients of one architecture start from the same weights, whatever their number."""
+        with seeds.scope(self.config.seed, "weights", self.architectures[k]):
+            return builders[k]().to(self.device)
+
+    def _state(self) -> dict[str, Any]:
+        members = {k: client.memory() for k, client in self.engine.clients.items()}
+        return {"server": self.server.memory(), "clients": members}
+
+    def _open(self, path: Path, resume: bool) -> RunFolder:
+        if not resume:
+            folder = RunFolder.create(path)
+            write(self.config, folder.config)
+            return folder
+        folder = RunFolder.existing(path)
+        found = folder.load()
+        if found is not None:
+            self.round, state = found
+            try:
+                self.server.recall(state["server"])
+                for k, client in self.engine.clients.items():
+                    client.recall(state["clients"][k])
+            except (KeyError, RuntimeError) as error:
+                raise CheckpointError(f"{path} holds the checkpoint of another experiment: {error}") from error
+        return folder
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device='cuda': this machine has no CUDA device; use auto or cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _architectures(
+    models: str | Sequence[nn.Module], task: Task, clients: int
+) -> tuple[list[str], list[Callable[[], Classifier]]]:
+    """The name of each client's network, and how to build it."""
+    if isinstance(models, str):
+        names = families.members(models, clients)
+        return names, [partial(zoo.build, name, task.spec) for name in names]
+    if not models:
+        raise ConfigError("models: give at least one module; client i gets module i mod n")
+    ready = []
+    for module in models:
+        classifier = split(module)
+        verify_split(module, classifier, task.spec.shape)
+        ready.append(classifier)
+    chosen = [i % len(ready) for i in range(clients)]
+    return [f"{type(models[i]).__name__}-{i}" for i in chosen], [partial(copy.deepcopy, ready[i]) for i in chosen]

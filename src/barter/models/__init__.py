@@ -1,0 +1,1 @@
+"""Networks: the zoo, who gets which, and the generators."""

@@ -1,0 +1,43 @@
+"""Who gets which network: client i has member i mod n of its family."""
+
+from __future__ import annotations
+
+from barter.core.errors import ConfigError
+from barter.core.params import did_you_mean
+from barter.models.zoo import ZOO
+
+__all__ = ["FAMILIES", "members"]
+
+RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+
+FAMILIES: dict[str, tuple[str, ...]] = {
+    # DFFKE's HtFE-1 and HtFE-10; 2, 3, 4, 5, 8 and 9 are HtFLlib's.
+    "htfe-1": ("resnet18",),
+    "htfe-2": ("cnn", "resnet18"),
+    "htfe-3": ("resnet10", "resnet18", "resnet34"),
+    "htfe-4": ("cnn", "googlenet", "mobilenet-v2", "resnet18"),
+    "htfe-5": ("googlenet", "mobilenet-v2", "resnet18", "resnet34", "resnet50"),
+    "htfe-8": ("cnn", "googlenet", "mobilenet-v2", *RESNETS),
+    "htfe-9": ("resnet4", "resnet6", "resnet8", "resnet10", *RESNETS),
+    "htfe-10": (
+        *RESNETS[:3],
+        "googlenet",
+        "efficientnet-v2-s",
+        "mobilenet-v3-small",
+        "mobilenet-v3-large",
+        "shufflenet-v2-x1.5",
+        "shufflenet-v2-x2.0",
+        "vit-tiny",
+    ),
+    "fedfree-8": ("fedfree-cnn", *RESNETS, "googlenet", "mobilenet-v2"),
+    "resnets-3-3-4": ("resnet18",) * 3 + ("resnet34",) * 3 + ("resnet50",) * 4,  # FedZGE
+    "small-5": ("small-cnn", "small-vgg", "small-resnet", "small-separable", "small-mlp"),
+}
+
+
+def members(name: str, clients: int) -> list[str]:
+    """The architecture of each client; a model's own name is a family of one."""
+    family = FAMILIES.get(name) or ((name,) if name in ZOO else ())
+    if not family:
+        raise ConfigError(f"unknown family or model {name!r}: {did_you_mean(name, [*FAMILIES, *ZOO])}")
+    return [family[i % len(family)] for i in range(clients)]

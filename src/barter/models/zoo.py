@@ -1,0 +1,130 @@
+"""Every architecture by name. The registry is a dict one can read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+from torchvision import models as tv
+from torchvision.models.resnet import BasicBlock, ResNet
+
+from barter.core.errors import ConfigError
+from barter.core.images import Spec
+from barter.core.model import Classifier, split
+from barter.core.params import did_you_mean
+from barter.models import small
+
+__all__ = ["ZOO", "build"]
+
+
+def _torchvision(make: Callable[..., nn.Module], spec: Spec) -> Classifier:
+    module = make(num_classes=spec.classes)
+    if spec.channels != 3:
+        _replace_first_convolution(module, spec.channels)
+    return split(module)
+
+
+def _replace_first_convolution(module: nn.Module, channels: int) -> None:
+    """The same first convolution for another number of input channels."""
+    at, old = next((at, layer) for at, layer in module.named_modules() if isinstance(layer, nn.Conv2d))
+    new = nn.Conv2d(
+        channels,
+        old.out_channels,
+        old.kernel_size,  # type: ignore[arg-type]
+        old.stride,  # type: ignore[arg-type]
+        old.padding,  # type: ignore[arg-type]
+        bias=old.bias is not None,
+    )
+    parent, _, child = at.rpartition(".")
+    setattr(module.get_submodule(parent), child, new)
+
+
+def _shallow_resnet(stages: int, spec: Spec) -> Classifier:
+    """HtFLlib's ResNets of 4, 6, 8 and 10 layers: one basic block in each of the first stages."""
+    module = ResNet(BasicBlock, [1, 1, 1, 1], num_classes=spec.classes)
+    for unused in range(stages + 1, 5):
+        setattr(module, f"layer{unused}", nn.Identity())
+    module.fc = nn.Linear(32 * 2**stages, spec.classes)
+    if spec.channels != 3:
+        _replace_first_convolution(module, spec.channels)
+    return split(module)
+
+
+def _small_stem(make: Callable[..., ResNet], spec: Spec) -> Classifier:
+    """A ResNet for small images: a 3x3 stem of stride 1 and no pooling behind it."""
+    module = make(num_classes=spec.classes)
+    module.conv1 = nn.Conv2d(spec.channels, 64, 3, padding=1, bias=False)
+    module.maxpool = nn.Identity()  # type: ignore[assignment]
+    return split(module)
+
+
+def _vit_tiny(spec: Spec) -> Classifier:
+    """ViT-Tiny: 12 layers, 3 heads, width 192, over 8 x 8 patches (16 x 16 from 224 pixels on)."""
+    side, patches = spec.height, 14 if spec.height >= 224 else 8
+    if spec.width != side or side % patches:
+        raise ConfigError(f"vit-tiny wants square images whose side is a multiple of {patches}, not {_size(spec)}")
+    module = tv.VisionTransformer(side, side // patches, 12, 3, 192, 768, num_classes=spec.classes)
+    if spec.channels != 3:
+        module.conv_proj = nn.Conv2d(spec.channels, 192, side // patches, side // patches)
+    return split(module)
+
+
+
+
+ZOO: dict[str, Callable[[Spec], Classifier]] = {
+    "resnet4": partial(_shallow_resnet, 1),
+    "resnet6": partial(_shallow_resnet, 2),
+    "resnet8": partial(_shallow_resnet, 3),
+    "resnet10": partial(_shallow_resnet, 4),
+    "resnet18": partial(_torchvision, tv.resnet18),
+    "resnet34": partial(_torchvision, tv.resnet34),
+    "resnet50": partial(_torchvision, tv.resnet50),
+    "resnet101": partial(_torchvision, tv.resnet101),
+    "resnet152": partial(_torchvision, tv.resnet152),
+    "resnet18-3x3": partial(_small_stem, tv.resnet18),
+    "resnet34-3x3": partial(_small_stem, tv.resnet34),
+    "googlenet": partial(_torchvision, partial(tv.googlenet, aux_logits=False, init_weights=True)),
+    "mobilenet-v2": partial(_torchvision, tv.mobilenet_v2),
+    "mobilenet-v3-small": partial(_torchvision, tv.mobilenet_v3_small),
+    "mobilenet-v3-large": partial(_torchvision, tv.mobilenet_v3_large),
+    "shufflenet-v2-x1.5": partial(_torchvision, tv.shufflenet_v2_x1_5),
+    "shufflenet-v2-x2.0": partial(_torchvision, tv.shufflenet_v2_x2_0),
+    "efficientnet-v2-s": partial(_torchvision, tv.efficientnet_v2_s),
+    "vit-tiny": _vit_tiny,
+    "convnet": small.convnet,
+    "cnn": small.cnn,
+    "fedfree-cnn": small.fedfree_cnn,
+    "small-cnn": small.small_cnn,
+    "small-vgg": small.small_vgg,
+    "small-resnet": small.small_resnet,
+    "small-separable": small.small_separable,
+    "small-mlp": small.small_mlp,
+}
+
+
+def build(name: str, spec: Spec) -> Classifier:
+    """A freshly initialised network of the zoo for this task."""
+    if name not in ZOO:
+        raise ConfigError(f"unknown model {name!r}: {did_you_mean(name, ZOO)}")
+    try:
+        model = ZOO[name](spec)
+        _try_out(model, spec)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"{name} cannot take images of {_size(spec)}: too small for it ({error}); set data.size to enlarge them"
+        ) from error
+    return model
+
+
+def _try_out(model: Classifier, spec: Spec) -> None:
+    """One forward pass, so that an impossible input size shows before any training."""
+    was_training = model.training
+    with torch.no_grad():
+        model.eval()(torch.zeros(1, *spec.shape))
+    model.train(was_training)
+
+
+def _size(spec: Spec) -> str:
+    return f"{spec.height}x{spec.width}"

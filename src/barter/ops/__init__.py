@@ -1,0 +1,1 @@
+"""Pure building blocks that algorithms share."""

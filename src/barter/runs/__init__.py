@@ -1,0 +1,1 @@
+"""A run is a folder: what it was asked, what it measured, where it can go on."""

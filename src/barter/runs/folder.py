@@ -1,0 +1,129 @@
+"""The folder of a run: config.toml, metrics.jsonl and the checkpoint of the last finished round."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from barter.core.errors import CheckpointError
+from barter.core.payload import Payload, pack, unpack
+from barter.runs.record import Round
+
+__all__ = ["RunFolder"]
+
+CHECKPOINT = re.compile(r"round-(\d{6})\.safetensors")
+
+
+class RunFolder:
+    """Everything on disk is flushed and renamed into place: a kill at any instant leaves a run that can go on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.checkpoints = path, path / "checkpoints"
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self._lock = (path / ".lock").open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"{path} is in use by another process") from None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be written: {error}") from None
+
+    @classmethod
+    def create(cls, path: Path) -> RunFolder:
+        """A folder for a new run; what is there already is never overwritten."""
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise CheckpointError(f"{path} exists and is not empty: choose another --out, or `barter resume {path}`")
+        return cls(path)
+
+    @classmethod
+    def existing(cls, path: Path) -> RunFolder:
+        """The folder of a run that was begun."""
+        if not (path / "config.toml").is_file():
+            raise CheckpointError(f"{path} is not the folder of a run: there is no config.toml in it")
+        return cls(path)
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    def append(self, record: Round) -> None:
+        """One more line of metrics.jsonl, on disk when this returns."""
+        with self.metrics.open("a") as file:
+            file.write(record.to_json() + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def records(self) -> list[Round]:
+        """The rounds that were recorded; a line that a kill cut short is none."""
+        if not self.metrics.exists():
+            return []
+        records = []
+        for line in self.metrics.read_text().splitlines():
+            try:
+                records.append(Round.from_json(line))
+            except (ValueError, KeyError, TypeError):
+                break
+        return records
+
+    def save(self, round: int, state: Payload) -> None:
+        """The checkpoint of a finished round; the one before it goes only when this one is safe."""
+        tensors, header = pack(state)
+        unique: dict[tuple[object, ...], str] = {}
+        stored, alias = {}, {}
+        for name, tensor in tensors.items():
+            # Parties that share a storage, copy on write, are written once.
+            key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.dtype)
+            alias[name] = unique.setdefault(key, name)
+            if alias[name] == name:
+                stored[name] = tensor.cpu().clone().contiguous()
+        target = self.checkpoints / f"round-{round:06d}.safetensors"
+        temporary = target.with_suffix(".tmp")
+        metadata = {"round": str(round), "header": header, "alias": json.dumps(alias)}
+        try:
+            save_file(stored, temporary, metadata)
+            _flush(temporary)
+            temporary.rename(target)
+            _flush(self.checkpoints)
+        except OSError as error:
+            raise CheckpointError(f"{target} cannot be written: {error}") from error
+        for old in self.checkpoints.iterdir():
+            if old != target:
+                old.unlink()
+
+    def load(self) -> tuple[int, Payload] | None:
+        """The last finished round and its state; nothing if no round was finished. Drops later lines of metrics."""
+        found = sorted(path for path in self.checkpoints.iterdir() if CHECKPOINT.fullmatch(path.name))
+        round, state = 0, None
+        if found:
+            try:
+                with safe_open(found[-1], "pt") as file:
+                    metadata = file.metadata()
+                    stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                alias = json.loads(metadata["alias"])
+                round, state = int(metadata["round"]), unpack({n: stored[a] for n, a in alias.items()}, metadata["header"])
+            except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
+                raise CheckpointError(f"{found[-1]} is damaged: {error}") from error
+        kept = [record for record in self.records() if record.round <= round]
+        temporary = self.metrics.with_suffix(".tmp")
+        temporary.write_text("".join(record.to_json() + "\n" for record in kept))
+        _flush(temporary)
+        temporary.rename(self.metrics)
+        return (round, state) if found else None
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,44 @@
+"""What a round leaves behind: plain data, one line of metrics.jsonl."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["EVALUATION", "Round"]
+
+EVALUATION = "evaluate"  # the experimenter's own question: not part of a method's traffic
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One round in numbers."""
+
+    round: int
+    clients: dict[int, dict[str, float]]  # client -> metric -> value
+    server: dict[str, float]
+    seconds: dict[str, float]  # phase -> seconds
+    bytes: dict[str, dict[str, int]]  # method -> "up" and "down"
+    failures: list[str]
+
+    def mean(self, metric: str) -> float:
+        """The mean over all clients that report this metric."""
+        values = [metrics[metric] for metrics in self.clients.values() if metric in metrics]
+        if not values:
+            known = sorted({name for metrics in self.clients.values() for name in metrics})
+            raise KeyError(f"no client reports {metric!r}; there are: {', '.join(known)}")
+        return sum(values) / len(values)
+
+    def traffic(self, direction: str) -> int:
+        """All bytes of the method's own that went this way."""
+        return sum(count[direction] for method, count in self.bytes.items() if method != EVALUATION)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> Round:
+        fields: Mapping[str, Any] = json.loads(line)
+        return cls(**{**fields, "clients": {int(k): v for k, v in fields["clients"].items()}})
