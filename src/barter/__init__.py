@@ -10,6 +10,7 @@ from barter.core.model import Classifier, split
 from barter.core.nodes import Client, Server
 from barter.experiment import Experiment
 from barter.runs.record import Round
+from barter.version import __version__ as __version__
 
 __all__ = [
     "ALGORITHMS",
@@ -28,4 +29,3 @@ __all__ = [
     "Server",
     "split",
 ]
-__version__ = "0.1.0"

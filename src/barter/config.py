@@ -40,7 +40,9 @@ class Config:
             raise ConfigError(f"min_clients={self.min_clients}: there are only {self.clients} clients")
 
 
-def _named(registry: Mapping[str, type[Any]], section: Mapping[str, Any], where: str, what: str) -> tuple[type[Any], dict[str, Any]]:
+def _named(
+    registry: Mapping[str, type[Any]], section: Mapping[str, Any], where: str, what: str
+) -> tuple[type[Any], dict[str, Any]]:
     rest = dict(section)
     name = rest.pop("name", None)
     if name is None:

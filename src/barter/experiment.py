@@ -17,26 +17,27 @@ from barter.core import seeds
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
 from barter.core.errors import CheckpointError, ConfigError
+from barter.core.evaluation import accuracy
 from barter.core.model import Classifier, split, verify_split
 from barter.core.nodes import Client, Monitor, Server, as_numbers
 from barter.data.partition import Dirichlet, Partition
 from barter.data.task import Data, Task, make_task
 from barter.engines.local import LocalEngine
 from barter.models import families, zoo
-from barter.core.evaluation import accuracy
 from barter.runs.folder import RunFolder
 from barter.runs.record import Round
 
 __all__ = ["Experiment"]
 
 BY_PYTHON = "(given in Python)"
+EVALUATION = Algorithm.evaluate.__name__
 
 
 class Experiment:
     """A federation ready to run; the loop over its rounds is the caller's.
 
-        for r in Experiment(DFFKE(), data="digits", clients=5).rounds(10):
-            print(r.round, r.mean("global"))
+    for r in Experiment(DFFKE(), data="digits", clients=5).rounds(10):
+        print(r.round, r.mean("global"))
     """
 
     def __init__(
@@ -71,7 +72,9 @@ class Experiment:
             raise ConfigError("this run's models were given in Python: resume it there, with out=... and resume=True")
         self.algorithm, self.device = algorithm, _device(device)
         self.task = make_task(self.config.data, self.config.partition, clients, seed, self.device)
-        self.architectures, builders = _architectures(models if isinstance(models, str) else modules, self.task, clients)
+        self.architectures, builders = _architectures(
+            models if isinstance(models, str) else modules, self.task, clients
+        )
         self.server, members = self._parties(builders)
         self.engine = LocalEngine(algorithm, members, seed=seed, min_clients=min_clients, monitor=monitor)
         self.server.monitor = self.engine
@@ -121,7 +124,14 @@ class Experiment:
         failures = [str(failure) for failure in self.engine.failures]
         self.engine.seconds.clear()
         self.engine.failures.clear()
-        return Round(t, dict(metrics), server, seconds, self.engine.wire.take_bytes(), failures)
+        by_method: dict[str, dict[str, int]] = {}
+        by_client = {k: {"bytes_up": 0, "bytes_down": 0} for k in metrics}
+        for (method, client, direction), count in sorted(self.engine.wire.take_bytes().items()):
+            if method != EVALUATION:  # the experimenter's own question, not the method's traffic
+                by_method.setdefault(method, {"up": 0, "down": 0})[direction] += count
+                by_client[client][f"bytes_{direction}"] += count
+        clients = {k: {**values, **by_client[k]} for k, values in metrics.items()}
+        return Round(t, clients, server, seconds, by_method, failures)
 
     def _parties(self, builders: list[Callable[[], Classifier]]) -> tuple[Server, dict[int, Client]]:
         server_kind, client_kind = self.algorithm.parties()

@@ -131,8 +131,14 @@ class DFFKE(Algorithm[Hub, Trader]):
         "exchange": "down: the other clients' logits",
     }
     presets = {
-        "paper": {},
-        "code": {"share": 1.0, "local_review": True, "embedding_loss": True, "logit_loss": True},
+        "paper": {"decoder_steps": 0, "local_review": False},
+        "code": {
+            "decoder_steps": 0,
+            "share": 1.0,
+            "local_review": True,
+            "embedding_loss": True,
+            "logit_loss": True,
+        },
     }
 
     participation: Fraction = 1.0  # ρ: share of clients per round
@@ -143,7 +149,7 @@ class DFFKE(Algorithm[Hub, Trader]):
     code_dim: Count = 512  # h: width of the unified embedding space
     docking_epochs: Count = 100  # T_Tran: full-batch steps per client for docking layers and global head
     decoder_epochs: Count = 6  # T_Dec: passes over the largest offer; the paper has 3 for CIFAR-10, 6 for CIFAR-100
-    decoder_steps: Whole = 0  # but at least so many steps per client, for small data sets; not in the paper
+    decoder_steps: Whole = 100  # but at least so many steps per client, for small data sets; not in the paper
     exchange_epochs: Count = 4  # T_FKE: passes over the largest synthetic set; the paper has 2 for CIFAR-10
     memory: Whole | None = None  # R: past rounds kept for review; none is no limit
     lr: Positive = 1e-3  # η: Adam's learning rate, for every network
@@ -154,7 +160,7 @@ class DFFKE(Algorithm[Hub, Trader]):
     transfer: Literal["decoder", "public"] = "decoder"  # transfer images: drawn by the decoder, or public data
     direction: Literal["teacher", "student"] = "teacher"  # KL(teacher ‖ student) or the reverse
     discrepancy: Literal["none", "kl", "mae", "mse"] = "none"  # F of L_md in the decoder's loss
-    local_review: bool = False  # a step on a private batch in every exchange iteration (authors' code)
+    local_review: bool = True  # a step on a private batch in every exchange iteration (authors' code)
     embedding_loss: bool = False  # MSE of translated embeddings in the exchange (authors' code)
     logit_loss: bool = False  # KL of logits in the decoder's loss (authors' code)
 
@@ -362,12 +368,10 @@ class DFFKE(Algorithm[Hub, Trader]):
     def material(self, client: Trader, held: Mapping[int, Entry], peer: int, taught: list[Targets]) -> list[Tensor]:
         """The images a peer taught on and what it said of them, end to end."""
         images = [self.images(client, held[part["round"]], peer, part["index"]) for part in taught]
-        names: tuple[Literal["logits", "embeddings"], ...] = ("logits", "embeddings")[: 1 + self.embedding_loss]
+        names: list[Literal["logits", "embeddings"]] = ["logits", "embeddings"] if self.embedding_loss else ["logits"]
         return [torch.cat(images), *(torch.cat([part[name] for part in taught]) for name in names)]
 
-    def exchange_loss(
-        self, client: Trader, images: Tensor, target: Tensor, embeddings: Tensor | None = None
-    ) -> Tensor:
+    def exchange_loss(self, client: Trader, images: Tensor, target: Tensor, embeddings: Tensor | None = None) -> Tensor:
         """The divergence from a peer's predictions on a batch of its images (a term of Eqs. 13 and 14)."""
         features = client.model.features(resized(images, client.data.spec))
         student = client.model.logits(features)

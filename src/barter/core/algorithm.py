@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, get_args
+from typing import Any, ClassVar, Generic, Self, get_args
 
-from typing_extensions import Self, TypeVar
+from typing_extensions import TypeVar
 
 from barter.core.clients import Clients
 from barter.core.errors import ConfigError

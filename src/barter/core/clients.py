@@ -96,7 +96,7 @@ class Clients(Sequence[int]):
         """Every client runs the method with the same arguments."""
         bound = inspect.signature(method).bind(None, *args, **kwargs)
         bound.apply_defaults()
-        return self._ask(method, {k: bound.args[1:] for k in self._ids})
+        return self._ask(method, dict.fromkeys(self._ids, bound.args[1:]))
 
     def scatter(self, method: Callable[[C, T], R], payloads: Mapping[int, T]) -> Replies[R]:
         """Every client runs the method with a payload of its own."""

@@ -19,7 +19,7 @@ CHUNK = 500
 @torch.no_grad()
 def predict(function: Callable[[Tensor], Tensor], batch: Callable[[Tensor], Tensor], index: Tensor) -> Tensor:
     """The function's values for the samples at these indices, computed in chunks."""
-    return torch.cat([function(batch(part)) for part in index.split(CHUNK)])
+    return torch.cat([function(batch(part)) for part in torch.split(index, CHUNK)])
 
 
 def accuracy(model: Classifier, data: Images) -> float:

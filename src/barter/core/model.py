@@ -93,5 +93,5 @@ def verify_split(original: nn.Module, classifier: Classifier, shape: tuple[int, 
         classifier.train(was_training)
     if not same:
         raise ConfigError(
-            f"{name} cannot be split at its last Linear layer: what follows or bypasses it changes the result; {BY_HAND}"
+            f"{name} cannot be split at its last Linear layer: what follows or bypasses it matters too; {BY_HAND}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
@@ -63,7 +64,7 @@ class Node:
     def remembered(cls) -> list[str]:
         """The names of what this kind of node remembers between rounds."""
         kinds = [k for k in reversed(cls.__mro__) if issubclass(k, Node) and k not in (Node, Client, Server)]
-        return [name for kind in kinds for name in kind.__dict__.get("__annotations__", {})]
+        return [name for kind in kinds for name in inspect.get_annotations(kind)]
 
     def memory(self) -> dict[str, Payload]:
         """What a checkpoint keeps of this node."""

@@ -13,7 +13,6 @@ import math
 import tokenize
 import types
 from collections.abc import Iterable, Mapping
-from functools import cache
 from io import StringIO
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -69,8 +68,7 @@ class Field:
     meaning: str
 
 
-@cache
-def _hints(cls: type) -> dict[str, Any]:
+def _hints(cls: type[Any]) -> dict[str, Any]:
     return get_type_hints(cls, include_extras=True)
 
 
@@ -101,7 +99,7 @@ def _accept(value: object, hint: Any) -> object:
     if origin is Annotated:
         base, *extras = get_args(hint)
         value = _accept(value, base)
-        if any(isinstance(e, Range) and value not in e for e in extras):
+        if any(isinstance(e, Range) and isinstance(value, int | float) and value not in e for e in extras):
             raise ValueError(f"must be {_kind(hint)}")
         return value
     if origin is Literal:
@@ -130,15 +128,15 @@ def _accept(value: object, hint: Any) -> object:
     raise ValueError(f"must be {_kind(hint)}")
 
 
-def check(instance: Any, where: str = "") -> None:
+def check(instance: object, where: str = "") -> None:
     """Refuse a dataclass instance whose fields hold what their annotations do not allow."""
-    hints, meanings = _hints(type(instance)), _comments(type(instance))
-    for field in dataclasses.fields(instance):
+    hints = _hints(type(instance))
+    for field in dataclasses.fields(instance):  # type: ignore[arg-type]
         value = getattr(instance, field.name)
         try:
             accepted = _accept(value, hints[field.name])
         except ValueError as error:
-            meaning = meanings.get(field.name, "")
+            meaning = _comments(type(instance)).get(field.name, "")
             reason = f"{where}{field.name}={value!r}: {error}" + (f" ({meaning})" if meaning else "")
             raise ConfigError(reason) from None
         object.__setattr__(instance, field.name, accepted)
@@ -156,8 +154,7 @@ def build(cls: type[T], values: Mapping[str, object], where: str = "") -> T:
         raise ConfigError(f"{where.rstrip('.') or cls.__name__}: {error}") from None
 
 
-@cache
-def _comments(cls: type) -> dict[str, str]:
+def _comments(cls: type[Any]) -> dict[str, str]:
     """The comment behind each annotated field, over the whole ancestry."""
     found: dict[str, str] = {}
     for ancestor in reversed(cls.__mro__):
@@ -179,10 +176,7 @@ def _comments(cls: type) -> dict[str, str]:
     return found
 
 
-def describe(cls: type) -> list[Field]:
+def describe(cls: type[Any]) -> list[Field]:
     """The fields of a checked dataclass with type, default and the comment that stands behind them."""
     hints, meanings = _hints(cls), _comments(cls)
-    return [
-        Field(f.name, _kind(hints[f.name]), f.default, meanings.get(f.name, ""))
-        for f in dataclasses.fields(cls)  # type: ignore[arg-type]
-    ]
+    return [Field(f.name, _kind(hints[f.name]), f.default, meanings.get(f.name, "")) for f in dataclasses.fields(cls)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from typing import Literal, TypeAlias, TypeVar
 
 import torch
@@ -22,20 +22,19 @@ class Wire:
 
     def __init__(self, may_be_infinite: frozenset[str] = frozenset()) -> None:
         self.may_be_infinite = may_be_infinite
-        self._bytes: defaultdict[str, dict[str, int]] = defaultdict(lambda: {"up": 0, "down": 0})
+        self._bytes: Counter[tuple[str, int, Direction]] = Counter()
 
-    def carry(self, tree: T, method: str, direction: Direction, device: torch.device | None = None) -> T:
+    def carry(self, tree: T, method: str, client: int, direction: Direction, device: torch.device | None = None) -> T:
         """The tree as it arrives on the other side."""
         arrived = isolate(tree, device, path=method)
         if method not in self.may_be_infinite:
             _require_finite(arrived, method)
-        self._bytes[method][direction] += nbytes(arrived)
+        self._bytes[method, client, direction] += nbytes(arrived)
         return arrived
 
-    def take_bytes(self) -> dict[str, dict[str, int]]:
-        """Bytes per method and direction since the last time this was asked."""
-        taken = {method: dict(count) for method, count in sorted(self._bytes.items())}
-        self._bytes.clear()
+    def take_bytes(self) -> Counter[tuple[str, int, Direction]]:
+        """Bytes by method, client and direction since the last time this was asked."""
+        taken, self._bytes = self._bytes, Counter()
         return taken
 
 

@@ -1,4 +1,4 @@
-"""How labels are split over clients: dataclasses from labels to lists of indices. The registry is a dict one can read."""
+"""How samples are split over clients: from labels to lists of indices. The registry is a dict one can read."""
 
 from __future__ import annotations
 
@@ -54,7 +54,11 @@ def _shuffled_by_class(labels: Indices, rng: np.random.Generator) -> list[Indice
 def _cut(indices: Indices, shares: np.ndarray[Any, Any]) -> list[Indices]:
     """The indices in consecutive pieces, in proportion to the shares."""
     total = shares.sum()
-    ends = (np.cumsum(shares)[:-1] / total * len(indices)).round().astype(int) if total > 0 else np.zeros(len(shares) - 1, int)
+    ends = (
+        (np.cumsum(shares)[:-1] / total * len(indices)).round().astype(int)
+        if total > 0
+        else np.zeros(len(shares) - 1, int)
+    )
     return [part.astype(np.int64) for part in np.split(indices, ends)]
 
 
@@ -87,9 +91,9 @@ class Dirichlet(Partition):
             if min(map(len, best)) >= self.min_samples:
                 return best
         raise ConfigError(
-            f"dirichlet(alpha={self.alpha:g}) over {clients} clients: in {TRIES} draws the smallest client never got "
-            f"more than {min(map(len, best))} samples, {self.min_samples} are asked for; take a larger partition.alpha, "
-            "fewer clients, a smaller partition.min_samples, or partition.balanced=true"
+            f"dirichlet(alpha={self.alpha:g}) over {clients} clients: the smallest client got at "
+            f"most {min(map(len, best))} samples in {TRIES} draws, {self.min_samples} are asked for; "
+            "take a larger partition.alpha, fewer clients, a smaller partition.min_samples, or partition.balanced=true"
         )
 
     def _by_class(self, labels: Indices, clients: int, rng: np.random.Generator) -> list[Indices]:
@@ -140,7 +144,9 @@ class Classes(Partition):
             raise ConfigError(f"partition.per_client={self.per_client}: there are only {classes} classes")
         # Every class is handed out equally often, give or take one; a client holds a class once.
         deck = rng.permutation(classes)
-        hands = [{int(deck[(k * self.per_client + j) % classes]) for j in range(self.per_client)} for k in range(clients)]
+        hands = [
+            {int(deck[(k * self.per_client + j) % classes]) for j in range(self.per_client)} for k in range(clients)
+        ]
         return _deal(labels, np.array([[c in hand for c in range(classes)] for hand in hands], dtype=float), rng)
 
 
@@ -205,7 +211,9 @@ class Domains(Partition):
     def split(self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator) -> list[Indices]:
         count = int(domains.max()) + 1
         if clients < count:
-            raise ConfigError(f"partition 'domains': {clients} clients for {count} domains; take at least {count} clients")
+            raise ConfigError(
+                f"partition 'domains': {clients} clients for {count} domains; take at least {count} clients"
+            )
         parts: list[Indices] = [np.zeros(0, dtype=np.int64)] * clients
         for d in range(count):
             mine = range(d, clients, count)

@@ -160,7 +160,9 @@ def _read_classes(path: Path, classes: list[str], size: int | None) -> tuple[Any
     pictures, labels = [], []
     for folder in _subfolders(path, "class"):
         if folder.name not in classes:
-            raise ConfigError(f"{folder} is a class that the other folders do not have: {did_you_mean(folder.name, classes)}")
+            raise ConfigError(
+                f"{folder} is a class that the other folders do not have: {did_you_mean(folder.name, classes)}"
+            )
         for picture in _pictures(folder):
             pictures.append(_picture(picture, size))
             labels.append(classes.index(folder.name))
@@ -213,7 +215,9 @@ def _npz(request: Request) -> Dataset:
         with np.load(request.path, allow_pickle=False) as archive:
             missing = [name for name in names if name not in archive]
             if missing:
-                raise ConfigError(f"{request.path} lacks {', '.join(missing)}; it has {', '.join(archive) or 'nothing'}")
+                raise ConfigError(
+                    f"{request.path} lacks {', '.join(missing)}; it has {', '.join(archive) or 'nothing'}"
+                )
             x_train, y_train, x_test, y_test = (archive[name] for name in names)
     except (OSError, ValueError, EOFError) as error:
         raise ConfigError(f"{request.path} cannot be read as an npz file: {error}") from error
@@ -221,7 +225,9 @@ def _npz(request: Request) -> Dataset:
         if x.dtype != np.uint8 or x.ndim != 4:
             raise ConfigError(f"{request.path}: x_{name} is {x.dtype} of shape {x.shape}, uint8 NHWC is expected")
         if y.shape != (len(x),) or not np.issubdtype(y.dtype, np.integer) or len(y) == 0 or y.min() < 0:
-            raise ConfigError(f"{request.path}: y_{name} must hold a class number from 0 on for each of {len(x)} images")
+            raise ConfigError(
+                f"{request.path}: y_{name} must hold a class number from 0 on for each of {len(x)} images"
+            )
     if x_train.shape[1:] != x_test.shape[1:]:
         raise ConfigError(f"{request.path}: training images are {x_train.shape[1:]}, test images {x_test.shape[1:]}")
     return _dataset(request, (x_train, y_train.astype(np.int64), x_test, y_test.astype(np.int64)))

@@ -56,9 +56,7 @@ def make_task(data: Data, partition: Partition, clients: int, seed: int, device:
     spec = _spec(dataset, data.size)
     # Padding by an eighth of the side: 4 pixels at 32, as usual for CIFAR.
     augment = Augment(dataset.x_train.shape[-1] // 8, dataset.may_flip) if data.augment else Augment()
-    parts = partition(
-        dataset.y_train.numpy(), dataset.domain_train.numpy(), clients, stream_seed(seed, "partition")
-    )
+    parts = partition(dataset.y_train.numpy(), dataset.domain_train.numpy(), clients, stream_seed(seed, "partition"))
     global_test = Images(dataset.x_test.to(device), dataset.y_test.to(device), spec)
     return Task(
         spec=spec,
@@ -88,7 +86,9 @@ def _public(data: Data, spec: Spec, device: torch.device) -> Images | None:
         return None
     dataset = load(data.public, root=data.root, download=data.download, size=data.size)
     if dataset.x_train.shape[1] != spec.channels:
-        raise ConfigError(f"data.public={data.public!r} has {dataset.x_train.shape[1]} channels, the task {spec.channels}")
+        raise ConfigError(
+            f"data.public={data.public!r} has {dataset.x_train.shape[1]} channels, the task {spec.channels}"
+        )
     return Images(dataset.x_train.to(device), dataset.y_train.to(device), spec)
 
 
@@ -104,7 +104,9 @@ def _local_test(
     available = np.array([(tested == group).sum() for group in groups])
     groups, counts, available = (column[available > 0] for column in (groups, counts, available))
     if not len(groups):
-        raise ConfigError(f"client {client} holds classes {np.unique(trained).tolist()} that the test set does not have")
+        raise ConfigError(
+            f"client {client} holds classes {np.unique(trained).tolist()} that the test set does not have"
+        )
     size = np.floor(min(available / counts) * counts.sum() + 1e-9)
     chosen = [
         rng.permutation(np.flatnonzero(tested == group))[: max(1, round(size * count / counts.sum()))]

@@ -62,11 +62,11 @@ class LocalEngine:
         with self.phase(method, len(args)):
             for k in self.order(list(args)):
                 self._credit = 1.0
-                arrived = self.wire.carry(args[k], method, "down", self.clients[k].device)
+                arrived = self.wire.carry(args[k], method, k, "down", self.clients[k].device)
                 try:
                     with seeds.scope(self.seed, self.round, method, k, device=self.clients[k].device):
                         answer = getattr(self.algorithm, method)(self.clients[k], *arrived)
-                    answers[k] = self.wire.carry(answer, method, "up")
+                    answers[k] = self.wire.carry(answer, method, k, "up")
                 except Exception as error:
                     reason = f"{type(error).__name__}: {error}"
                     failures[k] = Failure(k, method, self.round, reason, traceback.format_exc())

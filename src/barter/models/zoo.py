@@ -56,7 +56,7 @@ def _small_stem(make: Callable[..., ResNet], spec: Spec) -> Classifier:
     """A ResNet for small images: a 3x3 stem of stride 1 and no pooling behind it."""
     module = make(num_classes=spec.classes)
     module.conv1 = nn.Conv2d(spec.channels, 64, 3, padding=1, bias=False)
-    module.maxpool = nn.Identity()  # type: ignore[assignment]
+    module.maxpool = nn.Identity()
     return split(module)
 
 
@@ -69,8 +69,6 @@ def _vit_tiny(spec: Spec) -> Classifier:
     if spec.channels != 3:
         module.conv_proj = nn.Conv2d(spec.channels, 192, side // patches, side // patches)
     return split(module)
-
-
 
 
 ZOO: dict[str, Callable[[Spec], Classifier]] = {

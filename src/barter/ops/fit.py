@@ -64,7 +64,7 @@ def index_batches(n: int, size: int, device: torch.device) -> Iterator[Tensor]:
     while True:
         order = torch.randperm(n, device=device)
         filled = torch.cat([order, order[: -n % size]])
-        yield from filled.split(size)
+        yield from torch.split(filled, size)
 
 
 def epoch_length(n: int, size: int) -> int:
@@ -86,7 +86,13 @@ class Fitted:
 
 
 def fit(
-    client: Client, *, epochs: int, batch_size: int, recipe: Recipe, goal: float | None = None, data: Images | None = None
+    client: Client,
+    *,
+    epochs: int,
+    batch_size: int,
+    recipe: Recipe,
+    goal: float | None = None,
+    data: Images | None = None,
 ) -> Fitted:
     """Train the client's model by cross entropy for so many epochs, or until an epoch's accuracy reaches the goal."""
     model, data = client.model, data or client.data

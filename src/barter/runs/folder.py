@@ -110,7 +110,10 @@ class RunFolder:
                     metadata = file.metadata()
                     stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
                 alias = json.loads(metadata["alias"])
-                round, state = int(metadata["round"]), unpack({n: stored[a] for n, a in alias.items()}, metadata["header"])
+                round, state = (
+                    int(metadata["round"]),
+                    unpack({n: stored[a] for n, a in alias.items()}, metadata["header"]),
+                )
             except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
                 raise CheckpointError(f"{found[-1]} is damaged: {error}") from error
         kept = [record for record in self.records() if record.round <= round]

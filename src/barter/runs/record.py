@@ -7,9 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["EVALUATION", "Round"]
-
-EVALUATION = "evaluate"  # the experimenter's own question: not part of a method's traffic
+__all__ = ["Round"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +30,8 @@ class Round:
         return sum(values) / len(values)
 
     def traffic(self, direction: str) -> int:
-        """All bytes of the method's own that went this way."""
-        return sum(count[direction] for method, count in self.bytes.items() if method != EVALUATION)
+        """All bytes that went this way, "up" or "down"."""
+        return sum(count[direction] for count in self.bytes.values())
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -1,0 +1,243 @@
+"""The command line: barter run | resume | list | show."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from barter.algorithms import ALGORITHMS
+from barter.config import Config, read, resolve, with_settings
+from barter.core.errors import BarterError, CheckpointError, ConfigError
+from barter.core.params import describe, did_you_mean
+from barter.data.partition import PARTITIONS
+from barter.data.sources import PATH_SOURCES, SOURCES
+from barter.data.task import make_task
+from barter.experiment import Experiment
+from barter.models.families import FAMILIES
+from barter.models.zoo import ZOO
+from barter.runs.picture import bubbles
+from barter.runs.progress import Watcher
+from barter.runs.tables import class_table, closing_table
+from barter.version import __version__
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="barter",
+    help="Heterogeneous federated learning: clients that share neither data nor architecture trade knowledge.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+show = typer.Typer(help="Show an algorithm, or how a partition splits a data set.", no_args_is_help=True)
+app.add_typer(show, name="show")
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change one value, such as rounds=10 or algorithm.share=0.5."),
+]
+
+
+class Device(StrEnum):
+    """Where to compute."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Listing(StrEnum):
+    """What can be listed."""
+
+    algorithms = "algorithms"
+    models = "models"
+    families = "families"
+    datasets = "datasets"
+    partitions = "partitions"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        Console().print(f"barter {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def run(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG.toml]", help="A configuration; without one, the defaults.")
+    ] = None,
+    algorithm: Annotated[str | None, typer.Option(help="The method, by its name in `barter list algorithms`.")] = None,
+    settings: Settings = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder; without one, a new one under runs/.")] = None,
+    device: Annotated[Device | None, typer.Option(help="Where to compute.")] = None,
+) -> None:
+    """Run a federation and keep its configuration, metrics and checkpoints in a folder."""
+    tree = _tree(config, algorithm, settings)
+    if device is not None:
+        tree["device"] = device.value
+    resolved = resolve(tree)
+    if out is None:
+        name = str(tree.get("algorithm", {}).get("name", "dffke"))
+        source = resolved.data.source.partition(":")[0]
+        out = Path("runs") / f"{name}-{source}-seed{resolved.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    _drive(resolved, out, resume=False)
+
+
+@app.command()
+def resume(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that was interrupted.")],
+) -> None:
+    """Continue a run behind its last finished round; the result is that of a run never interrupted."""
+    if not run.is_dir():
+        raise ConfigError(f"{run}: there is no such folder")
+    if not (run / "config.toml").is_file():
+        raise CheckpointError(f"{run} is not the folder of a run: there is no config.toml in it")
+    _drive(resolve(read(run / "config.toml")), run, resume=True)
+
+
+def _tree(config: Path | None, algorithm: str | None, settings: Sequence[str] | None) -> dict[str, Any]:
+    first = [] if algorithm is None else [f"algorithm.name={algorithm}"]
+    return with_settings({} if config is None else read(config), [*first, *(settings or [])])
+
+
+def _drive(config: Config, out: Path, *, resume: bool) -> None:
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    watcher = Watcher(console, config.rounds)
+    experiment = Experiment.from_config(config, out, resume=resume, monitor=watcher)
+    assert experiment.folder is not None
+    architectures = len(set(experiment.architectures))
+    console.print(
+        f"{type(config.algorithm).__name__} on {config.data.source}: {config.clients} clients, "
+        f"{architectures} architecture{'s' * (architectures > 1)}, rounds {experiment.round + 1} to {config.rounds}, "
+        f"{experiment.device.type}; folder {out}"
+    )
+    records = experiment.folder.records()
+    watcher.begin(experiment.round)
+    try:
+        for record in experiment.rounds(config.rounds):
+            records.append(record)
+            watcher.finish(record)
+    except KeyboardInterrupt:
+        raise Interrupted(f"stopped in round {experiment.round + 1}; `barter resume {out}` continues") from None
+    task = experiment.task
+    held = [[c for c, n in enumerate(row) if n] for row in task.class_table().tolist()]
+    samples = [len(images) for images in task.train]
+    wide = console if console.is_terminal else Console(highlight=False, width=140)
+    wide.print(closing_table(records, experiment.architectures, samples, held))
+    console.print(f"run folder: {out}")
+
+
+class Interrupted(BarterError):
+    """The user pressed Ctrl-C."""
+
+
+@app.command("list")
+def list_(what: Annotated[Listing, typer.Argument(help="What to list.")]) -> None:
+    """List what there is by name."""
+    rows: dict[Listing, list[tuple[str, str]]] = {
+        Listing.algorithms: [(name, (kind.__doc__ or "").split("\n")[0]) for name, kind in ALGORITHMS.items()],
+        Listing.models: [(name, "in " + ", ".join(f for f, m in FAMILIES.items() if name in m)) for name in ZOO],
+        Listing.families: [(name, ", ".join(members)) for name, members in FAMILIES.items()],
+        Listing.datasets: [(name, text) for name, (_, text) in [*SOURCES.items(), *PATH_SOURCES.items()]],
+        Listing.partitions: [(name, kind.summary) for name, kind in PARTITIONS.items()],
+    }
+    console = Console(highlight=False)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, text in rows[what]:
+        table.add_row(name, "" if text == "in " else text)
+    console.print(table)
+
+
+@show.command("algorithm")
+def show_algorithm(name: Annotated[str, typer.Argument(help="Its name in `barter list algorithms`.")]) -> None:
+    """An algorithm's citation, what crosses the wire, and its fields with defaults and symbols."""
+    if name not in ALGORITHMS:
+        raise ConfigError(f"unknown algorithm {name!r}: {did_you_mean(name, ALGORITHMS)}")
+    kind, console = ALGORITHMS[name], Console(highlight=False)
+    console.print(kind.citation(), markup=False)
+    console.print("\nWhat crosses the wire:")
+    for method, what in kind.crosses.items():
+        console.print(f"  {method}: {what}", markup=False)
+    _fields(console, kind, "algorithm.")
+    for preset, values in kind.presets.items():
+        changes = ", ".join(f"{key}={value}" for key, value in values.items()) or "the defaults"
+        console.print(f"preset {preset}: {changes}", markup=False)
+
+
+def _fields(console: Console, kind: type, where: str) -> None:
+    table = Table(box=None, pad_edge=False, header_style="")
+    for heading in ("field", "default", "type", "meaning"):
+        table.add_column(heading, no_wrap=heading != "meaning")
+    for field in describe(kind):
+        default = "none" if field.default is None else str(field.default)
+        table.add_row(where + field.name, default, field.kind, field.meaning)
+    console.print()
+    console.print(table)
+
+
+@show.command("partition")
+def show_partition(
+    name: Annotated[str | None, typer.Argument(help="Its name in `barter list partitions`.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Take the rest from this configuration.")] = None,
+    settings: Settings = None,
+    out: Annotated[Path, typer.Option(help="Where to save the bubble picture.")] = Path("partition.png"),
+) -> None:
+    """Who gets how many samples of which class, as a table and as a picture."""
+    first = [] if name is None else [f"partition.name={name}"]
+    resolved = resolve(_tree(config, None, [*first, *(settings or [])]))
+    task = make_task(resolved.data, resolved.partition, resolved.clients, resolved.seed, torch.device("cpu"))
+    console, counts = Console(highlight=False), task.class_table().tolist()
+    console.print(class_table(counts, task.classes))
+    _fields(console, type(resolved.partition), "partition.")
+    bubbles(counts, task.classes, f"{resolved.data.source}, {resolved.partition}, seed {resolved.seed}", out)
+    console.print(f"picture: {out}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0; 2 for a mistake in what was asked, in one line; 1 for the rest."""
+    try:
+        status = app(args=None if arguments is None else list(arguments), standalone_mode=False)
+        return status if isinstance(status, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return 2
+    except click.ClickException as error:
+        return _fail(error.format_message(), 2)
+    except (ConfigError, CheckpointError) as error:
+        return _fail(str(error), 2)
+    except BarterError as error:
+        return _fail("\n".join([str(error), *getattr(error, "__notes__", [])]), 1)
+    except (click.Abort, KeyboardInterrupt):
+        return _fail("interrupted", 1)
+    except BrokenPipeError:
+        return 1
+
+
+def _fail(message: str, status: int) -> int:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"barter: {message}", markup=False)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

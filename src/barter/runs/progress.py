@@ -1,0 +1,125 @@
+"""How far a run has come: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from barter.core.nodes import Monitor
+from barter.runs.record import Round
+
+__all__ = ["Watcher", "duration", "size"]
+
+QUIET = 10.0  # seconds of a long phase between two plain lines
+
+
+def size(count: float) -> str:
+    """Bytes as a person reads them."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            break
+        count /= 1000
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person reads them."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+class Watcher(Monitor):
+    """Shows each phase of a round as it runs, and a line for each round that is done."""
+
+    def __init__(self, console: Console, rounds: int) -> None:
+        self.console, self.rounds = console, rounds
+        self.round, self._started, self._begun = 1, time.monotonic(), 0
+        self._phase: _Phase | None = None
+
+    def begin(self, done: int) -> None:
+        """The run starts behind this many finished rounds."""
+        self.round, self._begun, self._started = done + 1, done, time.monotonic()
+
+    def finish(self, record: Round) -> None:
+        """A round is done."""
+        done = record.round - self._begun
+        left = (time.monotonic() - self._started) / done * (self.rounds - record.round)
+        numbers = f"accuracy {record.mean('global'):6.1%} global, {record.mean('local'):6.1%} local"
+        if "global" in record.server:
+            numbers += f", {record.server['global']:6.1%} server"
+        traffic = f"{size(record.traffic('up'))} up, {size(record.traffic('down'))} down"
+        self.console.print(
+            f"round {record.round}/{self.rounds}: {numbers}; {traffic}; {record.seconds['round']:.0f} s"
+            + (f", about {duration(left)} left" if record.round < self.rounds else "")
+        )
+        for failure in record.failures:
+            self.console.print(f"  {failure}", markup=False)
+        self.round = record.round + 1
+
+    def phase(self, name: str, total: float) -> AbstractContextManager[object]:
+        return self._show(f"round {self.round}/{self.rounds} {name}", total)
+
+    @contextmanager
+    def _show(self, title: str, total: float) -> Iterator[None]:
+        outer, self._phase = self._phase, (_Live if self.console.is_terminal else _Lines)(self.console, title, total)
+        try:
+            with self._phase:
+                yield
+        finally:
+            self._phase = outer
+
+    def advance(self, amount: float) -> None:
+        if self._phase is not None:
+            self._phase.advance(amount)
+
+
+class _Phase:
+    def __init__(self, console: Console, title: str, total: float) -> None:
+        self.console, self.title, self.total, self.done = console, title, total, 0.0
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def advance(self, amount: float) -> None:
+        self.done += amount
+
+
+class _Live(_Phase):
+    """One line that moves and vanishes when the phase is over."""
+
+    def __enter__(self) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        self.progress = Progress(*columns, *times, console=self.console, transient=True)
+        self.progress.start()
+        self.task = self.progress.add_task(self.title, total=self.total)
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def advance(self, amount: float) -> None:
+        self.progress.advance(self.task, amount)
+
+
+class _Lines(_Phase):
+    """A line when the phase is over and, if it takes long, some on the way."""
+
+    def __enter__(self) -> None:
+        self.start = self.last = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self.console.print(f"{self.title}: {time.monotonic() - self.start:.1f} s")
+
+    def advance(self, amount: float) -> None:
+        super().advance(amount)
+        now = time.monotonic()
+        if now - self.last >= QUIET and 0 < self.done < self.total:
+            self.last = now
+            left = (now - self.start) * (self.total - self.done) / self.done
+            self.console.print(f"{self.title}: {self.done / self.total:.0%}, about {duration(left)} left")

@@ -1,0 +1,61 @@
+"""What a finished run looks like: one row per client."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from barter.runs.progress import size
+from barter.runs.record import Round
+
+__all__ = ["class_table", "closing_table"]
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}"
+
+
+def closing_table(
+    records: Sequence[Round], architectures: Sequence[str], samples: Sequence[int], classes: Sequence[Sequence[int]]
+) -> Table:
+    """Per client: what it brought, what it knew alone, what it knows now, and what that cost."""
+    first, last = records[0], records[-1]
+    table = Table(title=f"after round {last.round}; accuracy in % on the global test set and on each client's own")
+    headings = ("client", "architecture", "samples", "classes held")
+    numbers = ("alone: global", "own", "after: global", "own", "up", "down")
+    for heading in (*headings, *numbers):
+        table.add_column(heading, justify="left" if heading in ("architecture", "classes held") else "right")
+    rows = []
+    for k, now in last.clients.items():
+        alone = first.clients.get(k, {})
+        values = [alone.get("before_global"), alone.get("before_local"), now["global"], now["local"]]
+        traffic = [sum(r.clients[k][f"bytes_{way}"] for r in records if k in r.clients) for way in ("up", "down")]
+        rows.append((values, traffic))
+        held = " ".join(map(str, classes[k])) if len(classes[k]) <= 10 else f"{len(classes[k])} classes"
+        cells = (str(k), architectures[k], f"{samples[k]:,}", held, *map(_percent, values), *map(size, traffic))
+        table.add_row(*cells)
+    means = []
+    for column in zip(*(values for values, _ in rows), strict=True):
+        known = [value for value in column if value is not None]
+        means.append(sum(known) / len(known) if known else None)
+    totals = [sum(column) for column in zip(*(traffic for _, traffic in rows), strict=True)]
+    table.add_section()
+    table.add_row("mean", "", f"{sum(samples):,} in all", "", *map(_percent, means), *map(size, totals))
+    if "global" in last.server:
+        table.add_row("server", architectures[0], "", "", "", "", _percent(last.server["global"]), "", "", "")
+    return table
+
+
+def class_table(counts: Sequence[Sequence[int]], names: Sequence[str]) -> Table:
+    """Samples by client and class."""
+    table = Table(title="samples by client and class")
+    table.add_column("client", justify="right")
+    for name in names:
+        table.add_column(name, justify="right")
+    table.add_column("all", justify="right")
+    for k, row in enumerate(counts):
+        table.add_row(str(k), *(str(n) if n else "." for n in row), str(sum(row)))
+    table.add_section()
+    table.add_row("all", *(str(sum(column)) for column in zip(*counts, strict=True)), str(sum(map(sum, counts))))
+    return table
