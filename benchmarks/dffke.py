@@ -80,7 +80,8 @@ def main() -> None:
         results = [r for r in pool.map(lambda job: one(job, args, folder), jobs) if len(r[2]) == args.rounds]
     args.out.mkdir(parents=True, exist_ok=True)
     lines = [
-        f"{args.data}, {args.clients} clients, small-5, Dirichlet alpha 0.1, seeds {args.seeds}{''.join(', ' + s for s in args.set)}: mean",
+        ", ".join([f"{args.name}, {args.clients} clients, small-5, Dirichlet alpha 0.1, seeds {args.seeds}", *args.set])
+        + ": mean",
         "accuracy of the clients in %, mean ± standard deviation over seeds.",
         "",
         "| method | global, round 1 | "

@@ -13,6 +13,7 @@ import click
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from barter.algorithms import ALGORITHMS
@@ -186,14 +187,15 @@ def show_algorithm(name: Annotated[str, typer.Argument(help="Its name in `barter
 
 
 def _fields(console: Console, kind: type, where: str) -> None:
-    table = Table(box=None, pad_edge=False, header_style="")
-    for heading in ("field", "default", "type", "meaning"):
-        table.add_column(heading, no_wrap=heading != "meaning")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
     for field in describe(kind):
         default = "none" if field.default is None else str(field.default)
-        table.add_row(where + field.name, default, field.kind, field.meaning)
+        table.add_row(f"{where}{field.name} = {default}", escape(f"{field.meaning} [{field.kind}]"))
     console.print()
     console.print(table)
+    console.print()
 
 
 @show.command("partition")
@@ -217,13 +219,13 @@ def show_partition(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0; 2 for a mistake in what was asked, in one line; 1 for the rest."""
     try:
-        status = app(args=None if arguments is None else list(arguments), standalone_mode=False)
+        status = app(args=None if arguments is None else list(arguments), prog_name="barter", standalone_mode=False)
         return status if isinstance(status, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return 2
     except click.ClickException as error:
-        return _fail(error.format_message(), 2)
+        return _fail(" ".join(error.format_message().split()), 2)
     except (ConfigError, CheckpointError) as error:
         return _fail(str(error), 2)
     except BarterError as error:

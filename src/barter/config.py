@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -41,27 +42,43 @@ class Config:
 
 
 def _named(
-    registry: Mapping[str, type[Any]], section: Mapping[str, Any], where: str, what: str
+    registry: Mapping[str, type[Any]], section: Mapping[str, Any], what: str
 ) -> tuple[type[Any], dict[str, Any]]:
     rest = dict(section)
-    name = rest.pop("name", None)
-    if name is None:
-        raise ConfigError(f"{where}.name is missing: {did_you_mean('', registry)}")
+    name = rest.pop("name")
     if name not in registry:
         raise ConfigError(f"unknown {what} {name!r}: {did_you_mean(str(name), registry)}")
     return registry[name], rest
 
 
+def _imported(name: object) -> dict[str, type[Any]]:
+    """An algorithm that stands in nobody's registry, named as package.module:Class."""
+    module, colon, attribute = str(name).partition(":")
+    if not colon:
+        return {}
+    try:
+        kind = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"algorithm {name!r} cannot be imported: {error}") from error
+    if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
+        raise ConfigError(f"{name} is no Algorithm")
+    return {str(name): kind}
+
+
 def resolve(tree: Mapping[str, Any]) -> Config:
     """A configuration from plain values, as a TOML file holds them."""
-    values = {"algorithm": {"name": "dffke"}, "partition": {"name": "dirichlet"}, "data": {}, **tree}
-    for section in ("algorithm", "partition", "data"):
-        if not isinstance(values[section], Mapping):
+    defaults = {"algorithm": {"name": "dffke"}, "partition": {"name": "dirichlet"}, "data": {}}
+    values = dict(tree)
+    for section, default in defaults.items():
+        given = values.get(section, {})
+        if not isinstance(given, Mapping):
             raise ConfigError(f"{section} is a table: write [{section}] and its keys below it, or {section}.name=...")
-    kind, rest = _named(ALGORITHMS, values["algorithm"], "algorithm", "algorithm")
+        values[section] = {**default, **given}
+    known = {**ALGORITHMS, **_imported(values["algorithm"].get("name"))}
+    kind, rest = _named(known, values["algorithm"], "algorithm")
     preset = rest.pop("preset", None)
     values["algorithm"] = build(kind, rest, "algorithm.") if preset is None else kind.preset(str(preset), rest)
-    split, rest = _named(PARTITIONS, values["partition"], "partition", "partition")
+    split, rest = _named(PARTITIONS, values["partition"], "partition")
     values["partition"] = build(split, rest, "partition.")
     values["data"] = build(Data, values["data"], "data.")
     return build(Config, values)
@@ -129,11 +146,11 @@ def write(config: Config, path: Path) -> None:
         return {name: item for name, item in fields.items() if item is not None}
 
     tree = plain(config)
-    for section, registry in (("algorithm", ALGORITHMS), ("partition", PARTITIONS)):
+    registries: dict[str, Mapping[str, type[Any]]] = {"algorithm": ALGORITHMS, "partition": PARTITIONS}
+    for section, registry in registries.items():
         kind = type(tree[section])
-        names = [name for name, known in registry.items() if known is kind]
-        if not names:
-            raise ConfigError(f"{kind.__name__} is in no registry, so that no file can name it")
-        tree[section] = {"name": names[0], **plain(tree[section])}
+        names = {known: name for name, known in registry.items()}
+        name = names.get(kind, f"{kind.__module__}:{kind.__qualname__}")
+        tree[section] = {"name": name, **plain(tree[section])}
     tree["data"] = plain(tree["data"])
     path.write_text(tomli_w.dumps(tree))

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import inspect
 import math
+import textwrap
 import tokenize
 import types
 from collections.abc import Iterable, Mapping
@@ -161,15 +162,15 @@ def _comments(cls: type[Any]) -> dict[str, str]:
         if not dataclasses.is_dataclass(ancestor):
             continue
         try:
-            source = inspect.getsource(ancestor)
+            source = textwrap.dedent(inspect.getsource(ancestor))
         except (OSError, TypeError):  # typed at a prompt: there is no file to read
             continue
         comments = {
             token.start[0]: token.string.lstrip("# ").strip()
-            for token in tokenize.generate_tokens(StringIO(inspect.cleandoc(source)).readline)
+            for token in tokenize.generate_tokens(StringIO(source).readline)
             if token.type == tokenize.COMMENT
         }
-        for number, line in enumerate(inspect.cleandoc(source).splitlines(), start=1):
+        for number, line in enumerate(source.splitlines(), start=1):
             name = line.strip().split(":")[0]
             if number in comments and name in ancestor.__annotations__:
                 found[name] = comments[number]

@@ -83,8 +83,11 @@ def _own(value: Any, device: torch.device | None) -> Any:
         return tensor.to(device)
     if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
         return tensor.clone()  # a view must not keep the whole storage behind it alive
-    # Copy on write: both sides read one storage, and whoever writes first gets a copy of its own.
-    return torch._lazy_clone(tensor)
+    try:
+        # Copy on write: both sides read one storage, and whoever writes first gets a copy of its own.
+        return torch._lazy_clone(tensor)
+    except RuntimeError:
+        return tensor.clone()  # memory that is not torch's own, such as an array's or a file's
 
 
 def isolate(tree: T, device: torch.device | None = None, path: str = "payload") -> T:

@@ -8,6 +8,7 @@ import os
 import re
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -82,7 +83,8 @@ class RunFolder:
         stored, alias = {}, {}
         for name, tensor in tensors.items():
             # Parties that share a storage, copy on write, are written once.
-            key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.dtype)
+            address = torch._C._data_address(tensor)  # type: ignore[attr-defined]  # data_ptr() would end the sharing
+            key = (address, tensor.shape, tensor.stride(), tensor.dtype)
             alias[name] = unique.setdefault(key, name)
             if alias[name] == name:
                 stored[name] = tensor.cpu().clone().contiguous()
@@ -108,7 +110,8 @@ class RunFolder:
             try:
                 with safe_open(found[-1], "pt") as file:
                     metadata = file.metadata()
-                    stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                    # Copies in torch's own memory, which parties can share again.
+                    stored = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
                 alias = json.loads(metadata["alias"])
                 round, state = (
                     int(metadata["round"]),

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from barter import DFFKE, Central, FedAvg, Local
+from barter.core.errors import ConfigError
+from barter.core.payload import nbytes
+from tests.conftest import federation, same, state, tiny
+
+
+def test_fedavg_needs_one_architecture_and_says_so() -> None:
+    with pytest.raises(ConfigError, match="needs one architecture, these clients have small-cnn, small-resnet"):
+        federation(FedAvg(), models="small-5")
+
+
+def test_fedavg_of_one_client_is_that_clients_training() -> None:
+    experiment = federation(tiny("fedavg"), clients=1)
+    list(experiment.rounds(2))
+    server, client = experiment.server.model.state_dict(), experiment.engine.clients[0].model.state_dict()
+    assert same(dict(server), dict(client))
+
+
+def test_fedavg_bytes() -> None:
+    experiment = federation(tiny("fedavg", fraction=0.5), clients=4)
+    (record,) = experiment.rounds(1)
+    weights = nbytes(experiment.server.model.state_dict())
+    assert record.bytes == {"client_update": {"up": 2 * weights, "down": 2 * weights}}
+    assert sum(m["bytes_up"] > 0 for m in record.clients.values()) == 2
+    assert "global" in record.server
+
+
+def test_clients_of_one_architecture_start_alike() -> None:
+    experiment = federation(tiny("local"), models="small-mlp")
+    first, second = (experiment.engine.clients[k].model.state_dict() for k in (0, 1))
+    assert same(dict(first), dict(second))
+
+
+def test_local_sends_nothing() -> None:
+    (record,) = federation(tiny("local")).rounds(1)
+    assert record.bytes == {"learn": {"up": 0, "down": 0}}
+
+
+def test_the_local_training_of_dffke_is_that_of_local() -> None:
+    local, dffke = federation(tiny("local")), federation(tiny("dffke", collaboration=0.01))
+    local_records, dffke_records = list(local.rounds(1)), list(dffke.rounds(1))
+    # With one collaborator nobody exchanges; its own training runs as `learn`, as in `local`.
+    one, other = (dict(e.engine.clients[0].model.state_dict()) for e in (local, dffke))
+    assert same(one, other)
+    assert dffke_records[0].clients[0]["before_global"] == local_records[0].clients[0]["global"]
+
+
+def test_central_gives_everything_to_everybody() -> None:
+    experiment = federation(tiny("central"))
+    (record,) = experiment.rounds(1)
+    pixels = sum(len(images) * (64 + 8) for images in experiment.task.train)
+    assert record.bytes["give"]["up"] == pixels
+    assert record.bytes["learn"]["down"] == 3 * pixels
+
+
+def test_central_is_an_upper_bound() -> None:
+    settings = {"max_epochs": 8, "batch_size": 32}
+    (central,) = federation(Central(**settings)).rounds(1)
+    (local,) = federation(Local(**settings)).rounds(1)
+    assert central.mean("global") > local.mean("global") + 0.2
+
+
+def test_fraction_changes_who_takes_part() -> None:
+    experiment = federation(tiny("fedavg", fraction=0.25), clients=4)
+    active = [{k for k, m in r.clients.items() if m["bytes_up"]} for r in experiment.rounds(6)]
+    assert all(len(ids) == 1 for ids in active)
+    assert len(set.union(*active)) > 1
+
+
+def test_algorithms_are_frozen_and_checked() -> None:
+    with pytest.raises(ConfigError, match="share=1.5"):
+        DFFKE(share=1.5)
+    with pytest.raises(AttributeError):
+        FedAvg().epochs = 3  # type: ignore[misc]
+    assert torch.is_tensor(next(iter(state(federation(tiny("local"))).values())))

@@ -1,0 +1,70 @@
+"""Who may import whom, read from the source itself."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import barter
+
+ROOT = Path(barter.__file__).parent
+MAY_IMPORT = {
+    "core": {"core"},
+    "ops": {"ops", "core"},
+    "models": {"models", "core"},
+    "data": {"data", "core"},
+    "runs": {"runs", "core"},
+    "algorithms": {"algorithms", "models", "ops", "core"},
+    "engines": {"engines", "core"},
+    "config": {"core", "data", "algorithms"},
+    "experiment": {"config", "engines", "runs", "data", "models", "algorithms", "core"},
+    "cli": {"config", "experiment", "runs", "data", "models", "algorithms", "core", "version"},
+    "__init__": {"experiment", "runs", "algorithms", "core", "version"},
+    "__main__": {"cli"},
+    "version": set(),
+}
+CORE_MAY_USE = {"torch", "typing_extensions"}
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            found.add(node.module or "")
+    return found
+
+
+def test_layers() -> None:
+    for path in ROOT.rglob("*.py"):
+        layer = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        for module in imports(path):
+            if module.split(".")[0] == "barter" and module != "barter":
+                assert module.split(".")[1] in MAY_IMPORT[layer], f"{path.relative_to(ROOT)} imports {module}"
+
+
+def test_core_is_torch_and_the_standard_library() -> None:
+    import sys
+
+    for path in (ROOT / "core").glob("*.py"):
+        foreign = {m.split(".")[0] for m in imports(path)} - set(sys.stdlib_module_names) - CORE_MAY_USE - {"barter"}
+        assert not foreign, f"{path.name} imports {foreign}"
+
+
+def test_public_names() -> None:
+    assert len(barter.__all__) <= 15
+    for name in barter.__all__:
+        assert hasattr(barter, name)
+
+
+def test_no_print_no_pickle_no_eval() -> None:
+    for path in ROOT.rglob("*.py"):
+        calls = [
+            n.func.id
+            for n in ast.walk(ast.parse(path.read_text()))
+            if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+        ]
+        assert not {"print", "eval", "exec"} & set(calls), path
+        assert "pickle" not in imports(path), path

@@ -1,0 +1,63 @@
+"""What the tests share: small algorithms, small federations, and a look at their state."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers share two cores
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+
+from barter import ALGORITHMS, Experiment
+from barter.core.algorithm import Algorithm
+from barter.core.payload import leaves
+
+torch.set_num_threads(1)
+settings.register_profile("barter", deadline=None, max_examples=60, derandomize=True)
+settings.load_profile("barter")
+
+# Every algorithm with so little work that a round takes well under a second.
+TINY: dict[str, dict[str, Any]] = {
+    "dffke": {
+        "max_epochs": 2,
+        "share": 0.1,
+        "code_dim": 16,
+        "docking_epochs": 3,
+        "decoder_epochs": 1,
+        "decoder_steps": 2,
+        "exchange_epochs": 1,
+    },
+    "fedavg": {"epochs": 1, "batch_size": 50},
+    "local": {"max_epochs": 2},
+    "central": {"max_epochs": 1},
+}
+
+
+def tiny(name: str, **changes: Any) -> Algorithm[Any, Any]:
+    return ALGORITHMS[name](**{**TINY[name], **changes})
+
+
+def federation(algorithm: Algorithm[Any, Any], **options: Any) -> Experiment:
+    models = "small-mlp" if algorithm.one_architecture else "small-5"
+    return Experiment(algorithm, **{"clients": 3, "models": models, "device": "cpu", **options})
+
+
+def state(experiment: Experiment) -> dict[str, Any]:
+    """Every tensor and number that a checkpoint of the experiment holds."""
+    return dict(leaves(experiment._state()))
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(value, other[at]) if isinstance(value, torch.Tensor) else value == other[at]
+        for at, value in one.items()
+    )
+
+
+@pytest.fixture(params=list(ALGORITHMS))
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)

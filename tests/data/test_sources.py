@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import pickle
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from barter.core.errors import ConfigError
+from barter.data.sources import PATH_SOURCES, SOURCES, load
+
+
+def picture(path: Path, shade: int, size: tuple[int, int] = (10, 12)) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, (shade, 0, 0)).save(path)
+
+
+def test_digits_come_with_the_package() -> None:
+    data = load("digits")
+    assert data.x_train.shape[1:] == (1, 8, 8)
+    assert (len(data.y_train), len(data.y_test)) == (1433, 364)
+    assert data.x_train.dtype == torch.uint8
+    assert int(data.x_train.max()) == 255
+    assert data.classes == [str(c) for c in range(10)]
+    assert not data.may_flip
+    assert set(data.y_test.tolist()) == set(range(10))
+
+
+def save(path: Path, **changes: Any) -> str:
+    rng = np.random.default_rng(0)
+    arrays = {
+        "x_train": rng.integers(0, 256, (20, 6, 5, 3), dtype=np.uint8),
+        "y_train": np.arange(20) % 4,
+        "x_test": rng.integers(0, 256, (8, 6, 5, 3), dtype=np.uint8),
+        "y_test": np.arange(8) % 4,
+    } | changes
+    np.savez(path, **{name: value for name, value in arrays.items() if value is not None})
+    return f"npz:{path}"
+
+
+def test_npz(tmp_path: Path) -> None:
+    path = tmp_path / "a.npz"
+    data = load(save(path))
+    assert data.x_train.shape == (20, 3, 6, 5)
+    assert np.array_equal(data.x_train.permute(0, 2, 3, 1).numpy(), np.load(path)["x_train"])
+    assert len(data.classes) == 4
+    assert data.may_flip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"y_test": None}, "lacks y_test"),
+        ({"x_train": np.zeros((20, 6, 5, 3))}, "float64"),
+        ({"x_train": np.zeros((20, 6, 5), dtype=np.uint8)}, "NHWC"),
+        ({"y_train": np.zeros(3, dtype=int)}, "y_train"),
+        ({"y_train": np.full(20, -1)}, "from 0 on"),
+        ({"y_train": np.zeros(20)}, "class number"),
+        ({"x_test": np.zeros((8, 9, 9, 3), dtype=np.uint8)}, "test images"),
+    ],
+)
+def test_bad_npz_says_what_is_wrong(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(save(tmp_path / "a.npz", **changes))
+
+
+def test_a_file_that_is_no_npz(tmp_path: Path) -> None:
+    (tmp_path / "a.npz").write_text("hello")
+    with pytest.raises(ConfigError, match="cannot be read as an npz"):
+        load(f"npz:{tmp_path / 'a.npz'}")
+
+
+def test_folder_with_and_without_a_test_part(tmp_path: Path) -> None:
+    for kind in ("cat", "dog"):
+        for i in range(10):
+            picture(tmp_path / "flat" / kind / f"{i}.png", shade=i)
+            picture(tmp_path / "parts" / ("test" if i < 3 else "train") / kind / f"{i}.png", shade=i)
+    flat = load(f"folder:{tmp_path / 'flat'}", size=16)
+    assert flat.classes == ["cat", "dog"]
+    assert flat.x_train.shape == (16, 3, 16, 16)
+    assert len(flat.y_test) == 4
+    parts = load(f"folder:{tmp_path / 'parts'}")
+    assert (parts.x_train.shape, len(parts.y_test)) == ((14, 3, 64, 64), 6)
+    assert set(parts.x_test[:, 0].flatten().tolist()) == {0, 1, 2}
+
+
+def test_domains(tmp_path: Path) -> None:
+    for d, domain in enumerate(("photo", "sketch")):
+        for kind in ("a", "b", "c"):
+            for i in range(5):
+                picture(tmp_path / domain / kind / f"{i}.png", shade=100 * d + i)
+    data = load(f"domains:{tmp_path}", size=8)
+    assert data.domains == ["photo", "sketch"]
+    assert len(data.y_train) == 24
+    assert len(data.y_test) == 6
+    assert bool(((data.x_train[:, 0, 0, 0] >= 100) == (data.domain_train == 1)).all())
+
+
+def test_folders_that_are_wrong(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        load(f"folder:{tmp_path / 'none'}")
+    with pytest.raises(ConfigError, match="one folder per class"):
+        load(f"folder:{tmp_path}")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="holds no images"):
+        load(f"folder:{tmp_path}")
+    (tmp_path / "empty" / "x.png").write_text("no picture")
+    with pytest.raises(ConfigError, match=r"x\.png is not an image"):
+        load(f"folder:{tmp_path}")
+
+
+def test_tiny_imagenet_layout(tmp_path: Path) -> None:
+    for wnid in ("n01", "n02"):
+        for i in range(3):
+            picture(tmp_path / "tiny-imagenet-200" / "train" / wnid / "images" / f"{wnid}_{i}.JPEG", 50, (64, 64))
+    val = tmp_path / "tiny-imagenet-200" / "val"
+    for i in range(4):
+        picture(val / "images" / f"val_{i}.JPEG", 90, (64, 64))
+    (val / "val_annotations.txt").write_text("".join(f"val_{i}.JPEG\tn0{i % 2 + 1}\t0\t0\t62\t62\n" for i in range(4)))
+    data = load("tiny-imagenet", root=str(tmp_path))
+    assert data.x_train.shape == (6, 3, 64, 64)
+    assert data.y_train.tolist() == [0, 0, 0, 1, 1, 1]
+    assert data.y_test.tolist() == [0, 1, 0, 1]
+
+
+def idx(path: Path, array: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = struct.pack(f">I{array.ndim}I", 0x800 + array.ndim, *array.shape)
+    path.write_bytes(header + array.astype(np.uint8).tobytes())
+
+
+@pytest.mark.parametrize(("name", "folder"), [("mnist", "MNIST"), ("fashion-mnist", "FashionMNIST")])
+def test_mnist_through_torchvision(tmp_path: Path, name: str, folder: str) -> None:
+    x, y = np.arange(5 * 28 * 28).reshape(5, 28, 28) % 256, np.arange(5)
+    for part, n in (("train", 5), ("t10k", 3)):
+        idx(tmp_path / folder / "raw" / f"{part}-images-idx3-ubyte", x[:n])
+        idx(tmp_path / folder / "raw" / f"{part}-labels-idx1-ubyte", y[:n])
+    data = load(name, root=str(tmp_path))
+    assert data.x_train.shape == (5, 1, 28, 28)
+    assert data.y_test.tolist() == [0, 1, 2]
+    assert np.array_equal(data.x_train[2, 0].numpy(), x[2])
+    assert len(data.classes) == 10
+
+
+def test_emnist_stands_upright(tmp_path: Path) -> None:
+    x = np.arange(2 * 28 * 28).reshape(2, 28, 28) % 256
+    for part in ("train", "test"):
+        for kind, array in (("images-idx3", x), ("labels-idx1", np.array([1, 46]))):
+            idx(tmp_path / "EMNIST" / "raw" / f"emnist-balanced-{part}-{kind}-ubyte", array)
+    data = load("emnist", root=str(tmp_path))
+    assert np.array_equal(data.x_train[0, 0].numpy(), x[0].T)
+    assert len(data.classes) == 47
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_cifar_through_torchvision(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchvision import datasets
+
+    kind = datasets.CIFAR10 if name == "cifar10" else datasets.CIFAR100
+    monkeypatch.setattr(datasets.CIFAR10, "_check_integrity", lambda self: True)  # small files have other checksums
+    monkeypatch.setattr(datasets.cifar, "check_integrity", lambda *_: True)
+    folder = tmp_path / kind.base_folder
+    folder.mkdir()
+    rows = np.arange(2 * 3072).reshape(2, 3072) % 256
+    key = "labels" if name == "cifar10" else "fine_labels"
+    for file, _ in [*kind.train_list, *kind.test_list]:
+        (folder / file).write_bytes(pickle.dumps({"data": rows.astype(np.uint8), key: [0, 1]}))
+    names = [f"class {i}" for i in range(10 if name == "cifar10" else 100)]
+    meta = {kind.meta["key"]: names}
+    (folder / kind.meta["filename"]).write_bytes(pickle.dumps(meta))
+    data = load(name, root=str(tmp_path))
+    assert data.x_test.shape == (2, 3, 32, 32)
+    assert data.x_test[1].flatten().tolist() == rows[1].tolist()
+    assert data.classes == names
+
+
+def test_svhn_and_food_through_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from scipy.io import savemat
+    from torchvision import datasets
+
+    monkeypatch.setattr(datasets.SVHN, "_check_integrity", lambda self: True)
+    for part, n in (("train", 6), ("test", 4)):
+        x = np.arange(32 * 32 * 3 * n).reshape(32, 32, 3, n) % 256
+        savemat(tmp_path / f"{part}_32x32.mat", {"X": x.astype(np.uint8), "y": np.arange(1, n + 1)[:, None]})
+    svhn = load("svhn", root=str(tmp_path))
+    assert svhn.x_train.shape == (6, 3, 32, 32)
+    assert svhn.x_test[1, 2, 5, 7].item() == x[5, 7, 2, 1]
+    root = tmp_path / "food-101"
+    for kind in ("apple_pie", "waffles"):
+        for i in range(2):
+            picture(root / "images" / kind / f"{i}.jpg", 40)
+    (root / "meta").mkdir()
+    for part, i in (("train", 0), ("test", 1)):
+        lists = '{"apple_pie": ["apple_pie/%d"], "waffles": ["waffles/%d"]}' % (i, i)  # noqa: UP031
+        (root / "meta" / f"{part}.json").write_text(lists)
+    food = load("food101", root=str(tmp_path), size=20)
+    assert food.x_train.shape == (2, 3, 20, 20)
+    assert food.y_test.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("name", sorted(set(SOURCES) - {"digits"}))
+def test_what_is_absent_says_how_to_get_it(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} is not in .*data\.root"):
+        load(name, root=str(tmp_path))
+
+
+def test_unknown_sources_have_neighbours() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'cifar10'"):
+        load("cifar-10")
+    with pytest.raises(ConfigError, match="did you mean 'folder'"):
+        load("foldr:/x")
+    assert set(PATH_SOURCES) == {"npz", "folder", "domains"}

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from barter.core.errors import ConfigError
+from barter.data.partition import Dirichlet, Iid, Quantity
+from barter.data.task import Data, make_task
+
+CPU = torch.device("cpu")
+
+
+def test_local_tests_have_the_clients_own_mix() -> None:
+    task = make_task(Data(), Dirichlet(alpha=0.3), 5, 0, CPU)
+    for train, test in zip(task.train, task.local_tests, strict=True):
+        mine, theirs = (images.class_counts().double() for images in (train, test))
+        assert set(theirs.nonzero().flatten().tolist()) == set(mine.nonzero().flatten().tolist())
+        assert (mine / mine.sum() - theirs / theirs.sum()).abs().max() < 0.06
+        assert len(test) >= 10
+
+
+def test_training_data_are_split_and_the_test_set_is_whole() -> None:
+    task = make_task(Data(), Iid(), 4, 0, CPU)
+    assert sum(len(images) for images in task.train) == 1433
+    assert len(task.global_test) == 364
+    assert task.class_table().sum() == 1433
+    assert len(task.local_tests[0]) > 300, "an even mix takes almost the whole test set"
+
+
+def test_the_split_depends_on_the_seed_alone() -> None:
+    one, again, other = (make_task(Data(), Dirichlet(), 5, seed, CPU).class_table() for seed in (0, 0, 1))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+
+
+def test_pixels_are_normalised_by_their_own_statistics() -> None:
+    task = make_task(Data(), Iid(), 1, 0, CPU)
+    pixels = task.train[0].pixels.double() / 255
+    assert task.spec.mean == pytest.approx([float(pixels.mean())])
+    assert task.spec.std == pytest.approx([float(pixels.std(correction=0))])
+    batch = task.train[0].batch(torch.arange(1433))
+    assert (float(batch.mean()), float(batch.std())) == pytest.approx((0, 1), abs=1e-3)
+
+
+def test_size_augmentation_and_public_data() -> None:
+    task = make_task(Data(size=16, augment=False, public="digits"), Quantity(), 3, 0, CPU)
+    assert task.spec.shape == (1, 16, 16)
+    assert task.train[0].batch(torch.arange(2)).shape == (2, 1, 16, 16)
+    assert task.train[0].augment.crop == 0
+    assert task.public is not None
+    assert len(task.public) == 1433
+    assert make_task(Data(), Iid(), 2, 0, CPU).train[0].augment == type(task.train[0].augment)(crop=1, flip=False)
+
+
+def test_public_data_of_another_kind_are_refused(tmp_path: object) -> None:
+    path = f"{tmp_path}/colour.npz"
+    x, y = np.zeros((4, 8, 8, 3), dtype=np.uint8), np.zeros(4, dtype=np.int64)
+    np.savez(path, x_train=x, y_train=y, x_test=x, y_test=y)
+    with pytest.raises(ConfigError, match="3 channels, the task 1"):
+        make_task(Data(public=f"npz:{path}"), Iid(), 2, 0, CPU)

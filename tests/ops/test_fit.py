@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from barter import Local
+from barter.ops.fit import Trainer, adam, epoch_length, fit, index_batches, sgd
+from tests.conftest import federation
+
+
+@given(st.integers(1, 60), st.integers(1, 40), st.integers(0, 5))
+def test_batches_have_one_shape_and_an_epoch_sees_every_sample(n: int, size: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    length = epoch_length(n, size)
+    stream = index_batches(n, size, torch.device("cpu"))
+    for _ in range(2):
+        epoch = list(islice(stream, length))
+        assert {len(batch) for batch in epoch} == {max(2, min(size, n))}
+        seen = torch.cat(epoch)
+        assert set(seen.tolist()) == set(range(n))
+        assert len(seen) - n < max(2, size)
+
+
+def test_batches_are_shuffled() -> None:
+    torch.manual_seed(0)
+    first, second = islice(index_batches(50, 50, torch.device("cpu")), 2)
+    assert first.tolist() != sorted(first.tolist())
+    assert first.tolist() != second.tolist()
+
+
+def test_one_adam_step_by_hand() -> None:
+    weight = nn.Parameter(torch.tensor([1.0, -2.0]))
+    trainer = Trainer([weight], adam(lr=0.1, weight_decay=0.01))
+    loss = trainer.step(lambda x: (weight * x).sum(), torch.tensor([3.0, 0.5]))
+    assert loss.item() == pytest.approx(2.0)
+    gradient = np.array([3.0, 0.5]) + 0.01 * np.array([1.0, -2.0])
+    # In the first step both moments are corrected to the gradient itself.
+    expected = np.array([1.0, -2.0]) - 0.1 * gradient / (np.abs(gradient) + 1e-8)
+    assert weight.detach().numpy() == pytest.approx(expected, abs=1e-6)
+
+
+def test_two_sgd_steps_with_momentum_by_hand() -> None:
+    weight = nn.Parameter(torch.tensor([1.0]))
+    trainer = Trainer([weight], sgd(lr=0.1, momentum=0.5))
+    for _ in range(2):
+        trainer.step(lambda: (weight**2).sum())
+    # w0 = 1, g0 = 2, v0 = 2, w1 = 0.8; g1 = 1.6, v1 = 0.5 * 2 + 1.6 = 2.6, w2 = 0.54
+    assert weight.item() == pytest.approx(0.54)
+
+
+def test_frozen_parameters_stay() -> None:
+    frozen, free = nn.Parameter(torch.ones(1), requires_grad=False), nn.Parameter(torch.ones(1))
+    Trainer([frozen, free], sgd(lr=1.0)).step(lambda: (frozen * free).sum())
+    assert (frozen.item(), free.item()) == (1.0, 0.0)
+
+
+def test_training_stops_at_the_goal_or_at_the_cap() -> None:
+    client = federation(Local()).engine.clients[2]
+    short = fit(client, epochs=2, batch_size=50, recipe=adam(1e-3), goal=1.0)
+    assert short.epochs == 2
+    reached = fit(client, epochs=60, batch_size=50, recipe=adam(1e-3), goal=0.9)
+    assert reached.epochs < 60
+    assert reached.accuracy >= 0.9
+    assert reached.loss < short.loss

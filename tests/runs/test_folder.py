@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from barter.core.errors import CheckpointError
+from barter.core.payload import isolate
+from barter.runs.folder import RunFolder
+from barter.runs.record import Round
+
+
+def record(t: int) -> Round:
+    return Round(
+        t, {0: {"global": 0.5}, 3: {"global": 0.1}}, {"loss": 1.5}, {"round": 0.1}, {"m": {"up": 3, "down": 4}}, []
+    )
+
+
+def test_records_survive_json() -> None:
+    assert Round.from_json(record(2).to_json()) == record(2)
+    assert record(2).mean("global") == pytest.approx(0.3)
+    assert (record(2).traffic("up"), record(2).traffic("down")) == (3, 4)
+    with pytest.raises(KeyError, match="no client reports 'accuracy'; there are: global"):
+        record(1).mean("accuracy")
+
+
+def test_checkpoints_come_back_whole_and_only_the_last_stays(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run")
+    shared = torch.arange(1000.0)
+    for t in (1, 2, 3):
+        tree = {"a": isolate(shared), "b": [isolate(shared), {7: (t, None, "x", 0.1)}], "e": torch.zeros(0, 3)}
+        folder.append(record(t))
+        folder.save(t, tree)
+    (file,) = folder.checkpoints.iterdir()
+    assert file.name == "round-000003.safetensors"
+    assert file.stat().st_size < 2 * 4000, "what parties share is written once"
+    found = folder.load()
+    assert found is not None
+    assert found[0] == 3
+    assert torch.equal(found[1]["a"], shared)
+    assert torch.equal(found[1]["b"][0], shared)
+    assert found[1]["b"][1] == {7: (3, None, "x", 0.1)}
+    assert found[1]["e"].shape == (0, 3)
+
+
+def test_lines_behind_the_checkpoint_and_torn_lines_go(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run")
+    folder.append(record(1))
+    folder.save(1, {"x": torch.ones(1)})
+    folder.append(record(2))
+    with folder.metrics.open("a") as file:
+        file.write('{"round": 3, "cli')
+    assert [r.round for r in folder.records()] == [1, 2]
+    assert folder.load() is not None
+    assert [r.round for r in folder.records()] == [1]
+
+
+def test_no_checkpoint_is_a_fresh_start(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run")
+    folder.append(record(1))
+    (folder.checkpoints / "round-000001.tmp").write_bytes(b"torn")
+    assert folder.load() is None
+    assert folder.records() == []
+
+
+def test_what_exists_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path, tmp_path / "file"):
+        with pytest.raises(CheckpointError, match="not empty"):
+            RunFolder.create(path)
+    (tmp_path / "empty").mkdir()
+    RunFolder.create(tmp_path / "empty")
+
+
+def test_two_processes_cannot_share_a_folder(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run")
+    (tmp_path / "run" / "config.toml").touch()
+    with pytest.raises(CheckpointError, match="in use by another process"):
+        RunFolder.existing(tmp_path / "run")
+    folder._lock.close()
+    RunFolder.existing(tmp_path / "run")
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run")
+    (folder.checkpoints / "round-000001.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(CheckpointError, match=r"round-000001\.safetensors is damaged"):
+        folder.load()
+    with pytest.raises(CheckpointError, match=r"no config\.toml"):
+        RunFolder.existing(tmp_path)

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from barter.core.errors import ConfigError
+from barter.runs.picture import bubbles
+from barter.runs.progress import Watcher, duration, size
+from barter.runs.record import Round
+from barter.runs.tables import class_table, closing_table
+
+
+def record(t: int, up: int) -> Round:
+    clients = {
+        0: {"global": 0.5, "local": 0.9, "before_global": 0.25, "before_local": 0.95, "bytes_up": up, "bytes_down": 0},
+        1: {"global": 0.7, "local": 0.8, "bytes_up": 0, "bytes_down": 2500},
+    }
+    return Round(t, clients, {"global": 0.61}, {"round": 1.0}, {"m": {"up": up, "down": 2500}}, ["client 1 failed"])
+
+
+def rendered(item: object) -> str:
+    console = Console(width=160, file=io.StringIO())
+    console.print(item)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_closing_table_says_it_all() -> None:
+    text = rendered(
+        closing_table([record(1, 1000), record(2, 500)], ["cnn", "mlp"], [1200, 80], [[0, 3], [*range(12)]])
+    )
+    row = next(line for line in text.splitlines() if " cnn " in line)
+    assert [cell.strip() for cell in row.strip("│").split("│")] == [
+        "0", "cnn", "1,200", "0 3", "25.0", "95.0", "50.0", "90.0", "1.5 kB", "0 B",
+    ]  # fmt: skip
+    mean = next(line for line in text.splitlines() if " mean " in line)
+    assert "60.0" in mean
+    assert "85.0" in mean
+    assert "12 classes" in text
+    assert "61.0" in next(line for line in text.splitlines() if "server" in line)
+
+
+def test_the_class_table_adds_up() -> None:
+    text = rendered(class_table([[3, 0], [1, 5]], ["a", "b"]))
+    assert [cell.strip() for cell in text.splitlines()[-2].strip("│").split("│")] == ["all", "4", "5", "9"]
+
+
+def test_sizes_and_durations() -> None:
+    assert [size(n) for n in (0, 999, 1500, 2_340_000, 5e9, 5e12)] == [
+        "0 B",
+        "999 B",
+        "1.5 kB",
+        "2.3 MB",
+        "5.0 GB",
+        "5000.0 GB",
+    ]
+    assert [duration(s) for s in (4.4, 65, 3600 * 2 + 125)] == ["4 s", "1 min 05 s", "2 h 02 min"]
+
+
+def test_progress_in_plain_lines_and_on_a_terminal() -> None:
+    for terminal in (False, True):
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=120, highlight=False)
+        watcher = Watcher(console, rounds=2)
+        watcher.begin(0)
+        with watcher.phase("learn", 2):
+            watcher.advance(1)
+            watcher.advance(1)
+        watcher.finish(record(1, 1000))
+        watcher.advance(1)  # outside of any phase: nothing to show
+        assert isinstance(console.file, io.StringIO)
+        text = console.file.getvalue()
+        assert "round 1/2 learn" in text
+        assert "left" in text
+        assert "client 1 failed" in text
+        assert ("%" in text.splitlines()[0]) == terminal
+
+
+def test_bubbles_show_where_samples_are(tmp_path: Path) -> None:
+    path = tmp_path / "p.png"
+    bubbles([[100, 0], [0, 25]], ["a", "b"], "title", path)
+    blue = (
+        np.asarray(Image.open(path).convert("RGB")).astype(int)[..., 2]
+        - np.asarray(Image.open(path).convert("RGB")).astype(int)[..., 0]
+    ) > 60
+    columns = np.flatnonzero(blue.any(0))
+    gap = int(np.argmax(np.diff(columns)))
+    left, right = (blue[:, span[0] : span[-1] + 1].sum() for span in (columns[: gap + 1], columns[gap + 1 :]))
+    assert left / right == pytest.approx(4, rel=0.1), "areas are in proportion to samples"
+    with pytest.raises(ConfigError, match="cannot be written"):
+        bubbles([[1]], ["a"], "title", tmp_path / "none" / "p.png")

@@ -1,0 +1,242 @@
+"""The command line as a user meets it, mistakes above all."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from barter.cli import main
+
+QUICK = [
+    "--set", "clients=3", "--set", "rounds=2", "--set", "algorithm.max_epochs=1", "--set", "algorithm.decoder_steps=2",
+    "--set", "algorithm.decoder_epochs=1", "--set", "algorithm.docking_epochs=2", "--set", "algorithm.code_dim=8",
+]  # fmt: skip
+
+
+def test_a_run_prints_a_table_and_leaves_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    assert main(["run", "--out", str(out), *QUICK]) == 0
+    text = capsys.readouterr().out
+    assert "DFFKE on digits: 3 clients, 3 architectures, rounds 1 to 2, cpu" in text
+    assert "round 1/2 learn" in text
+    assert "round 2/2: accuracy" in text
+    for word in ("small-vgg", "alone: global", "after: global", "mean", "run folder:"):
+        assert word in text
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [1, 2]
+    assert set(lines[0]) == {"round", "clients", "server", "seconds", "bytes", "failures"}
+    assert main(["resume", str(out)]) == 0, "a finished run shows its table again"
+    assert "small-vgg" in capsys.readouterr().out
+
+
+def test_a_run_from_the_written_configuration_is_the_same_run(tmp_path: Path) -> None:
+    assert main(["run", "--out", str(tmp_path / "a"), *QUICK]) == 0
+    assert main(["run", str(tmp_path / "a" / "config.toml"), "--out", str(tmp_path / "b")]) == 0
+    one, other = (
+        [{**json.loads(line), "seconds": 0} for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        for run in ("a", "b")
+    )
+    assert one == other
+    assert (tmp_path / "a" / "config.toml").read_text() == (tmp_path / "b" / "config.toml").read_text()
+
+
+@pytest.mark.parametrize("what", ["algorithms", "models", "families", "datasets", "partitions"])
+def test_lists(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", what]) == 0
+    expected = {
+        "algorithms": "dffke",
+        "models": "vit-tiny",
+        "families": "htfe-10",
+        "datasets": "npz:PATH",
+        "partitions": "dirichlet",
+    }
+    assert expected[what] in capsys.readouterr().out
+
+
+def test_show_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "algorithm", "dffke"]) == 0
+    text = capsys.readouterr().out
+    for word in ("Data-Free Knowledge", "algorithm.tau = 0.98", "τ: local", "preset paper", "up: weights"):
+        assert word in " ".join(text.split()), word
+
+
+def test_show_partition(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "p.png"
+    arguments = [
+        "show",
+        "partition",
+        "dirichlet",
+        "--set",
+        "partition.alpha=0.5",
+        "--set",
+        "clients=4",
+        "--out",
+        str(picture),
+    ]
+    assert main(arguments) == 0
+    assert "1433" in capsys.readouterr().out
+    assert min(Image.open(picture).size) > 300
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (
+        ["--help"],
+        ["run", "--help"],
+        ["resume", "--help"],
+        ["list", "--help"],
+        ["show", "--help"],
+        ["--version"],
+    ):
+        assert main(arguments) == 0
+    assert "KEY=VALUE" in capsys.readouterr().out
+
+
+MISTAKES: list[tuple[list[str], str]] = [
+    (["rn"], "No such command 'rn'"),
+    (["run", "--algoritm", "dffke"], "No such option"),
+    (["run", "a.toml", "b.toml"], "unexpected extra argument"),
+    (["run", "none.toml"], "there is no such file"),
+    (["run", "broken.toml"], "is not TOML"),
+    (["run", "."], "cannot be read"),
+    (["run", "image.toml"], "broken.toml|cannot be read|not TOML"),
+    (["run", "typo.toml"], "unknown key 'algorithm.shar': did you mean 'share'"),
+    (["run", "flat.toml"], "algorithm is a table"),
+    (["run", "--algorithm", "dfke"], "did you mean 'dffke'"),
+    (["run", "--algorithm", "no.such:Thing"], "cannot be imported"),
+    (["run", "--algorithm", "json:loads"], "is no Algorithm"),
+    (["run", "--set", "rounds"], "write key=value"),
+    (["run", "--set", "rounds=0"], "rounds=0: must be int >= 1"),
+    (["run", "--set", "rounds=-3"], "int >= 1"),
+    (["run", "--set", "rounds=two"], "must be int"),
+    (["run", "--set", "rounds=1.5"], "must be int"),
+    (["run", "--set", "seed=-1"], "int >= 0"),
+    (["run", "--set", "clients=0"], "int >= 1"),
+    (["run", "--set", "clients=100000"], "fewer clients"),
+    (["run", "--set", "share=0.5"], "did you mean 'algorithm.share'"),
+    (["run", "--set", "algorithm.share=1.5"], "> 0 and <= 1"),
+    (["run", "--set", "algorithm.share=nan"], "finite"),
+    (["run", "--set", "algorithm.memory=-1"], "int >= 0 or none"),
+    (["run", "--set", "algorithm.discrepancy=l1"], "one of none, kl, mae, mse"),
+    (["run", "--set", "algorithm.preset=papre"], "did you mean 'paper'"),
+    (["run", "--set", "algorithm.local_review=maybe"], "must be bool"),
+    (["run", "--set", "algorithm.transfer=public"], "data.public"),
+    (["run", "--set", "partition.name=dirichle"], "did you mean 'dirichlet'"),
+    (["run", "--set", "partition.alpha=0"], "float > 0"),
+    (["run", "--set", "partition.name=classes", "--set", "partition.per_client=11"], "only 10 classes"),
+    (
+        [
+            "run",
+            "--set",
+            "partition.name=domains",
+            "--set",
+            "data.source=npz:two.npz",
+            "--set",
+            "partition.min_samples=99",
+        ],
+        "min_samples",
+    ),
+    (["run", "--set", "data.source=cifar10"], "data.download=true"),
+    (["run", "--set", "data.source=mnits"], "did you mean 'mnist'"),
+    (["run", "--set", "data.source=npz:none.npz"], "does not exist"),
+    (["run", "--set", "data.source=npz:broken.toml"], "cannot be read as an npz"),
+    (["run", "--set", "data.source=folder:."], "holds no folders|holds no images"),
+    (["run", "--set", "data.source=ftp:x"], "unknown kind of data"),
+    (["run", "--set", "data.size=0"], "int >= 1"),
+    (["run", "--set", "data.root=3"], "must be str"),
+    (["run", "--set", "models=resnet19"], "did you mean 'resnet1"),
+    (["run", "--set", "models=googlenet"], "googlenet cannot take images of 8x8"),
+    (["run", "--algorithm", "fedavg"], "needs one architecture"),
+    (["run", "--set", "min_clients=6"], "only 5 clients"),
+    (["run", "--device", "tpu"], "'tpu' is not one of"),
+    (["run", "--set", "device=gpu"], "one of auto, cpu, cuda"),
+    (["run", "--out", "full"], "exists and is not empty"),
+    (["run", "--out", "broken.toml/run"], "cannot be written"),
+    (["resume"], "Missing argument"),
+    (["resume", "none"], "there is no such folder"),
+    (["resume", "full"], "no config.toml"),
+    (["resume", "stale"], "unknown algorithm 'gone'"),
+    (["list"], "Missing argument"),
+    (["list", "clients"], "is not one of"),
+    (["show", "algorithm", "fedavgg"], "did you mean 'fedavg'"),
+    (["show", "partition", "dirchlet"], "did you mean 'dirichlet'"),
+    (["show", "partition", "--out", "none/p.png"], "cannot be written"),
+    (["show", "nothing"], "No such command"),
+]
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.toml").write_text("rounds = = 3")
+    Path("image.toml").write_bytes(b"\x89PNG\xff\xfe")
+    Path("typo.toml").write_text('[algorithm]\nname = "dffke"\nshar = 0.5\n')
+    Path("flat.toml").write_text('algorithm = "dffke"\n')
+    for folder in ("full", "stale"):
+        Path(folder).mkdir()
+    Path("full/file").touch()
+    Path("stale/config.toml").write_text('[algorithm]\nname = "gone"\n')
+    x, y = np.zeros((4, 8, 8, 1), dtype=np.uint8), np.zeros(4, dtype=np.int64)
+    np.savez("two.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), MISTAKES, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_mistakes_end_in_one_line_and_status_2(
+    arguments: list[str], message: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import re
+
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err + said.out
+    assert said.err.startswith("barter: ")
+    assert len(said.err.strip().splitlines()) == 1, said.err
+    assert re.search(message, said.err), said.err
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(MISTAKES) >= 30
+
+
+def test_a_failing_client_is_status_1_with_its_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ill.py").write_text(
+        "from barter import Local\n\nclass Ill(Local):\n    def learn(self, client):\n        raise ValueError('ill')\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        assert main(["run", "--algorithm", "ill:Ill", "--out", str(tmp_path / "run")]) == 1
+    finally:
+        sys.path.remove(str(tmp_path))
+    said = capsys.readouterr().err
+    assert "0 of 5 clients answered 'learn'" in said
+    assert "ValueError: ill" in said
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "barter", "run", "--out", str(out), "--set", "rounds=50"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not (out / "config.toml").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert f"stopped in round 1; `barter resume {out}` continues" in said
+    assert "Traceback" not in said
+
+
+def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "Usage: barter" in capsys.readouterr().err

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from barter.algorithms import DFFKE, FedAvg
+from barter.config import Config, read, resolve, with_settings, write
+from barter.core.errors import ConfigError
+from barter.data.partition import Classes, Dirichlet
+
+
+def test_defaults_are_the_demo() -> None:
+    config = resolve({})
+    assert config.algorithm == DFFKE()
+    assert config.partition == Dirichlet(alpha=0.1)
+    assert (config.data.source, config.clients, config.models, config.rounds) == ("digits", 5, "small-5", 5)
+
+
+def test_settings_reach_into_tables() -> None:
+    tree = {"algorithm": {"name": "dffke", "share": 0.3}, "rounds": 9}
+    settings = [
+        "algorithm.tau=0.9",
+        "rounds=2",
+        "data.source=npz:a=b.npz",
+        "partition.name=classes",
+        "partition.per_client=3",
+    ]
+    config = resolve(with_settings(tree, settings))
+    assert config.algorithm == DFFKE(share=0.3, tau=0.9)
+    assert (config.rounds, config.data.source, config.partition) == (2, "npz:a=b.npz", Classes(per_client=3))
+    assert tree["rounds"] == 9, "the tree itself is left as it was"
+
+
+def test_another_algorithm_drops_the_fields_of_the_first() -> None:
+    tree = with_settings({"algorithm": {"name": "dffke", "share": 0.3}}, ["algorithm.name=fedavg"])
+    assert resolve({**tree, "models": "small-mlp"}).algorithm == FedAvg()
+
+
+def test_presets_can_be_overridden() -> None:
+    config = resolve({"algorithm": {"name": "dffke", "preset": "code", "share": 0.2}})
+    assert config.algorithm == DFFKE.preset("code", {"share": 0.2})
+    assert isinstance(config.algorithm, DFFKE)
+    assert (config.algorithm.embedding_loss, config.algorithm.share, config.algorithm.decoder_steps) == (True, 0.2, 0)
+
+
+def test_values_in_tomls_notation() -> None:
+    settings = [
+        "algorithm.local_review=true",
+        "algorithm.memory=3",
+        "algorithm.lr=1e-2",
+        "models=resnet18",
+        "data.download=True",
+    ]
+    config = resolve(with_settings({}, settings))
+    assert isinstance(config.algorithm, DFFKE)
+    assert (config.algorithm.local_review, config.algorithm.memory, config.algorithm.lr) == (True, 3, 0.01)
+    assert config.data.download
+
+
+@pytest.mark.parametrize(
+    "tree", [{}, {"algorithm": {"name": "fedavg", "lr": 1}, "partition": {"name": "iid"}, "min_clients": 2}]
+)
+def test_what_is_written_is_what_is_read(tree: dict[str, object], tmp_path: Path) -> None:
+    config = resolve(tree)
+    write(config, tmp_path / "c.toml")
+    assert resolve(read(tmp_path / "c.toml")) == config
+    assert isinstance(config, Config)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("share=0.5", "did you mean 'algorithm.share'"),
+        ("algorithm.shar=0.5", "did you mean 'algorithm.share'"),
+        ("partition.alhpa=1", "did you mean 'partition.alpha'"),
+        ("round=3", "did you mean 'rounds'"),
+        ("rounds", "write key=value"),
+        ("=3", "write key=value"),
+        ("a.b.c=3", "write key=value"),
+    ],
+)
+def test_unknown_settings_name_their_neighbour(setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        with_settings({}, [setting])
+
+
+def test_a_field_of_another_algorithm_is_unknown_here() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'algorithm\.epochs': did you mean"):
+        resolve(with_settings({}, ["algorithm.epochs=3"]))

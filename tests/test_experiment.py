@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from barter import DFFKE, Algorithm, Client, Clients, Experiment, Local, Server
+from barter.config import read, resolve
+from barter.core.errors import CheckpointError, ClientError, ConfigError
+from tests.conftest import federation, same, state, tiny
+
+
+def test_the_loop_is_the_users() -> None:
+    experiment = federation(tiny("local"))
+    seen = []
+    for r in experiment.rounds(10):
+        seen.append(r.round)
+        if r.round == 2:
+            break
+    seen += [r.round for r in experiment.rounds(4)]
+    assert seen == [1, 2, 3, 4]
+    assert list(experiment.rounds(4)) == []
+
+
+def test_own_modules_take_part() -> None:
+    modules = [nn.Sequential(nn.Flatten(), nn.Linear(64, 20), nn.ReLU(), nn.Linear(20, 10)) for _ in range(2)]
+    experiment = federation(tiny("dffke"), models=modules, clients=3)
+    (record,) = experiment.rounds(1)
+    assert experiment.architectures == ["Sequential-0", "Sequential-1", "Sequential-0"]
+    assert record.mean("global") > 0.05
+    with pytest.raises(ConfigError, match="at least one module"):
+        federation(tiny("local"), models=[])
+
+
+def test_own_modules_resume_in_python_only(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    modules = [nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.ReLU(), nn.Linear(10, 10))]
+    first = federation(tiny("local"), models=modules, out=tmp_path / "run")
+    list(first.rounds(1))
+    assert first.folder is not None
+    first.folder._lock.close()
+    with pytest.raises(ConfigError, match="given in Python"):
+        Experiment.from_config(resolve(read(tmp_path / "run" / "config.toml")), tmp_path / "run", resume=True)
+    second = federation(tiny("local"), models=modules, out=tmp_path / "run", resume=True)
+    assert second.round == 1
+    assert same(state(second), state(first))
+
+
+def test_the_written_configuration_gives_the_same_run(tmp_path: Path) -> None:
+    first = federation(tiny("dffke", discrepancy="mse"), out=tmp_path / "a", rounds=1, seed=3)
+    list(first.rounds(1))
+    again = Experiment.from_config(resolve(read(tmp_path / "a" / "config.toml")))
+    assert again.config == first.config
+    list(again.rounds(1))
+    assert same(state(first), state(again))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broken(Algorithm):
+    """Fails in the server's half of the second round."""
+
+    crosses = {}
+
+    def round(self, server: Server, clients: Clients, t: int) -> None:
+        if t == 2:
+            raise RuntimeError("half way")
+
+
+def test_an_unfinished_round_is_not_built_upon() -> None:
+    experiment = federation(Broken())
+    assert next(experiment.rounds(1)).round == 1
+    with pytest.raises(RuntimeError, match="half way"):
+        next(experiment.rounds(2))
+    with pytest.raises(CheckpointError, match="middle of a round"):
+        next(experiment.rounds(2))
+
+
+def test_algorithms_of_ones_own_run_from_files(tmp_path: Path) -> None:
+    first = federation(Broken(), out=tmp_path / "run", rounds=1)
+    list(first.rounds(1))
+    text = (tmp_path / "run" / "config.toml").read_text()
+    assert 'name = "tests.test_experiment:Broken"' in text
+    assert type(resolve(read(tmp_path / "run" / "config.toml")).algorithm) is Broken
+
+
+def test_too_few_clients_stop_the_run_with_the_reason() -> None:
+    class Bad(Local):
+        def learn(self, client: Client) -> None:
+            raise ValueError(f"client {client.id} is ill")
+
+    with pytest.raises(ClientError, match="0 of 3 clients answered 'learn'.*client 1 is ill"):
+        next(federation(Bad()).rounds(1))
+
+
+def test_a_checkpoint_of_another_experiment_is_refused(tmp_path: Path) -> None:
+    first = federation(tiny("local"), out=tmp_path / "run")
+    list(first.rounds(1))
+    assert first.folder is not None
+    first.folder._lock.close()
+    with pytest.raises(CheckpointError, match="another experiment"):
+        federation(tiny("local"), clients=4, models="small-cnn", out=tmp_path / "run", resume=True)
+
+
+def test_bad_values_are_refused_before_anything_is_built() -> None:
+    with pytest.raises(ConfigError, match="device='gpu': must be one of auto, cpu, cuda"):
+        Experiment(DFFKE(), device="gpu")
+    with pytest.raises(ConfigError, match="clients=0: must be int >= 1"):
+        Experiment(DFFKE(), clients=0)
+    with pytest.raises(ConfigError, match="min_clients=9: there are only 5"):
+        Experiment(DFFKE(), min_clients=9)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test wants absent")
+def test_cuda_that_is_not_there_is_said() -> None:
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        Experiment(DFFKE(), device="cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["dffke", "fedavg", "local", "central"])
+def test_every_algorithm_runs_on_cuda(name: str, tmp_path: Path) -> None:
+    experiment = federation(tiny(name), device="cuda", out=tmp_path / "run")
+    records = list(experiment.rounds(2))
+    assert all(client.model.training in (True, False) for client in experiment.engine.clients.values())
+    assert next(experiment.engine.clients[0].model.parameters()).is_cuda
+    assert 0 < records[-1].mean("global") <= 1
+    assert experiment.folder is not None
+    experiment.folder._lock.close()
+    resumed = federation(tiny(name), device="cuda", out=tmp_path / "run", resume=True)
+    assert same(state(resumed), state(experiment))
+    assert next(resumed.rounds(3)).round == 3
