@@ -212,7 +212,13 @@ def show_partition(
     console, counts = Console(highlight=False), task.class_table().tolist()
     console.print(class_table(counts, task.classes))
     _fields(console, type(resolved.partition), "partition.")
-    bubbles(counts, task.classes, f"{resolved.data.source}, {resolved.partition}, seed {resolved.seed}", out)
+    rule = ", ".join(f"{f.name} {getattr(resolved.partition, f.name)}" for f in describe(type(resolved.partition)))
+    bubbles(
+        counts,
+        task.classes,
+        f"{type(resolved.partition).__name__} on {resolved.data.source}, seed {resolved.seed}\n{rule}",
+        out,
+    )
     console.print(f"picture: {out}")
 
 

@@ -142,12 +142,12 @@ class Classes(Partition):
         classes = int(labels.max()) + 1
         if self.per_client > classes:
             raise ConfigError(f"partition.per_client={self.per_client}: there are only {classes} classes")
-        # Every class is handed out equally often, give or take one; a client holds a class once.
-        deck = rng.permutation(classes)
-        hands = [
-            {int(deck[(k * self.per_client + j) % classes]) for j in range(self.per_client)} for k in range(clients)
-        ]
-        return _deal(labels, np.array([[c in hand for c in range(classes)] for hand in hands], dtype=float), rng)
+        shares = np.zeros((clients, classes))
+        for k in range(clients):
+            # The classes that were handed out least often so far, chance deciding among equals.
+            rarest = np.lexsort((rng.random(classes), shares.sum(0)))
+            shares[k, rarest[: self.per_client]] = 1
+        return _deal(labels, shares, rng)
 
 
 def _deal(labels: Indices, shares: np.ndarray[Any, Any], rng: np.random.Generator) -> list[Indices]:

@@ -31,7 +31,8 @@ def bubbles(counts: Sequence[Sequence[int]], names: Sequence[str], title: str, p
         alpha=0.85,
         linewidths=0,
     )
-    axes.set(xlabel="client", ylabel="class", title=title, xlim=(-0.7, clients - 0.3), ylim=(-0.7, classes - 0.3))
+    axes.set(xlabel="client", ylabel="class", xlim=(-0.7, clients - 0.3), ylim=(-0.7, classes - 0.3))
+    axes.set_title(title, fontsize=9)
     axes.set_xticks(range(clients))
     if classes <= 25:
         axes.set_yticks(range(classes), names)
