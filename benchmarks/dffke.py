@@ -25,6 +25,8 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     "dffke, without local_review": ("dffke", ["algorithm.local_review=false"]),
     "dffke, preset paper": ("dffke", ["algorithm.preset=paper"]),
     "dffke, preset code": ("dffke", ["algorithm.preset=code"]),
+    "dffke, with embedding_loss": ("dffke", ["algorithm.embedding_loss=true"]),
+    "dffke, with logit_loss": ("dffke", ["algorithm.logit_loss=true"]),
     "dffke, embeddings=noise": ("dffke", ["algorithm.embeddings=noise"]),
 }
 

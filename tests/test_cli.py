@@ -109,6 +109,18 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["run", "image.toml"], "broken.toml|cannot be read|not TOML"),
     (["run", "typo.toml"], "unknown key 'algorithm.shar': did you mean 'share'"),
     (["run", "flat.toml"], "algorithm is a table"),
+    (["run", "list.toml"], "must be a name"),
+    (["run", "table.toml"], "must be a name"),
+    (["run", "digits.toml"], "is not TOML"),
+    (["run", "huge.toml"], "finite"),
+    (["run", "--algorithm", "..x:y"], "cannot be imported"),
+    (["run", "--algorithm", "barter:Algorithm"], "no Algorithm with a round"),
+    (["run", "--set", "data.source=npz:one.npy"], "holds one array"),
+    (["run", "--set", "data.source=npz:torn.npz"], "cannot be read as an npz"),
+    (["run", "--set", "data.source=npz:labels.npz"], "class number 1000000000000"),
+    (["run", "--set", "partition.name=domains"], "one domain only"),
+    (["run", "--out", "full/[/y]", "--set", "rounds=0"], "int >= 1"),
+    (["show", "partition", "--out", "full"], "ending .png"),
     (["run", "--algorithm", "dfke"], "did you mean 'dffke'"),
     (["run", "--algorithm", "no.such:Thing"], "cannot be imported"),
     (["run", "--algorithm", "json:loads"], "is no Algorithm"),
@@ -179,12 +191,20 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("image.toml").write_bytes(b"\x89PNG\xff\xfe")
     Path("typo.toml").write_text('[algorithm]\nname = "dffke"\nshar = 0.5\n')
     Path("flat.toml").write_text('algorithm = "dffke"\n')
+    Path("list.toml").write_text('[algorithm]\nname = ["dffke"]\n')
+    Path("table.toml").write_text("[partition.name]\na = 1\n")
+    Path("digits.toml").write_text("rounds = " + "9" * 5001)
+    Path("huge.toml").write_text("[algorithm]\nlr = " + "9" * 401)
     for folder in ("full", "stale"):
         Path(folder).mkdir()
     Path("full/file").touch()
     Path("stale/config.toml").write_text('[algorithm]\nname = "gone"\n')
     x, y = np.zeros((4, 8, 8, 1), dtype=np.uint8), np.zeros(4, dtype=np.int64)
     np.savez("two.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    np.savez("labels.npz", x_train=x, y_train=y + 10**12, x_test=x, y_test=y)
+    np.save("one.npy", x)
+    whole = Path("two.npz").read_bytes()
+    Path("torn.npz").write_bytes(whole[: len(whole) // 2])
     return tmp_path
 
 
@@ -202,6 +222,43 @@ def test_mistakes_end_in_one_line_and_status_2(
     assert said.err.startswith("barter: ")
     assert len(said.err.strip().splitlines()) == 1, said.err
     assert re.search(message, said.err), said.err
+
+
+def test_names_with_brackets_and_dollars_are_printed_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind in ("$x_^$", "[a]", "[/b]"):
+        for i in range(10):
+            path = tmp_path / "data" / kind.replace("/", "") / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (4, 4), (i, 0, 0)).save(path)
+    settings = ["--set", f"data.source=folder:{tmp_path / 'data'}", "--set", "partition.name=iid", "--set", "clients=2"]
+    assert main(["show", "partition", *settings, "--out", str(tmp_path / "p.png")]) == 0
+    text = capsys.readouterr().out
+    for kind in ("$x_^$", "[a]", "[b]"):
+        assert kind in text
+    assert (
+        main(
+            [
+                "run",
+                "--algorithm",
+                "local",
+                "--set",
+                "rounds=1",
+                "--set",
+                "algorithm.max_epochs=1",
+                "--out",
+                str(tmp_path / "[x]" / "["),
+            ]
+        )
+        == 0
+    )
+    assert f"run folder: {tmp_path}/[x]/[" in capsys.readouterr().out
+
+
+def test_too_little_memory_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--set", f"algorithm.code_dim={10**12}", *QUICK[:6], "--out", str(tmp_path / "run")]) == 1
+    assert "not enough memory" in capsys.readouterr().err
 
 
 def test_there_are_enough_of_them() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from barter.algorithms import DFFKE, FedAvg
-from barter.config import Config, read, resolve, with_settings, write
+from barter.config import Config, first_difference, plain, read, resolve, to_toml, with_settings
 from barter.core.errors import ConfigError
 from barter.data.partition import Classes, Dirichlet
 
@@ -63,7 +63,7 @@ def test_values_in_tomls_notation() -> None:
 )
 def test_what_is_written_is_what_is_read(tree: dict[str, object], tmp_path: Path) -> None:
     config = resolve(tree)
-    write(config, tmp_path / "c.toml")
+    (tmp_path / "c.toml").write_text(to_toml(config))
     assert resolve(read(tmp_path / "c.toml")) == config
     assert isinstance(config, Config)
 
@@ -88,3 +88,43 @@ def test_unknown_settings_name_their_neighbour(setting: str, message: str) -> No
 def test_a_field_of_another_algorithm_is_unknown_here() -> None:
     with pytest.raises(ConfigError, match=r"unknown key 'algorithm\.epochs': did you mean"):
         resolve(with_settings({}, ["algorithm.epochs=3"]))
+
+
+def test_the_order_of_settings_does_not_matter() -> None:
+    settings = ["algorithm.share=0.5", "algorithm.name=dffke", "partition.alpha=2", 'partition.name="dirichlet"']
+    for given in (settings, settings[::-1]):
+        config = resolve(with_settings({}, given))
+        assert (config.algorithm, config.partition) == (DFFKE(share=0.5), Dirichlet(alpha=2.0))
+
+
+def test_a_name_that_is_the_same_keeps_what_a_file_says() -> None:
+    tree = {"algorithm": {"share": 0.5}, "partition": {"name": "classes", "per_client": 3}}
+    config = resolve(with_settings(tree, ["algorithm.name=dffke", "partition.name=classes"]))
+    assert (config.algorithm, config.partition) == (DFFKE(share=0.5), Classes(per_client=3))
+
+
+def test_a_preset_that_is_asked_for_wins_over_the_file() -> None:
+    tree = plain(resolve({}))
+    config = resolve(with_settings(tree, ["algorithm.preset=code", "algorithm.tau=0.5"]))
+    assert config.algorithm == DFFKE.preset("code", {"tau": 0.5})
+
+
+def test_none_can_be_written() -> None:
+    config = resolve(
+        with_settings({"algorithm": {"memory": 5}}, ["algorithm.memory=none", "algorithm.discrepancy=none"])
+    )
+    assert isinstance(config.algorithm, DFFKE)
+    assert (config.algorithm.memory, config.algorithm.discrepancy) == (None, "none")
+
+
+def test_own_algorithms_take_settings() -> None:
+    settings = ["algorithm.name=tests.test_experiment:Tunable", "algorithm.mine=5"]
+    assert getattr(resolve(with_settings({}, settings)).algorithm, "mine", None) == 5
+    with pytest.raises(ConfigError, match="unknown key 'algorithm.mien': did you mean 'mine'"):
+        resolve(with_settings({}, [settings[0], "algorithm.mien=5"]))
+
+
+def test_the_first_difference_is_found() -> None:
+    one, other = plain(resolve({})), plain(resolve({"seed": 3, "rounds": 9, "algorithm": {"lr": 0.5}}))
+    assert first_difference(one, other, but=("rounds",)) == "algorithm.lr"
+    assert first_difference(one, one, but=()) is None

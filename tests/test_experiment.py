@@ -10,6 +10,9 @@ from torch import nn
 from barter import DFFKE, Algorithm, Client, Clients, Experiment, Local, Server
 from barter.config import read, resolve
 from barter.core.errors import CheckpointError, ClientError, ConfigError
+from barter.core.payload import isolate
+from barter.data.partition import Iid
+from barter.runs.tables import closing_table
 from tests.conftest import federation, same, state, tiny
 
 
@@ -33,6 +36,8 @@ def test_own_modules_take_part() -> None:
     assert record.mean("global") > 0.05
     with pytest.raises(ConfigError, match="at least one module"):
         federation(tiny("local"), models=[])
+    with pytest.raises(ConfigError, match="'small-cnn' is no module"):
+        federation(tiny("local"), models=["small-cnn", "small-mlp"])
 
 
 def test_own_modules_resume_in_python_only(tmp_path: Path) -> None:
@@ -41,7 +46,7 @@ def test_own_modules_resume_in_python_only(tmp_path: Path) -> None:
     first = federation(tiny("local"), models=modules, out=tmp_path / "run")
     list(first.rounds(1))
     assert first.folder is not None
-    first.folder._lock.close()
+    first.folder.release()
     with pytest.raises(ConfigError, match="given in Python"):
         Experiment.from_config(resolve(read(tmp_path / "run" / "config.toml")), tmp_path / "run", resume=True)
     second = federation(tiny("local"), models=modules, out=tmp_path / "run", resume=True)
@@ -67,6 +72,13 @@ class Broken(Algorithm):
     def round(self, server: Server, clients: Clients, t: int) -> None:
         if t == 2:
             raise RuntimeError("half way")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tunable(Broken):
+    """With a field of its own."""
+
+    mine: int = 1  # whatever
 
 
 def test_an_unfinished_round_is_not_built_upon() -> None:
@@ -95,13 +107,37 @@ def test_too_few_clients_stop_the_run_with_the_reason() -> None:
         next(federation(Bad()).rounds(1))
 
 
-def test_a_checkpoint_of_another_experiment_is_refused(tmp_path: Path) -> None:
+def test_a_run_is_resumed_as_what_it_was(tmp_path: Path) -> None:
     first = federation(tiny("local"), out=tmp_path / "run")
     list(first.rounds(1))
     assert first.folder is not None
-    first.folder._lock.close()
-    with pytest.raises(CheckpointError, match="another experiment"):
-        federation(tiny("local"), clients=4, models="small-cnn", out=tmp_path / "run", resume=True)
+    first.folder.release()
+    for changed, key in (({"seed": 7}, "seed"), ({"clients": 4}, "clients"), ({"partition": Iid()}, "partition.alpha")):
+        with pytest.raises(CheckpointError, match=f"another configuration: {key} differs"):
+            federation(tiny("local"), **changed, out=tmp_path / "run", resume=True)
+    assert federation(tiny("local"), rounds=99, out=tmp_path / "run", resume=True).round == 1
+
+
+def test_after_an_error_the_folder_is_free_for_a_resumption(tmp_path: Path) -> None:
+    experiment = federation(Broken(), out=tmp_path / "run")
+    next(experiment.rounds(1))
+    with pytest.raises(RuntimeError, match="half way"):
+        next(experiment.rounds(2))
+    assert federation(Broken(), out=tmp_path / "run", resume=True).round == 1
+
+
+def test_a_client_that_cannot_be_evaluated_is_a_failure_like_any_other() -> None:
+    class Shy(Local):
+        def evaluate(self, client: Client) -> dict[str, float]:
+            if client.id == 1:
+                raise ValueError("no")
+            return super().evaluate(client)
+
+    (record,) = federation(Shy(max_epochs=1), min_clients=2).rounds(1)
+    assert "global" not in record.clients[1]
+    assert record.mean("global") > 0
+    assert record.failures == ["client 1 failed in 'evaluate', round 1: ValueError: no"]
+    closing_table([record], ["a", "b", "c"], [1, 1, 1], [[0], [0], [0]])
 
 
 def test_bad_values_are_refused_before_anything_is_built() -> None:
@@ -124,11 +160,19 @@ def test_cuda_that_is_not_there_is_said() -> None:
 def test_every_algorithm_runs_on_cuda(name: str, tmp_path: Path) -> None:
     experiment = federation(tiny(name), device="cuda", out=tmp_path / "run")
     records = list(experiment.rounds(2))
-    assert all(client.model.training in (True, False) for client in experiment.engine.clients.values())
     assert next(experiment.engine.clients[0].model.parameters()).is_cuda
     assert 0 < records[-1].mean("global") <= 1
     assert experiment.folder is not None
-    experiment.folder._lock.close()
+    experiment.folder.release()
     resumed = federation(tiny(name), device="cuda", out=tmp_path / "run", resume=True)
     assert same(state(resumed), state(experiment))
     assert next(resumed.rounds(3)).round == 3
+
+
+@pytest.mark.cuda
+def test_parties_on_cuda_are_isolated() -> None:
+    sent = torch.ones(5, device="cuda")
+    for device in (torch.device("cuda"), sent.device, None):
+        arrived = isolate({"x": sent}, device)["x"]
+        arrived.zero_()
+        assert sent.sum().item() == 5

@@ -13,7 +13,6 @@ import click
 import torch
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from barter.algorithms import ALGORITHMS
@@ -68,9 +67,15 @@ class Listing(StrEnum):
     partitions = "partitions"
 
 
+def _console(*, wide: bool = False) -> Console:
+    """Names and paths are printed as they are; outside of a terminal tables may be wide."""
+    width = 140 if wide and not sys.stdout.isatty() else None
+    return Console(highlight=False, markup=False, width=width, soft_wrap=not sys.stdout.isatty() and not wide)
+
+
 def _version(wanted: bool) -> None:
     if wanted:
-        Console().print(f"barter {__version__}", highlight=False)
+        _console().print(f"barter {__version__}")
         raise typer.Exit
 
 
@@ -123,7 +128,7 @@ def _tree(config: Path | None, algorithm: str | None, settings: Sequence[str] | 
 
 
 def _drive(config: Config, out: Path, *, resume: bool) -> None:
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    console = _console()
     watcher = Watcher(console, config.rounds)
     experiment = Experiment.from_config(config, out, resume=resume, monitor=watcher)
     assert experiment.folder is not None
@@ -144,8 +149,7 @@ def _drive(config: Config, out: Path, *, resume: bool) -> None:
     task = experiment.task
     held = [[c for c, n in enumerate(row) if n] for row in task.class_table().tolist()]
     samples = [len(images) for images in task.train]
-    wide = console if console.is_terminal else Console(highlight=False, width=140)
-    wide.print(closing_table(records, experiment.architectures, samples, held))
+    _console(wide=True).print(closing_table(records, experiment.architectures, samples, held))
     console.print(f"run folder: {out}")
 
 
@@ -163,7 +167,7 @@ def list_(what: Annotated[Listing, typer.Argument(help="What to list.")]) -> Non
         Listing.datasets: [(name, text) for name, (_, text) in [*SOURCES.items(), *PATH_SOURCES.items()]],
         Listing.partitions: [(name, kind.summary) for name, kind in PARTITIONS.items()],
     }
-    console = Console(highlight=False)
+    console = _console(wide=True)
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, text in rows[what]:
         table.add_row(name, "" if text == "in " else text)
@@ -175,15 +179,15 @@ def show_algorithm(name: Annotated[str, typer.Argument(help="Its name in `barter
     """An algorithm's citation, what crosses the wire, and its fields with defaults and symbols."""
     if name not in ALGORITHMS:
         raise ConfigError(f"unknown algorithm {name!r}: {did_you_mean(name, ALGORITHMS)}")
-    kind, console = ALGORITHMS[name], Console(highlight=False)
-    console.print(kind.citation(), markup=False)
+    kind, console = ALGORITHMS[name], _console(wide=True)
+    console.print(kind.citation())
     console.print("\nWhat crosses the wire:")
     for method, what in kind.crosses.items():
-        console.print(f"  {method}: {what}", markup=False)
+        console.print(f"  {method}: {what}")
     _fields(console, kind, "algorithm.")
     for preset, values in kind.presets.items():
         changes = ", ".join(f"{key}={value}" for key, value in values.items()) or "the defaults"
-        console.print(f"preset {preset}: {changes}", markup=False)
+        console.print(f"preset {preset}: {changes}")
 
 
 def _fields(console: Console, kind: type, where: str) -> None:
@@ -192,7 +196,7 @@ def _fields(console: Console, kind: type, where: str) -> None:
     table.add_column()
     for field in describe(kind):
         default = "none" if field.default is None else str(field.default)
-        table.add_row(f"{where}{field.name} = {default}", escape(f"{field.meaning} [{field.kind}]"))
+        table.add_row(f"{where}{field.name} = {default}", f"{field.meaning} [{field.kind}]")
     console.print()
     console.print(table)
     console.print()
@@ -209,7 +213,7 @@ def show_partition(
     first = [] if name is None else [f"partition.name={name}"]
     resolved = resolve(_tree(config, None, [*first, *(settings or [])]))
     task = make_task(resolved.data, resolved.partition, resolved.clients, resolved.seed, torch.device("cpu"))
-    console, counts = Console(highlight=False), task.class_table().tolist()
+    console, counts = _console(wide=True), task.class_table().tolist()
     console.print(class_table(counts, task.classes))
     _fields(console, type(resolved.partition), "partition.")
     rule = ", ".join(f"{f.name} {getattr(resolved.partition, f.name)}" for f in describe(type(resolved.partition)))
@@ -240,10 +244,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail("interrupted", 1)
     except BrokenPipeError:
         return 1
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        return _fail(f"not enough memory: {error}", 1)
 
 
 def _fail(message: str, status: int) -> int:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(f"barter: {message}", markup=False)
+    Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(f"barter: {message}")
     return status
 
 

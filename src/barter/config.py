@@ -18,7 +18,10 @@ from barter.core.params import Count, Whole, build, check, did_you_mean
 from barter.data.partition import PARTITIONS, Dirichlet, Partition
 from barter.data.task import Data
 
-__all__ = ["Config", "read", "with_settings", "write"]
+__all__ = ["Config", "first_difference", "plain", "read", "resolve", "to_toml", "with_settings"]
+
+
+TABLES: dict[str, dict[str, str]] = {"algorithm": {"name": "dffke"}, "partition": {"name": "dirichlet"}, "data": {}}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,8 @@ def _named(
 ) -> tuple[type[Any], dict[str, Any]]:
     rest = dict(section)
     name = rest.pop("name")
+    if not isinstance(name, str):
+        raise ConfigError(f"{what}.name={name!r}: must be a name, {did_you_mean('', registry)}")
     if name not in registry:
         raise ConfigError(f"unknown {what} {name!r}: {did_you_mean(str(name), registry)}")
     return registry[name], rest
@@ -58,18 +63,17 @@ def _imported(name: object) -> dict[str, type[Any]]:
         return {}
     try:
         kind = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ConfigError(f"algorithm {name!r} cannot be imported: {error}") from error
-    if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
-        raise ConfigError(f"{name} is no Algorithm")
+    if not (isinstance(kind, type) and issubclass(kind, Algorithm)) or kind.round is Algorithm.round:
+        raise ConfigError(f"{name} is no Algorithm with a round of its own")
     return {str(name): kind}
 
 
 def resolve(tree: Mapping[str, Any]) -> Config:
     """A configuration from plain values, as a TOML file holds them."""
-    defaults = {"algorithm": {"name": "dffke"}, "partition": {"name": "dirichlet"}, "data": {}}
     values = dict(tree)
-    for section, default in defaults.items():
+    for section, default in TABLES.items():
         given = values.get(section, {})
         if not isinstance(given, Mapping):
             raise ConfigError(f"{section} is a table: write [{section}] and its keys below it, or {section}.name=...")
@@ -91,40 +95,54 @@ def read(path: Path) -> dict[str, Any]:
             return tomllib.load(file)
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
 
 
 def with_settings(tree: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
     """The values with `key=value` settings put in; a dot in the key leads into a table."""
     changed = {key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        path = key.strip().split(".")
-        if not equals or not all(path) or len(path) > 2:
-            raise ConfigError(f"--set {setting!r}: write key=value, such as rounds=10 or algorithm.share=0.5")
-        _refuse_unknown(path)
+    for path, value in sorted(map(_setting, settings), key=_rank):
+        own = str(changed.get("algorithm", {}).get("name", "") if isinstance(changed.get("algorithm"), dict) else "")
+        if not (path[0] == "algorithm" and ":" in own):
+            _refuse_unknown(path)
         table = changed.setdefault(path[0], {}) if len(path) == 2 else changed
         if not isinstance(table, dict):
-            raise ConfigError(f"--set {setting!r}: {path[0]} is not a table")
-        if path[-1] == "name" and table.get("name") != text:
+            raise ConfigError(f"{'.'.join(path)}={value}: {path[0]} is not a table")
+        if path[-1] == "name" and len(path) == 2 and table.get("name", TABLES[path[0]].get("name")) != value:
             table.clear()  # the fields of another algorithm or partition mean nothing here
-        table[path[-1]] = _value(text.strip())
+        if path == ["algorithm", "preset"]:
+            for key in table.keys() - {"name"}:
+                del table[key]  # a preset that is asked for now wins over what a file set before
+        table[path[-1]] = value
     return changed
+
+
+def _setting(text: str) -> tuple[list[str], Any]:
+    key, equals, value = text.partition("=")
+    path = key.strip().split(".")
+    if not equals or not all(path) or len(path) > 2:
+        raise ConfigError(f"--set {text!r}: write key=value, such as rounds=10 or algorithm.share=0.5")
+    return path, _value(value.strip())
+
+
+def _rank(setting: tuple[list[str], Any]) -> int:
+    """Names come first, then presets, then what changes single fields of them."""
+    return {"name": 0, "preset": 1}.get(setting[0][-1], 2)
 
 
 def _refuse_unknown(path: list[str]) -> None:
     """A key that no configuration has: name its nearest neighbour among all there are."""
-    tables: dict[str, list[type[Any]]] = {
+    kinds: dict[str, list[type[Any]]] = {
         "algorithm": list(ALGORITHMS.values()),
         "partition": list(PARTITIONS.values()),
         "data": [Data],
     }
-    known = {field.name for field in dataclasses.fields(Config)} - tables.keys()
-    for table, kinds in tables.items():
-        known |= {f"{table}.{field.name}" for kind in kinds for field in dataclasses.fields(kind)}
+    known = {field.name for field in dataclasses.fields(Config)} - kinds.keys()
+    for table, members in kinds.items():
+        known |= {f"{table}.{field.name}" for kind in members for field in dataclasses.fields(kind)}
     known |= {"algorithm.name", "algorithm.preset", "partition.name"}
     if ".".join(path) not in known:
         raise ConfigError(f"unknown key {'.'.join(path)!r}: {did_you_mean('.'.join(path), known)}")
@@ -134,23 +152,41 @@ def _value(text: str) -> Any:
     """A value in TOML's notation; anything else is a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         return {"True": True, "False": False}.get(text, text)
 
 
-def write(config: Config, path: Path) -> None:
-    """Every value of the configuration, also those nobody set: a run from this file is the same run."""
+def plain(config: Config) -> dict[str, Any]:
+    """Every value of the configuration, also those nobody set, as a TOML file holds them."""
 
-    def plain(value: Any) -> dict[str, Any]:
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return {name: item for name, item in fields.items() if item is not None}
+    def fields(value: Any) -> dict[str, Any]:
+        every = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {name: "none" if item is None else item for name, item in every.items()}
 
-    tree = plain(config)
+    tree = fields(config)
     registries: dict[str, Mapping[str, type[Any]]] = {"algorithm": ALGORITHMS, "partition": PARTITIONS}
     for section, registry in registries.items():
         kind = type(tree[section])
         names = {known: name for name, known in registry.items()}
         name = names.get(kind, f"{kind.__module__}:{kind.__qualname__}")
-        tree[section] = {"name": name, **plain(tree[section])}
-    tree["data"] = plain(tree["data"])
-    path.write_text(tomli_w.dumps(tree))
+        tree[section] = {"name": name, **fields(tree[section])}
+    tree["data"] = fields(tree["data"])
+    return tree
+
+
+def to_toml(config: Config) -> str:
+    """The configuration as a file: a run from it is the same run."""
+    return tomli_w.dumps(plain(config))
+
+
+def first_difference(one: Mapping[str, Any], other: Mapping[str, Any], but: Iterable[str]) -> str | None:
+    """The first key whose values differ, apart from some that may; a dot leads into a table."""
+    for key in sorted((one.keys() | other.keys()) - set(but)):
+        mine, theirs = one.get(key), other.get(key)
+        if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+            inner = first_difference(mine, theirs, ())
+            if inner is not None:
+                return f"{key}.{inner}"
+        elif mine != theirs:
+            return key
+    return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from barter.config import Config, write
+from barter.config import Config, first_difference, plain, read, to_toml
 from barter.core import seeds
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
@@ -56,7 +56,6 @@ class Experiment:
         resume: bool = False,
         monitor: Monitor | None = None,
     ) -> None:
-        modules = [] if isinstance(models, str) else list(models)
         self.config = Config(
             algorithm=algorithm,
             data=Data(source=data) if isinstance(data, str) else data,
@@ -72,10 +71,8 @@ class Experiment:
             raise ConfigError("this run's models were given in Python: resume it there, with out=... and resume=True")
         self.algorithm, self.device = algorithm, _device(device)
         self.task = make_task(self.config.data, self.config.partition, clients, seed, self.device)
-        self.architectures, builders = _architectures(
-            models if isinstance(models, str) else modules, self.task, clients
-        )
-        self.server, members = self._parties(builders)
+        self.architectures, networks = _networks(models, self.task, clients, seed)
+        self.server, members = self._parties(networks)
         self.engine = LocalEngine(algorithm, members, seed=seed, min_clients=min_clients, monitor=monitor)
         self.server.monitor = self.engine
         self.round, self._unfinished = 0, False
@@ -99,17 +96,26 @@ class Experiment:
         if self._unfinished:
             raise CheckpointError("an error left this experiment in the middle of a round: resume it from its folder")
         self._unfinished = True
+        try:
+            record = self._run(self.round + 1)
+        except BaseException:
+            if self.folder is not None:
+                self.folder.release()
+            raise
+        self._unfinished = False
+        return record
+
+    def _run(self, t: int) -> Round:
         start = time.perf_counter()
-        t = self.round + 1
         everybody = Clients(self.engine, self.engine.client_ids)
-        if self.round == 0:
+        if t == 1:
             with seeds.scope(self.config.seed, 0, "server", device=self.device):
                 self.algorithm.setup(self.server, everybody)
         self.engine.round = t
         with seeds.scope(self.config.seed, t, "server", device=self.device):
             self.algorithm.round(self.server, everybody, t)
         record = self._record(t, everybody, start)
-        self.round, self._unfinished = t, False
+        self.round = t
         if self.folder is not None:
             self.folder.append(record)
             self.folder.save(t, self._state())
@@ -125,33 +131,30 @@ class Experiment:
         self.engine.seconds.clear()
         self.engine.failures.clear()
         by_method: dict[str, dict[str, int]] = {}
-        by_client = {k: {"bytes_up": 0, "bytes_down": 0} for k in metrics}
+        by_client = {k: {"bytes_up": 0, "bytes_down": 0} for k in everybody}
         for (method, client, direction), count in sorted(self.engine.wire.take_bytes().items()):
             if method != EVALUATION:  # the experimenter's own question, not the method's traffic
                 by_method.setdefault(method, {"up": 0, "down": 0})[direction] += count
                 by_client[client][f"bytes_{direction}"] += count
-        clients = {k: {**values, **by_client[k]} for k, values in metrics.items()}
+        clients = {k: {**metrics.get(k, {}), **by_client[k]} for k in everybody}
         return Round(t, clients, server, seconds, by_method, failures)
 
-    def _parties(self, builders: list[Callable[[], Classifier]]) -> tuple[Server, dict[int, Client]]:
+    def _parties(self, networks: Mapping[int, Classifier]) -> tuple[Server, dict[int, Client]]:
         server_kind, client_kind = self.algorithm.parties()
         if self.algorithm.one_architecture and len(set(self.architectures)) > 1:
             raise ConfigError(
                 f"{type(self.algorithm).__name__} averages weights and needs one architecture, these clients have "
                 f"{', '.join(sorted(set(self.architectures)))}: set models to one of them"
             )
-        model = self._initialised(0, builders) if self.algorithm.one_architecture else None
-        public = self.task.public
+        # Clients of one architecture start from the same weights, and so does a model of the server's.
+        build = {k: partial(copy.deepcopy, network) for k, network in networks.items()}
+        public, device = self.task.public, self.device
         clients: dict[int, Client] = {}
         for k, (train, local) in enumerate(zip(self.task.train, self.task.local_tests, strict=True)):
             tests = {"global": self.task.global_test, "local": local}
-            clients[k] = client_kind(k, self._initialised(k, builders), self.device, train, tests, public)
-        return server_kind(self.task.spec, dict(enumerate(builders)), model, self.device, public), clients
-
-    def _initialised(self, k: int, builders: list[Callable[[], Classifier]]) -> Classifier:
-        """Clients of one architecture start from the same weights, whatever their number."""
-        with seeds.scope(self.config.seed, "weights", self.architectures[k]):
-            return builders[k]().to(self.device)
+            clients[k] = client_kind(k, build[k]().to(device), device, train, tests, public)
+        model = build[0]().to(device) if self.algorithm.one_architecture else None
+        return server_kind(self.task.spec, build, model, device, public), clients
 
     def _state(self) -> dict[str, Any]:
         members = {k: client.memory() for k, client in self.engine.clients.items()}
@@ -159,11 +162,12 @@ class Experiment:
 
     def _open(self, path: Path, resume: bool) -> RunFolder:
         if not resume:
-            folder = RunFolder.create(path)
-            write(self.config, folder.config)
-            return folder
+            return RunFolder.create(path, to_toml(self.config))
         folder = RunFolder.existing(path)
-        found = folder.load()
+        key = first_difference(plain(self.config), read(folder.config), but=("rounds", "device"))
+        if key is not None:
+            raise CheckpointError(f"{path} is a run of another configuration: {key} differs")
+        found = folder.load(self.device)
         if found is not None:
             self.round, state = found
             try:
@@ -178,22 +182,30 @@ class Experiment:
 def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device='cuda': this machine has no CUDA device; use auto or cpu")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
-def _architectures(
-    models: str | Sequence[nn.Module], task: Task, clients: int
-) -> tuple[list[str], list[Callable[[], Classifier]]]:
-    """The name of each client's network, and how to build it."""
+def _networks(
+    models: str | Sequence[nn.Module], task: Task, clients: int, seed: int
+) -> tuple[list[str], dict[int, Classifier]]:
+    """The architecture of each client and a network of it in its initial state; equal names are one network."""
     if isinstance(models, str):
         names = families.members(models, clients)
-        return names, [partial(zoo.build, name, task.spec) for name in names]
+        built: dict[str, Classifier] = {}
+        for name in dict.fromkeys(names):
+            with seeds.scope(seed, "weights", name):
+                built[name] = zoo.build(name, task.spec)
+        return names, {k: built[name] for k, name in enumerate(names)}
     if not models:
         raise ConfigError("models: give at least one module; client i gets module i mod n")
     ready = []
     for module in models:
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"models: {module!r} is no module; a list holds modules, a name stands alone")
         classifier = split(module)
-        verify_split(module, classifier, task.spec.shape)
+        verify_split(module, classifier, task.spec.shape, task.spec.classes)
         ready.append(classifier)
-    chosen = [i % len(ready) for i in range(clients)]
-    return [f"{type(models[i]).__name__}-{i}" for i in chosen], [partial(copy.deepcopy, ready[i]) for i in chosen]
+    chosen = {k: k % len(ready) for k in range(clients)}
+    return [f"{type(models[i]).__name__}-{i}" for i in chosen.values()], {k: ready[i] for k, i in chosen.items()}

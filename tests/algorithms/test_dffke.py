@@ -192,14 +192,14 @@ def test_a_round_crosses_what_it_says_and_no_more() -> None:
     weights = {k: nbytes(c.model.state_dict()) for k, c in clients.items()}
     learn = sum(8 + weights[k] + n * clients[k].model.feature_dim * 4 + n * 8 for k, n in shared.items())
     entry = 8 + sum(shared.values()) * 16 * 4 + nbytes(Decoder(16, spec).state_dict())
-    lesson = {k: 8 + n * 8 + n * 10 * 4 for k, n in shared.items()}
+    lesson = {k: 8 + n * 10 * 4 for k, n in shared.items()}
     assert record.bytes["learn"] == {"up": learn, "down": 0}
     assert record.bytes["teach"] == {"up": sum(lesson.values()), "down": 3 * entry}
     assert record.bytes["exchange"] == {"up": 0, "down": 2 * sum(lesson.values())}
     assert "train" not in record.bytes
 
 
-@pytest.mark.parametrize(("limit", "kept"), [(0, 1), (1, 2), (2, 3), (None, 4)])
+@pytest.mark.parametrize(("limit", "kept"), [(0, 0), (1, 1), (2, 2), (None, 4)])
 def test_the_buffer_keeps_r_past_rounds_and_reports_its_size(limit: int | None, kept: int) -> None:
     experiment, records = exchanged(4, memory=limit)
     for client in experiment.engine.clients.values():
@@ -207,8 +207,9 @@ def test_the_buffer_keeps_r_past_rounds_and_reports_its_size(limit: int | None, 
         assert [entry["round"] for entry in client.buffer] == list(range(5 - kept, 5))
         assert records[-1].clients[client.id]["buffer_bytes"] == nbytes(client.buffer)
     decoder = nbytes(Decoder(16, experiment.task.spec).state_dict())
-    codes = sum(len(c) * 16 * 4 for c in client.buffer[0]["codes"].values())
-    assert nbytes(client.buffer) == pytest.approx(kept * (decoder + codes), rel=0.01)  # R (|Dec| + N h b)
+    codes = sum(max(2, -(-len(c.data) // 10)) * 16 * 4 for c in experiment.engine.clients.values())
+    assert nbytes(client.buffer) == kept * (decoder + codes + 8)  # R (|Dec| + N h b), and the round's number
+    assert records[-1].server["buffer_bytes"] == nbytes(client.buffer)
 
 
 def test_without_memory_only_fresh_data_is_taught() -> None:
@@ -237,6 +238,8 @@ def test_review_takes_as_much_of_the_past_as_there_is_fresh() -> None:
 def test_who_missed_rounds_is_sent_their_entries() -> None:
     experiment = federation(tiny("dffke", participation=0.5), clients=4)
     buffers: dict[int, list[int]] = {}
+    last: dict[int, int] = {}
+    decoder = nbytes(Decoder(16, experiment.task.spec).state_dict())
     for r in experiment.rounds(8):
         active = [k for k, m in r.clients.items() if m["bytes_up"]]
         assert len(active) == 2
@@ -245,6 +248,8 @@ def test_who_missed_rounds_is_sent_their_entries() -> None:
             assert isinstance(client, Trader)
             buffers[k] = [entry["round"] for entry in client.buffer]
             assert buffers[k] == list(range(1, r.round + 1)), "the buffer is synchronised"
+            assert r.clients[k]["bytes_down"] > (r.round - last.get(k, 0)) * decoder, "and that is counted"
+            last[k] = r.round
     assert len(buffers) == 4
 
 
@@ -334,7 +339,7 @@ def test_a_client_that_fails_is_left_out_and_comes_back() -> None:
 
     class Moody(DFFKE):
         def learn(self, client: Trader) -> Any:
-            if client.id == 1 and len(client.buffer) == 1 and moods:
+            if client.id == 1 and client.buffer and moods:
                 moods.pop()
                 raise RuntimeError("not today")
             return super().learn(client)
@@ -344,6 +349,42 @@ def test_a_client_that_fails_is_left_out_and_comes_back() -> None:
     assert "client 1 failed in 'learn', round 2: RuntimeError: not today" in records[1].failures
     assert [bool(r.failures) for r in records] == [False, True, False]
     assert records[2].clients[1]["bytes_up"] > 0
+
+
+def test_a_lone_survivor_has_nobody_to_learn_from() -> None:
+    class Silent(DFFKE):
+        def teach(self, client: Trader, delivery: Any) -> Any:
+            if client.id:
+                raise RuntimeError("mute")
+            return super().teach(client, delivery)
+
+    (record,) = federation(Silent(**TINY["dffke"]), min_clients=1).rounds(1)
+    assert "exchange" not in record.bytes
+    assert len(record.failures) == 2
+
+
+def test_every_student_makes_the_passes_of_the_largest_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: dict[int, int] = {}
+    original = DFFKE.exchange_loss
+
+    def counted(self: DFFKE, client: Trader, *batch: Tensor) -> Tensor:
+        steps[client.id] = steps.get(client.id, 0) + 1
+        return original(self, client, *batch)
+
+    monkeypatch.setattr(DFFKE, "exchange_loss", counted)
+    experiment = federation(tiny("dffke", batch_size=10, exchange_epochs=2))
+    list(experiment.rounds(1))
+    largest = max(-(-len(client.data) // 10) for client in experiment.engine.clients.values())
+    assert steps == dict.fromkeys(range(3), 2 * 2 * -(-largest // 10))  # T_FKE passes, two peers each
+
+
+def test_a_restored_decoder_draws_the_same() -> None:
+    spec = Spec(1, 8, 8, 10, (0.5,), (0.5,))
+    decoder = Decoder(16, spec)
+    decoder(torch.randn(20, 16))
+    codes = torch.randn(5, 16)
+    state = {name: tensor.clone().contiguous() for name, tensor in decoder.state_dict().items()}
+    assert torch.equal(Decoder.restored(state, spec)(codes), decoder.eval()(codes))
 
 
 def test_one_trader_alone_has_nobody_to_learn_from() -> None:

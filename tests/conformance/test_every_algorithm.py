@@ -69,7 +69,7 @@ def test_resumed_equals_straight(name: str, tmp_path: Path) -> None:
     first = federation(tiny(name), out=tmp_path / "run")
     begun = finished(first, 1)
     assert first.folder is not None
-    first.folder._lock.close()
+    first.folder.release()
     resumed = finished(federation(tiny(name), out=tmp_path / "run", resume=True), 3)
     assert same(resumed[0], straight[0])
     assert begun[1] + resumed[1] == straight[1]

@@ -32,6 +32,14 @@ class Chat(Algorithm):
     def add(self, client: Client, number: int) -> int:
         return number + 10**client.id
 
+    def hop(self, client: Client, number: int) -> int:
+        if client.id == 1:
+            raise RuntimeError("gone")
+        return number + 10**client.id
+
+    def named(self, client: Client, a: int, *, b: int = 0) -> int:
+        return a + b
+
     def noise(self, client: Client) -> float:
         return float(torch.rand(()))
 
@@ -109,15 +117,25 @@ def test_nan_from_the_server_stops_the_run() -> None:
 
 def test_every_client_and_method_has_a_stream_of_its_own() -> None:
     clients = group()
-    first, again = clients.run(CHAT.noise), clients.run(CHAT.noise)
-    assert first == again
-    assert len(set(first.values())) == 4
+    first, second = clients.run(CHAT.noise), clients.run(CHAT.noise)
+    assert len(set(first.values()) | set(second.values())) == 8, "asked again, a method draws anew"
+    again = group()
+    assert again.run(CHAT.noise) == first
+    assert again.run(CHAT.noise) == second
+
+
+def test_a_relay_goes_on_past_who_fails_while_enough_answer() -> None:
+    assert group(min_clients=3).relay(CHAT.hop, 0) == 1101
+    with pytest.raises(ClientError, match="3 of 4 clients answered 'hop', 4 must: client 1 failed"):
+        group().relay(CHAT.hop, 0)
 
 
 def test_wrong_calls_are_refused_before_anything_is_sent() -> None:
     clients = group()
     with pytest.raises(TypeError):
         clients.run(CHAT.greet)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"keyword-only parameters \['b'\]"):
+        clients.run(CHAT.named, 1, b=9)
     with pytest.raises(ConfigError, match="one payload for each"):
         clients.scatter(CHAT.add, {0: 1})
 

@@ -23,7 +23,7 @@ def test_models_outside_the_zoo_split_or_say_why(make: object) -> None:
         features = classifier.features(x)
         assert features.shape == (2, classifier.feature_dim)
         assert torch.equal(classifier.logits(features), module(x))
-    verify_split(module, classifier, (3, 64, 64))
+    verify_split(module, classifier, (3, 64, 64), 7)
 
 
 def test_the_original_is_untouched() -> None:
@@ -57,7 +57,7 @@ class Bypass(nn.Module):
 )
 def test_what_cannot_be_split_says_how_to_write_it_by_hand(module: nn.Module, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        verify_split(module, barter.split(module), (1, 2, 2))
+        verify_split(module, barter.split(module), (1, 2, 2), 2)
     assert "def features(self, x)" in str(caught.value)
 
 
@@ -72,6 +72,12 @@ def test_a_classifier_by_hand_needs_two_methods() -> None:
             return features[:, :2]
 
     assert Mine()(torch.ones(1, 1, 2, 2)).tolist() == [[1, 1]]
-    verify_split(Mine(), barter.split(Mine()), (1, 2, 2))
+    verify_split(Mine(), barter.split(Mine()), (1, 2, 2), 2)
     with pytest.raises(NotImplementedError):
         barter.Classifier()(torch.ones(1))
+
+
+def test_a_module_for_another_number_of_classes_is_refused() -> None:
+    module = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 5))
+    with pytest.raises(ConfigError, match=r"gives \(5,\) outputs per image, the task has 10 classes"):
+        verify_split(module, barter.split(module), (1, 2, 2), 10)

@@ -10,6 +10,8 @@ from barter.core.payload import isolate
 from barter.runs.folder import RunFolder
 from barter.runs.record import Round
 
+CPU = torch.device("cpu")
+
 
 def record(t: int) -> Round:
     return Round(
@@ -26,7 +28,7 @@ def test_records_survive_json() -> None:
 
 
 def test_checkpoints_come_back_whole_and_only_the_last_stays(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "run")
+    folder = RunFolder.create(tmp_path / "run", "seed = 1")
     shared = torch.arange(1000.0)
     for t in (1, 2, 3):
         tree = {"a": isolate(shared), "b": [isolate(shared), {7: (t, None, "x", 0.1)}], "e": torch.zeros(0, 3)}
@@ -35,7 +37,7 @@ def test_checkpoints_come_back_whole_and_only_the_last_stays(tmp_path: Path) -> 
     (file,) = folder.checkpoints.iterdir()
     assert file.name == "round-000003.safetensors"
     assert file.stat().st_size < 2 * 4000, "what parties share is written once"
-    found = folder.load()
+    found = folder.load(CPU)
     assert found is not None
     assert found[0] == 3
     assert torch.equal(found[1]["a"], shared)
@@ -45,22 +47,22 @@ def test_checkpoints_come_back_whole_and_only_the_last_stays(tmp_path: Path) -> 
 
 
 def test_lines_behind_the_checkpoint_and_torn_lines_go(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "run")
+    folder = RunFolder.create(tmp_path / "run", "seed = 1")
     folder.append(record(1))
     folder.save(1, {"x": torch.ones(1)})
     folder.append(record(2))
     with folder.metrics.open("a") as file:
         file.write('{"round": 3, "cli')
     assert [r.round for r in folder.records()] == [1, 2]
-    assert folder.load() is not None
+    assert folder.load(CPU) is not None
     assert [r.round for r in folder.records()] == [1]
 
 
 def test_no_checkpoint_is_a_fresh_start(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "run")
+    folder = RunFolder.create(tmp_path / "run", "seed = 1")
     folder.append(record(1))
     (folder.checkpoints / "round-000001.tmp").write_bytes(b"torn")
-    assert folder.load() is None
+    assert folder.load(CPU) is None
     assert folder.records() == []
 
 
@@ -68,24 +70,31 @@ def test_what_exists_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for path in (tmp_path, tmp_path / "file"):
         with pytest.raises(CheckpointError, match="not empty"):
-            RunFolder.create(path)
+            RunFolder.create(path, "")
     (tmp_path / "empty").mkdir()
-    RunFolder.create(tmp_path / "empty")
+    RunFolder.create(tmp_path / "empty", "")
+
+
+def test_a_run_killed_before_it_began_can_begin_again(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / ".lock").touch()
+    (tmp_path / "run" / "config.tmp").write_text("see")
+    folder = RunFolder.create(tmp_path / "run", "seed = 1\n")
+    assert folder.config.read_text() == "seed = 1\n"
 
 
 def test_two_processes_cannot_share_a_folder(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "run")
-    (tmp_path / "run" / "config.toml").touch()
+    folder = RunFolder.create(tmp_path / "run", "seed = 1")
     with pytest.raises(CheckpointError, match="in use by another process"):
         RunFolder.existing(tmp_path / "run")
-    folder._lock.close()
+    folder.release()
     RunFolder.existing(tmp_path / "run")
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "run")
+    folder = RunFolder.create(tmp_path / "run", "seed = 1")
     (folder.checkpoints / "round-000001.safetensors").write_bytes(b"nonsense")
     with pytest.raises(CheckpointError, match=r"round-000001\.safetensors is damaged"):
-        folder.load()
+        folder.load(CPU)
     with pytest.raises(CheckpointError, match=r"no config\.toml"):
         RunFolder.existing(tmp_path)

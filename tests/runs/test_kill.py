@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from barter.core.payload import leaves
 from barter.runs.folder import RunFolder
@@ -82,8 +83,8 @@ def outcome(run: Path) -> tuple[dict[str, Any], list[Any]]:
     for line in lines:
         del line["seconds"]
     folder = RunFolder.existing(run)
-    found = folder.load()
-    folder._lock.close()
+    found = folder.load(torch.device("cpu"))
+    folder.release()
     assert found is not None
     assert found[0] == ROUNDS
     return dict(leaves(found[1])), lines

@@ -42,6 +42,13 @@ def test_the_closing_table_says_it_all() -> None:
     assert "60.0" in mean
     assert "85.0" in mean
     assert "12 classes" in text
+    late = closing_table(
+        [Round(1, {k: {"bytes_up": 0, "bytes_down": 0} for k in (0, 1)}, {}, {}, {}, []), record(2, 5)],
+        ["a", "b"],
+        [1, 1],
+        [[0], [1]],
+    )
+    assert "25.0" in rendered(late), "who joins late was alone until then"
     assert "61.0" in next(line for line in text.splitlines() if "server" in line)
 
 

@@ -16,6 +16,13 @@ Where the paper is silent or at odds with itself:
 - Eq. 13 is a sum over peers: one Adam step for each, then one for each on the memory (Eq. 14).
 - A model-discrepancy loss needs a student (Eq. 4): another client, drawn anew in each step.
 - The buffer is synchronised: a client that missed rounds is sent their codes and decoders when it comes back.
+
+Preset "paper" is the paper; preset "code" adds what the authors' early code does besides and shares all embeddings.
+The default is the paper with two changes, chosen on digits and Fashion-MNIST (benchmarks/README.md). `decoder_steps`:
+six passes over so few embeddings leave the decoder untrained; a floor of 100 steps raises the accuracy on digits after
+five rounds from 47.6% to 71.9%, and changes nothing from some 11,000 images per client on. `local_review`: without it
+clients forget what they know; with it their accuracy on their own classes is 93.2% instead of 72.2% on digits, and
+91.7% instead of 65.4% on Fashion-MNIST, while that on all classes stays within two points.
 """
 
 from __future__ import annotations
@@ -71,10 +78,10 @@ class Delivery(TypedDict):
 
 
 class Targets(TypedDict):
-    """A teacher's word on a part of its own transfer data."""
+    """A teacher's word on its own transfer data of a round, or on a part of them."""
 
     round: int
-    index: Tensor
+    index: NotRequired[Tensor]
     logits: Tensor
     embeddings: NotRequired[Tensor]
 
@@ -171,7 +178,7 @@ class DFFKE(Algorithm[Hub, Trader]):
             raise ConfigError("algorithm.embedding_loss needs docking layers, which transfer='public' does without")
 
     def round(self, server: Hub, clients: Clients, t: int) -> None:
-        federation = clients.only(clients[: math.ceil(self.collaboration * len(clients))])
+        federation = clients.only(clients[: max(1, round(self.collaboration * len(clients)))])
         clients.only(set(clients) - set(federation)).run(self.train)
         traders = federation.sample(self.participation)
         offers = traders.run(self.learn)  # Eq. 9
@@ -181,6 +188,8 @@ class DFFKE(Algorithm[Hub, Trader]):
         deliveries = self.deliver(server, {"round": t, "codes": codes, "decoder": decoder})
         lessons = traders.only(offers).scatter(self.teach, deliveries)
         server.held |= dict.fromkeys(lessons, t)
+        if len(lessons) < 2:
+            return
         others = {k: {i: lessons[i] for i in lessons if i != k} for k in lessons}
         traders.only(lessons).scatter(self.exchange, others)  # Eqs. 13-14
 
@@ -188,10 +197,10 @@ class DFFKE(Algorithm[Hub, Trader]):
         recipe = adam(self.lr, self.weight_decay)
         fitted = fit(client, epochs=self.max_epochs, goal=self.tau, batch_size=self.batch_size, recipe=recipe)
         client.report["epochs"] = fitted.epochs
+        client.report |= {f"before_{name}": value for name, value in evaluate(client).items()}
 
     def learn(self, client: Trader) -> Offer:
         self.train(client)
-        client.report |= {f"before_{name}": value for name, value in evaluate(client).items()}
         examples = max(2, math.ceil(self.share * len(client.data)))
         if self.transfer == "public":
             return {"examples": examples}
@@ -238,8 +247,7 @@ class DFFKE(Algorithm[Hub, Trader]):
             for k, z_k in z.items():
                 trainer.step(partial(docking_loss, head, z_k), embeddings[k], labels[k])
         server.docking |= {k: layer.state_dict() for k, layer in z.items()}
-        with torch.no_grad():
-            return z, {k: layer(embeddings[k]) for k, layer in z.items()}
+        return z, {k: layer.requires_grad_(False)(embeddings[k]) for k, layer in z.items()}
 
     def train_decoder(
         self,
@@ -259,7 +267,8 @@ class DFFKE(Algorithm[Hub, Trader]):
         for step in server.track("decoder", steps):
             for k in codes:
                 index = next(batches[k])
-                loss = partial(self.decoder_loss, decoder, server.spec, models[k], z[k], another(models, k))
+                student = models[k] if self.discrepancy == "none" else another(models, k)
+                loss = partial(self.decoder_loss, decoder, server.spec, models[k], z[k], student)
                 value = trainer.step(loss, codes[k][index], embeddings[k][index])
                 total += value if step >= len(steps) - longest else 0
         server.report["decoder_loss"] = float(total) / (longest * len(codes))
@@ -306,13 +315,9 @@ class DFFKE(Algorithm[Hub, Trader]):
         limit = None if self.memory is None else self.memory + 1  # R past rounds and this one
         client.buffer = self.remember(client.buffer + delivery["entries"], limit)
         client.docking = delivery.get("docking", {})
-        client.report["buffer_bytes"] = nbytes(client.buffer)
         *past, now = client.buffer
-        index = torch.arange(len(now["codes"][client.id]), device=client.device)
-        return {
-            "fresh": self.label(client, now, index),
-            "memory": [self.label(client, entry, part) for entry, part in self.review(client, past, len(index))],
-        }
+        sample = self.review(client, past, len(now["codes"][client.id]))
+        return {"fresh": self.label(client, now), "memory": [self.label(client, *part) for part in sample]}
 
     def review(self, client: Trader, past: list[Entry], size: int) -> Iterator[tuple[Entry, Tensor]]:
         """B_k^t: a random part of the client's own past transfer data, as much as there is fresh."""
@@ -325,26 +330,26 @@ class DFFKE(Algorithm[Hub, Trader]):
             if len(part):
                 yield entry, part.to(client.device)
 
-    def label(self, client: Trader, entry: Entry, index: Tensor) -> Targets:
+    def label(self, client: Trader, entry: Entry, index: Tensor | None = None) -> Targets:
         """The client's own logits Ŷ_k on its transfer images, before it learns from others."""
         images, model = self.images(client, entry, client.id, index), client.model.eval()
-        every = torch.arange(len(index), device=client.device)
+        every = torch.arange(len(images), device=client.device)
         features = predict(model.features, lambda part: resized(images[part], client.data.spec), every)
-        with torch.no_grad():
-            targets: Targets = {"round": entry["round"], "index": index, "logits": model.logits(features)}
-            if self.embedding_loss:
-                targets["embeddings"] = F.linear(features, client.docking["weight"], client.docking["bias"])
+        targets: Targets = {"round": entry["round"], "logits": model.logits(features).detach()}
+        if index is not None:
+            targets["index"] = index
+        if self.embedding_loss:
+            targets["embeddings"] = F.linear(features, client.docking["weight"], client.docking["bias"])
         return targets
 
-    def images(self, client: Trader, entry: Entry, owner: int, index: Tensor) -> Tensor:
-        """A part of the transfer data of one client and round, made anew from the buffer."""
-        codes = entry["codes"][owner]
+    def images(self, client: Trader, entry: Entry, owner: int, index: Tensor | None) -> Tensor:
+        """The transfer data of one client and round, or a part of them, made anew from the buffer."""
+        codes = entry["codes"][owner] if index is None else entry["codes"][owner][index]
         if not entry["decoder"]:
             assert client.public is not None
-            return client.public.batch(codes[index])
-        decoder = Decoder(codes.shape[1], client.data.spec).to(client.device).eval()
-        decoder.load_state_dict(entry["decoder"])
-        return predict(decoder, lambda part: codes[part], index)
+            return client.public.batch(codes)
+        decoder = Decoder.restored(entry["decoder"], client.data.spec)
+        return predict(decoder, lambda part: codes[part], torch.arange(len(codes), device=client.device))
 
     def exchange(self, client: Trader, lessons: dict[int, Lesson]) -> None:
         """Learn from every other client, on its data of this round and on what it taught before (Eqs. 13 and 14)."""
@@ -355,7 +360,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         sources = [(part, index_batches(len(part[0]), size, device)) for part in [*fresh, *memory]]
         private = index_batches(len(client.data), size, device)
         trainer = Trainer(client.model.train().parameters(), adam(self.lr, self.weight_decay))
-        longest = max(epoch_length(len(part[0]), size) for part in fresh)
+        longest = max(epoch_length(len(codes), size) for codes in client.buffer[-1]["codes"].values())
         for _ in client.track(range(self.exchange_epochs * longest)):
             if self.local_review:
                 index = next(private)
@@ -364,10 +369,12 @@ class DFFKE(Algorithm[Hub, Trader]):
             for part, batches in sources:
                 index = next(batches)
                 trainer.step(partial(self.exchange_loss, client), *(tensor[index] for tensor in part))
+        client.buffer = self.remember(client.buffer, self.memory)
+        client.report["buffer_bytes"] = nbytes(client.buffer)
 
     def material(self, client: Trader, held: Mapping[int, Entry], peer: int, taught: list[Targets]) -> list[Tensor]:
         """The images a peer taught on and what it said of them, end to end."""
-        images = [self.images(client, held[part["round"]], peer, part["index"]) for part in taught]
+        images = [self.images(client, held[part["round"]], peer, part.get("index")) for part in taught]
         names: list[Literal["logits", "embeddings"]] = ["logits", "embeddings"] if self.embedding_loss else ["logits"]
         return [torch.cat(images), *(torch.cat([part[name] for part in taught]) for name in names)]
 

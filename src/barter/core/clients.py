@@ -96,6 +96,8 @@ class Clients(Sequence[int]):
         """Every client runs the method with the same arguments."""
         bound = inspect.signature(method).bind(None, *args, **kwargs)
         bound.apply_defaults()
+        if bound.kwargs:
+            raise TypeError(f"{method.__name__} has keyword-only parameters {list(bound.kwargs)}, which cannot cross")
         return self._ask(method, dict.fromkeys(self._ids, bound.args[1:]))
 
     def scatter(self, method: Callable[[C, T], R], payloads: Mapping[int, T]) -> Replies[R]:
@@ -106,23 +108,26 @@ class Clients(Sequence[int]):
 
     def relay(self, method: Callable[[C, T], T], payload: T) -> T:
         """The payload goes from client to client, each hands on what it made of it."""
+        failures: list[Failure] = []
         for k in self._ids:
-            payload = Clients(self._engine, [k])._ask(method, {k: (payload,)}).get(k, payload)
+            replies = self._engine.call(method.__name__, {k: (payload,)})
+            payload = replies.get(k, payload)
+            failures += replies.failures.values()
+        self._require_enough(method.__name__, len(self), failures)
         return payload
 
     def _ask(self, method: Callable[..., R], args: Mapping[int, tuple[Any, ...]]) -> Replies[R]:
         if not args:
             return Replies({}, {}, {})
         replies = self._engine.call(method.__name__, args)
-        least = self._engine.min_clients
-        needed = len(args) if least is None else min(least, len(args))
-        if len(replies) < needed:
-            reasons = "; ".join(str(failure) for failure in replies.failures.values())
-            first = next((f.traceback for f in replies.failures.values() if f.traceback), "")
-            error = ClientError(
-                f"{len(replies)} of {len(args)} clients answered {method.__name__!r}, {needed} must: {reasons}"
-            )
-            if first:
-                error.add_note(first)
-            raise error
+        self._require_enough(method.__name__, len(args), list(replies.failures.values()))
         return replies
+
+    def _require_enough(self, method: str, asked: int, failures: list[Failure]) -> None:
+        least, answered = self._engine.min_clients, asked - len(failures)
+        needed = asked if least is None else min(least, asked)
+        if answered < needed:
+            reasons = "; ".join(map(str, failures))
+            error = ClientError(f"{answered} of {asked} clients answered {method!r}, {needed} must: {reasons}")
+            error.add_note(failures[0].traceback)
+            raise error

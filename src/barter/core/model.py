@@ -71,8 +71,8 @@ def split(module: nn.Module) -> Classifier:
     return SplitClassifier(body, head)
 
 
-def verify_split(original: nn.Module, classifier: Classifier, shape: tuple[int, int, int]) -> None:
-    """Refuse a split whose parts do not compute what the whole module computes on images of this shape."""
+def verify_split(original: nn.Module, classifier: Classifier, shape: tuple[int, int, int], classes: int) -> None:
+    """Refuse a split whose parts do not compute what the whole module computes, or not for this task."""
     name = type(original).__name__
     probe = torch.linspace(-1, 1, 2 * shape[0] * shape[1] * shape[2]).reshape(2, *shape)
     was_training = original.training
@@ -91,6 +91,8 @@ def verify_split(original: nn.Module, classifier: Classifier, shape: tuple[int, 
     finally:
         original.train(was_training)
         classifier.train(was_training)
+    if isinstance(whole, Tensor) and whole.shape[1:] != (classes,):
+        raise ConfigError(f"{name} gives {tuple(whole.shape[1:])} outputs per image, the task has {classes} classes")
     if not same:
         raise ConfigError(
             f"{name} cannot be split at its last Linear layer: what follows or bypasses it matters too; {BY_HAND}"

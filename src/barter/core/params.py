@@ -108,6 +108,8 @@ def _accept(value: object, hint: Any) -> object:
             return value
         raise ValueError(f"must be one of {', '.join(map(str, get_args(hint)))}")
     if origin in (Union, types.UnionType):
+        if value == "none" and type(None) in get_args(hint):
+            return None  # as a file and a command line write it
         for arm in get_args(hint):
             try:
                 return _accept(value, arm)
@@ -115,9 +117,13 @@ def _accept(value: object, hint: Any) -> object:
                 continue
         raise ValueError(f"must be {_kind(hint)}")
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        if not math.isfinite(value):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
             raise ValueError("must be a finite number")
-        return float(value)
+        return number
     if hint in (bool, str) and isinstance(value, hint):
         return value
     if hint is int and isinstance(value, int) and not isinstance(value, bool):

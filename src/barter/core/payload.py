@@ -79,8 +79,9 @@ def _own(value: Any, device: torch.device | None) -> Any:
     if not isinstance(value, Tensor):
         return value
     tensor = value.detach()
-    if device is not None and tensor.device != device:
-        return tensor.to(device)
+    moved = tensor if device is None else tensor.to(device)
+    if moved is not tensor:
+        return moved
     if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
         return tensor.clone()  # a view must not keep the whole storage behind it alive
     try:

@@ -40,12 +40,13 @@ class Wire:
 
 def _require_finite(tree: object, method: str) -> None:
     floating = [
-        (at, value)
+        (at, torch.as_tensor(value))
         for at, value in leaves(tree, method)
-        if isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point() and value.numel())
+        if isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point())
     ]
-    # One verdict for the whole tree, so that a GPU is waited for once.
-    verdicts = [torch.as_tensor(value).isfinite().all() for _, value in floating]
-    if verdicts and not bool(torch.stack([verdict.cpu() for verdict in verdicts]).all()):
-        bad = next(at for (at, _), verdict in zip(floating, verdicts, strict=True) if not verdict)
-        raise PayloadError(f"{bad} holds NaN or infinity, which {method!r} does not allow")
+    verdicts = [value.isfinite().all() for _, value in floating]
+    # One look per device at all verdicts together, so that a GPU is waited for once.
+    for device in {verdict.device for verdict in verdicts}:
+        if not bool(torch.stack([verdict for verdict in verdicts if verdict.device == device]).all()):
+            bad = next(at for (at, _), verdict in zip(floating, verdicts, strict=True) if not verdict)
+            raise PayloadError(f"{bad} holds NaN or infinity, which {method!r} does not allow")

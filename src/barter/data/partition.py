@@ -210,6 +210,8 @@ class Domains(Partition):
 
     def split(self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator) -> list[Indices]:
         count = int(domains.max()) + 1
+        if count == 1:
+            raise ConfigError("partition 'domains': this data set has one domain only; use data.source=domains:PATH")
         if clients < count:
             raise ConfigError(
                 f"partition 'domains': {clients} clients for {count} domains; take at least {count} clients"

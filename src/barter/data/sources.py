@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,14 +214,17 @@ def _tiny_imagenet(request: Request) -> Dataset:
 def _npz(request: Request) -> Dataset:
     names = ("x_train", "y_train", "x_test", "y_test")
     try:
-        with np.load(request.path, allow_pickle=False) as archive:
+        archive = np.load(request.path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ConfigError(f"{request.path} holds one array; an npz file with {', '.join(names)} is expected")
+        with archive:
             missing = [name for name in names if name not in archive]
             if missing:
                 raise ConfigError(
                     f"{request.path} lacks {', '.join(missing)}; it has {', '.join(archive) or 'nothing'}"
                 )
             x_train, y_train, x_test, y_test = (archive[name] for name in names)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ConfigError(f"{request.path} cannot be read as an npz file: {error}") from error
     for name, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
         if x.dtype != np.uint8 or x.ndim != 4:
@@ -228,6 +233,8 @@ def _npz(request: Request) -> Dataset:
             raise ConfigError(
                 f"{request.path}: y_{name} must hold a class number from 0 on for each of {len(x)} images"
             )
+        if y.max() >= len(x_train):
+            raise ConfigError(f"{request.path}: class number {y.max()} in y_{name}, but only {len(x_train)} images")
     if x_train.shape[1:] != x_test.shape[1:]:
         raise ConfigError(f"{request.path}: training images are {x_train.shape[1:]}, test images {x_test.shape[1:]}")
     return _dataset(request, (x_train, y_train.astype(np.int64), x_test, y_test.astype(np.int64)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +41,7 @@ class LocalEngine:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         for client in clients.values():
             client.monitor = self
+        self._calls: Counter[tuple[int, str, int]] = Counter()
         self._credit = math.inf  # how much of the current client's turn is still to be shown
 
     @property
@@ -50,6 +51,12 @@ class LocalEngine:
     def stream(self, name: str) -> torch.Generator:
         """A random stream of the server's own in this round."""
         return torch.Generator().manual_seed(seeds.stream_seed(self.seed, self.round, name))
+
+    def _path(self, method: str, client: int) -> tuple[object, ...]:
+        """The name of a call's random stream; a method asked for again in one round draws anew."""
+        before = self._calls[self.round, method, client]
+        self._calls[self.round, method, client] += 1
+        return (self.round, method, client, before) if before else (self.round, method, client)
 
     def order(self, ids: Sequence[int]) -> Sequence[int]:
         """The order in which clients take their turns; any gives the same result."""
@@ -64,7 +71,7 @@ class LocalEngine:
                 self._credit = 1.0
                 arrived = self.wire.carry(args[k], method, k, "down", self.clients[k].device)
                 try:
-                    with seeds.scope(self.seed, self.round, method, k, device=self.clients[k].device):
+                    with seeds.scope(self.seed, *self._path(method, k), device=self.clients[k].device):
                         answer = getattr(self.algorithm, method)(self.clients[k], *arrived)
                     answers[k] = self.wire.carry(answer, method, k, "up")
                 except Exception as error:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from barter.core.images import Spec
+from barter.core.payload import State
 
 __all__ = ["Decoder", "resized"]
 
@@ -41,6 +42,15 @@ class Decoder(nn.Module):
     def forward(self, codes: Tensor) -> Tensor:
         drawn: Tensor = self.body(self.start(codes).view(-1, 128, self.side, self.side))
         return drawn
+
+    @classmethod
+    def restored(cls, state: State, spec: Spec) -> Decoder:
+        """The decoder that has this state, ready to draw; nothing is initialised or copied."""
+        with torch.device("meta"):
+            decoder = cls(state["start.weight"].shape[1], spec)
+        decoder.load_state_dict(state, assign=True)
+        decoder.body.to(memory_format=torch.channels_last)
+        return decoder.eval().requires_grad_(False)
 
 
 def resized(images: Tensor, spec: Spec) -> Tensor:

@@ -110,9 +110,9 @@ def build(name: str, spec: Spec) -> Classifier:
         model = ZOO[name](spec)
         _try_out(model, spec)
     except (RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"{name} cannot take images of {_size(spec)}: too small for it ({error}); set data.size to enlarge them"
-        ) from error
+        small = min(spec.shape[1:]) < 64
+        hint = "too small for it; set data.size to enlarge them" if small else "set another data.size"
+        raise ConfigError(f"{name} cannot take images of {_size(spec)}: {hint} ({error})") from error
     return model
 
 

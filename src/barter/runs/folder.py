@@ -18,6 +18,7 @@ from barter.runs.record import Round
 
 __all__ = ["RunFolder"]
 
+UNBORN = {".lock", "checkpoints", "config.tmp"}  # all there is when a run was killed before it began
 CHECKPOINT = re.compile(r"round-(\d{6})\.safetensors")
 
 
@@ -36,11 +37,13 @@ class RunFolder:
             raise CheckpointError(f"{path} cannot be written: {error}") from None
 
     @classmethod
-    def create(cls, path: Path) -> RunFolder:
+    def create(cls, path: Path, config: str) -> RunFolder:
         """A folder for a new run; what is there already is never overwritten."""
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and (not path.is_dir() or {child.name for child in path.iterdir()} - UNBORN):
             raise CheckpointError(f"{path} exists and is not empty: choose another --out, or `barter resume {path}`")
-        return cls(path)
+        folder = cls(path)
+        folder._replace(folder.config, config)
+        return folder
 
     @classmethod
     def existing(cls, path: Path) -> RunFolder:
@@ -56,6 +59,10 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    def release(self) -> None:
+        """Let another experiment have the folder."""
+        self._lock.close()
 
     def append(self, record: Round) -> None:
         """One more line of metrics.jsonl, on disk when this returns."""
@@ -102,7 +109,7 @@ class RunFolder:
             if old != target:
                 old.unlink()
 
-    def load(self) -> tuple[int, Payload] | None:
+    def load(self, device: torch.device) -> tuple[int, Payload] | None:
         """The last finished round and its state; nothing if no round was finished. Drops later lines of metrics."""
         found = sorted(path for path in self.checkpoints.iterdir() if CHECKPOINT.fullmatch(path.name))
         round, state = 0, None
@@ -111,7 +118,7 @@ class RunFolder:
                 with safe_open(found[-1], "pt") as file:
                     metadata = file.metadata()
                     # Copies in torch's own memory, which parties can share again.
-                    stored = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+                    stored = {name: file.get_tensor(name).to(device, copy=True) for name in file.keys()}  # noqa: SIM118
                 alias = json.loads(metadata["alias"])
                 round, state = (
                     int(metadata["round"]),
@@ -120,11 +127,17 @@ class RunFolder:
             except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
                 raise CheckpointError(f"{found[-1]} is damaged: {error}") from error
         kept = [record for record in self.records() if record.round <= round]
-        temporary = self.metrics.with_suffix(".tmp")
-        temporary.write_text("".join(record.to_json() + "\n" for record in kept))
-        _flush(temporary)
-        temporary.rename(self.metrics)
+        self._replace(self.metrics, "".join(record.to_json() + "\n" for record in kept))
         return (round, state) if found else None
+
+    @staticmethod
+    def _replace(target: Path, text: str) -> None:
+        """The file holds either what it held or the new text, never a part of it."""
+        temporary = target.with_suffix(".tmp")
+        temporary.write_text(text)
+        _flush(temporary)
+        temporary.rename(target)
+        _flush(target.parent)
 
 
 def _flush(path: Path) -> None:

@@ -12,6 +12,8 @@ __all__ = ["bubbles"]
 
 def bubbles(counts: Sequence[Sequence[int]], names: Sequence[str], title: str, path: Path) -> None:
     """A circle per client and class; its area is the number of samples."""
+    if path.suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise ConfigError(f"{path} cannot be written: give it the ending .png, .pdf or .svg")
     import matplotlib
 
     matplotlib.use("Agg")
@@ -32,10 +34,10 @@ def bubbles(counts: Sequence[Sequence[int]], names: Sequence[str], title: str, p
         linewidths=0,
     )
     axes.set(xlabel="client", ylabel="class", xlim=(-0.7, clients - 0.3), ylim=(-0.7, classes - 0.3))
-    axes.set_title(title, fontsize=9)
+    axes.set_title(title.replace("$", r"\$"), fontsize=9)
     axes.set_xticks(range(clients))
     if classes <= 25:
-        axes.set_yticks(range(classes), names)
+        axes.set_yticks(range(classes), [name.replace("$", r"\$") for name in names])
     axes.grid(alpha=0.25, linewidth=0.5)
     axes.set_axisbelow(True)
     figure.tight_layout()

@@ -58,7 +58,7 @@ class Watcher(Monitor):
             + (f", about {duration(left)} left" if record.round < self.rounds else "")
         )
         for failure in record.failures:
-            self.console.print(f"  {failure}", markup=False)
+            self.console.print(f"  {failure}")
         self.round = record.round + 1
 
     def phase(self, name: str, total: float) -> AbstractContextManager[object]:

@@ -20,7 +20,7 @@ def closing_table(
     records: Sequence[Round], architectures: Sequence[str], samples: Sequence[int], classes: Sequence[Sequence[int]]
 ) -> Table:
     """Per client: what it brought, what it knew alone, what it knows now, and what that cost."""
-    first, last = records[0], records[-1]
+    last = records[-1]
     table = Table(title=f"after round {last.round}; accuracy in % on the global test set and on each client's own")
     headings = ("client", "architecture", "samples", "classes held")
     numbers = ("alone: global", "own", "after: global", "own", "up", "down")
@@ -28,9 +28,10 @@ def closing_table(
         table.add_column(heading, justify="left" if heading in ("architecture", "classes held") else "right")
     rows = []
     for k, now in last.clients.items():
-        alone = first.clients.get(k, {})
-        values = [alone.get("before_global"), alone.get("before_local"), now["global"], now["local"]]
-        traffic = [sum(r.clients[k][f"bytes_{way}"] for r in records if k in r.clients) for way in ("up", "down")]
+        # What a client knew before its first exchange, in whichever round that was.
+        alone = next((r.clients[k] for r in records if "before_global" in r.clients[k]), {})
+        values = [alone.get("before_global"), alone.get("before_local"), now.get("global"), now.get("local")]
+        traffic = [sum(r.clients[k][f"bytes_{way}"] for r in records) for way in ("up", "down")]
         rows.append((values, traffic))
         held = " ".join(map(str, classes[k])) if len(classes[k]) <= 10 else f"{len(classes[k])} classes"
         cells = (str(k), architectures[k], f"{samples[k]:,}", held, *map(_percent, values), *map(size, traffic))
