@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from barter import DFFKE, Classifier, Experiment, Replies
+from barter import DFFKE, Classifier, Experiment, Local, Replies
 from barter.algorithms.dffke import Hub, Trader, discrepancy, docking_loss
 from barter.core.errors import ConfigError
 from barter.core.images import Spec
@@ -397,3 +397,12 @@ def test_replies_reach_the_server_in_order() -> None:
     assert isinstance(Replies({1: 1, 0: 0}, {0: 1, 1: 1}, {}), dict)
     assert isinstance(experiment.server, Hub)
     assert list(experiment.server.buffer[0]["codes"]) == [0, 1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_the_exchange_is_worth_twenty_points_on_digits(seed: int) -> None:
+    alone = list(Experiment(Local(), seed=seed).rounds(5))[-1]
+    exchanged = list(Experiment(DFFKE(), seed=seed).rounds(5))[-1]
+    assert exchanged.mean("global") >= alone.mean("global") + 0.20
+    assert exchanged.mean("local") > 0.85

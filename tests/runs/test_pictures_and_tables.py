@@ -34,13 +34,10 @@ def test_the_closing_table_says_it_all() -> None:
     text = rendered(
         closing_table([record(1, 1000), record(2, 500)], ["cnn", "mlp"], [1200, 80], [[0, 3], [*range(12)]])
     )
-    row = next(line for line in text.splitlines() if " cnn " in line)
-    assert [cell.strip() for cell in row.strip("│").split("│")] == [
-        "0", "cnn", "1,200", "0 3", "25.0", "95.0", "50.0", "90.0", "1.5 kB", "0 B",
-    ]  # fmt: skip
-    mean = next(line for line in text.splitlines() if " mean " in line)
-    assert "60.0" in mean
-    assert "85.0" in mean
+    row = next(line for line in text.splitlines() if "cnn" in line)
+    assert row.split() == ["0", "cnn", "1,200", "0", "3", "25.0", "95.0", "50.0", "90.0", "2", "kB", "0", "B"]
+    mean = next(line for line in text.splitlines() if "mean" in line)
+    assert mean.split() == ["mean,", "or", "sum", "1,280", "25.0", "95.0", "60.0", "85.0", "2", "kB", "5", "kB"]
     assert "12 classes" in text
     late = closing_table(
         [Round(1, {k: {"bytes_up": 0, "bytes_down": 0} for k in (0, 1)}, {}, {}, {}, []), record(2, 5)],
@@ -54,14 +51,14 @@ def test_the_closing_table_says_it_all() -> None:
 
 def test_the_class_table_adds_up() -> None:
     text = rendered(class_table([[3, 0], [1, 5]], ["a", "b"]))
-    assert [cell.strip() for cell in text.splitlines()[-2].strip("│").split("│")] == ["all", "4", "5", "9"]
+    assert text.split()[-4:] == ["all", "4", "5", "9"]
 
 
 def test_sizes_and_durations() -> None:
     assert [size(n) for n in (0, 999, 1500, 2_340_000, 5e9, 5e12)] == [
         "0 B",
         "999 B",
-        "1.5 kB",
+        "2 kB",
         "2.3 MB",
         "5.0 GB",
         "5000.0 GB",

@@ -23,7 +23,7 @@ def size(count: float) -> str:
         if count < 1000 or unit == "GB":
             break
         count /= 1000
-    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+    return f"{count:.0f} {unit}" if unit in ("B", "kB") else f"{count:.1f} {unit}"
 
 
 def duration(seconds: float) -> str:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich import box
 from rich.table import Table
 
 from barter.runs.progress import size
 from barter.runs.record import Round
 
 __all__ = ["class_table", "closing_table"]
+
+
+HEADINGS = ("alone\nglobal", "alone\nown", "after\nglobal", "after\nown")
 
 
 def _percent(value: float | None) -> str:
@@ -19,13 +23,12 @@ def _percent(value: float | None) -> str:
 def closing_table(
     records: Sequence[Round], architectures: Sequence[str], samples: Sequence[int], classes: Sequence[Sequence[int]]
 ) -> Table:
-    """Per client: what it brought, what it knew alone, what it knows now, and what that cost."""
+    """Per client: what it brought, what it knew alone, what it knows now, and what that cost; fits 80 columns."""
     last = records[-1]
-    table = Table(title=f"after round {last.round}; accuracy in % on the global test set and on each client's own")
-    headings = ("client", "architecture", "samples", "classes held")
-    numbers = ("alone: global", "own", "after: global", "own", "up", "down")
-    for heading in (*headings, *numbers):
-        table.add_column(heading, justify="left" if heading in ("architecture", "classes held") else "right")
+    title = f"after round {last.round}; accuracy in % on the global test set and on each client's own"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    for heading in ("client", "images", "classes", *HEADINGS, "up", "down"):
+        table.add_column(heading, justify="left" if heading in ("client", "classes") else "right")
     rows = []
     for k, now in last.clients.items():
         # What a client knew before its first exchange, in whichever round that was.
@@ -34,7 +37,7 @@ def closing_table(
         traffic = [sum(r.clients[k][f"bytes_{way}"] for r in records) for way in ("up", "down")]
         rows.append((values, traffic))
         held = " ".join(map(str, classes[k])) if len(classes[k]) <= 10 else f"{len(classes[k])} classes"
-        cells = (str(k), architectures[k], f"{samples[k]:,}", held, *map(_percent, values), *map(size, traffic))
+        cells = (f"{k} {architectures[k]}", f"{samples[k]:,}", held, *map(_percent, values), *map(size, traffic))
         table.add_row(*cells)
     means = []
     for column in zip(*(values for values, _ in rows), strict=True):
@@ -42,15 +45,15 @@ def closing_table(
         means.append(sum(known) / len(known) if known else None)
     totals = [sum(column) for column in zip(*(traffic for _, traffic in rows), strict=True)]
     table.add_section()
-    table.add_row("mean", "", f"{sum(samples):,} in all", "", *map(_percent, means), *map(size, totals))
+    table.add_row("mean, or sum", f"{sum(samples):,}", "", *map(_percent, means), *map(size, totals))
     if "global" in last.server:
-        table.add_row("server", architectures[0], "", "", "", "", _percent(last.server["global"]), "", "", "")
+        table.add_row("server's model", "", "", "", "", _percent(last.server["global"]), "", "", "")
     return table
 
 
 def class_table(counts: Sequence[Sequence[int]], names: Sequence[str]) -> Table:
     """Samples by client and class."""
-    table = Table(title="samples by client and class")
+    table = Table(title="samples by client and class", box=box.SIMPLE_HEAD)
     table.add_column("client", justify="right")
     for name in names:
         table.add_column(name, justify="right")
