@@ -172,8 +172,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["run", "--out", "full"], "exists and is not empty"),
     (["run", "--out", "broken.toml/run"], "cannot be written"),
     (["resume"], "Missing argument"),
-    (["resume", "none"], "there is no such folder"),
-    (["resume", "full"], "no config.toml"),
+    (["resume", "none"], "none/config.toml: there is no such file"),
+    (["resume", "full"], "full/config.toml: there is no such file"),
     (["resume", "stale"], "unknown algorithm 'gone'"),
     (["list"], "Missing argument"),
     (["list", "clients"], "is not one of"),
@@ -259,6 +259,13 @@ def test_names_with_brackets_and_dollars_are_printed_as_they_are(
 def test_too_little_memory_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--set", f"algorithm.code_dim={10**12}", *QUICK[:6], "--out", str(tmp_path / "run")]) == 1
     assert "not enough memory" in capsys.readouterr().err
+
+
+def test_a_mistake_leaves_nothing_behind(workplace: Path) -> None:
+    before = sorted(workplace.rglob("*"))
+    for arguments in (["--set", "algorithm.transfer=public"], ["--algorithm", "fedavg"], ["--set", "clients=100000"]):
+        assert main(["run", *arguments]) == 2
+    assert sorted(workplace.rglob("*")) == before
 
 
 def test_there_are_enough_of_them() -> None:

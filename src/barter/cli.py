@@ -43,6 +43,11 @@ app = typer.Typer(
 show = typer.Typer(help="Show an algorithm, or how a partition splits a data set.", no_args_is_help=True)
 app.add_typer(show, name="show")
 
+
+class Interrupted(BarterError):
+    """The user pressed Ctrl-C."""
+
+
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change one value, such as rounds=10 or algorithm.share=0.5."),
@@ -115,10 +120,6 @@ def resume(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that was interrupted.")],
 ) -> None:
     """Continue a run behind its last finished round; the result is that of a run never interrupted."""
-    if not run.is_dir():
-        raise ConfigError(f"{run}: there is no such folder")
-    if not (run / "config.toml").is_file():
-        raise CheckpointError(f"{run} is not the folder of a run: there is no config.toml in it")
     _drive(resolve(read(run / "config.toml")), run, resume=True)
 
 
@@ -151,10 +152,6 @@ def _drive(config: Config, out: Path, *, resume: bool) -> None:
     samples = [len(images) for images in task.train]
     _console(wide=True).print(closing_table(records, experiment.architectures, samples, held))
     console.print(f"run folder: {out}")
-
-
-class Interrupted(BarterError):
-    """The user pressed Ctrl-C."""
 
 
 @app.command("list")

@@ -52,7 +52,7 @@ def _named(
     if not isinstance(name, str):
         raise ConfigError(f"{what}.name={name!r}: must be a name, {did_you_mean('', registry)}")
     if name not in registry:
-        raise ConfigError(f"unknown {what} {name!r}: {did_you_mean(str(name), registry)}")
+        raise ConfigError(f"unknown {what} {name!r}: {did_you_mean(name, registry)}")
     return registry[name], rest
 
 
@@ -105,8 +105,9 @@ def with_settings(tree: Mapping[str, Any], settings: Iterable[str]) -> dict[str,
     """The values with `key=value` settings put in; a dot in the key leads into a table."""
     changed = {key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
     for path, value in sorted(map(_setting, settings), key=_rank):
-        own = str(changed.get("algorithm", {}).get("name", "") if isinstance(changed.get("algorithm"), dict) else "")
-        if not (path[0] == "algorithm" and ":" in own):
+        algorithm = changed.get("algorithm")
+        imported = isinstance(algorithm, dict) and ":" in str(algorithm.get("name"))
+        if not (imported and path[0] == "algorithm"):
             _refuse_unknown(path)
         table = changed.setdefault(path[0], {}) if len(path) == 2 else changed
         if not isinstance(table, dict):

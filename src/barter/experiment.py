@@ -71,6 +71,8 @@ class Experiment:
             raise ConfigError("this run's models were given in Python: resume it there, with out=... and resume=True")
         self.algorithm, self.device = algorithm, _device(device)
         self.task = make_task(self.config.data, self.config.partition, clients, seed, self.device)
+        if algorithm.needs_public_data and self.task.public is None:
+            raise ConfigError(f"{type(algorithm).__name__} as asked for needs public data: set data.public to a source")
         self.architectures, networks = _networks(models, self.task, clients, seed)
         self.server, members = self._parties(networks)
         self.engine = LocalEngine(algorithm, members, seed=seed, min_clients=min_clients, monitor=monitor)

@@ -171,11 +171,14 @@ class DFFKE(Algorithm[Hub, Trader]):
     embedding_loss: bool = False  # MSE of translated embeddings in the exchange (authors' code)
     logit_loss: bool = False  # KL of logits in the decoder's loss (authors' code)
 
-    def setup(self, server: Hub, clients: Clients) -> None:
-        if self.transfer == "public" and server.public is None:
-            raise ConfigError("algorithm.transfer='public' needs a public data set: set data.public, such as npz:PATH")
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.transfer == "public" and self.embedding_loss:
-            raise ConfigError("algorithm.embedding_loss needs docking layers, which transfer='public' does without")
+            raise ConfigError("embedding_loss=True: it needs docking layers, which transfer='public' does without")
+
+    @property
+    def needs_public_data(self) -> bool:
+        return self.transfer == "public"
 
     def round(self, server: Hub, clients: Clients, t: int) -> None:
         federation = clients.only(clients[: max(1, round(self.collaboration * len(clients)))])

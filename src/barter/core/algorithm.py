@@ -33,6 +33,11 @@ class Algorithm(Generic[S, C]):
     def __post_init__(self) -> None:
         check(self)
 
+    @property
+    def needs_public_data(self) -> bool:
+        """Whether all parties must have a public data set."""
+        return False
+
     def setup(self, server: S, clients: Clients) -> None:
         """Once, before the first round."""
 
