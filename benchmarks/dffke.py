@@ -86,9 +86,9 @@ def main() -> None:
         + ": mean",
         "accuracy of the clients in %, mean ± standard deviation over seeds.",
         "",
-        "| method | global, round 1 | "
+        "| method | seeds | global, round 1 | "
         + f"global, round {args.rounds} | own, round {args.rounds} | above local, by seed |",
-        "|---|---|---|---|---|",
+        "|---|---|---|---|---|---|",
     ]
     base = {seed: rounds for name, seed, rounds in results if name == "local"}
     for name in args.variants:
@@ -99,7 +99,7 @@ def main() -> None:
         first, last, own = (
             [r[at][m] for r in mine.values()] for at, m in ((0, "global"), (-1, "global"), (-1, "local"))
         )
-        lines.append(f"| {name} | {cell(first)} | {cell(last)} | {cell(own)} | {' '.join(gains)} |")
+        lines.append(f"| {name} | {len(mine)} | {cell(first)} | {cell(last)} | {cell(own)} | {' '.join(gains)} |")
     (args.out / f"{args.name}.md").write_text("\n".join(lines) + "\n")
     (args.out / f"{args.name}.json").write_text(json.dumps([list(r) for r in results]) + "\n")
     sys.stdout.write("\n".join(lines) + "\n")
