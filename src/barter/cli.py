@@ -225,6 +225,8 @@ def show_partition(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0; 2 for a mistake in what was asked, in one line; 1 for the rest."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # so that --algorithm module:Class finds a module in this folder
     try:
         status = app(args=None if arguments is None else list(arguments), prog_name="barter", standalone_mode=False)
         return status if isinstance(status, int) else 0
