@@ -25,7 +25,7 @@ def test_a_run_prints_a_table_and_leaves_a_folder(tmp_path: Path, capsys: pytest
     out = tmp_path / "run"
     assert main(["run", "--out", str(out), *QUICK]) == 0
     text = capsys.readouterr().out
-    assert "DFFKE on digits: 3 clients, 3 architectures, rounds 1 to 2, cpu" in text
+    assert "DFFKE on digits: 3 clients, 3 architectures, 2 rounds, cpu" in text
     assert "round 1/2 learn" in text
     assert "round 2/2: accuracy" in text
     for word in ("1 small-vgg", "alone", "after", "mean", "run folder:"):
@@ -34,7 +34,9 @@ def test_a_run_prints_a_table_and_leaves_a_folder(tmp_path: Path, capsys: pytest
     assert [line["round"] for line in lines] == [1, 2]
     assert set(lines[0]) == {"round", "clients", "server", "seconds", "bytes", "failures"}
     assert main(["resume", str(out)]) == 0, "a finished run shows its table again"
-    assert "small-vgg" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "small-vgg" in said
+    assert "2 of 2 rounds are done already" in said
 
 
 def test_a_run_from_the_written_configuration_is_the_same_run(tmp_path: Path) -> None:
@@ -64,6 +66,8 @@ def test_lists(what: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_show_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "algorithm", "dffke"]) == 0
     text = capsys.readouterr().out
+    assert main(["show", "algorithm", "tests.test_experiment:Tunable"]) == 0
+    assert "algorithm.mine = 1" in capsys.readouterr().out
     for word in ("Data-Free Knowledge", "algorithm.tau = 0.98", "τ: local", "preset paper", "up: weights"):
         assert word in " ".join(text.split()), word
 
@@ -281,7 +285,8 @@ def test_a_failing_client_is_status_1_with_its_traceback(tmp_path: Path) -> None
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1
     said = done.stderr
-    assert "0 of 5 clients answered 'learn'" in said
+    assert "0 of 5 clients answered 'learn', 5 must" in said
+    assert "and 2 more" in said
     assert "ValueError: ill" in said
 
 
@@ -302,4 +307,4 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
 
 def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
-    assert "Usage: barter" in capsys.readouterr().err
+    assert "Usage: barter" in capsys.readouterr().out

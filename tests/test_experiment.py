@@ -34,10 +34,21 @@ def test_own_modules_take_part() -> None:
     (record,) = experiment.rounds(1)
     assert experiment.architectures == ["Sequential-0", "Sequential-1", "Sequential-0"]
     assert record.mean("global") > 0.05
+    assert federation(tiny("local"), models=modules[0]).architectures == ["Sequential-0"] * 3
     with pytest.raises(ConfigError, match="at least one module"):
         federation(tiny("local"), models=[])
     with pytest.raises(ConfigError, match="'small-cnn' is no module"):
         federation(tiny("local"), models=["small-cnn", "small-mlp"])
+
+
+def test_partitions_and_models_by_name() -> None:
+    experiment = federation(tiny("local"), partition="iid", models="small-mlp, small-cnn")
+    assert experiment.config.partition == Iid()
+    assert experiment.architectures == ["small-mlp", "small-cnn", "small-mlp"]
+    with pytest.raises(ConfigError, match="unknown partition 'idd'"):
+        federation(tiny("local"), partition="idd")
+    with pytest.raises(ConfigError, match=r"does not take images of 1x8x8"):
+        federation(tiny("local"), models=nn.Sequential(nn.Flatten(), nn.Linear(9, 3), nn.ReLU(), nn.Linear(3, 10)))
 
 
 def test_own_modules_resume_in_python_only(tmp_path: Path) -> None:

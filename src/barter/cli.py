@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from barter.algorithms import ALGORITHMS
-from barter.config import Config, read, resolve, with_settings
+from barter.config import Config, algorithm_named, read, resolve, with_settings
 from barter.core.errors import BarterError, CheckpointError, ConfigError
-from barter.core.params import describe, did_you_mean
+from barter.core.params import describe
 from barter.data.partition import PARTITIONS
 from barter.data.sources import PATH_SOURCES, SOURCES
 from barter.data.task import make_task
@@ -37,7 +37,6 @@ app = typer.Typer(
     help="Heterogeneous federated learning: clients that share neither data nor architecture trade knowledge.",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 show = typer.Typer(help="Show an algorithm, or how a partition splits a data set.", no_args_is_help=True)
@@ -98,7 +97,9 @@ def run(
     config: Annotated[
         Path | None, typer.Argument(metavar="[CONFIG.toml]", help="A configuration; without one, the defaults.")
     ] = None,
-    algorithm: Annotated[str | None, typer.Option(help="The method, by its name in `barter list algorithms`.")] = None,
+    algorithm: Annotated[
+        str | None, typer.Option(help="A name from `barter list algorithms`, or module:Class.")
+    ] = None,
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder; without one, a new one under runs/.")] = None,
     device: Annotated[Device | None, typer.Option(help="Where to compute.")] = None,
@@ -109,7 +110,7 @@ def run(
         tree["device"] = device.value
     resolved = resolve(tree)
     if out is None:
-        name = str(tree.get("algorithm", {}).get("name", "dffke"))
+        name = str(tree.get("algorithm", {}).get("name", "dffke")).replace(":", "-")
         source = resolved.data.source.partition(":")[0]
         out = Path("runs") / f"{name}-{source}-seed{resolved.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     _drive(resolved, out, resume=False)
@@ -136,9 +137,11 @@ def _drive(config: Config, out: Path, *, resume: bool) -> None:
     architectures = len(set(experiment.architectures))
     console.print(
         f"{type(config.algorithm).__name__} on {config.data.source}: {config.clients} clients, "
-        f"{architectures} architecture{'s' * (architectures > 1)}, rounds {experiment.round + 1} to {config.rounds}, "
+        f"{architectures} architecture{'s' * (architectures > 1)}, {config.rounds} rounds, "
         f"{experiment.device.type}; folder {out}"
     )
+    if experiment.round:
+        console.print(f"{experiment.round} of {config.rounds} rounds are done already")
     records = experiment.folder.records()
     watcher.begin(experiment.round)
     try:
@@ -155,7 +158,11 @@ def _drive(config: Config, out: Path, *, resume: bool) -> None:
 
 
 @app.command("list")
-def list_(what: Annotated[Listing, typer.Argument(help="What to list.")]) -> None:
+def list_(
+    what: Annotated[
+        Listing, typer.Argument(metavar="WHAT", help="algorithms, models, families, datasets or partitions.")
+    ],
+) -> None:
     """List what there is by name."""
     rows: dict[Listing, list[tuple[str, str]]] = {
         Listing.algorithms: [(name, (kind.__doc__ or "").split("\n")[0]) for name, kind in ALGORITHMS.items()],
@@ -172,11 +179,11 @@ def list_(what: Annotated[Listing, typer.Argument(help="What to list.")]) -> Non
 
 
 @show.command("algorithm")
-def show_algorithm(name: Annotated[str, typer.Argument(help="Its name in `barter list algorithms`.")]) -> None:
+def show_algorithm(
+    name: Annotated[str, typer.Argument(help="Its name in `barter list algorithms`, or module:Class.")],
+) -> None:
     """An algorithm's citation, what crosses the wire, and its fields with defaults and symbols."""
-    if name not in ALGORITHMS:
-        raise ConfigError(f"unknown algorithm {name!r}: {did_you_mean(name, ALGORITHMS)}")
-    kind, console = ALGORITHMS[name], _console(wide=True)
+    kind, console = algorithm_named(name), _console(wide=True)
     console.print(kind.citation())
     console.print("\nWhat crosses the wire:")
     for method, what in kind.crosses.items():

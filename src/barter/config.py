@@ -18,7 +18,17 @@ from barter.core.params import Count, Whole, build, check, did_you_mean
 from barter.data.partition import PARTITIONS, Dirichlet, Partition
 from barter.data.task import Data
 
-__all__ = ["Config", "first_difference", "plain", "read", "resolve", "to_toml", "with_settings"]
+__all__ = [
+    "Config",
+    "algorithm_named",
+    "first_difference",
+    "partition_named",
+    "plain",
+    "read",
+    "resolve",
+    "to_toml",
+    "with_settings",
+]
 
 
 TABLES: dict[str, dict[str, str]] = {"algorithm": {"name": "dffke"}, "partition": {"name": "dirichlet"}, "data": {}}
@@ -44,30 +54,27 @@ class Config:
             raise ConfigError(f"min_clients={self.min_clients}: there are only {self.clients} clients")
 
 
-def _named(
-    registry: Mapping[str, type[Any]], section: Mapping[str, Any], what: str
-) -> tuple[type[Any], dict[str, Any]]:
-    rest = dict(section)
-    name = rest.pop("name")
-    if not isinstance(name, str):
-        raise ConfigError(f"{what}.name={name!r}: must be a name, {did_you_mean('', registry)}")
-    if name not in registry:
-        raise ConfigError(f"unknown {what} {name!r}: {did_you_mean(name, registry)}")
-    return registry[name], rest
-
-
-def _imported(name: object) -> dict[str, type[Any]]:
-    """An algorithm that stands in nobody's registry, named as package.module:Class."""
-    module, colon, attribute = str(name).partition(":")
+def algorithm_named(name: str) -> type[Algorithm[Any, Any]]:
+    """The algorithm of this name in the registry or, as package.module:Class, anywhere else."""
+    module, colon, attribute = name.partition(":")
     if not colon:
-        return {}
+        if name not in ALGORITHMS:
+            raise ConfigError(f"unknown algorithm {name!r}: {did_you_mean(name, ALGORITHMS)}")
+        return ALGORITHMS[name]
     try:
         kind = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ConfigError(f"algorithm {name!r} cannot be imported: {error}") from error
     if not (isinstance(kind, type) and issubclass(kind, Algorithm)) or kind.round is Algorithm.round:
         raise ConfigError(f"{name} is no Algorithm with a round of its own")
-    return {str(name): kind}
+    return kind
+
+
+def partition_named(name: str) -> type[Partition]:
+    """The partition of this name."""
+    if name not in PARTITIONS:
+        raise ConfigError(f"unknown partition {name!r}: {did_you_mean(name, PARTITIONS)}")
+    return PARTITIONS[name]
 
 
 def resolve(tree: Mapping[str, Any]) -> Config:
@@ -78,12 +85,14 @@ def resolve(tree: Mapping[str, Any]) -> Config:
         if not isinstance(given, Mapping):
             raise ConfigError(f"{section} is a table: write [{section}] and its keys below it, or {section}.name=...")
         values[section] = {**default, **given}
-    known = {**ALGORITHMS, **_imported(values["algorithm"].get("name"))}
-    kind, rest = _named(known, values["algorithm"], "algorithm")
-    preset = rest.pop("preset", None)
-    values["algorithm"] = build(kind, rest, "algorithm.") if preset is None else kind.preset(str(preset), rest)
-    split, rest = _named(PARTITIONS, values["partition"], "partition")
-    values["partition"] = build(split, rest, "partition.")
+        if not isinstance(values[section].get("name", ""), str):
+            raise ConfigError(f"{section}.name={values[section]['name']!r}: must be a name")
+    kind = algorithm_named(values["algorithm"].pop("name"))
+    preset = values["algorithm"].pop("preset", None)
+    fields = values["algorithm"]
+    values["algorithm"] = build(kind, fields, "algorithm.") if preset is None else kind.preset(str(preset), fields)
+    split = partition_named(values["partition"].pop("name"))
+    values["partition"] = build(split, values["partition"], "partition.")
     values["data"] = build(Data, values["data"], "data.")
     return build(Config, values)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from barter.config import Config, first_difference, plain, read, to_toml
+from barter.config import Config, first_difference, partition_named, plain, read, to_toml
 from barter.core import seeds
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
@@ -20,7 +20,7 @@ from barter.core.errors import CheckpointError, ConfigError
 from barter.core.evaluation import accuracy
 from barter.core.model import Classifier, split, verify_split
 from barter.core.nodes import Client, Monitor, Server, as_numbers
-from barter.data.partition import Dirichlet, Partition
+from barter.data.partition import Partition
 from barter.data.task import Data, Task, make_task
 from barter.engines.local import LocalEngine
 from barter.models import families, zoo
@@ -45,9 +45,9 @@ class Experiment:
         algorithm: Algorithm[Any, Any],
         *,
         data: str | Data = "digits",
-        partition: Partition | None = None,
+        partition: str | Partition = "dirichlet",
         clients: int = 5,
-        models: str | Sequence[nn.Module] = "small-5",
+        models: str | nn.Module | Sequence[nn.Module] = "small-5",
         seed: int = 0,
         device: str = "auto",
         min_clients: int | None = None,
@@ -59,7 +59,7 @@ class Experiment:
         self.config = Config(
             algorithm=algorithm,
             data=Data(source=data) if isinstance(data, str) else data,
-            partition=partition or Dirichlet(),
+            partition=partition_named(partition)() if isinstance(partition, str) else partition,
             clients=clients,
             models=models if isinstance(models, str) else BY_PYTHON,
             rounds=rounds,
@@ -73,7 +73,8 @@ class Experiment:
         self.task = make_task(self.config.data, self.config.partition, clients, seed, self.device)
         if algorithm.needs_public_data and self.task.public is None:
             raise ConfigError(f"{type(algorithm).__name__} as asked for needs public data: set data.public to a source")
-        self.architectures, networks = _networks(models, self.task, clients, seed)
+        given = [models] if isinstance(models, nn.Module) else models
+        self.architectures, networks = _networks(given, self.task, clients, seed)
         self.server, members = self._parties(networks)
         self.engine = LocalEngine(algorithm, members, seed=seed, min_clients=min_clients, monitor=monitor)
         self.server.monitor = self.engine
@@ -205,7 +206,7 @@ def _networks(
     ready = []
     for module in models:
         if not isinstance(module, nn.Module):
-            raise ConfigError(f"models: {module!r} is no module; a list holds modules, a name stands alone")
+            raise ConfigError(f"models: {module!r} is no module; names go into one string, with commas between them")
         classifier = split(module)
         verify_split(module, classifier, task.spec.shape, task.spec.classes)
         ready.append(classifier)

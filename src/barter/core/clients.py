@@ -127,7 +127,8 @@ class Clients(Sequence[int]):
         least, answered = self._engine.min_clients, asked - len(failures)
         needed = asked if least is None else min(least, asked)
         if answered < needed:
-            reasons = "; ".join(map(str, failures))
+            more = f"; and {len(failures) - 3} more" if len(failures) > 3 else ""
+            reasons = "; ".join(map(str, failures[:3])) + more
             error = ClientError(f"{answered} of {asked} clients answered {method!r}, {needed} must: {reasons}")
             error.add_note(failures[0].traceback)
             raise error

@@ -87,7 +87,10 @@ def verify_split(original: nn.Module, classifier: Classifier, shape: tuple[int, 
                 and torch.allclose(whole, classifier.logits(features), atol=1e-5)
             )
     except (RuntimeError, ValueError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{name} cannot be split at its last Linear layer ({error}); {BY_HAND}") from error
+        size = "x".join(map(str, shape))
+        raise ConfigError(
+            f"{name} does not take images of {size}, or cannot be split at its last Linear layer ({error}); {BY_HAND}"
+        ) from error
     finally:
         original.train(was_training)
         classifier.train(was_training)

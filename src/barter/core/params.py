@@ -77,7 +77,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of an error message about an unknown name: its nearest neighbour, or all there is."""
     known = sorted(known)
     lowered = {k.lower(): k for k in known} | {k.lower().rpartition(".")[2]: k for k in known}
-    near = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
     if not near:
         near = difflib.get_close_matches(name.lower().rpartition(".")[2], lowered, n=1, cutoff=0.6)
     return f"did you mean {lowered[near[0]]!r}?" if near else f"there are: {', '.join(known) or 'none'}"

@@ -119,9 +119,10 @@ def _torchvision(name: str, request: Request) -> Dataset:
             }
             train, test = (kinds[name](root, train=t, download=download) for t in (True, False))
     except RuntimeError as error:
-        raise ConfigError(
-            f"{name} is not in {root}: set data.root to the folder that holds it, or data.download=true ({error})"
-        ) from error
+        advice = (
+            "the download failed" if download else "set data.root to the folder that holds it, or data.download=true"
+        )
+        raise ConfigError(f"{name} is not in {root}: {advice} ({error})") from error
     except OSError as error:
         raise ConfigError(f"{name} could not be read or downloaded into {root}: {error}") from error
     images = [np.asarray(part.data) for part in (train, test)]

@@ -36,8 +36,9 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 
 
 def members(name: str, clients: int) -> list[str]:
-    """The architecture of each client; a model's own name is a family of one."""
-    family = FAMILIES.get(name) or ((name,) if name in ZOO else ())
-    if not family:
-        raise ConfigError(f"unknown family or model {name!r}: {did_you_mean(name, [*FAMILIES, *ZOO])}")
+    """The architecture of each client; a family is a name from above, or models by name with commas between them."""
+    family = FAMILIES.get(name) or tuple(part.strip() for part in name.split(","))
+    for part in family:
+        if part not in ZOO:
+            raise ConfigError(f"unknown family or model {part!r}: {did_you_mean(part, [*FAMILIES, *ZOO])}")
     return [family[i % len(family)] for i in range(clients)]

@@ -25,7 +25,7 @@ def closing_table(
 ) -> Table:
     """Per client: what it brought, what it knew alone, what it knows now, and what that cost; fits 80 columns."""
     last = records[-1]
-    title = f"after round {last.round}; accuracy in % on the global test set and on each client's own"
+    title = f"after round {last.round}, accuracy in %: on the global test set and the client's own"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     for heading in ("client", "images", "classes", *HEADINGS, "up", "down"):
         table.add_column(heading, justify="left" if heading in ("client", "classes") else "right")
