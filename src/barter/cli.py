@@ -94,9 +94,7 @@ def _options(
 
 @app.command()
 def run(
-    config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG.toml]", help="A configuration; without one, the defaults.")
-    ] = None,
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG.toml]")] = None,
     algorithm: Annotated[
         str | None, typer.Option(help="A name from `barter list algorithms`, or module:Class.")
     ] = None,
@@ -104,7 +102,7 @@ def run(
     out: Annotated[Path | None, typer.Option(help="The run's folder; without one, a new one under runs/.")] = None,
     device: Annotated[Device | None, typer.Option(help="Where to compute.")] = None,
 ) -> None:
-    """Run a federation and keep its configuration, metrics and checkpoints in a folder."""
+    """Run a federation, as CONFIG.toml says or by the defaults, and keep its metrics and checkpoint in a folder."""
     tree = _tree(config, algorithm, settings)
     if device is not None:
         tree["device"] = device.value
@@ -118,9 +116,9 @@ def run(
 
 @app.command()
 def resume(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that was interrupted.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN")],
 ) -> None:
-    """Continue a run behind its last finished round; the result is that of a run never interrupted."""
+    """Continue the run in the folder RUN behind its last finished round, as if it had never been interrupted."""
     _drive(resolve(read(run / "config.toml")), run, resume=True)
 
 
@@ -159,11 +157,9 @@ def _drive(config: Config, out: Path, *, resume: bool) -> None:
 
 @app.command("list")
 def list_(
-    what: Annotated[
-        Listing, typer.Argument(metavar="WHAT", help="algorithms, models, families, datasets or partitions.")
-    ],
+    what: Annotated[Listing, typer.Argument(metavar="WHAT")],
 ) -> None:
-    """List what there is by name."""
+    """List algorithms, models, families, datasets or partitions."""
     rows: dict[Listing, list[tuple[str, str]]] = {
         Listing.algorithms: [(name, (kind.__doc__ or "").split("\n")[0]) for name, kind in ALGORITHMS.items()],
         Listing.models: [(name, "in " + ", ".join(f for f, m in FAMILIES.items() if name in m)) for name in ZOO],
@@ -180,9 +176,9 @@ def list_(
 
 @show.command("algorithm")
 def show_algorithm(
-    name: Annotated[str, typer.Argument(help="Its name in `barter list algorithms`, or module:Class.")],
+    name: Annotated[str, typer.Argument()],
 ) -> None:
-    """An algorithm's citation, what crosses the wire, and its fields with defaults and symbols."""
+    """Citation, what crosses the wire, and fields with defaults and symbols of an algorithm (or of module:Class)."""
     kind, console = algorithm_named(name), _console(wide=True)
     console.print(kind.citation())
     console.print("\nWhat crosses the wire:")
@@ -208,12 +204,12 @@ def _fields(console: Console, kind: type, where: str) -> None:
 
 @show.command("partition")
 def show_partition(
-    name: Annotated[str | None, typer.Argument(help="Its name in `barter list partitions`.")] = None,
+    name: Annotated[str | None, typer.Argument()] = None,
     config: Annotated[Path | None, typer.Option(help="Take the rest from this configuration.")] = None,
     settings: Settings = None,
     out: Annotated[Path, typer.Option(help="Where to save the bubble picture.")] = Path("partition.png"),
 ) -> None:
-    """Who gets how many samples of which class, as a table and as a picture."""
+    """Who gets how many samples of which class under a partition, as a table and as a picture."""
     first = [] if name is None else [f"partition.name={name}"]
     resolved = resolve(_tree(config, None, [*first, *(settings or [])]))
     task = make_task(resolved.data, resolved.partition, resolved.clients, resolved.seed, torch.device("cpu"))
