@@ -34,6 +34,10 @@ def test_unless_the_algorithm_declares_it() -> None:
         wire.carry(float("nan"), "teach", 0, "up")
 
 
+def test_large_numbers_are_no_infinities() -> None:
+    assert Wire().carry({"x": 1e300, "y": torch.tensor(3e38)}, "learn", 0, "up")["x"] == 1e300
+
+
 def test_a_refused_payload_is_not_counted() -> None:
     wire = Wire()
     with pytest.raises(PayloadError):

@@ -40,7 +40,7 @@ class Wire:
 
 def _require_finite(tree: object, method: str) -> None:
     floating = [
-        (at, torch.as_tensor(value))
+        (at, torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64))
         for at, value in leaves(tree, method)
         if isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point())
     ]
