@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from barter import DFFKE, Classifier, Experiment, Local, Replies
+from barter import DFFKE, Classifier, Experiment, Local
 from barter.algorithms.dffke import Hub, Trader, discrepancy, docking_loss
 from barter.core.errors import ConfigError
 from barter.core.images import Spec
@@ -394,7 +394,6 @@ def test_one_trader_alone_has_nobody_to_learn_from() -> None:
 
 def test_replies_reach_the_server_in_order() -> None:
     experiment, _ = exchanged(1)
-    assert isinstance(Replies({1: 1, 0: 0}, {0: 1, 1: 1}, {}), dict)
     assert isinstance(experiment.server, Hub)
     assert list(experiment.server.buffer[0]["codes"]) == [0, 1, 2]
 
