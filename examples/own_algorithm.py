@@ -45,7 +45,7 @@ class ClassLogits(Algorithm[Board]):
 
     def learn(self, client: Client, targets: list[Tensor]) -> tuple[Tensor, Tensor]:
         data, model = client.data, client.model
-        trainer = Trainer(model.parameters(), adam(self.lr))
+        trainer = Trainer.of(model, adam(self.lr))
         batches = index_batches(len(data), self.batch_size, client.device)
 
         def loss(x: Tensor, y: Tensor) -> Tensor:

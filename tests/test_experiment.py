@@ -10,7 +10,6 @@ from torch import nn
 from barter import DFFKE, Algorithm, Client, Clients, Experiment, Local, Server
 from barter.config import read, resolve
 from barter.core.errors import CheckpointError, ClientError, ConfigError
-from barter.core.payload import isolate
 from barter.data.partition import Iid
 from barter.runs.tables import closing_table
 from tests.conftest import federation, same, state, tiny
@@ -164,26 +163,3 @@ def test_bad_values_are_refused_before_anything_is_built() -> None:
 def test_cuda_that_is_not_there_is_said() -> None:
     with pytest.raises(ConfigError, match="no CUDA device"):
         Experiment(DFFKE(), device="cuda")
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("name", ["dffke", "fedavg", "local", "central"])
-def test_every_algorithm_runs_on_cuda(name: str, tmp_path: Path) -> None:
-    experiment = federation(tiny(name), device="cuda", out=tmp_path / "run")
-    records = list(experiment.rounds(2))
-    assert next(experiment.engine.clients[0].model.parameters()).is_cuda
-    assert 0 < records[-1].mean("global") <= 1
-    assert experiment.folder is not None
-    experiment.folder.release()
-    resumed = federation(tiny(name), device="cuda", out=tmp_path / "run", resume=True)
-    assert same(state(resumed), state(experiment))
-    assert next(resumed.rounds(3)).round == 3
-
-
-@pytest.mark.cuda
-def test_parties_on_cuda_are_isolated() -> None:
-    sent = torch.ones(5, device="cuda")
-    for device in (torch.device("cuda"), sent.device, None):
-        arrived = isolate({"x": sent}, device)["x"]
-        arrived.zero_()
-        assert sent.sum().item() == 5

@@ -14,11 +14,12 @@ import tomli_w
 from barter.algorithms import ALGORITHMS
 from barter.core.algorithm import Algorithm
 from barter.core.errors import ConfigError
-from barter.core.params import Count, Whole, build, check, did_you_mean
+from barter.core.params import Count, Positive, Whole, build, check, did_you_mean
 from barter.data.partition import PARTITIONS, Dirichlet, Partition
 from barter.data.task import Data
 
 __all__ = [
+    "RESULT_FREE",
     "Config",
     "algorithm_named",
     "first_difference",
@@ -30,6 +31,8 @@ __all__ = [
     "with_settings",
 ]
 
+
+RESULT_FREE = ("rounds", "device", "streams", "device_memory")  # what may differ when a run is resumed
 
 TABLES: dict[str, dict[str, str]] = {"algorithm": {"name": "dffke"}, "partition": {"name": "dirichlet"}, "data": {}}
 
@@ -46,6 +49,9 @@ class Config:
     rounds: Count = 5  # T: communication rounds
     seed: Whole = 0  # every random stream of the run comes from it
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where the run computes
+    precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"  # of the computation; auto is bf16 on CUDA, else fp32
+    streams: Count = 10  # how many clients compute at the same time on a CUDA device
+    device_memory: Positive | None = None  # GiB of a CUDA device's memory to stay within; none means all there is
     min_clients: Count | None = None  # how many clients must answer a call; none means all that were asked
 
     def __post_init__(self) -> None:

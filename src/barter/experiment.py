@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from barter.config import Config, first_difference, partition_named, plain, read, to_toml
+from barter.config import RESULT_FREE, Config, first_difference, partition_named, plain, read, to_toml
 from barter.core import seeds
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
@@ -20,9 +20,11 @@ from barter.core.errors import CheckpointError, ConfigError
 from barter.core.evaluation import accuracy
 from barter.core.model import Classifier, split, verify_split
 from barter.core.nodes import Client, Monitor, Server, as_numbers
+from barter.core.precision import resolved, using
 from barter.data.partition import Partition
 from barter.data.task import Data, Task, make_task
 from barter.engines.local import LocalEngine
+from barter.engines.parking import budget
 from barter.models import families, zoo
 from barter.runs.folder import RunFolder
 from barter.runs.record import Round
@@ -50,6 +52,9 @@ class Experiment:
         models: str | nn.Module | Sequence[nn.Module] = "small-5",
         seed: int = 0,
         device: str = "auto",
+        precision: str = "auto",
+        streams: int = 10,
+        device_memory: float | None = None,
         min_clients: int | None = None,
         rounds: int = 5,
         out: str | Path | None = None,
@@ -65,18 +70,31 @@ class Experiment:
             rounds=rounds,
             seed=seed,
             device=device,  # type: ignore[arg-type]  # checked by Config
+            precision=precision,  # type: ignore[arg-type]
+            streams=streams,
+            device_memory=device_memory,
             min_clients=min_clients,
         )
         if models == BY_PYTHON:
             raise ConfigError("this run's models were given in Python: resume it there, with out=... and resume=True")
         self.algorithm, self.device = algorithm, _device(device)
+        self.precision = resolved(precision, self.device)
+        memory = budget(self.device, device_memory)
         self.task = make_task(self.config.data, self.config.partition, clients, seed, self.device)
         if algorithm.needs_public_data and self.task.public is None:
             raise ConfigError(f"{type(algorithm).__name__} as asked for needs public data: set data.public to a source")
         given = [models] if isinstance(models, nn.Module) else models
         self.architectures, networks = _networks(given, self.task, clients, seed)
         self.server, members = self._parties(networks)
-        self.engine = LocalEngine(algorithm, members, seed=seed, min_clients=min_clients, monitor=monitor)
+        self.engine = LocalEngine(
+            algorithm,
+            members,
+            seed=seed,
+            min_clients=min_clients,
+            monitor=monitor,
+            streams=streams,
+            device_memory=memory,
+        )
         self.server.monitor = self.engine
         self.round, self._unfinished = 0, False
         self.folder = None if out is None else self._open(Path(out), resume)
@@ -100,7 +118,8 @@ class Experiment:
             raise CheckpointError("an error left this experiment in the middle of a round: resume it from its folder")
         self._unfinished = True
         try:
-            record = self._run(self.round + 1)
+            with using(self.precision), self.engine.at_home():
+                record = self._run(self.round + 1)
         except BaseException:
             if self.folder is not None:
                 self.folder.release()
@@ -130,6 +149,9 @@ class Experiment:
         if self.server.model_or_none is not None:
             server["global"] = accuracy(self.server.model, self.task.global_test)
         seconds = {**self.engine.seconds, "round": time.perf_counter() - start}
+        if self.device.type == "cuda":
+            server["device_memory"] = float(torch.cuda.max_memory_reserved(self.device))
+            torch.cuda.reset_peak_memory_stats(self.device)
         failures = [str(failure) for failure in self.engine.failures]
         self.engine.seconds.clear()
         self.engine.failures.clear()
@@ -150,12 +172,14 @@ class Experiment:
                 f"{', '.join(sorted(set(self.architectures)))}: set models to one of them"
             )
         # Clients of one architecture start from the same weights, and so does a model of the server's.
+        for network in set(networks.values()):
+            network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         build = {k: partial(copy.deepcopy, network) for k, network in networks.items()}
         public, device = self.task.public, self.device
         clients: dict[int, Client] = {}
         for k, (train, local) in enumerate(zip(self.task.train, self.task.local_tests, strict=True)):
             tests = {"global": self.task.global_test, "local": local}
-            clients[k] = client_kind(k, build[k]().to(device), device, train, tests, public)
+            clients[k] = client_kind(k, build[k](), device, train, tests, public, self.architectures[k])
         model = build[0]().to(device) if self.algorithm.one_architecture else None
         return server_kind(self.task.spec, build, model, device, public), clients
 
@@ -167,7 +191,7 @@ class Experiment:
         if not resume:
             return RunFolder.create(path, to_toml(self.config))
         folder = RunFolder.existing(path)
-        key = first_difference(plain(self.config), read(folder.config), but=("rounds", "device"))
+        key = first_difference(plain(self.config), read(folder.config), but=RESULT_FREE)
         if key is not None:
             raise CheckpointError(f"{path} is a run of another configuration: {key} differs")
         found = folder.load(self.device)

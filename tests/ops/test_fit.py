@@ -36,7 +36,7 @@ def test_batches_are_shuffled() -> None:
 
 def test_one_adam_step_by_hand() -> None:
     weight = nn.Parameter(torch.tensor([1.0, -2.0]))
-    trainer = Trainer([weight], adam(lr=0.1, weight_decay=0.01))
+    trainer = Trainer.of(nn.ParameterList([weight]), adam(lr=0.1, weight_decay=0.01))
     loss = trainer.step(lambda x: (weight * x).sum(), torch.tensor([3.0, 0.5]))
     assert loss.item() == pytest.approx(2.0)
     gradient = np.array([3.0, 0.5]) + 0.01 * np.array([1.0, -2.0])
@@ -47,7 +47,7 @@ def test_one_adam_step_by_hand() -> None:
 
 def test_two_sgd_steps_with_momentum_by_hand() -> None:
     weight = nn.Parameter(torch.tensor([1.0]))
-    trainer = Trainer([weight], sgd(lr=0.1, momentum=0.5))
+    trainer = Trainer.of(nn.ParameterList([weight]), sgd(lr=0.1, momentum=0.5))
     for _ in range(2):
         trainer.step(lambda: (weight**2).sum())
     # w0 = 1, g0 = 2, v0 = 2, w1 = 0.8; g1 = 1.6, v1 = 0.5 * 2 + 1.6 = 2.6, w2 = 0.54
@@ -56,7 +56,7 @@ def test_two_sgd_steps_with_momentum_by_hand() -> None:
 
 def test_frozen_parameters_stay() -> None:
     frozen, free = nn.Parameter(torch.ones(1), requires_grad=False), nn.Parameter(torch.ones(1))
-    Trainer([frozen, free], sgd(lr=1.0)).step(lambda: (frozen * free).sum())
+    Trainer.of(nn.ParameterList([frozen, free]), sgd(lr=1.0)).step(lambda: (frozen * free).sum())
     assert (frozen.item(), free.item()) == (1.0, 0.0)
 
 

@@ -37,6 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from barter.core import lanes
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients, Replies
 from barter.core.errors import ConfigError
@@ -45,10 +46,10 @@ from barter.core.images import Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive, Whole
-from barter.core.payload import State, nbytes
+from barter.core.payload import State, isolate, nbytes
 from barter.models.generators import Decoder, resized
 from barter.ops.distill import kl
-from barter.ops.fit import Trainer, adam, epoch_length, fit, index_batches
+from barter.ops.fit import Trainer, adam, classification, epoch_length, fit, index_batches
 
 __all__ = ["DFFKE", "Hub", "Trader"]
 
@@ -241,15 +242,16 @@ class DFFKE(Algorithm[Hub, Trader]):
         self, server: Hub, embeddings: Mapping[int, Tensor], labels: Mapping[int, Tensor]
     ) -> tuple[dict[int, nn.Linear], dict[int, Tensor]]:
         """Docking layers z_k that bring all embeddings into one space (Eqs. 10 and 11)."""
-        z = {k: nn.Linear(e.shape[1], self.code_dim).to(server.device) for k, e in embeddings.items()}
+        new = {k: nn.Linear(e.shape[1], self.code_dim).to(server.device) for k, e in embeddings.items()}
+        z = {k: lanes.keep(("docking", k), layer) for k, layer in new.items()}
         for k in z.keys() & server.docking.keys():
             z[k].load_state_dict(server.docking[k])
-        head = nn.Linear(self.code_dim, server.spec.classes).to(server.device)
-        trainer = Trainer(nn.ModuleList([*z.values(), head]).parameters(), adam(self.lr, self.docking_weight_decay))
+        head = lanes.keep("global head", nn.Linear(self.code_dim, server.spec.classes).to(server.device))
+        trainer = Trainer.of([*z.values(), head], adam(self.lr, self.docking_weight_decay))
         for _ in server.track("unify", range(self.docking_epochs)):
             for k, z_k in z.items():
                 trainer.step(partial(docking_loss, head, z_k), embeddings[k], labels[k])
-        server.docking |= {k: layer.state_dict() for k, layer in z.items()}
+        server.docking |= isolate({k: layer.state_dict() for k, layer in z.items()})
         return z, {k: layer.requires_grad_(False)(embeddings[k]) for k, layer in z.items()}
 
     def train_decoder(
@@ -261,8 +263,8 @@ class DFFKE(Algorithm[Hub, Trader]):
         codes: Mapping[int, Tensor],
     ) -> State:
         """The decoder Dec, which makes of each code an image that its client's encoder maps back to it (Eq. 12)."""
-        decoder = Decoder(self.code_dim, server.spec).to(server.device)
-        trainer = Trainer(decoder.parameters(), adam(self.lr))
+        decoder = lanes.keep("decoder", Decoder(self.code_dim, server.spec).to(server.device))
+        trainer = Trainer.of(decoder, adam(self.lr))
         batches = {k: index_batches(len(e), self.batch_size, e.device) for k, e in codes.items()}
         longest = max(epoch_length(len(e), self.batch_size) for e in codes.values())
         total = torch.zeros((), device=server.device)
@@ -275,7 +277,7 @@ class DFFKE(Algorithm[Hub, Trader]):
                 value = trainer.step(loss, codes[k][index], embeddings[k][index])
                 total += value if step >= len(steps) - longest else 0
         server.report["decoder_loss"] = float(total) / (longest * len(codes))
-        return decoder.state_dict()
+        return isolate(decoder.state_dict())
 
     def decoder_loss(
         self,
@@ -359,19 +361,21 @@ class DFFKE(Algorithm[Hub, Trader]):
         held = {entry["round"]: entry for entry in client.buffer}
         fresh = [self.material(client, held, i, [lesson["fresh"]]) for i, lesson in lessons.items()]
         memory = [self.material(client, held, i, lesson["memory"]) for i, lesson in lessons.items() if lesson["memory"]]
-        size, device = self.batch_size, client.device
+        data, size, device = client.data, self.batch_size, client.device
         sources = [(part, index_batches(len(part[0]), size, device)) for part in [*fresh, *memory]]
-        private = index_batches(len(client.data), size, device)
-        trainer = Trainer(client.model.train().parameters(), adam(self.lr, self.weight_decay))
+        private = index_batches(len(data), size, device)
+        trainer = Trainer.of(client.model.train(), adam(self.lr, self.weight_decay))
+        own = partial(classification, client.model, data.spec, data.augment)
+        peer = partial(self.exchange_loss, client.model, data.spec)
+        docking = tuple(client.docking.values()) if self.embedding_loss else ()
         longest = max(epoch_length(len(codes), size) for codes in client.buffer[-1]["codes"].values())
         for _ in client.track(range(self.exchange_epochs * longest)):
             if self.local_review:
                 index = next(private)
-                batch = client.data.batch(index, augmented=True), client.data.labels[index]
-                trainer.step(lambda x, y: F.cross_entropy(client.model(x), y), *batch)
+                trainer.step(own, data.pixels[index], data.labels[index])
             for part, batches in sources:
                 index = next(batches)
-                trainer.step(partial(self.exchange_loss, client), *(tensor[index] for tensor in part))
+                trainer.step(peer, *(tensor[index] for tensor in part), *docking)
         client.buffer = self.remember(client.buffer, self.memory)
         client.report["buffer_bytes"] = nbytes(client.buffer)
 
@@ -381,12 +385,12 @@ class DFFKE(Algorithm[Hub, Trader]):
         names: list[Literal["logits", "embeddings"]] = ["logits", "embeddings"] if self.embedding_loss else ["logits"]
         return [torch.cat(images), *(torch.cat([part[name] for part in taught]) for name in names)]
 
-    def exchange_loss(self, client: Trader, images: Tensor, target: Tensor, embeddings: Tensor | None = None) -> Tensor:
+    def exchange_loss(self, model: Classifier, spec: Spec, images: Tensor, target: Tensor, *docked: Tensor) -> Tensor:
         """The divergence from a peer's predictions on a batch of its images (a term of Eqs. 13 and 14)."""
-        features = client.model.features(resized(images, client.data.spec))
-        student = client.model.logits(features)
+        features = model.features(resized(images, spec))
+        student = model.logits(features)
         loss = kl(target, student) if self.direction == "teacher" else kl(student, target)
-        if embeddings is not None:
-            translated = F.linear(features, client.docking["weight"], client.docking["bias"])
-            loss = loss + F.mse_loss(translated, embeddings)
+        if self.embedding_loss:
+            embeddings, weight, bias = docked
+            loss = loss + F.mse_loss(F.linear(features, weight, bias), embeddings)
         return loss

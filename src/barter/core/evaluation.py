@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from barter.core import lanes, precision
 from barter.core.images import Images
 from barter.core.model import Classifier
 from barter.core.nodes import Client
@@ -18,8 +19,14 @@ CHUNK = 500
 
 @torch.no_grad()
 def predict(function: Callable[[Tensor], Tensor], batch: Callable[[Tensor], Tensor], index: Tensor) -> Tensor:
-    """The function's values for the samples at these indices, computed in chunks."""
-    return torch.cat([function(batch(part)) for part in torch.split(index, CHUNK)])
+    """The function's values for the samples at these indices, computed in chunks, in fp32."""
+    values = []
+    for part in torch.split(index, CHUNK):
+        with precision.autocast(index.device):
+            values.append(function(batch(part)).float())
+        lanes.breathe()
+    lanes.rest()
+    return torch.cat(values)
 
 
 def accuracy(model: Classifier, data: Images) -> float:

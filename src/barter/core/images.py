@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Augment", "Images", "Spec"]
+__all__ = ["Augment", "Images", "Spec", "prepared"]
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,6 @@ class Images:
     def __init__(self, pixels: Tensor, labels: Tensor, spec: Spec, augment: Augment | None = None) -> None:
         self.pixels, self.labels, self.spec = pixels, labels, spec
         self.augment = augment or Augment()
-        self.mean = torch.tensor(spec.mean, device=pixels.device).view(1, -1, 1, 1) * 255
-        self.std = torch.tensor(spec.std, device=pixels.device).view(1, -1, 1, 1) * 255
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -56,17 +55,28 @@ class Images:
         return torch.bincount(self.labels, minlength=self.spec.classes)
 
     def batch(self, index: Tensor, *, augmented: bool = False) -> Tensor:
-        """The images at these indices as the models want them: float, normalised, of the agreed size."""
-        pixels = self.pixels[index]
-        if augmented:
-            pixels = _augment(pixels, self.augment)
-        x = (pixels.float() - self.mean) / self.std
-        if x.shape[-2:] != self.spec.shape[1:]:
-            x = F.interpolate(x, self.spec.shape[1:], mode="bilinear", antialias=True)
-        return x
+        """The images at these indices as the models want them."""
+        return prepared(self.pixels[index], self.spec, self.augment if augmented else Augment())
 
 
-def _augment(pixels: Tensor, augment: Augment) -> Tensor:
+def prepared(pixels: Tensor, spec: Spec, augment: Augment) -> Tensor:
+    """A batch of bytes as the models want it: augmented, float, normalised, of the agreed size, channels last."""
+    mean, std = _statistics(spec, pixels.device)
+    x = (_augmented(pixels, augment).float() - mean) / std
+    if x.shape[-2:] != spec.shape[1:]:
+        x = F.interpolate(x, spec.shape[1:], mode="bilinear", antialias=True)
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+@cache
+def _statistics(spec: Spec, device: torch.device) -> tuple[Tensor, Tensor]:
+    mean, std = (torch.tensor(values, device=device).view(1, -1, 1, 1) * 255 for values in (spec.mean, spec.std))
+    return mean, std
+
+
+def _augmented(pixels: Tensor, augment: Augment) -> Tensor:
+    if not augment.flip and not augment.crop:
+        return pixels
     n, _, height, width = pixels.shape
     device = pixels.device
     rows = torch.arange(height, device=device).expand(n, -1)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
 
+from barter.core import lanes
 from barter.core.images import Images, Spec
 from barter.core.model import Classifier
-from barter.core.payload import Payload, State, isolate
+from barter.core.payload import Payload, State, isolate, leaves, nbytes
 
 __all__ = ["Client", "Monitor", "Node", "Server"]
 
@@ -73,6 +74,22 @@ class Node:
             kept["model"] = self.model.state_dict()
         return isolate(kept, path=type(self).__name__)
 
+    def holdings(self) -> list[Any]:
+        """All that this node remembers beside its model, leaf by leaf."""
+        return [leaf for name in self.remembered() for _, leaf in leaves(getattr(self, name), name)]
+
+    def move(self, device: torch.device) -> None:
+        """Put all that this node holds where it is to be: on the run's device, or in the host's memory."""
+        if self.model_or_none is not None:
+            self.model_or_none.to(device)
+        for name in self.remembered():
+            setattr(self, name, isolate(getattr(self, name), device))
+
+    def footprint(self) -> int:
+        """Bytes that this node holds."""
+        model = 0 if self.model_or_none is None else lanes.footprint(self.model_or_none)
+        return model + nbytes(self.holdings())
+
     def recall(self, memory: Mapping[str, Payload]) -> None:
         """Take up where `memory` was taken."""
         for name in self.remembered():
@@ -92,9 +109,30 @@ class Client(Node):
         data: Images,
         tests: Mapping[str, Images],
         public: Images | None = None,
+        architecture: str | None = None,
     ) -> None:
         super().__init__(model, device, public)
         self.id, self.data, self.tests = id, data, tests
+        self.architecture = architecture or f"client {id}"  # clients of one name have the same network
+
+    @contextmanager
+    def seated(self) -> Iterator[None]:
+        """For a turn on a lane, the client's model is the one that the lane keeps for its architecture.
+
+        So the graphs of a lane serve all clients of an architecture, however many there are.
+        """
+        own, lane = self.model, lanes.current()
+        if lane is None:
+            yield
+            return
+        seat = lanes.kept(("model", self.architecture), lambda: copy.deepcopy(own).to(self.device))
+        seat.load_state_dict(own.state_dict())
+        self.model_or_none = seat
+        try:
+            yield
+        finally:
+            own.load_state_dict(seat.state_dict())
+            self.model_or_none = own
 
     def track(self, steps: Sequence[T]) -> Iterator[T]:
         """The steps one by one, seen by whoever watches the run as parts of this client's work."""
@@ -119,7 +157,7 @@ class Server(Node):
 
     def replica(self, client: int, weights: State) -> Classifier:
         """A frozen copy of a client's model, from the weights it sent."""
-        model = self.architectures[client]().to(self.device)
+        model = lanes.kept(("replica", client), lambda: self.architectures[client]().to(self.device))
         model.load_state_dict(weights)
         return model.eval().requires_grad_(False)
 

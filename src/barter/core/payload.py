@@ -15,7 +15,7 @@ from torch import Tensor
 
 from barter.core.errors import PayloadError
 
-__all__ = ["Payload", "State", "isolate", "leaves", "nbytes", "pack", "unpack"]
+__all__ = ["Payload", "State", "isolate", "leaves", "nbytes", "origin", "pack", "unpack"]
 
 State: TypeAlias = dict[str, Tensor]
 Payload: TypeAlias = Any
@@ -79,9 +79,13 @@ def _own(value: Any, device: torch.device | None) -> Any:
     if not isinstance(value, Tensor):
         return value
     tensor = value.detach()
-    moved = tensor if device is None else tensor.to(device)
-    if moved is not tensor:
-        return moved
+    if tensor.is_cuda or (device is not None and device.type != tensor.device.type):
+        # Torch copies on write behind the back of CUDA streams: there, each party gets a copy of its own at once.
+        copy = tensor.to(tensor.device if device is None else device, copy=True)
+        token = origin(value) or object()
+        for same in (value, copy):
+            same.origin = (token, same._version)  # type: ignore[attr-defined]
+        return copy
     if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
         return tensor.clone()  # a view must not keep the whole storage behind it alive
     try:
@@ -89,6 +93,12 @@ def _own(value: Any, device: torch.device | None) -> Any:
         return torch._lazy_clone(tensor)
     except RuntimeError:
         return tensor.clone()  # memory that is not torch's own, such as an array's or a file's
+
+
+def origin(tensor: Tensor) -> object | None:
+    """What all copies of one tensor have in common while nobody has written to them."""
+    token, version = getattr(tensor, "origin", (None, 0))
+    return token if version == tensor._version else None
 
 
 def isolate(tree: T, device: torch.device | None = None, path: str = "payload") -> T:

@@ -2,56 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import partial
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from barter.core.images import Images
+from barter.core import lanes
+from barter.core.images import Augment, Images, Spec, prepared
+from barter.core.model import Classifier
 from barter.core.nodes import Client
+from barter.ops.trainer import Recipe, Trainer, adam, sgd
 
 __all__ = [
     "Fitted",
     "Recipe",
     "Trainer",
     "adam",
+    "classification",
     "epoch_length",
     "fit",
     "index_batches",
     "sgd",
 ]
-
-Recipe: TypeAlias = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
-
-
-def adam(lr: float, weight_decay: float = 0.0) -> Recipe:
-    """Adam with one fused kernel for all parameters."""
-    return lambda parameters: torch.optim.Adam(parameters, lr=lr, weight_decay=weight_decay, fused=True)
-
-
-def sgd(lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> Recipe:
-    """Stochastic gradient descent."""
-    return lambda parameters: torch.optim.SGD(
-        parameters, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=True
-    )
-
-
-class Trainer:
-    """Parameters and their optimizer; every step of every method is one call of `step`."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], recipe: Recipe) -> None:
-        self.optimizer = recipe([p for p in parameters if p.requires_grad])
-
-    def step(self, loss: Callable[..., Tensor], *batch: Tensor) -> Tensor:
-        """One step down the gradient of the loss on this batch; the loss before it."""
-        self.optimizer.zero_grad()
-        value = loss(*batch)
-        torch.autograd.backward(value)
-        self.optimizer.step()
-        return value.detach()
 
 
 def index_batches(n: int, size: int, device: torch.device) -> Iterator[Tensor]:
@@ -76,6 +52,14 @@ def _batch_size(n: int, size: int) -> int:
     return max(2, min(size, n))
 
 
+def classification(
+    model: Classifier, spec: Spec, augment: Augment, pixels: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Cross entropy on a batch of labelled bytes, and how many of them the model names rightly."""
+    logits = model(prepared(pixels, spec, augment))
+    return F.cross_entropy(logits, labels), (logits.detach().argmax(1) == labels).sum()
+
+
 @dataclass(frozen=True)
 class Fitted:
     """How a training ended."""
@@ -95,25 +79,22 @@ def fit(
     data: Images | None = None,
 ) -> Fitted:
     """Train the client's model by cross entropy for so many epochs, or until an epoch's accuracy reaches the goal."""
-    model, data = client.model, data or client.data
-    trainer = Trainer(model.parameters(), recipe)
+    data = data or client.data
+    trainer = Trainer.of(client.model.train(), recipe)
+    loss = partial(classification, client.model, data.spec, data.augment)
     batches = index_batches(len(data), batch_size, data.device)
     per_epoch = epoch_length(len(data), batch_size)
-    hits = torch.zeros((), device=data.device)
-
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        logits = model(x)
-        hits.add_((logits.detach().argmax(1) == y).sum())
-        return F.cross_entropy(logits, y)
-
-    model.train()
     fitted = Fitted(0, float("nan"), 0.0)
     for epoch in client.track(range(1, epochs + 1)):
-        hits.zero_()
-        seen, total = 0, torch.zeros((), device=data.device)
-        for _, index in zip(range(per_epoch), batches, strict=False):
-            total += trainer.step(loss, data.batch(index, augmented=True), data.labels[index])
+        total = torch.zeros((), device=data.device)
+        hits = torch.zeros((), device=data.device, dtype=torch.long)
+        seen = 0
+        for index in islice(batches, per_epoch):
+            value, right = trainer.step(loss, data.pixels[index], data.labels[index])
+            total += value
+            hits += right
             seen += len(index)
+        lanes.rest()
         fitted = Fitted(epoch, float(total) / per_epoch, float(hits) / seen)
         if goal is not None and fitted.accuracy >= goal:
             break

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from barter.core.errors import CheckpointError
-from barter.core.payload import Payload, pack, unpack
+from barter.core.payload import Payload, origin, pack, unpack
 from barter.runs.record import Round
 
 __all__ = ["RunFolder"]
@@ -89,9 +89,9 @@ class RunFolder:
         unique: dict[tuple[object, ...], str] = {}
         stored, alias = {}, {}
         for name, tensor in tensors.items():
-            # Parties that share a storage, copy on write, are written once.
+            # What parties share, as one storage or as copies nobody has written to, is written once.
             address = torch._C._data_address(tensor)  # type: ignore[attr-defined]  # data_ptr() would end the sharing
-            key = (address, tensor.shape, tensor.stride(), tensor.dtype)
+            key = (origin(tensor) or address, tensor.shape, tensor.stride(), tensor.dtype)
             alias[name] = unique.setdefault(key, name)
             if alias[name] == name:
                 stored[name] = tensor.cpu().clone().contiguous()

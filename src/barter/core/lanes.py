@@ -1,0 +1,219 @@
+"""Where parties compute on a GPU: in turns on the host, side by side on the device.
+
+A lane is a CUDA stream with what lives on it from call to call: modules whose place in memory never changes, trainers
+with their captured graphs, and a random generator. Threads that share lanes hand a baton around: one of them at a time
+runs Python and asks the device for work, the others wait for the device. So nothing an algorithm does needs to be
+thread-safe, and every stream always has work.
+
+On the CPU there are no lanes, and everything here does nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+__all__ = ["Lane", "breathe", "current", "footprint", "keep", "kept", "rest", "take_turns"]
+
+M = TypeVar("M", bound=nn.Module)
+
+STRIDE = 4  # steps between two looks at how far the device has come
+AHEAD = 4  # how many such looks the host may be ahead
+TRAINERS = 32  # how many trainers, with their graphs, a lane keeps
+
+_here = threading.local()
+_baton = threading.Lock()
+
+
+class Stopped(BaseException):
+    """The run was interrupted while this lane waited."""
+
+
+class Lane:
+    """A stream of a CUDA device, and what is kept there."""
+
+    def __init__(self, device: torch.device, room: int) -> None:
+        self.device, self.room = device, room  # bytes that the modules kept here may take
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.pool = torch.cuda.graph_pool_handle()  # graphs of one lane never run at once and can share their memory
+        self.generator = torch.Generator(device)
+        self.modules: OrderedDict[Hashable, nn.Module] = OrderedDict()
+        self.trainers: OrderedDict[tuple[Hashable, ...], Any] = OrderedDict()
+        self.shared = False  # whether other lanes run at the same time
+        self.stopped = False
+        self._steps = 0
+        self._marks: deque[torch.cuda.Event] = deque()
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Inside, this thread computes on this lane."""
+        before = current()
+        _here.lane = self
+        self.draw_here()
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            _here.lane = before
+            if before is not None:
+                before.draw_here()
+
+    def draw_here(self) -> None:
+        """The device's default generator has this lane's state from now on."""
+        default = torch.cuda.default_generators[self.device.index]
+        default.graphsafe_set_state(self.generator.graphsafe_get_state())
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        """Others take their turn until the device has come to this mark."""
+        if not self.shared:
+            mark.synchronize()
+            return
+        state = torch.get_rng_state()
+        _baton.release()
+        try:
+            mark.synchronize()
+        finally:
+            _baton.acquire()
+            torch.set_rng_state(state)
+            self.draw_here()
+        if self.stopped:
+            raise Stopped
+
+    def mark(self) -> torch.cuda.Event:
+        event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self.stream)  # type: ignore[no-untyped-call]
+        return event
+
+    def breathe(self) -> None:
+        self._steps += 1
+        if self._steps % STRIDE == 0:
+            self._marks.append(self.mark())
+            if len(self._marks) > AHEAD:
+                self.wait(self._marks.popleft())
+
+    def trainer(self, key: tuple[Hashable, ...], make: Callable[[], Any]) -> Any:
+        """The trainer of these modules and this recipe; of too many, the one not used for longest goes."""
+        if key not in self.trainers:
+            self.trainers[key] = make()
+            if len(self.trainers) > TRAINERS:
+                self.trainers.popitem(last=False)
+        self.trainers.move_to_end(key)
+        return self.trainers[key]
+
+    def keep(self, name: Hashable, module: nn.Module) -> None:
+        """Give a module its place; those that were not used for longest go when there is no room for all."""
+        self.modules[name] = module
+        sizes = {name: footprint(kept) for name, kept in self.modules.items()}
+        while len(sizes) > 1 and sum(sizes.values()) > self.room:
+            del sizes[next(iter(sizes))]
+            _, gone = self.modules.popitem(last=False)
+            for key in [key for key in self.trainers if gone in key]:
+                del self.trainers[key]
+
+
+def footprint(module: nn.Module) -> int:
+    """Bytes of a module's parameters and buffers."""
+    return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
+
+
+def current() -> Lane | None:
+    """The lane this thread computes on."""
+    return getattr(_here, "lane", None)
+
+
+def breathe() -> None:
+    """One more step was asked for: now and then, see that the host does not run too far ahead of the device."""
+    lane = current()
+    if lane is not None:
+        lane.breathe()
+
+
+def rest() -> None:
+    """Before looking at a result: others take their turn until the device has done all that was asked here."""
+    lane = current()
+    if lane is not None:
+        lane.wait(lane.mark())
+
+
+def kept(name: Hashable, make: Callable[[], M]) -> M:
+    """The module of this name in its place on this lane, as its last user left it; made if there is none."""
+    lane = current()
+    if lane is None:
+        return make()
+    if name not in lane.modules:
+        module = make()
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                # A graph writes behind torch's back: this memory must not be shared copy on write. Of memory that is
+                # not its own, torch makes true copies.
+                tensor.data = torch.from_dlpack(tensor.data)  # type: ignore[attr-defined]
+        lane.keep(name, module)
+    lane.modules.move_to_end(name)
+    return lane.modules[name]  # type: ignore[return-value]
+
+
+def keep(name: Hashable, module: M) -> M:
+    """The module of this name in its place on this lane, in the state of this new one of the same structure.
+
+    Graphs that were captured for it stay valid. Without a lane, it is the new module itself.
+    """
+    place = kept(name, lambda: module)
+    if place is not module:
+        place.load_state_dict(module.state_dict())
+        for old, new in zip(place.parameters(), module.parameters(), strict=True):
+            old.requires_grad_(new.requires_grad)
+        for one, other in zip(place.modules(), module.modules(), strict=True):
+            one.training = other.training
+    return place
+
+
+def take_turns(lanes: Sequence[Lane], jobs: Sequence[Sequence[Callable[[], None]]]) -> None:
+    """Run the jobs of every lane one after the other, and all lanes at the same time."""
+    home = torch.cuda.current_stream(lanes[0].device)
+    errors: list[BaseException] = []
+
+    def work(lane: Lane, mine: Sequence[Callable[[], None]]) -> None:
+        with _baton:
+            try:
+                with lane.open():
+                    lane.stream.wait_stream(home)
+                    for job in mine:
+                        job()
+            except Stopped:
+                pass
+            except BaseException as error:
+                errors.append(error)
+
+    rng = torch.get_rng_state()
+    busy = [(lane, mine) for lane, mine in zip(lanes, jobs, strict=True) if mine]
+    threads = [threading.Thread(target=work, args=pair, daemon=True) for pair in busy]
+    for lane, _ in busy:
+        lane.shared, lane.stopped = True, False
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except BaseException:
+        for lane, _ in busy:
+            lane.stopped = True
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+        raise
+    finally:
+        for lane, _ in busy:
+            home.wait_stream(lane.stream)
+            lane.shared = False
+        torch.set_rng_state(rng)
+        outer = current()
+        if outer is not None:
+            outer.draw_here()
+    if errors:
+        raise errors[0]

@@ -1,0 +1,53 @@
+"""In which precision a run computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, TypeAlias, get_args
+
+import torch
+
+from barter.core.errors import ConfigError
+
+__all__ = ["Precision", "autocast", "current", "resolved", "using"]
+
+Precision: TypeAlias = Literal["fp32", "tf32", "bf16"]
+
+_current: Precision = "fp32"
+
+
+def resolved(name: str, device: torch.device) -> Precision:
+    """What "auto" means on this device: bf16 with fp32 weights on a GPU that has it, fp32 elsewhere."""
+    if device.type != "cuda":
+        if name not in ("auto", "fp32"):
+            raise ConfigError(f"precision={name!r}: on the {device.type} there is fp32 only; use auto")
+        return "fp32"
+    for known in get_args(Precision):
+        if name == known:
+            return known  # type: ignore[no-any-return]
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+
+
+def current() -> Precision:
+    """The precision of the run that goes on."""
+    return _current
+
+
+@contextmanager
+def using(precision: Precision) -> Iterator[None]:
+    """Inside, training and prediction compute like this, in every thread, and cuDNN the same bits each time."""
+    global _current
+    before, matmul = _current, torch.backends.cuda.matmul.allow_tf32
+    tf32 = precision != "fp32"
+    _current, torch.backends.cuda.matmul.allow_tf32 = precision, tf32
+    try:
+        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=tf32):
+            yield
+    finally:
+        _current, torch.backends.cuda.matmul.allow_tf32 = before, matmul
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    """The context of a forward pass: weights stay fp32, and so do normalisation statistics and losses."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=_current == "bf16" and device.type == "cuda")

@@ -1,0 +1,238 @@
+"""One step of training: eager on the CPU, a captured graph on CUDA."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import types
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias, overload
+
+import torch
+from torch import Tensor, nn
+
+from barter.core import lanes, precision
+from barter.core.lanes import Lane
+
+__all__ = ["Recipe", "Trainer", "adam", "sgd"]
+
+Values: TypeAlias = tuple[Tensor, ...]
+
+WARM_UP = 2  # eager steps before a capture: they fill the optimizer's state and choose kernels
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An optimizer and its settings; the same recipe twice is the same value."""
+
+    kind: type[torch.optim.Optimizer]
+    settings: tuple[tuple[str, float], ...]
+
+    def optimizer(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        """A new optimizer of this kind, with one fused kernel for all parameters."""
+        options: dict[str, Any] = {"fused": True, **dict(self.settings)}
+        if self.kind is torch.optim.Adam and parameters[0].is_cuda:
+            options["capturable"] = True
+        return self.kind(parameters, **options)
+
+
+def adam(lr: float, weight_decay: float = 0.0) -> Recipe:
+    """Adam."""
+    return Recipe(torch.optim.Adam, (("lr", lr), ("weight_decay", weight_decay)))
+
+
+def sgd(lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> Recipe:
+    """Stochastic gradient descent."""
+    return Recipe(torch.optim.SGD, (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)))
+
+
+class Trainer:
+    """Modules and the optimizer of their parameters; every step of every method is one call of `step`.
+
+    On CUDA a step is captured once for each loss and shape of batch, and replayed from then on. A loss is known by its
+    code and by what it holds (its closure, the arguments of a `partial`): modules, tensors and plain values. Whatever
+    else changes from step to step must come in with the batch.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], recipe: Recipe) -> None:
+        self.modules = tuple(modules)
+        parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
+        self.optimizer = recipe.optimizer(parameters)
+        self.parts = [part for module in modules for part in module.modules()]
+        self.steps: dict[Hashable, _Captured | _Eager] = {}
+
+    @classmethod
+    def of(cls, modules: nn.Module | Sequence[nn.Module], recipe: Recipe) -> Trainer:
+        """The trainer of these modules, its optimizer as new. For modules that a lane keeps, graphs are kept too."""
+        chosen = [modules] if isinstance(modules, nn.Module) else list(modules)
+        lane = lanes.current()
+        if lane is None or not all(module in lane.modules.values() for module in chosen):
+            return cls(chosen, recipe)
+        key = (*chosen, recipe, *(p.requires_grad for module in chosen for p in module.parameters()))
+        trainer: Trainer = lane.trainer(key, lambda: cls(chosen, recipe))
+        trainer.renew()
+        return trainer
+
+    def renew(self) -> None:
+        """Forget what the optimizer has gathered; graphs stay valid where all they point to is where it was."""
+        state = [t for values in self.optimizer.state.values() for t in values.values() if isinstance(t, Tensor)]
+        if state:
+            torch._foreach_zero_(state)
+        self.steps = {
+            key: step for key, step in self.steps.items() if isinstance(step, _Captured) and step.still_valid()
+        }
+
+    @overload
+    def step(self, loss: Callable[..., Tensor], *batch: Tensor) -> Tensor: ...
+    @overload
+    def step(self, loss: Callable[..., Values], *batch: Tensor) -> Values: ...
+    def step(self, loss: Callable[..., Any], *batch: Tensor) -> Any:
+        """One step down the gradient of the loss on this batch; what the loss gave before it, until the next step.
+
+        A loss that gives several values is trained on the first.
+        """
+        lane = lanes.current()
+        if lane is None:
+            return self._eager(loss, batch)
+        lane.breathe()
+        key = (_identity(loss), self._modes(loss), *((b.shape, b.dtype) for b in batch), precision.current())
+        try:
+            step = self.steps.get(key)
+        except TypeError as error:  # something in the loss has no hash
+            _say_once(loss, str(error))
+            return self._eager(loss, batch)
+        if step is None:
+            step = self.steps[key] = _Eager(_objection(loss))
+            if step.objection:
+                _say_once(loss, step.objection)
+        if isinstance(step, _Eager):
+            if step.objection or step.taken < WARM_UP:
+                step.taken += 1
+                return self._eager(loss, batch)
+            self.steps[key] = step = self._capture(lane, loss, batch)
+            if isinstance(step, _Eager):
+                _say_once(loss, step.objection)
+                return self._eager(loss, batch)
+        return step.replay(batch)
+
+    def _eager(self, loss: Callable[..., Any], batch: Sequence[Tensor]) -> Any:
+        self.optimizer.zero_grad()
+        with precision.autocast(self._device(batch)):
+            values = loss(*batch)
+        torch.autograd.backward(values[0] if isinstance(values, tuple) else values)
+        self.optimizer.step()
+        return tuple(v.detach() for v in values) if isinstance(values, tuple) else values.detach()
+
+    def _device(self, batch: Sequence[Tensor]) -> torch.device:
+        return batch[0].device if batch else next(self.modules[0].parameters()).device
+
+    def _modes(self, loss: Callable[..., Any]) -> tuple[bool, ...]:
+        return tuple([part.training for part in self.parts] + [m.training for m in _modules(_contents(loss))])
+
+    def _capture(self, lane: Lane, loss: Callable[..., Any], batch: Sequence[Tensor]) -> _Captured | _Eager:
+        """The step as a graph or, where it cannot be captured, the reason. Nothing is computed here."""
+        inputs = [b.clone() for b in batch]
+        seed, offset = lane.generator.initial_seed(), lane.generator.get_offset()
+        graph = torch.cuda.CUDAGraph()
+        self.optimizer.zero_grad()
+        collecting = gc.isenabled()
+        gc.disable()  # what a collection frees must not end up in the graph
+        try:
+            graph.capture_begin(pool=lane.pool, capture_error_mode="thread_local")
+            try:
+                values = self._eager(loss, inputs)
+            finally:
+                graph.capture_end()
+        except (RuntimeError, TypeError) as error:
+            # A capture that failed leaves its generator unusable.
+            lane.generator = torch.Generator(lane.device).manual_seed(seed)
+            lane.generator.set_offset(offset)
+            lane.draw_here()
+            return _Eager(str(error).splitlines()[0])
+        finally:
+            if collecting:
+                gc.enable()
+            self.optimizer.zero_grad()  # gradients live and die within a graph
+        return _Captured(graph, inputs, values, [*self.modules, *_modules(_contents(loss))])
+
+
+class _Eager:
+    """A step that is not captured: not yet, or for a reason."""
+
+    def __init__(self, objection: str = "") -> None:
+        self.objection, self.taken = objection, 0
+
+
+class _Captured:
+    """A step that is replayed."""
+
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, inputs: list[Tensor], values: Any, modules: Sequence[nn.Module]
+    ) -> None:
+        self.graph, self.inputs, self.values, self.modules = graph, inputs, values, modules
+        self.addresses = self._addresses()
+
+    def _addresses(self) -> list[int]:
+        tensors = [t for module in self.modules for t in (*module.parameters(), *module.buffers())]
+        return [torch._C._data_address(t) for t in tensors]  # type: ignore[attr-defined]
+
+    def still_valid(self) -> bool:
+        return self.addresses == self._addresses()
+
+    def replay(self, batch: Sequence[Tensor]) -> Any:
+        if batch:
+            torch._foreach_copy_(self.inputs, list(batch), non_blocking=True)
+        self.graph.replay()
+        return self.values
+
+
+def _identity(loss: Any) -> Hashable:
+    """What makes two losses the same: their code and what they hold."""
+    match loss:
+        case partial():
+            return (_identity(loss.func), *loss.args, *loss.keywords.items())
+        case types.MethodType():
+            return (loss.__func__, loss.__self__)
+        case types.FunctionType():
+            return (loss.__code__, loss.__defaults__, *(cell.cell_contents for cell in loss.__closure__ or ()))
+    return loss  # type: ignore[no-any-return]
+
+
+def _contents(loss: Any) -> list[Any]:
+    """All that a loss holds."""
+    match loss:
+        case partial():
+            return [*_contents(loss.func), *loss.args, *loss.keywords.values()]
+        case types.MethodType():
+            return [loss.__self__]
+        case types.FunctionType():
+            return [*(loss.__defaults__ or ()), *(cell.cell_contents for cell in loss.__closure__ or ())]
+    return [loss]
+
+
+def _modules(contents: Sequence[Any]) -> list[nn.Module]:
+    return [item for item in contents if isinstance(item, nn.Module)]
+
+
+def _objection(loss: Any) -> str:
+    """Why a graph of this loss could grow stale: it holds something that may change behind the graph's back."""
+    for item in _contents(loss):
+        plain = isinstance(item, nn.Module | Tensor | str | int | float | bool | None | type | types.FunctionType)
+        frozen = dataclasses.is_dataclass(item) and item.__dataclass_params__.frozen  # type: ignore[union-attr]
+        if not plain and not frozen and not isinstance(item, types.BuiltinFunctionType):
+            return f"it holds a {type(item).__name__}; give it the modules, tensors and values it needs of that"
+    return ""
+
+
+_said: set[str] = set()
+
+
+def _say_once(loss: Any, reason: str) -> None:
+    inner = loss.func if isinstance(loss, partial) else loss
+    name = getattr(inner, "__qualname__", type(inner).__name__)
+    if name not in _said:
+        _said.add(name)
+        warnings.warn(f"{name} runs step by step, not as a graph: {reason}", RuntimeWarning, stacklevel=3)
