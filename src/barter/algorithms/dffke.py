@@ -31,7 +31,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NotRequired, TypedDict
+from typing import Literal, NotRequired, TypeAlias, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +52,10 @@ from barter.ops.distill import kl
 from barter.ops.fit import Trainer, adam, classification, epoch_length, fit, index_batches
 
 __all__ = ["DFFKE", "Hub", "Trader"]
+
+
+Tensors: TypeAlias = Mapping[int, Tensor]  # one for each client
+Docks: TypeAlias = dict[int, nn.Linear]
 
 
 class Offer(TypedDict):
@@ -122,10 +126,9 @@ def discrepancy(choice: str, teacher: Tensor, student: Tensor) -> Tensor:
     return gap.abs().mean() if choice == "mae" else gap.square().mean()
 
 
-def another(models: Mapping[int, Classifier], k: int) -> Classifier:
-    """The model of a client other than k, drawn at random."""
-    others = [i for i in models if i != k]
-    return models[others[int(torch.randint(len(others), ()))]]
+def sample(items: list[int], size: int) -> list[int]:
+    """So many of the items at random, all if there are no more."""
+    return [items[i] for i in torch.randperm(len(items))[:size].tolist()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +162,7 @@ class DFFKE(Algorithm[Hub, Trader]):
     decoder_epochs: Count = 6  # T_Dec: passes over the largest offer; the paper has 3 for CIFAR-10, 6 for CIFAR-100
     decoder_steps: Whole = 100  # but at least so many steps per client, for small data sets; not in the paper
     exchange_epochs: Count = 4  # T_FKE: passes over the largest synthetic set; the paper has 2 for CIFAR-10
+    peers: Count | None = None  # peers a client learns from in an iteration, drawn anew in each; none is all
     memory: Whole | None = None  # R: past rounds kept for review; none is no limit
     lr: Positive = 1e-3  # η: Adam's learning rate, for every network
     batch_size: Count = 100  # B: images per step
@@ -238,9 +242,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         labels = {k: torch.randint(server.spec.classes, (n,), device=server.device) for k, n in size.items()}
         return noise, labels
 
-    def unify(
-        self, server: Hub, embeddings: Mapping[int, Tensor], labels: Mapping[int, Tensor]
-    ) -> tuple[dict[int, nn.Linear], dict[int, Tensor]]:
+    def unify(self, server: Hub, embeddings: Tensors, labels: Tensors) -> tuple[Docks, dict[int, Tensor]]:
         """Docking layers z_k that bring all embeddings into one space (Eqs. 10 and 11)."""
         new = {k: nn.Linear(e.shape[1], self.code_dim).to(server.device) for k, e in embeddings.items()}
         z = {k: lanes.keep(("docking", k), layer) for k, layer in new.items()}
@@ -259,8 +261,8 @@ class DFFKE(Algorithm[Hub, Trader]):
         server: Hub,
         models: Mapping[int, Classifier],
         z: Mapping[int, nn.Linear],
-        embeddings: Mapping[int, Tensor],
-        codes: Mapping[int, Tensor],
+        embeddings: Tensors,
+        codes: Tensors,
     ) -> State:
         """The decoder Dec, which makes of each code an image that its client's encoder maps back to it (Eq. 12)."""
         decoder = lanes.keep("decoder", Decoder(self.code_dim, server.spec).to(server.device))
@@ -272,31 +274,24 @@ class DFFKE(Algorithm[Hub, Trader]):
         for step in server.track("decoder", steps):
             for k in codes:
                 index = next(batches[k])
-                student = models[k] if self.discrepancy == "none" else another(models, k)
-                loss = partial(self.decoder_loss, decoder, server.spec, models[k], z[k], student)
+                other = k if self.discrepancy == "none" else sample([i for i in models if i != k], 1)[0]
+                loss = partial(self.decoder_loss, decoder, server.spec, models[k], z[k], models[other])
                 value = trainer.step(loss, codes[k][index], embeddings[k][index])
                 total += value if step >= len(steps) - longest else 0
         server.report["decoder_loss"] = float(total) / (longest * len(codes))
         return isolate(decoder.state_dict())
 
     def decoder_loss(
-        self,
-        decoder: Decoder,
-        spec: Spec,
-        model: Classifier,
-        z: nn.Linear,
-        student: Classifier,
-        code: Tensor,
-        embedding: Tensor,
+        self, decoder: Decoder, spec: Spec, model: Classifier, z: nn.Linear, other: Classifier, code: Tensor, e: Tensor
     ) -> Tensor:
         """Eq. 12 for a batch of one client's codes, with what the ablations and the authors' code add to it."""
         x = resized(decoder(code), spec)
         features = model.features(x)
         loss = F.mse_loss(z(features), code)
         if self.logit_loss:
-            loss = loss + kl(model.logits(embedding), model.logits(features))
+            loss = loss + kl(model.logits(e), model.logits(features))
         if self.discrepancy != "none":
-            loss = loss - discrepancy(self.discrepancy, model.logits(features), student(x))
+            loss = loss - discrepancy(self.discrepancy, model.logits(features), other(x))
         return loss
 
     def deliver(self, server: Hub, entry: Entry) -> dict[int, Delivery]:
@@ -337,7 +332,7 @@ class DFFKE(Algorithm[Hub, Trader]):
 
     def label(self, client: Trader, entry: Entry, index: Tensor | None = None) -> Targets:
         """The client's own logits Ŷ_k on its transfer images, before it learns from others."""
-        images, model = self.images(client, entry, client.id, index), client.model.eval()
+        images, model = self.draw(client, entry, {client.id: index})[client.id], client.model.eval()
         every = torch.arange(len(images), device=client.device)
         features = predict(model.features, lambda part: resized(images[part], client.data.spec), every)
         targets: Targets = {"round": entry["round"], "logits": model.logits(features).detach()}
@@ -347,43 +342,52 @@ class DFFKE(Algorithm[Hub, Trader]):
             targets["embeddings"] = F.linear(features, client.docking["weight"], client.docking["bias"])
         return targets
 
-    def images(self, client: Trader, entry: Entry, owner: int, index: Tensor | None) -> Tensor:
-        """The transfer data of one client and round, or a part of them, made anew from the buffer."""
-        codes = entry["codes"][owner] if index is None else entry["codes"][owner][index]
-        if not entry["decoder"]:
+    def draw(self, client: Trader, entry: Entry, wanted: Mapping[int, Tensor | None]) -> dict[int, Tensor]:
+        """The transfer images of some clients in one round, or parts of them, made anew from the buffer in one go."""
+        every = {i: entry["codes"][i] if index is None else entry["codes"][i][index] for i, index in wanted.items()}
+        codes = torch.cat(list(every.values()))
+        if entry["decoder"]:
+            decoder = Decoder.restored(entry["decoder"], client.data.spec)
+            images = predict(decoder, lambda part: codes[part], torch.arange(len(codes), device=client.device))
+        else:
             assert client.public is not None
-            return client.public.batch(codes)
-        decoder = Decoder.restored(entry["decoder"], client.data.spec)
-        return predict(decoder, lambda part: codes[part], torch.arange(len(codes), device=client.device))
+            images = client.public.batch(codes)
+        return dict(zip(every, torch.split(images, [len(part) for part in every.values()]), strict=True))
 
     def exchange(self, client: Trader, lessons: dict[int, Lesson]) -> None:
-        """Learn from every other client, on its data of this round and on what it taught before (Eqs. 13 and 14)."""
-        held = {entry["round"]: entry for entry in client.buffer}
-        fresh = [self.material(client, held, i, [lesson["fresh"]]) for i, lesson in lessons.items()]
-        memory = [self.material(client, held, i, lesson["memory"]) for i, lesson in lessons.items() if lesson["memory"]]
-        data, size, device = client.data, self.batch_size, client.device
-        sources = [(part, index_batches(len(part[0]), size, device)) for part in [*fresh, *memory]]
-        private = index_batches(len(data), size, device)
+        """Learn from other clients, on their data of this round and on what they taught before (Eqs. 13 and 14)."""
+        wanted: dict[int, dict[int, Tensor | None]] = {entry["round"]: {} for entry in client.buffer}
+        for i, lesson in lessons.items():
+            for part in [lesson["fresh"], *lesson["memory"]]:
+                wanted[part["round"]][i] = part.get("index")
+        drawn = {e["round"]: self.draw(client, e, wanted[e["round"]]) for e in client.buffer if wanted[e["round"]]}
+        data, size, others = client.data, self.batch_size, sorted(lessons)
+        fresh = {i: self.source(drawn, i, [lesson["fresh"]]) for i, lesson in lessons.items()}
+        memory = {i: self.source(drawn, i, lesson["memory"]) for i, lesson in lessons.items() if lesson["memory"]}
+        private = index_batches(len(data), size, client.device)
         trainer = Trainer.of(client.model.train(), adam(self.lr, self.weight_decay))
         own = partial(classification, client.model, data.spec, data.augment)
         peer = partial(self.exchange_loss, client.model, data.spec)
-        docking = tuple(client.docking.values()) if self.embedding_loss else ()
         longest = max(epoch_length(len(codes), size) for codes in client.buffer[-1]["codes"].values())
         for _ in client.track(range(self.exchange_epochs * longest)):
             if self.local_review:
                 index = next(private)
                 trainer.step(own, data.pixels[index], data.labels[index])
-            for part, batches in sources:
-                index = next(batches)
-                trainer.step(peer, *(tensor[index] for tensor in part), *docking)
+            chosen = others if self.peers is None else sample(others, self.peers)
+            for batches in [*(fresh[i] for i in chosen), *(memory[i] for i in chosen if i in memory)]:
+                trainer.step(peer, *next(batches), *client.docking.values())
         client.buffer = self.remember(client.buffer, self.memory)
         client.report["buffer_bytes"] = nbytes(client.buffer)
 
-    def material(self, client: Trader, held: Mapping[int, Entry], peer: int, taught: list[Targets]) -> list[Tensor]:
-        """The images a peer taught on and what it said of them, end to end."""
-        images = [self.images(client, held[part["round"]], peer, part.get("index")) for part in taught]
+    def source(
+        self, drawn: Mapping[int, Mapping[int, Tensor]], peer: int, taught: list[Targets]
+    ) -> Iterator[list[Tensor]]:
+        """Batches, for ever, of the images a peer taught on and of what it said of them."""
         names: list[Literal["logits", "embeddings"]] = ["logits", "embeddings"] if self.embedding_loss else ["logits"]
-        return [torch.cat(images), *(torch.cat([part[name] for part in taught]) for name in names)]
+        images = torch.cat([drawn[part["round"]][peer] for part in taught])
+        tensors = [images, *(torch.cat([part[name] for part in taught]) for name in names)]
+        for index in index_batches(len(images), self.batch_size, images.device):
+            yield [tensor[index] for tensor in tensors]
 
     def exchange_loss(self, model: Classifier, spec: Spec, images: Tensor, target: Tensor, *docked: Tensor) -> Tensor:
         """The divergence from a peer's predictions on a batch of its images (a term of Eqs. 13 and 14)."""

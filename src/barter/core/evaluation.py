@@ -14,16 +14,20 @@ from barter.core.nodes import Client
 
 __all__ = ["accuracy", "evaluate", "predict"]
 
-CHUNK = 500
+CHUNK = 500  # images at a time on the CPU and of large images; small ones on a GPU go in larger chunks
 
 
 @torch.no_grad()
 def predict(function: Callable[[Tensor], Tensor], batch: Callable[[Tensor], Tensor], index: Tensor) -> Tensor:
     """The function's values for the samples at these indices, computed in chunks, in fp32."""
-    values = []
-    for part in torch.split(index, CHUNK):
+    values, size = [], CHUNK
+    while len(index):
+        part, index = index[:size], index[size:]
+        inputs = batch(part)
         with precision.autocast(index.device):
-            values.append(function(batch(part)).float())
+            values.append(function(inputs).float())
+        if index.is_cuda:
+            size = max(CHUNK, min(8 * CHUNK, 2**24 // max(1, inputs[0].numel())))
         lanes.breathe()
     lanes.rest()
     return torch.cat(values)

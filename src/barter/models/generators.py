@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from barter.core import lanes
 from barter.core.images import Spec
 from barter.core.payload import State
 
@@ -45,11 +46,20 @@ class Decoder(nn.Module):
 
     @classmethod
     def restored(cls, state: State, spec: Spec) -> Decoder:
-        """The decoder that has this state, ready to draw; nothing is initialised or copied."""
-        with torch.device("meta"):
-            decoder = cls(state["start.weight"].shape[1], spec)
-        decoder.load_state_dict(state, assign=True)
-        decoder.body.to(memory_format=torch.channels_last)
+        """The decoder that has this state, ready to draw, until another is restored; nothing is initialised."""
+
+        def blank() -> Decoder:
+            with torch.device("meta"):
+                return cls(state["start.weight"].shape[1], spec)
+
+        if lanes.current() is None:
+            decoder = blank()
+            decoder.load_state_dict(state, assign=True)
+            decoder.body.to(memory_format=torch.channels_last)
+        else:
+            device, shape = state["start.weight"].device, state["start.weight"].shape
+            decoder = lanes.kept(("restored", shape, spec), lambda: blank().to_empty(device=device))
+            decoder.load_state_dict(state)
         return decoder.eval().requires_grad_(False)
 
 
