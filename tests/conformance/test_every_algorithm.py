@@ -15,6 +15,7 @@ from barter import ALGORITHMS
 from barter.core.params import describe
 from barter.core.payload import leaves, pack, unpack
 from barter.core.wire import Wire
+from barter.engines import local
 from barter.engines.local import LocalEngine
 from barter.experiment import Experiment
 from tests.conftest import TINY, federation, same, state, tiny
@@ -103,6 +104,16 @@ def test_who_mutates_what_it_received_changes_nobody_else(name: str, monkeypatch
     assert same(beside_a_vandal[0], peaceful[0])
     assert beside_a_vandal[1] == peaceful[1]
     assert spoiled > 0 or name == "local"
+
+
+def test_clients_on_cores_of_their_own_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_by_one = finished(federation(tiny(name)), 3)
+    monkeypatch.setattr(local, "FORK_SECONDS", 0)
+    experiment = federation(tiny(name))
+    experiment.engine.cores = 2
+    side_by_side = finished(experiment, 3)
+    assert same(side_by_side[0], one_by_one[0])
+    assert side_by_side[1] == one_by_one[1]
 
 
 def test_seeds_make_runs(name: str) -> None:

@@ -107,15 +107,32 @@ def isolate(tree: T, device: torch.device | None = None, path: str = "payload") 
     return owned
 
 
+def _contiguous(tensor: Tensor, order: list[int]) -> Tensor:
+    """The tensor with its axes in the order they have in memory, where it is dense, so that it is not copied."""
+    if tensor.is_contiguous():
+        return tensor
+    permuted = tensor.permute(order)
+    if not permuted.is_contiguous():
+        return permuted.contiguous()
+    if hasattr(tensor, "origin"):
+        permuted.origin = tensor.origin  # type: ignore[attr-defined]
+    return permuted
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return [order.index(axis) for axis in range(len(order))]
+
+
 def pack(tree: Payload) -> tuple[dict[str, Tensor], str]:
-    """Named tensors and a JSON header that together hold the tree."""
+    """Named tensors, contiguous, and a JSON header that together hold the tree, its memory formats included."""
     tensors: dict[str, Tensor] = {}
 
     def encode(node: Payload) -> Any:
         if isinstance(node, Tensor):
             name = f"t{len(tensors)}"
-            tensors[name] = node
-            return {"tensor": name}
+            order = sorted(range(node.ndim), key=lambda axis: -node.stride()[axis])
+            tensors[name] = _contiguous(node, order)
+            return {"tensor": name} if node.is_contiguous() else {"tensor": [name, order]}
         if isinstance(node, dict):
             return {"dict": [[key, encode(value)] for key, value in node.items()]}
         if isinstance(node, list | tuple):
@@ -135,7 +152,7 @@ def unpack(tensors: dict[str, Tensor], header: str) -> Payload:
         ((kind, body),) = node.items()
         match kind:
             case "tensor":
-                return tensors[body]
+                return tensors[body] if isinstance(body, str) else tensors[body[0]].permute(_inverse(body[1]))
             case "float":
                 return float.fromhex(body)
             case "dict":

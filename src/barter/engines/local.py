@@ -1,4 +1,4 @@
-"""All clients in this process: side by side on a GPU's streams, or in processes of their own on a CPU's cores."""
+"""All clients in this process: side by side on the streams of a GPU, or on the cores of a CPU."""
 
 from __future__ import annotations
 
@@ -12,16 +12,30 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from barter.core import lanes, seeds
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Failure, Replies
 from barter.core.lanes import Lane
-from barter.core.nodes import Client, Monitor, Silence
+from barter.core.nodes import Client, Monitor, Silence, as_numbers
+from barter.core.payload import Payload, leaves
 from barter.core.wire import Wire
+from barter.engines import forks
+from barter.engines.forks import Job
 from barter.engines.parking import Parking
 
 __all__ = ["LocalEngine"]
+
+FORK_SECONDS = 0.1  # a turn shorter than this is not worth a process of its own
+
+
+class Elsewhere(Exception):
+    """What went wrong in another process."""
+
+    def __init__(self, reason: str, traceback: str) -> None:
+        super().__init__(reason)
+        self.reason, self.traceback = reason, traceback
 
 
 class LocalEngine:
@@ -47,10 +61,12 @@ class LocalEngine:
         for client in clients.values():
             client.monitor = self
         self._calls: Counter[tuple[int, str, int]] = Counter()
-        self._credit: dict[int | None, float] = {}  # how much of each lane's current turn is still to be shown
+        self._credit: dict[int, float] = {}  # how much of each lane's current turn is still to be shown
+        self._cost: dict[str, float] = {}  # seconds of a turn, by method, when last measured
+        self.parking = Parking(clients, device_memory // 2)
         self.lanes: list[Lane] = []
         self.home: Lane | None = None
-        self.parking = Parking(clients, device_memory // 2)
+        self.cores = torch.get_num_threads() if forks.possible() else 1
         device = next(iter(clients.values())).device
         if device.type == "cuda":
             # Half of the memory is for clients between their turns, half for those at work and for the server.
@@ -73,12 +89,6 @@ class LocalEngine:
             yield
             lanes.rest()
 
-    def _path(self, method: str, client: int) -> tuple[object, ...]:
-        """The name of a call's random stream; a method asked for again in one round draws anew."""
-        before = self._calls[self.round, method, client]
-        self._calls[self.round, method, client] += 1
-        return (self.round, method, client, before) if before else (self.round, method, client)
-
     def order(self, ids: Sequence[int]) -> Sequence[int]:
         """The order in which clients take their turns; any gives the same result."""
         return sorted(ids)
@@ -88,49 +98,110 @@ class LocalEngine:
         answers: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
 
-        def turn(k: int) -> None:
+        def settle(k: int, answer: Callable[[], Any]) -> None:
             try:
-                answers[k] = self._turn(method, k, args[k])
+                answers[k] = answer()
+            except Elsewhere as error:
+                failures[k] = Failure(k, method, self.round, error.reason, error.traceback)
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
                 failures[k] = Failure(k, method, self.round, reason, traceback.format_exc())
 
         with self.phase(method, len(args)):
-            turns = {k: partial(turn, k) for k in self.order(list(args))}
+            order = self.order(list(args))
             if self.lanes:
-                # Until all are done, nothing that a client may read is given back: another lane might take its memory.
-                held = [leaf for k in args for leaf in self.clients[k].holdings()]
-                lanes.take_turns(self.lanes, self._seating(turns))
-                del held
+                self._on_streams({k: partial(settle, k, partial(self._turn, method, k, args[k])) for k in order})
+            elif self._worth_forking(method, len(args)):
+                for k, answer in self._on_cores(method, {k: args[k] for k in order}):
+                    settle(k, answer)
             else:
-                for take in turns.values():
-                    take()
-        self.failures += failures.values()
+                start = time.perf_counter()
+                with forks.one_thread() if self._by_core(len(args)) else nullcontext():
+                    for k in order:
+                        settle(k, partial(self._turn, method, k, args[k]))
+                self._cost[method] = (time.perf_counter() - start) / len(args)
+        self.failures += [failures[k] for k in sorted(failures)]
         examples = {k: len(self.clients[k].data) for k in answers}
         return Replies(answers, examples, failures)
 
     def _turn(self, method: str, k: int, args: tuple[Any, ...]) -> Any:
+        """A client's turn, here and now."""
+        arrived = self.wire.carry(args, method, k, "down", self.clients[k].device)
+        return self.wire.carry(self._work(method, k, self._path(method, k), arrived), method, k, "up")
+
+    def _path(self, method: str, client: int) -> tuple[object, ...]:
+        """The name of a call's random stream; a method asked for again in one round draws anew."""
+        before = self._calls[self.round, method, client]
+        self._calls[self.round, method, client] += 1
+        return (self.round, method, client, before) if before else (self.round, method, client)
+
+    def _work(self, method: str, k: int, path: tuple[object, ...], arrived: tuple[Any, ...]) -> Any:
         client, lane = self.clients[k], id(lanes.current())
         self._credit[lane] = 1.0
-        arrived = self.wire.carry(args, method, k, "down", client.device)
-        stream = seeds.scope(self.seed, *self._path(method, k), device=client.device)
         try:
+            stream = seeds.scope(self.seed, *path, device=client.device)
             with self.parking.fetched(client), client.seated(), stream:
                 answer = getattr(self.algorithm, method)(client, *arrived)
                 lanes.rest()
-                return self.wire.carry(answer, method, k, "up")
+                return answer
         finally:
             self.watched.advance(self._credit.pop(lane))
 
-    def _seating(self, turns: Mapping[int, Callable[[], None]]) -> list[list[Callable[[], None]]]:
-        """Who takes turns on which lane: the largest first, each where least is to be done yet."""
+    def _on_streams(self, turns: Mapping[int, Callable[[], None]]) -> None:
+        """The largest first, each on the lane where least is to be done yet, best one that has its graphs."""
         load, seats = [0] * len(self.lanes), [[] for _ in self.lanes]  # type: list[int], list[list[Callable[[], None]]]
         for k in sorted(turns, key=lambda k: -len(self.clients[k].data)):
             name = ("model", self.clients[k].architecture)
             at = min(range(len(load)), key=lambda i: (load[i], name not in self.lanes[i].modules, i))
             load[at] += len(self.clients[k].data)
             seats[at].append(turns[k])
-        return seats
+        # Until all are done, nothing that a client may read is given back: another lane might take its memory.
+        held = [leaf for k in turns for leaf in self.clients[k].holdings()]
+        lanes.take_turns(self.lanes, seats)
+        held.clear()
+
+    def _by_core(self, clients: int) -> bool:
+        """Whether each of so many clients computes on one core; fewer than half as many as cores have all of them."""
+        return self.cores > 1 and 2 * clients >= self.cores
+
+    def _worth_forking(self, method: str, clients: int) -> bool:
+        """Whether they also do so at the same time: not where a process costs more than a turn."""
+        return clients > 1 and self._by_core(clients) and self._cost.get(method, math.inf) > FORK_SECONDS
+
+    def _on_cores(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> Iterator[tuple[int, Callable[[], Any]]]:
+        """Turns in processes of their own, the largest first; how to get each answer, as they come home."""
+        start, jobs = time.perf_counter(), {}
+        for k in sorted(args, key=lambda k: -len(self.clients[k].data)):
+            arrived = self.wire.carry(args[k], method, k, "down")
+            known = [leaf for _, leaf in leaves(arrived)] + self.clients[k].holdings()
+            work = partial(self._away, method, k, self._path(method, k), arrived)
+            jobs[k] = Job(work, [leaf for leaf in known if isinstance(leaf, Tensor)])
+        for k, home, death in forks.side_by_side(jobs, self.cores, self._report_to, self.watched.advance):
+            yield k, partial(self._at_home_again, method, k, home, death)
+        self._cost[method] = (time.perf_counter() - start) * min(self.cores, len(args)) / len(args)
+
+    def _report_to(self, monitor: Monitor) -> None:
+        self.watched = monitor
+
+    def _away(self, method: str, k: int, path: tuple[object, ...], arrived: tuple[Any, ...]) -> Payload:
+        """A turn in another process: all that it changes here."""
+        client, outcome = self.clients[k], {}  # type: Client, dict[str, Payload]
+        try:
+            outcome["answer"] = self._work(method, k, path, arrived)
+            list(leaves(outcome["answer"], method))  # what is no payload is refused here
+        except Exception as error:
+            outcome = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        return {**outcome, "memory": client.memory(), "report": as_numbers(client.report)}
+
+    def _at_home_again(self, method: str, k: int, home: Payload | None, death: str) -> Any:
+        if home is None:
+            raise Elsewhere(death, "")
+        client = self.clients[k]
+        client.recall(home["memory"])
+        client.report = home["report"]
+        if "error" in home:
+            raise Elsewhere(home["error"], home["traceback"])
+        return self.wire.carry(home["answer"], method, k, "up")
 
     @contextmanager
     def phase(self, name: str, total: float) -> Iterator[None]:

@@ -1,0 +1,169 @@
+"""Clients side by side on the cores of a CPU: each takes its turn in a process of its own, and its memory comes home.
+
+A forked process sees all that this one holds and computes with one thread, so what it returns is to the bit what the
+turn would have given here. What it returns is a payload: tensors that it did not touch are only named.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from barter.core.payload import Payload, isolate, pack, unpack
+
+__all__ = ["Job", "one_thread", "possible", "side_by_side"]
+
+STEP = struct.Struct("d")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A turn: what to do, and the tensors that come home by name if the turn leaves them as they are."""
+
+    work: Callable[[], Payload]
+    known: list[Tensor]
+
+
+def possible() -> bool:
+    """Whether processes can be forked here; macOS has the call, but its libraries do not survive it."""
+    return sys.platform == "linux"
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, a kernel uses one core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Reporter:
+    """The monitor of a forked turn: tells the process it came from how far it is."""
+
+    def __init__(self, pipe: int) -> None:
+        self.pipe = pipe
+
+    def phase(self, name: str, total: float) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def advance(self, amount: float) -> None:
+        try:
+            os.write(self.pipe, STEP.pack(amount))
+        except BrokenPipeError:
+            os._exit(1)  # nobody waits for this turn any more
+
+
+def side_by_side(
+    jobs: Mapping[int, Job], width: int, begin: Callable[[Reporter], None], advance: Callable[[float], None]
+) -> Iterator[tuple[int, Payload | None, str]]:
+    """What each job returned, as they finish: (key, result, "") or (key, None, why its process died)."""
+    waiting = list(jobs.items())
+    running: dict[int, tuple[int, int, Path, list[Tensor]]] = {}
+    with tempfile.TemporaryDirectory(prefix="barter-", dir=_shared_memory()) as folder:
+        try:
+            while waiting or running:
+                while waiting and len(running) < width:
+                    k, job = waiting.pop(0)
+                    target, known = Path(folder) / str(k), _shared(job.known)
+                    pid, pipe = _fork(job.work, known, target, begin)
+                    running[pipe] = (k, pid, target, known)
+                for pipe in _ready(running):
+                    told = os.read(pipe, 64 * STEP.size)
+                    for (amount,) in STEP.iter_unpack(told):
+                        advance(amount)
+                    if not told:
+                        k, pid, target, known = running.pop(pipe)
+                        os.close(pipe)
+                        status = os.waitpid(pid, 0)[1]
+                        yield (k, _load(target, known), "") if status == 0 else (k, None, _cause(status))
+        finally:
+            for pipe, (_, pid, _, _) in running.items():
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                os.close(pipe)
+
+
+def _ready(pipes: Iterable[int]) -> list[int]:
+    return [pipe for pipe in wait(list(pipes)) if isinstance(pipe, int)]
+
+
+def _shared_memory() -> str | None:
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def _cause(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    return f"its process was ended by {signal.Signals(-code).name}" if code < 0 else f"its process ended with {code}"
+
+
+def _shared(tensors: list[Tensor]) -> list[Tensor]:
+    """Those of the tensors that are shared copy on write with what is returned: writing to one of them moves it."""
+    return [shared for t in tensors if torch._C._is_cow_tensor(shared := isolate(t))]  # type: ignore[attr-defined]
+
+
+def _fork(
+    work: Callable[[], Payload], known: list[Tensor], target: Path, begin: Callable[[Reporter], None]
+) -> tuple[int, int]:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writing)
+        return pid, reading
+    status = 1
+    try:
+        os.close(reading)
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        torch.set_num_threads(1)
+        begin(Reporter(writing))
+        _save(target, work(), known)
+        status = 0
+    except KeyboardInterrupt:
+        pass
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _address(tensor: Tensor) -> tuple[Any, ...]:
+    return (torch._C._data_address(tensor), tensor.shape, tensor.stride(), tensor.dtype)  # type: ignore[attr-defined]
+
+
+def _save(target: Path, tree: Payload, known: list[Tensor]) -> None:
+    places = {_address(t): name for name, t in pack(known)[0].items()}
+    tensors, header = pack(tree)
+    names = {name: places[_address(t)] for name, t in tensors.items() if _address(t) in places}
+    fresh = {name: t.clone() for name, t in tensors.items() if name not in names}
+    save_file(fresh, target, {"header": header, "known": json.dumps(names)})
+
+
+def _load(target: Path, known: list[Tensor]) -> Payload:
+    with safe_open(target, "pt") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    unchanged = pack(known)[0]
+    tensors |= {name: unchanged[place] for name, place in json.loads(metadata["known"]).items()}
+    return unpack(tensors, metadata["header"])

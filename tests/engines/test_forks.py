@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+from barter import Local
+from barter.core.algorithm import Algorithm
+from barter.core.clients import Clients
+from barter.core.nodes import Client, Server
+from barter.engines import local
+from barter.engines.forks import Job, side_by_side
+from barter.experiment import Experiment
+from tests.conftest import federation
+from tests.engines.test_local import Notes
+
+
+def work_of(jobs: dict[int, Any], known: list[torch.Tensor] | None = None, width: int = 2) -> dict[int, Any]:
+    told: list[float] = []
+    turns = {k: Job(work, known or []) for k, work in jobs.items()}
+    return {k: (home, death) for k, home, death in side_by_side(turns, width, lambda _: None, told.append)}
+
+
+def test_results_come_home_whole() -> None:
+    image = torch.arange(24.0).view(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)
+    trees = {k: {"x": image + k, "n": (k, None, "text", 0.1)} for k in range(5)}
+    home = work_of({k: (lambda tree=tree: tree) for k, tree in trees.items()})
+    assert home.keys() == trees.keys()
+    for k, (tree, death) in home.items():
+        assert death == ""
+        assert torch.equal(tree["x"], trees[k]["x"])
+        assert tree["x"].stride() == image.stride()
+        assert tree["n"] == trees[k]["n"]
+
+
+def test_what_was_not_touched_is_not_sent_and_what_was_is() -> None:
+    big, small = torch.ones(1000, 1000), torch.zeros(3)
+
+    def work() -> Any:
+        small.add_(1)
+        return {"big": big, "small": small}
+
+    ((home, _),) = work_of({0: work}, [big, small]).values()
+    assert torch._C._data_address(home["big"]) == torch._C._data_address(big)  # type: ignore[attr-defined]
+    assert home["small"].tolist() == [1, 1, 1]
+    assert small.tolist() == [0, 0, 0], "this process keeps its own"
+    home["big"][0, 0] = 7
+    assert big[0, 0] == 1
+
+
+def test_a_view_that_was_written_to_comes_home_written() -> None:
+    part = torch.zeros(10)[2:5]
+
+    def work() -> Any:
+        part.fill_(4)
+        return part
+
+    ((home, _),) = work_of({0: work}, [part]).values()
+    assert home.tolist() == [4, 4, 4]
+
+
+def test_a_process_that_dies_is_named() -> None:
+    home = work_of({0: lambda: os.kill(os.getpid(), signal.SIGKILL), 1: lambda: 5, 2: lambda: os._exit(3)})
+    assert home[0] == (None, "its process was ended by SIGKILL")
+    assert home[1] == (5, "")
+    assert home[2] == (None, "its process ended with 3")
+
+
+class Report(Algorithm[Server, Client]):
+    """Clients that answer, fail, and answer nonsense."""
+
+    crosses = {"ask": "up: what a client has to say"}
+
+    def round(self, server: Server, clients: Clients, t: int) -> None:
+        clients.run(self.ask)
+
+    def ask(self, client: Client) -> Any:
+        client.report["seen"] = client.id
+        match client.id:
+            case 0:
+                return torch.get_num_threads()
+            case 1:
+                raise ValueError("no")
+            case 2:
+                return {"what": object()}
+            case 3:
+                return torch.tensor(float("nan"))
+        return os.kill(os.getpid(), signal.SIGKILL)
+
+
+def on_two_cores(monkeypatch: pytest.MonkeyPatch, algorithm: Any, **options: Any) -> Experiment:
+    monkeypatch.setattr(local, "FORK_SECONDS", 0)
+    experiment = federation(algorithm, **options)
+    experiment.engine.cores = 2
+    return experiment
+
+
+def test_failures_are_those_of_a_turn_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    (away,) = on_two_cores(monkeypatch, Report(), clients=5, min_clients=1).rounds(1)
+    (here,) = federation(Report(), clients=4, min_clients=1).rounds(1)
+    assert [f for f in away.failures if "client 4" not in f] == here.failures
+    assert len(here.failures) == 3
+    assert "client 4 failed in 'ask', round 1: its process was ended by SIGKILL" in away.failures
+    assert away.clients[1]["seen"] == 1, "what a failing client noted is not lost"
+
+
+def test_the_error_of_a_process_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = on_two_cores(monkeypatch, Report(), clients=5)
+    with pytest.raises(Exception, match="1 of 5 clients answered") as caught:
+        list(experiment.rounds(1))
+    assert 'raise ValueError("no")' in "".join(caught.value.__notes__)
+
+
+def test_progress_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = Notes()
+    list(on_two_cores(monkeypatch, Local(max_epochs=3), monitor=notes).rounds(1))
+    for name, total, done in notes.phases:
+        assert done == pytest.approx(total), name
+
+
+def test_short_turns_are_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "FORK_SECONDS", 1e9)
+    experiment = federation(Local(max_epochs=1))
+    experiment.engine.cores = 2
+    experiment.engine._cost = {"learn": 1.0, "evaluate": 1.0}
+    monkeypatch.setattr(local.forks, "side_by_side", None)
+    list(experiment.rounds(1))
+
+
+def test_few_clients_have_all_cores() -> None:
+    engine = federation(Local()).engine
+    engine.cores = 8
+    assert [engine._by_core(n) for n in (1, 3, 4, 100)] == [False, False, True, True]
+    engine.cores = 1
+    assert not engine._by_core(100)
