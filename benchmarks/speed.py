@@ -1,0 +1,333 @@
+"""How fast barter trains, as ratios measured in one run.
+
+    python benchmarks/speed.py                       what this machine can run: all sections on CUDA, or the CPU's
+    python benchmarks/speed.py --sections resnet18 htfe round clients
+    python benchmarks/speed.py --data npz:cifar100.npz
+
+`peers` is how the libraries of this field train: one client after the other, batches sent from the host, fp32, eager,
+PyTorch's defaults. `ceiling` is a bare captured graph per client on streams of its own, without data or metrics. What
+barter reaches is measured inside a run, in its second round or later, from the seconds of its record. Without --data
+the images are random: speed does not depend on them. Prints a
+Markdown table and writes a JSON and a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from barter import DFFKE, Experiment, FedAvg, Local
+from barter.data.partition import Iid
+from barter.data.task import Data
+from barter.models import zoo
+
+BATCH = 100
+Row = dict[str, Any]
+
+
+def random_images(folder: Path, side: int, channels: int, classes: int, train: int, test: int) -> str:
+    """A source of random images."""
+    path = folder / f"{side}-{channels}-{train}.npz"
+    rng = np.random.default_rng(0)
+    if not path.exists():
+        shape = (side, side, channels)
+        x = {name: rng.integers(0, 256, (n, *shape), dtype=np.uint8) for name, n in (("train", train), ("test", test))}
+        y = {name: np.arange(n) % classes for name, n in (("train", train), ("test", test))}
+        np.savez(path, x_train=x["train"], y_train=y["train"], x_test=x["test"], y_test=y["test"])
+    return f"npz:{path}"
+
+
+def federation(algorithm: Any, source: str, models: str, clients: int, **options: Any) -> Experiment:
+    size = options.pop("size", None)
+    return Experiment(
+        algorithm, data=Data(source=source, size=size), partition=Iid(), clients=clients, models=models, **options
+    )
+
+
+def barter_rate(source: str, models: str, clients: int, epochs: int, **options: Any) -> tuple[float, float]:
+    """Images per second in the local training of a run, after its first round; and the first round's seconds."""
+    experiment = federation(Local(tau=1.0, max_epochs=epochs), source, models, clients, **options)
+    images = epochs * sum(len(client.data) for client in experiment.engine.clients.values())
+    seconds = [record.seconds["learn"] for record in experiment.rounds(3)]
+    return images / statistics.fmean(seconds[1:]), seconds[0]
+
+
+def peer_rate(experiment: Experiment, seconds: float) -> float:
+    """Images per second of a plain loop over the same networks, one client after the other, batches from the host."""
+    device, spec = experiment.device, experiment.task.spec
+    shares = []
+    for client in experiment.engine.clients.values():
+        index = torch.arange(min(len(client.data), 2000), device=client.data.device)
+        x, y = client.data.batch(index).cpu().contiguous(), client.data.labels[index].cpu()
+        model = zoo.build(client.architecture, spec).to(device).train()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-5)
+
+        def step(x: torch.Tensor, y: torch.Tensor, model: nn.Module = model, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x.to(device)), y.to(device))
+            loss.backward()
+            optimizer.step()
+
+        def epoch(x: torch.Tensor = x, y: torch.Tensor = y, step: Callable[..., None] = step) -> int:
+            order = torch.randperm(len(x))
+            for part in torch.split(order, BATCH):
+                step(x[part], y[part])
+            return len(x)
+
+        epoch()
+        synchronize(device)
+        start, done = time.perf_counter(), 0
+        while time.perf_counter() - start < seconds or not done:
+            done += epoch()
+            synchronize(device)
+        shares.append((time.perf_counter() - start) / done)
+    return len(shares) / sum(shares)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def ceiling(name: str, spec: Any, clients: int, replays: int = 60) -> float:
+    """Images per second of bare graphs replayed on a stream each."""
+    graphs = []
+    for _ in range(clients):
+        model = zoo.build(name, spec).cuda().to(memory_format=torch.channels_last).train()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-5, fused=True, capturable=True)
+        x = torch.randn(BATCH, *spec.shape, device="cuda").contiguous(memory_format=torch.channels_last)
+        y = torch.randint(spec.classes, (BATCH,), device="cuda")
+
+        def step(model: nn.Module = model, optimizer: Any = optimizer, x: Any = x, y: Any = y) -> None:
+            optimizer.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+            optimizer.zero_grad()
+            torch.cuda.synchronize()
+            graph.capture_begin()
+            step()
+            graph.capture_end()
+        graphs.append((graph, stream, model, optimizer, x, y))
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(replays):
+        for graph, stream, *_ in graphs:
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    return replays * clients * BATCH / (time.perf_counter() - start)
+
+
+def resnet18(source: str, rows: list[Row]) -> None:
+    for side in (32, 128):
+        peer_like = federation(Local(), source, "resnet18", 10, size=side, device="cuda")
+        peers = peer_rate(peer_like, 0.5)
+        top = ceiling("resnet18", peer_like.task.spec, 10)
+        ours, first = barter_rate(source, "resnet18", 10, 4, size=side, device="cuda")
+        rows.append(row(f"10 x ResNet-18, {side} px", peers, ours, top, first))
+
+
+def htfe(source: str, rows: list[Row]) -> None:
+    peer_like = federation(Local(), source, "htfe-10", 10, size=128, device="cuda")
+    ours, first = barter_rate(source, "htfe-10", 10, 1, size=128, device="cuda")
+    rows.append(row("HtFE-10, 128 px", peer_rate(peer_like, 0.5), ours, None, first))
+
+
+def small(source: str, rows: list[Row]) -> None:
+    peer_like = federation(Local(), source, "small-5", 10, device="cuda")
+    ours, first = barter_rate(source, "small-5", 10, 4, device="cuda")
+    rows.append(row("10 small CNNs, 32 px", peer_rate(peer_like, 0.5), ours, None, first))
+
+
+def row(work: str, peers: float, ours: float, top: float | None, first: float) -> Row:
+    share = None if top is None else ours / top
+    found = {"work": work, "peers": peers, "barter": ours, "ratio": ours / peers, "ceiling": top, "share": share}
+    found["first_round_seconds"] = first
+    sys.stderr.write(json.dumps(found) + "\n")
+    return found
+
+
+def dffke_seconds(source: str, models: str, clients: int, rounds: int = 3, **options: Any) -> dict[str, float]:
+    """The phases of the last of some rounds, with memory of those before it."""
+    size, fields = options.pop("size", None), {"max_epochs": 1, "decoder_steps": 0, **options}
+    records = list(federation(DFFKE(**fields), source, models, clients, size=size, device="cuda").rounds(rounds))
+    seconds = dict(records[-1].seconds)
+    seconds["memory_gb"] = records[-1].server["device_memory"] / 1e9
+    sys.stderr.write(json.dumps({"models": models, "clients": clients, **options, **seconds}) + "\n")
+    return seconds
+
+
+def dffke_round(source: str, found: Row) -> None:
+    found["round"] = {
+        "resnet18-3x3, 32 px": dffke_seconds(source, "resnet18-3x3", 10),
+        "resnet18-3x3, 32 px, peers=4": dffke_seconds(source, "resnet18-3x3", 10, peers=4),
+    }
+
+
+def by_clients(source: str, found: Row) -> None:
+    counts = (2, 5, 10, 20, 50)
+    found["clients"] = {
+        "all peers": {k: dffke_seconds(source, "resnet18", k, 2) for k in counts},
+        "peers = 4": {k: dffke_seconds(source, "resnet18", k, 2, peers=4) for k in counts if k > 5},
+    }
+
+
+def memory(source: str, found: Row) -> None:
+    """A hundred ResNet-18 clients, ten of them in a round, within several budgets."""
+    found["memory"] = {}
+    for budget in (None, 12.0, 6.0):
+        fedavg = FedAvg(fraction=0.1, epochs=1, batch_size=100)
+        experiment = federation(fedavg, source, "resnet18", 100, device="cuda", device_memory=budget)
+        records = list(experiment.rounds(3))
+        parked = 100 - len(experiment.engine.parking.sizes)
+        peak = max(record.server["device_memory"] for record in records) / 2**30
+        found["memory"][str(budget)] = {"peak_gib": peak, "parked": parked, "seconds": records[-1].seconds}
+        sys.stderr.write(json.dumps({"budget": budget, **found["memory"][str(budget)]}) + "\n")
+        del experiment
+        torch.cuda.empty_cache()
+
+
+def precision(source: str, found: Row) -> None:
+    """Accuracy and seconds of DFFKE in each precision, over seeds."""
+    found["precision"] = {}
+    for name in ("fp32", "tf32", "bf16"):
+        ends, seconds = [], []
+        for seed in range(3):
+            options = {"device": "cuda", "precision": name, "seed": seed, "data": source}
+            records = list(Experiment(DFFKE(max_epochs=10), clients=5, **options).rounds(3))
+            ends.append((records[-1].mean("global"), records[-1].mean("local")))
+            seconds.append(records[-1].seconds["round"])
+        found["precision"][name] = {"global_local": ends, "seconds": statistics.fmean(seconds)}
+        sys.stderr.write(json.dumps({name: found["precision"][name]}) + "\n")
+
+
+def cpu(folder: Path, rows: list[Row]) -> None:
+    for side, channels, images in ((8, 1, 4000), (28, 1, 1500)):
+        source = random_images(folder, side, channels, 10, images, 200)
+        peer_like = federation(Local(), source, "small-5", 5, device="cpu")
+        epochs = 6 if side == 8 else 1
+        ours, first = barter_rate(source, "small-5", 5, epochs, device="cpu")
+        plain = peer_rate(peer_like, 3.0)
+        kernels = federation(Local(tau=1.0, max_epochs=epochs), source, "small-5", 5, device="cpu")
+        kernels.engine.cores = 1  # one client after the other, all cores inside each kernel
+        seconds = [record.seconds["learn"] for record in kernels.rounds(2)]
+        inside = epochs * images / seconds[1]
+        found = row(f"5 small CNNs, {side} px, {torch.get_num_threads()} cores", plain, ours, None, first)
+        rows.append({**found, "one_after_the_other": inside})
+
+
+def table(rows: list[Row], found: Row) -> str:
+    lines = [
+        "| local training, images per second | as peers | barter | ratio | ceiling | share |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        top = ("-", "-") if r["ceiling"] is None else (f"{r['ceiling']:,.0f}", f"{100 * r['share']:.0f} %")
+        lines.append(
+            f"| {r['work']} | {r['peers']:,.0f} | {r['barter']:,.0f} | {r['ratio']:.1f} | {top[0]} | {top[1]} |"
+        )
+    for name, seconds in found.get("round", {}).items():
+        phases = ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items() if phase != "memory_gb")
+        lines += ["", f"One DFFKE round, 10 clients, {name}, seconds: {phases}; {seconds['memory_gb']:.1f} GB."]
+    if "clients" in found:
+        lines += [
+            "",
+            "| clients | round, all peers | exchange | round, peers = 4 | exchange |",
+            "|---|---|---|---|---|",
+        ]
+        some = found["clients"]["peers = 4"]
+        for k, seconds in found["clients"]["all peers"].items():
+            cells = [f"{s[phase]:.1f} s" for s in (seconds, some.get(k, {})) if s for phase in ("round", "exchange")]
+            lines.append(f"| {k} | " + " | ".join([*cells, "-", "-"][:4]) + " |")
+    for budget, kept in found.get("memory", {}).items():
+        lines += ["", f"100 ResNet-18 clients, device_memory {budget}: peak {kept['peak_gib']:.1f} GiB, "]
+        lines[-1] += f"{kept['parked']} parked, a round {kept['seconds']['round']:.1f} s."
+    if "precision" in found:
+        lines += ["", "| precision | global, by seed | own, by seed | seconds a round |", "|---|---|---|---|"]
+        for name, values in found["precision"].items():
+            ends = [" ".join(f"{100 * v:.1f}" for v in column) for column in zip(*values["global_local"], strict=True)]
+            lines.append(f"| {name} | {ends[0]} | {ends[1]} | {values['seconds']:.1f} |")
+    return "\n".join(lines) + "\n"
+
+
+def picture(found: Row, path: Path) -> None:
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(5.5, 3.5), layout="constrained")
+    for name, by_k in found["clients"].items():
+        counts = list(by_k)
+        axes.plot(counts, [by_k[k]["exchange"] / k for k in counts], marker="o", label=name)
+    axes.set_xlabel("clients K")
+    axes.set_ylabel("seconds of exchange per client")
+    axes.set_title("What the exchange costs each client, as K grows")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sections = ["resnet18", "htfe", "small", "round", "clients", "memory", "precision", "cpu"]
+    default = sections[:-2] if torch.cuda.is_available() else ["cpu"]
+    parser.add_argument("--sections", nargs="+", choices=sections, default=default)
+    parser.add_argument("--data", help="a source of 32 px images, such as npz:cifar100.npz; random images without it")
+    parser.add_argument("--real", help="a source of real images for `precision`, such as npz:fashion-mnist.npz")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    args = parser.parse_args()
+    if "precision" in args.sections and not args.real:
+        parser.error("precision is about accuracy: give it --real SOURCE")
+    rows: list[Row] = []
+    found: Row = {"torch": torch.__version__, "rows": rows}
+    if torch.cuda.is_available():
+        found["device"] = torch.cuda.get_device_name()
+    args.out.mkdir(parents=True, exist_ok=True)
+    name = "speed-cpu" if args.sections == ["cpu"] else "speed"
+    with tempfile.TemporaryDirectory() as folder:
+        images = args.data or random_images(Path(folder), 32, 3, 100, 50_000, 10_000)
+        few = random_images(Path(folder), 32, 3, 100, 20_000, 1000)
+        work: dict[str, Callable[[], None]] = {
+            "resnet18": lambda: resnet18(images, rows),
+            "htfe": lambda: htfe(few, rows),
+            "small": lambda: small(images, rows),
+            "round": lambda: dffke_round(images, found),
+            "clients": lambda: by_clients(images, found),
+            "memory": lambda: memory(images, found),
+            "precision": lambda: precision(args.real, found),
+            "cpu": lambda: cpu(Path(folder), rows),
+        }
+        for section in args.sections:
+            start = time.perf_counter()
+            work[section]()
+            sys.stderr.write(f"{section}: {time.perf_counter() - start:.0f} s\n")
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            (args.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    if "clients" in found:
+        picture(found, args.out / "dffke-clients.png")
+    sys.stdout.write(table(rows, found))
+
+
+if __name__ == "__main__":
+    main()
