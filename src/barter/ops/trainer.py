@@ -156,6 +156,7 @@ class Trainer:
             if collecting:
                 gc.enable()
             self.optimizer.zero_grad()  # gradients live and die within a graph
+            torch.cuda.empty_cache()  # and the eager steps' memory is not needed again
         return _Captured(graph, inputs, values, [*self.modules, *_modules(_contents(loss))])
 
 
