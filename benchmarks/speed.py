@@ -215,7 +215,7 @@ def precision(source: str, found: Row) -> None:
         ends, seconds = [], []
         for seed in range(3):
             options = {"device": "cuda", "precision": name, "seed": seed, "data": source}
-            records = list(Experiment(DFFKE(max_epochs=10), clients=5, **options).rounds(3))
+            records = list(Experiment(DFFKE(max_epochs=5), clients=5, **options).rounds(2))
             ends.append((records[-1].mean("global"), records[-1].mean("local")))
             seconds.append(records[-1].seconds["round"])
         found["precision"][name] = {"global_local": ends, "seconds": statistics.fmean(seconds)}
@@ -306,7 +306,7 @@ def main() -> None:
     name = "speed-cpu" if args.sections == ["cpu"] else "speed"
     with tempfile.TemporaryDirectory() as folder:
         images = args.data or random_images(Path(folder), 32, 3, 100, 50_000, 10_000)
-        few = random_images(Path(folder), 32, 3, 100, 20_000, 1000)
+        few = random_images(Path(folder), 32, 3, 100, 10_000, 1000)
         work: dict[str, Callable[[], None]] = {
             "resnet18": lambda: resnet18(images, rows),
             "htfe": lambda: htfe(few, rows),

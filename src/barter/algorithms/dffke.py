@@ -316,8 +316,9 @@ class DFFKE(Algorithm[Hub, Trader]):
         client.buffer = self.remember(client.buffer + delivery["entries"], limit)
         client.docking = delivery.get("docking", {})
         *past, now = client.buffer
-        sample = self.review(client, past, len(now["codes"][client.id]))
-        return {"fresh": self.label(client, now), "memory": [self.label(client, *part) for part in sample]}
+        reviewed = self.review(client, past, len(now["codes"][client.id]))
+        fresh, *memory = self.label(client, [(now, None), *reviewed])
+        return {"fresh": fresh, "memory": memory}
 
     def review(self, client: Trader, past: list[Entry], size: int) -> Iterator[tuple[Entry, Tensor]]:
         """B_k^t: a random part of the client's own past transfer data, as much as there is fresh."""
@@ -330,17 +331,20 @@ class DFFKE(Algorithm[Hub, Trader]):
             if len(part):
                 yield entry, part.to(client.device)
 
-    def label(self, client: Trader, entry: Entry, index: Tensor | None = None) -> Targets:
+    def label(self, client: Trader, parts: list[tuple[Entry, Tensor | None]]) -> list[Targets]:
         """The client's own logits Ŷ_k on its transfer images, before it learns from others."""
-        images, model = self.draw(client, entry, {client.id: index})[client.id], client.model.eval()
+        drawn, model = [self.draw(client, e, {client.id: i})[client.id] for e, i in parts], client.model.eval()
+        images, ends = torch.cat(drawn), [len(part) for part in drawn]
         every = torch.arange(len(images), device=client.device)
         features = predict(model.features, lambda part: resized(images[part], client.data.spec), every)
-        targets: Targets = {"round": entry["round"], "logits": model.logits(features).detach()}
-        if index is not None:
-            targets["index"] = index
-        if self.embedding_loss:
-            targets["embeddings"] = F.linear(features, client.docking["weight"], client.docking["bias"])
-        return targets
+        logits = torch.split(model.logits(features).detach(), ends)
+        told: list[Targets] = [{"round": e["round"], "logits": y} for (e, _), y in zip(parts, logits, strict=True)]
+        for targets, (_, index), seen in zip(told, parts, torch.split(features, ends), strict=True):
+            if index is not None:
+                targets["index"] = index
+            if self.embedding_loss:
+                targets["embeddings"] = F.linear(seen, client.docking["weight"], client.docking["bias"])
+        return told
 
     def draw(self, client: Trader, entry: Entry, wanted: Mapping[int, Tensor | None]) -> dict[int, Tensor]:
         """The transfer images of some clients in one round, or parts of them, made anew from the buffer in one go."""

@@ -10,10 +10,13 @@ On the CPU there are no lanes, and everything here does nothing.
 
 from __future__ import annotations
 
+import queue
 import threading
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -47,8 +50,18 @@ class Lane:
         self.trainers: OrderedDict[tuple[Hashable, ...], Any] = OrderedDict()
         self.shared = False  # whether other lanes run at the same time
         self.stopped = False
+        self.work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._begun = False
         self._steps = 0
         self._marks: deque[torch.cuda.Event] = deque()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Have the lane's own thread do this. It is always the same thread: cuDNN keeps its plans for each apart."""
+        if not self._begun:
+            self._begun = True
+            threading.Thread(target=_serve, args=(self.work,), daemon=True).start()
+            weakref.finalize(self, self.work.put, None)
+        self.work.put(job)
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -117,6 +130,12 @@ class Lane:
                 del self.trainers[key]
 
 
+def _serve(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := work.get()) is not None:
+        job()
+        del job  # what it holds must not wait for the next
+
+
 def footprint(module: nn.Module) -> int:
     """Bytes of a module's parameters and buffers."""
     return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
@@ -177,35 +196,36 @@ def take_turns(lanes: Sequence[Lane], jobs: Sequence[Sequence[Callable[[], None]
     """Run the jobs of every lane one after the other, and all lanes at the same time."""
     home = torch.cuda.current_stream(lanes[0].device)
     errors: list[BaseException] = []
+    finished = threading.Semaphore(0)
 
-    def work(lane: Lane, mine: Sequence[Callable[[], None]]) -> None:
-        with _baton:
-            try:
-                with lane.open():
-                    lane.stream.wait_stream(home)
-                    for job in mine:
-                        job()
-            except Stopped:
-                pass
-            except BaseException as error:
-                errors.append(error)
+    def serve(lane: Lane, mine: Sequence[Callable[[], None]]) -> None:
+        try:
+            with _baton, lane.open():
+                lane.stream.wait_stream(home)
+                for job in mine:
+                    job()
+        except Stopped:
+            pass
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            finished.release()
 
     rng = torch.get_rng_state()
     busy = [(lane, mine) for lane, mine in zip(lanes, jobs, strict=True) if mine]
-    threads = [threading.Thread(target=work, args=pair, daemon=True) for pair in busy]
-    for lane, _ in busy:
+    for lane, mine in busy:
         lane.shared, lane.stopped = True, False
+        lane.submit(partial(serve, lane, mine))
+    waiting = len(busy)
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        while waiting:
+            finished.acquire()
+            waiting -= 1
     except BaseException:
         for lane, _ in busy:
             lane.stopped = True
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
+        for _ in range(waiting):
+            finished.acquire()
         raise
     finally:
         for lane, _ in busy:
