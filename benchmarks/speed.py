@@ -14,6 +14,7 @@ Markdown table and writes a JSON and a picture.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -95,6 +96,13 @@ def peer_rate(experiment: Experiment, seconds: float) -> float:
             synchronize(device)
         shares.append((time.perf_counter() - start) / done)
     return len(shares) / sum(shares)
+
+
+def free() -> None:
+    """Give back what earlier measurements held."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def synchronize(device: torch.device) -> None:
@@ -196,7 +204,7 @@ def by_clients(source: str, found: Row) -> None:
 def memory(source: str, found: Row) -> None:
     """A hundred ResNet-18 clients, ten of them in a round, within several budgets."""
     found["memory"] = {}
-    for budget in (None, 12.0, 6.0):
+    for budget in (None, 12.0, 8.0):
         fedavg = FedAvg(fraction=0.1, epochs=1, batch_size=100)
         experiment = federation(fedavg, source, "resnet18", 100, device="cuda", device_memory=budget)
         records = list(experiment.rounds(3))
@@ -205,7 +213,7 @@ def memory(source: str, found: Row) -> None:
         found["memory"][str(budget)] = {"peak_gib": peak, "parked": parked, "seconds": records[-1].seconds}
         sys.stderr.write(json.dumps({"budget": budget, **found["memory"][str(budget)]}) + "\n")
         del experiment
-        torch.cuda.empty_cache()
+        free()
 
 
 def precision(source: str, found: Row) -> None:
@@ -321,8 +329,7 @@ def main() -> None:
             start = time.perf_counter()
             work[section]()
             sys.stderr.write(f"{section}: {time.perf_counter() - start:.0f} s\n")
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            free()
             (args.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
     if "clients" in found:
         picture(found, args.out / "dffke-clients.png")

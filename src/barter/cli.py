@@ -61,6 +61,14 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+class Arithmetic(StrEnum):
+    """How to compute."""
+
+    fp32 = "fp32"
+    tf32 = "tf32"
+    bf16 = "bf16"
+
+
 class Listing(StrEnum):
     """What can be listed."""
 
@@ -101,11 +109,17 @@ def run(
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder; without one, a new one under runs/.")] = None,
     device: Annotated[Device | None, typer.Option(help="Where to compute.")] = None,
+    precision: Annotated[
+        Arithmetic | None, typer.Option(help="How to compute; without it, bf16 on CUDA and fp32 on the CPU.")
+    ] = None,
+    device_memory: Annotated[
+        float | None, typer.Option(metavar="GIB", help="Stay within so much of a CUDA device's memory.")
+    ] = None,
 ) -> None:
     """Run a federation, as CONFIG.toml says or by the defaults, and keep its metrics and checkpoint in a folder."""
     tree = _tree(config, algorithm, settings)
-    if device is not None:
-        tree["device"] = device.value
+    chosen = {"device": device, "precision": precision, "device_memory": device_memory}
+    tree |= {key: getattr(value, "value", value) for key, value in chosen.items() if value is not None}
     resolved = resolve(tree)
     if out is None:
         name = str(tree.get("algorithm", {}).get("name", "dffke")).replace(":", "-")

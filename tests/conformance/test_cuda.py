@@ -73,10 +73,10 @@ def test_parking_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     def watched(self: Parking, client: Any) -> Any:
         seen.append(next(client.model.parameters()).device.type)
-        self.room = 0
         return fetched(self, client)
 
     monkeypatch.setattr(Parking, "fetched", watched)
+    monkeypatch.setattr(Parking, "crowded", lambda self: True)
     parked = finished(on_cuda(name))
     assert seen.count("cpu") == len(seen) > 3
     assert same({at: _host(v) for at, v in on_the_device.items()}, {at: _host(v) for at, v in parked.items()})

@@ -63,13 +63,13 @@ class LocalEngine:
         self._calls: Counter[tuple[int, str, int]] = Counter()
         self._credit: dict[int, float] = {}  # how much of each lane's current turn is still to be shown
         self._cost: dict[str, float] = {}  # seconds of a turn, by method, when last measured
-        self.parking = Parking(clients, device_memory // 2)
+        self.parking = Parking(clients, device_memory)
         self.lanes: list[Lane] = []
         self.home: Lane | None = None
         self.cores = torch.get_num_threads() if forks.possible() else 1
         device = next(iter(clients.values())).device
         if device.type == "cuda":
-            # Half of the memory is for clients between their turns, half for those at work and for the server.
+            # A quarter of the memory is for modules that lanes keep; see Parking for clients between their turns.
             width = min(streams, len(clients))
             self.lanes = [Lane(device, device_memory // 8 // width) for _ in range(width)]
             self.home = Lane(device, device_memory // 8)

@@ -31,17 +31,21 @@ def budget(device: torch.device, gib: float | None) -> int:
 class Parking:
     """Clients stay on the device while there is room; who was not asked for longest goes first."""
 
-    def __init__(self, clients: Mapping[int, Client], room: int) -> None:
-        self.clients, self.room = clients, room
+    def __init__(self, clients: Mapping[int, Client], limit: int) -> None:
+        self.clients, self.limit = clients, limit
         self.sizes: OrderedDict[int, int] = OrderedDict()  # bytes of those on the device, the last asked last
         self.at_work: set[int] = set()
 
     @contextmanager
     def fetched(self, client: Client) -> Iterator[None]:
         """Inside, this client is on the device and stays there."""
+        if not self.limit:
+            yield
+            return
+        self.at_work.add(client.id)
+        self._make_room()
         if client.id not in self.sizes:
             client.move(client.device)
-        self.at_work.add(client.id)
         try:
             yield
         finally:
@@ -50,9 +54,14 @@ class Parking:
             self.sizes.move_to_end(client.id)
             self._make_room()
 
+    def crowded(self) -> bool:
+        """Whether waiting clients hold half of the budget, or all together three fifths: work needs the rest."""
+        taken = torch.cuda.memory_allocated()  # nothing where there is no CUDA
+        return sum(self.sizes.values()) > self.limit // 2 or taken > self.limit * 3 // 5
+
     def _make_room(self) -> None:
         idle = [k for k in self.sizes if k not in self.at_work]
-        while idle and sum(self.sizes.values()) > self.room:
+        while idle and self.crowded():
             k = idle.pop(0)
             del self.sizes[k]
             self.clients[k].move(HOST)

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from barter import DFFKE, Local
+from barter.core import lanes
+from barter.core.images import Augment, Spec
+from barter.ops.fit import adam, classification, sgd
+from barter.ops.trainer import _identity, _objection
+from tests.conftest import federation
+
+SPEC = Spec(1, 8, 8, 10, (0.5,), (0.5,))
+
+
+def test_the_same_recipe_twice_is_one_value() -> None:
+    assert adam(1e-3, 1e-5) == adam(1e-3, 1e-5)
+    assert adam(1e-3) != adam(1e-4)
+    assert len({adam(1e-3), adam(1e-3), sgd(1e-3)}) == 2
+
+
+def made(model: nn.Module, weight: float, other: nn.Module | None = None) -> object:
+    def loss(x: Tensor) -> Tensor:
+        value: Tensor = model(x).sum() * weight
+        return value if other is None else value + other(x).sum()
+
+    return loss
+
+
+def test_a_loss_is_known_by_its_code_and_by_what_it_holds() -> None:
+    one, two = nn.Linear(2, 1), nn.Linear(2, 1)
+    assert _identity(made(one, 2.0)) == _identity(made(one, 2.0))
+    assert hash(_identity(made(one, 2.0))) == hash(_identity(made(one, 2.0)))
+    for other in (made(two, 2.0), made(one, 3.0), made(one, 2.0, two)):
+        assert _identity(other) != _identity(made(one, 2.0))
+    assert _identity(lambda x: one(x)) != _identity(lambda x: one(x) + 1)
+
+
+def test_partials_and_methods_are_known_by_value() -> None:
+    model = nn.Linear(2, 1)
+    for make in (
+        lambda: partial(classification, model, Spec(1, 8, 8, 10, (0.5,), (0.5,)), Augment(2, True)),
+        lambda: partial(DFFKE(share=0.5).exchange_loss, model, SPEC),
+    ):
+        assert _identity(make()) == _identity(make())
+        assert not _objection(make())
+    assert _identity(partial(DFFKE().exchange_loss, model)) != _identity(partial(DFFKE(tau=0.5).exchange_loss, model))
+
+
+def test_what_could_change_behind_a_graph_is_an_objection() -> None:
+    client = federation(Local()).engine.clients[0]
+    table = {"weight": torch.ones(1)}
+
+    def holds_a_party(x: Tensor) -> Tensor:
+        return client.model(x).sum()
+
+    def holds_a_table(x: Tensor) -> Tensor:
+        return (x * table["weight"]).sum()
+
+    assert "holds a Client" in _objection(holds_a_party)
+    assert "holds a dict" in _objection(holds_a_table)
+    assert not _objection(made(client.model, 1.0))
+
+
+def test_without_a_lane_nothing_is_kept() -> None:
+    assert lanes.current() is None
+    module = nn.Linear(2, 1)
+    assert lanes.keep("name", module) is module
+    assert lanes.kept("name", lambda: module) is module
+    lanes.breathe()
+    lanes.rest()
+
+
+@pytest.mark.parametrize("peers", [1, 2])
+def test_a_client_learns_from_so_many_peers_in_an_iteration(peers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    original = DFFKE.exchange_loss
+
+    def counted(self: DFFKE, model: nn.Module, *batch: object) -> Tensor:
+        steps.append(id(model))
+        return original(self, model, *batch)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DFFKE, "exchange_loss", counted)
+    tiny = {"max_epochs": 1, "code_dim": 8, "docking_epochs": 1, "decoder_epochs": 1, "decoder_steps": 1, "share": 0.1}
+    experiment = federation(DFFKE(**tiny, exchange_epochs=3, peers=peers), clients=4)  # type: ignore[arg-type]
+    list(experiment.rounds(2))
+    assert len(steps) == 4 * 3 * (peers + 2 * peers), "fresh in round 1; fresh and remembered in round 2"
