@@ -31,6 +31,7 @@ TINY: dict[str, dict[str, Any]] = {
         "decoder_steps": 2,
         "exchange_epochs": 1,
     },
+    "fedfree": {"epochs": 1, "batch_size": 50},
     "fedavg": {"epochs": 1, "batch_size": 50},
     "local": {"max_epochs": 2},
     "central": {"max_epochs": 1},

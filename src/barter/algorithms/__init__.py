@@ -7,13 +7,15 @@ from typing import Any
 from barter.algorithms.central import Central
 from barter.algorithms.dffke import DFFKE
 from barter.algorithms.fedavg import FedAvg
+from barter.algorithms.fedfree import FedFree
 from barter.algorithms.local import Local
 from barter.core.algorithm import Algorithm
 
-__all__ = ["ALGORITHMS", "DFFKE", "Central", "FedAvg", "Local"]
+__all__ = ["ALGORITHMS", "DFFKE", "Central", "FedAvg", "FedFree", "Local"]
 
 ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
     "dffke": DFFKE,
+    "fedfree": FedFree,
     "fedavg": FedAvg,
     "local": Local,
     "central": Central,

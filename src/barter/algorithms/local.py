@@ -7,12 +7,13 @@ training data reaches a goal; the first round of both is the same to the bit.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive
-from barter.ops.fit import adam, fit
+from barter.ops.fit import adam, fit, sgd
 
 __all__ = ["Local"]
 
@@ -23,16 +24,18 @@ class Local(Algorithm):
 
     crosses = {"learn": "nothing"}
 
-    tau: Fraction = 0.98  # τ: local training ends when an epoch's training accuracy reaches it
+    tau: Fraction | None = 0.98  # τ: local training ends when an epoch's training accuracy reaches it; none: never
     max_epochs: Count = 100  # or after so many epochs
-    lr: Positive = 1e-3  # η: Adam's learning rate
-    weight_decay: NonNegative = 1e-5  # Adam's weight decay
+    optimizer: Literal["adam", "sgd"] = "adam"  # of local training; sgd is what other methods compare with
+    lr: Positive = 1e-3  # η: learning rate
+    weight_decay: NonNegative = 1e-5  # of the optimizer
     batch_size: Count = 100  # B: images per step
 
     def round(self, server: Server, clients: Clients, t: int) -> None:
         clients.run(self.learn)
 
     def learn(self, client: Client) -> None:
-        recipe = adam(self.lr, self.weight_decay)
+        make = adam if self.optimizer == "adam" else sgd
+        recipe = make(self.lr, weight_decay=self.weight_decay)
         fitted = fit(client, epochs=self.max_epochs, goal=self.tau, batch_size=self.batch_size, recipe=recipe)
         client.report["epochs"] = fitted.epochs

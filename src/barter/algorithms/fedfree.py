@@ -1,0 +1,265 @@
+"""FedFree: Du et al., "FedFree: Breaking Knowledge-sharing Barriers through Layer-wise Alignment in Heterogeneous
+Federated Learning", NeurIPS 2025, Algorithm 1.
+
+Clients with different networks share single layers. Each uploads the few that its training changed most; the server
+lets the layers of a network of its own imitate them on Gaussian noise, and gives each client back the one layer that
+seems to hold more than the client's. No data, real or synthetic, is needed, and no whole model travels.
+
+Where the paper is silent or at odds with itself:
+
+- A layer is a convolution or a linear layer, weight and bias together: biases of normalisation start at zero, and
+  Eq. 2 would divide by it. Grouped convolutions have no counterpart at the server and stay at home.
+- "Type and approximate depth": the layer of the same type at the nearest relative depth among its kind.
+- The server's network never sees an image. It is the paper's CNN for 32 x 32 images, whatever the task's size.
+- Noise: 64 samples; for convolutions 8 x 8 pixels without borders (what leaves on one side comes in on the other). Of
+  layers that differ in size the first inputs and outputs are compared, and the centres of their kernels.
+- Eq. 3 is a sum over outputs and a mean over samples and positions. In expectation one step is then a moving average,
+  w <- (1 - 2 α) w + 2 α mean(w_i): that is `transfer = "analytic"`.
+- Eq. 7 fills what the received layer does not cover with zeros, the sentence behind it keeps it, Algorithm 1 speaks of
+  adapters. `fill = "zero"` copies flattened weights as the equation does, `fill = "retain"` copies along each axis.
+- Local epochs are 5 in the text and 30 in Table A2. The order of Tsallis' entropy is not given.
+
+Preset "paper" is the text with the equations, "tableA2" has that table's epochs. Preset "sound" is the default:
+replacing with zeros what no layer covers destroys a network (benchmarks/README.md), and an entropy over each tensor's
+own range compares shapes of histograms that mean different things, so that both are put into common bins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NotRequired, TypeAlias, TypedDict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from barter.core.algorithm import Algorithm
+from barter.core.clients import Clients, Replies
+from barter.core.evaluation import evaluate
+from barter.core.nodes import Client, Server
+from barter.core.params import Count, Fraction, Positive
+from barter.models.small import fedfree_cnn
+from barter.ops.fit import fit, sgd
+
+__all__ = ["Bridge", "FedFree"]
+
+TINY = 1e-12  # keeps Eq. 2 finite for a layer that starts at zero
+Entropy: TypeAlias = Literal["shannon", "tsallis", "collision"]
+
+
+class Layer(TypedDict):
+    """A convolution or a linear layer by itself."""
+
+    name: str
+    kind: str
+    depth: float  # 0 for the first of its kind in its network, 1 for the last
+    weight: Tensor
+    bias: NotRequired[Tensor]
+
+
+class Bridge(Server):
+    """The server's network, layer by layer."""
+
+    layers: list[Layer] = []
+
+
+def layers_of(model: nn.Module) -> list[Layer]:
+    """The layers of a network that can be shared, in their order."""
+    found: list[Layer] = []
+    modules = {name: m for name, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
+    for kind, type_ in (("conv", nn.Conv2d), ("linear", nn.Linear)):
+        same = {n: m for n, m in modules.items() if isinstance(m, type_) and getattr(m, "groups", 1) == 1}
+        for at, (name, module) in enumerate(same.items()):
+            layer: Layer = {
+                "name": name,
+                "kind": kind,
+                "depth": at / max(1, len(same) - 1),
+                "weight": module.weight.detach().clone(),
+            }
+            if module.bias is not None:
+                layer["bias"] = module.bias.detach().clone()
+            found.append(layer)
+    return found
+
+
+def parameters(layer: Layer) -> Tensor:
+    """Weight and bias end to end."""
+    parts = [layer["weight"], layer["bias"]] if "bias" in layer else [layer["weight"]]
+    return torch.cat([part.flatten() for part in parts])
+
+
+def change(before: Layer, after: Layer) -> Tensor:
+    """How much training changed a layer, relative to what it was (Eq. 2)."""
+    old, new = parameters(before), parameters(after)
+    return (new - old).square().sum() / (old.square().sum() + TINY)
+
+
+def counterpart(layer: Layer, others: Sequence[Layer]) -> int | None:
+    """Where among the others the layer of the same kind at the nearest relative depth stands."""
+    same = [j for j, other in enumerate(others) if other["kind"] == layer["kind"]]
+    return same[round(layer["depth"] * (len(same) - 1))] if same else None
+
+
+def entropy(weight: Tensor, kind: Entropy, bins: int, edges: tuple[float, float], order: float) -> float:
+    """H of a layer's weights, sorted into bins between two edges; in nats."""
+    low, high = edges
+    counts = torch.histc(weight.flatten().float(), bins, low, high).double()
+    p = counts[counts > 0] / counts.sum()
+    if kind == "shannon":
+        return float(-(p * p.log()).sum())
+    if kind == "tsallis":
+        return float((1 - p.pow(order).sum()) / (order - 1))
+    return float(-p.square().sum().log())
+
+
+def fitted(weight: Tensor, shape: torch.Size, onto: Tensor | None = None) -> Tensor:
+    """The weight in another shape: first outputs and inputs, centre of the kernel, over zeros or over `onto`."""
+    target = torch.zeros(shape, device=weight.device) if onto is None else onto.clone()
+    take, put = [], []
+    for axis, (have, want) in enumerate(zip(weight.shape, shape, strict=True)):
+        size = min(have, want)
+        start = (0, 0) if axis < 2 else ((have - size) // 2, (want - size) // 2)
+        take.append(slice(start[0], start[0] + size))
+        put.append(slice(start[1], start[1] + size))
+    target[tuple(put)] = weight[tuple(take)]
+    return target
+
+
+def respond(weight: Tensor, bias: Tensor | None, noise: Tensor) -> Tensor:
+    """A layer's answer to noise of at least its number of inputs: (samples or positions, outputs)."""
+    x = noise[:, : weight.shape[1]]
+    if weight.ndim == 2:
+        return F.linear(x, weight, bias)
+    sides = [(size // 2, (size - 1) // 2) for size in reversed(weight.shape[2:])]
+    answer = F.conv2d(F.pad(x, [pad for side in sides for pad in side], mode="circular"), weight, bias)
+    return answer.movedim(1, -1).flatten(0, -2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedFree(Algorithm[Bridge, Client]):
+    """Single layers travel: up those that changed most, down the one that seems to hold more."""
+
+    crosses = {
+        "learn": "up: the weights of the k layers that training changed most",
+        "receive": "down: the weights of one of the server's layers",
+    }
+    presets = {
+        "paper": {"fill": "zero", "edges": "own"},
+        "tableA2": {"fill": "zero", "edges": "own", "epochs": 30},
+        "sound": {"fill": "retain", "edges": "common"},
+    }
+
+    fraction: Fraction = 1.0  # share of clients per round
+    epochs: Count = 5  # E: local epochs
+    batch_size: Count = 10  # B: images per step
+    lr: Positive = 0.01  # η: learning rate of the clients' SGD
+    layers: Count = 2  # k: critical layers that a client uploads
+    server_lr: Positive = 0.01  # α: learning rate of the server's layers
+    steps: Count = 1  # gradient steps of a global layer per round; the paper's Eqs. 4 and 5 are one
+    transfer: Literal["sampled", "analytic"] = "sampled"  # on Gaussian noise, or in closed form
+    samples: Count = 64  # samples of noise per step; not in the paper
+    side: Count = 8  # height and width of noise for convolutions; not in the paper
+    bins: Count = 256  # bins of the histogram behind the entropy
+    entropy: Entropy = "shannon"  # H of Eq. 6
+    tsallis_order: Positive = 1.5  # q of Tsallis' entropy, not 1; not in the paper
+    edges: Literal["own", "common"] = "common"  # bins between a layer's own extremes, or between those of both
+    fill: Literal["zero", "retain"] = "retain"  # what the received layer does not cover (Eq. 7): zero, or as it was
+
+    def setup(self, server: Bridge, clients: Clients) -> None:
+        spec = replace(server.spec, height=32, width=32)
+        server.layers = layers_of(fedfree_cnn(spec).to(server.device))
+
+    def round(self, server: Bridge, clients: Clients, t: int) -> None:
+        active = clients.sample(self.fraction)
+        uploads = active.run(self.learn)  # Eq. 2
+        self.share(server, uploads)  # Eqs. 3-5
+        gifts = self.align(server, uploads)  # Eq. 6
+        active.only(gifts).scatter(self.receive, gifts)  # Eq. 7
+        server.report["gifts"] = len(gifts)
+
+    def learn(self, client: Client) -> list[Layer]:
+        before = layers_of(client.model)
+        fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=sgd(self.lr))
+        client.report |= {f"before_{name}": value for name, value in evaluate(client).items()}
+        after = layers_of(client.model)
+        changes = torch.stack([change(old, new) for old, new in zip(before, after, strict=True)])
+        critical = changes.argsort(descending=True, stable=True)[: self.layers]
+        return [after[at] for at in critical.tolist()]
+
+    def share(self, server: Bridge, uploads: Replies[list[Layer]]) -> None:
+        """Every layer of the server's network imitates the uploaded layers that correspond to it."""
+        teachers: dict[int, list[Layer]] = {}
+        for uploaded in uploads.values():
+            for layer in uploaded:
+                j = counterpart(layer, server.layers)
+                if j is not None:
+                    teachers.setdefault(j, []).append(layer)
+        for j, imitated in teachers.items():
+            for _ in range(self.steps):
+                server.layers[j] = self.imitate(server.layers[j], imitated)
+
+    def imitate(self, g: Layer, teachers: Sequence[Layer]) -> Layer:
+        """One step down the gradient of Eq. 3."""
+        w, b = (part.clone().requires_grad_() for part in (g["weight"], g["bias"]))
+        if self.transfer == "analytic":
+            losses = [self.expected(w, b, layer) for layer in teachers]
+        else:
+            inputs = max(w.shape[1], *(layer["weight"].shape[1] for layer in teachers))
+            size = (self.samples, inputs) if w.ndim == 2 else (self.samples, inputs, self.side, self.side)
+            noise = torch.randn(size, device=w.device)
+            losses = [self.discrepancy(w, b, layer, noise) for layer in teachers]
+        slopes = torch.autograd.grad(torch.stack(losses).mean(), (w, b))
+        weight, bias = (part.detach() - self.server_lr * slope for part, slope in zip((w, b), slopes, strict=True))
+        return {**g, "weight": weight, "bias": bias}
+
+    def discrepancy(self, w: Tensor, b: Tensor, layer: Layer, noise: Tensor) -> Tensor:
+        """A term of Eq. 3: how differently two layers answer to the same noise."""
+        outputs = min(len(w), len(layer["weight"]))
+        taught = respond(layer["weight"], layer.get("bias"), noise)[:, :outputs]
+        return (respond(w, b, noise)[:, :outputs] - taught).square().sum(1).mean()
+
+    def expected(self, w: Tensor, b: Tensor, layer: Layer) -> Tensor:
+        """The same in expectation over noise."""
+        outputs = min(len(w), len(layer["weight"]))
+        shape = torch.Size([outputs, *(max(a, c) for a, c in zip(w.shape[1:], layer["weight"].shape[1:], strict=True))])
+        taught = layer.get("bias", torch.zeros(outputs, device=w.device))[:outputs]
+        gap = fitted(w[:outputs], shape) - fitted(layer["weight"][:outputs], shape)
+        return gap.square().sum() + (b[:outputs] - taught).square().sum()
+
+    def align(self, server: Bridge, uploads: Replies[list[Layer]]) -> dict[int, Layer]:
+        """For each client the global layer with the largest positive knowledge gain over one that it uploaded."""
+        gifts: dict[int, Layer] = {}
+        for k, uploaded in uploads.items():
+            best = 0.0
+            for layer in uploaded:
+                for g in server.layers:
+                    gain = self.gain(layer["weight"], g["weight"]) if g["kind"] == layer["kind"] else 0.0
+                    if gain > best:
+                        best, gifts[k] = gain, {**g, "name": layer["name"]}
+        return gifts
+
+    def gain(self, theta: Tensor, g: Tensor) -> float:
+        """KGE of Eq. 6."""
+        own = [(float(w.min()), float(w.max())) for w in (theta, g)]
+        both = (min(low for low, _ in own), max(high for _, high in own))
+        edges = own if self.edges == "own" else [both, both]
+        local, shared = (
+            entropy(w, self.entropy, self.bins, edge, self.tsallis_order)
+            for w, edge in zip((theta, g), edges, strict=True)
+        )
+        return shared - local
+
+    def receive(self, client: Client, g: Layer) -> None:
+        """The received layer takes the place of the client's own, as far as it goes (Eq. 7)."""
+        layer = client.model.get_submodule(g["name"])
+        for place, received in ((layer.weight, g["weight"]), (layer.bias, g["bias"])):
+            if isinstance(place, Tensor):
+                place.data.copy_(self.projected(received, place.detach()))
+
+    def projected(self, received: Tensor, place: Tensor) -> Tensor:
+        if self.fill == "retain":
+            return fitted(received, place.shape, place)
+        flat, size = torch.zeros(place.numel(), device=place.device), min(received.numel(), place.numel())
+        flat[:size] = received.flatten()[:size]
+        return flat.view(place.shape)

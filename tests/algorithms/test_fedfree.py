@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from barter import ALGORITHMS
+from barter.algorithms.fedfree import Bridge, FedFree, Layer, change, counterpart, entropy, fitted, layers_of, respond
+from barter.core.clients import Replies
+from barter.core.payload import nbytes
+from barter.models.small import fedfree_cnn
+from tests.conftest import federation, tiny
+
+
+def layer(weight: Any, bias: Any = None, depth: float = 0.0) -> Layer:
+    weight = torch.as_tensor(weight, dtype=torch.float32)
+    made: Layer = {"name": "it", "kind": "linear" if weight.ndim == 2 else "conv", "depth": depth, "weight": weight}
+    if bias is not None:
+        made["bias"] = torch.as_tensor(bias, dtype=torch.float32)
+    return made
+
+
+def test_equation_2_by_hand() -> None:
+    before, after = layer([[3.0, 0.0]], [4.0]), layer([[3.0, 1.0]], [6.0])
+    assert change(before, after).item() == pytest.approx((1 + 4) / (9 + 16))
+    assert change(layer([[3.0, 4.0]]), layer([[3.0, 9.0]])).item() == pytest.approx(25 / 25)
+    assert torch.isfinite(change(layer([[0.0]]), layer([[1.0]])))
+
+
+def test_only_plain_convolutions_and_linear_layers_are_shared() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.Conv2d(4, 4, 3, groups=4),
+        nn.Conv2d(4, 8, 1, bias=False),
+        nn.Flatten(),
+        nn.Linear(8, 5),
+        nn.Linear(5, 5),
+        nn.Linear(5, 2),
+    )
+    found = [(one["name"], one["kind"], one["depth"], "bias" in one) for one in layers_of(model)]
+    assert found == [
+        ("0", "conv", 0.0, True),
+        ("3", "conv", 1.0, False),
+        ("5", "linear", 0.0, True),
+        ("6", "linear", 0.5, True),
+        ("7", "linear", 1.0, True),
+    ]
+
+
+def test_the_counterpart_is_of_the_same_kind_at_the_nearest_depth() -> None:
+    spec = federation(FedFree()).task.spec
+    server = layers_of(fedfree_cnn(spec.__class__(3, 32, 32, 10, (0.5,) * 3, (0.5,) * 3)))
+    assert [(one["kind"], tuple(one["weight"].shape)) for one in server] == [
+        ("conv", (32, 3, 5, 5)),
+        ("conv", (64, 32, 5, 5)),
+        ("linear", (1600, 1600)),
+        ("linear", (384, 1600)),
+        ("linear", (10, 384)),
+    ]
+    convolution, linear = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1)
+    assert [counterpart(layer(convolution, depth=d), server) for d in (0, 0.4, 0.6, 1)] == [0, 0, 1, 1]
+    assert [counterpart(layer(linear, depth=d), server) for d in (0, 0.2, 0.3, 0.7, 1)] == [2, 2, 3, 3, 4]
+    assert counterpart(layer(linear), [one for one in server if one["kind"] == "conv"]) is None
+
+
+def test_entropies_by_hand() -> None:
+    weight = torch.tensor([0.0, 0.1, 0.2, 0.9])  # two bins between 0 and 1: three and one
+    p = np.array([0.75, 0.25])
+    assert entropy(weight, "shannon", 2, (0, 1), 1.5) == pytest.approx(-(p * np.log(p)).sum())
+    assert entropy(weight, "collision", 2, (0, 1), 1.5) == pytest.approx(-np.log((p**2).sum()))
+    assert entropy(weight, "tsallis", 2, (0, 1), 2.0) == pytest.approx(1 - (p**2).sum())
+    assert entropy(weight, "tsallis", 2, (0, 1), 1.5) == pytest.approx((1 - (p**1.5).sum()) / 0.5)
+    for kind in ("shannon", "collision", "tsallis"):
+        assert entropy(torch.full((9,), 0.3), kind, 8, (0, 1), 1.5) == pytest.approx(0, abs=1e-12)  # type: ignore[arg-type]
+
+
+def test_the_gain_looks_through_own_or_common_bins() -> None:
+    narrow, wide = torch.linspace(0, 0.1, 64), torch.linspace(0, 1, 64)
+    own = FedFree(edges="own", bins=8).gain(narrow, wide)
+    common = FedFree(edges="common", bins=8).gain(narrow, wide)
+    assert own == pytest.approx(0), "a scaled layer has the same entropy between its own extremes"
+    assert common == pytest.approx(np.log(8)), "in common bins the narrow layer fills one of eight"
+
+
+def test_layers_are_fitted_axis_by_axis_around_the_centre_of_the_kernel() -> None:
+    weight = torch.arange(9.0).view(1, 1, 3, 3)
+    larger = fitted(weight, torch.Size([2, 1, 5, 5]), torch.full((2, 1, 5, 5), -1.0))
+    assert torch.equal(larger[0, 0, 1:4, 1:4], weight[0, 0])
+    assert (larger == -1).sum() == 50 - 9
+    assert fitted(weight, torch.Size([1, 1, 1, 1])).item() == 4
+    assert fitted(torch.tensor([1.0, 2.0, 3.0]), torch.Size([2])).tolist() == [1, 2]
+
+
+def test_equation_7_fills_with_zeros_or_keeps_what_it_does_not_cover() -> None:
+    received = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    place = torch.full((2, 3), 9.0)
+    assert FedFree(fill="zero").projected(received, place).tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert FedFree(fill="retain").projected(received, place).tolist() == [[1, 2, 9], [3, 4, 9]]
+    assert FedFree(fill="zero").projected(received, place[:1, :2]).tolist() == [[1, 2]]
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.booleans())
+def test_in_expectation_the_transfer_is_its_closed_form(a: int, b: int, c: int, d: int, convolution: bool) -> None:
+    """E ‖(W_g - W_i) X‖² = ‖W_g - W_i‖² where X ~ N(0, I): the mean of many samples comes near."""
+    torch.manual_seed(0)
+    kernels = ((3, 3), (1, 1)) if convolution else ((), ())
+    w, g_bias = torch.randn(a, b, *kernels[0]), torch.randn(a)
+    teacher = layer(torch.randn(c, d, *kernels[1]), torch.randn(c))
+    method = FedFree()
+    size = (4000, max(b, d)) if not convolution else (400, max(b, d), 8, 8)
+    sampled = method.discrepancy(w, g_bias, teacher, torch.randn(size))
+    assert sampled.item() == pytest.approx(method.expected(w, g_bias, teacher).item(), rel=0.15)
+
+
+def test_the_analytic_form_is_a_moving_average() -> None:
+    g = layer(torch.randn(3, 4), torch.randn(3))
+    teachers = [layer(torch.randn(3, 4), torch.randn(3)) for _ in range(5)]
+    moved = FedFree(transfer="analytic", server_lr=0.1).imitate(g, teachers)
+    mean = torch.stack([t["weight"] for t in teachers]).mean(0)
+    assert torch.allclose(moved["weight"], 0.8 * g["weight"] + 0.2 * mean, atol=1e-6)
+    mean = torch.stack([t["bias"] for t in teachers]).mean(0)
+    assert torch.allclose(moved["bias"], 0.8 * g["bias"] + 0.2 * mean, atol=1e-6)
+
+
+def test_the_sampled_form_agrees_with_it_in_expectation() -> None:
+    torch.manual_seed(1)
+    g, teacher = layer(torch.randn(2, 3), torch.randn(2)), layer(torch.randn(2, 3), torch.randn(2))
+    steps = [FedFree(server_lr=0.1).imitate(g, [teacher])["weight"] for _ in range(600)]
+    expected = FedFree(server_lr=0.1, transfer="analytic").imitate(g, [teacher])["weight"]
+    assert torch.allclose(torch.stack(steps).mean(0), expected, atol=0.02)
+    assert not torch.equal(steps[0], steps[1])
+
+
+def test_rows_a_teacher_does_not_have_stay_and_columns_it_does_not_have_shrink() -> None:
+    g, teacher = layer(torch.ones(2, 2), torch.ones(2)), layer([[5.0]])
+    moved = FedFree(transfer="analytic", server_lr=0.25).imitate(g, [teacher])
+    assert moved["weight"].tolist() == [[3.0, 0.5], [1.0, 1.0]]  # 1 + 0.5 (5 - 1), 1 + 0.5 (0 - 1)
+    assert moved["bias"].tolist() == [0.5, 1.0]
+
+
+def test_noise_without_borders() -> None:
+    noise = torch.randn(2, 3, 8, 8)
+    shifted = torch.roll(noise, (3, 5), (2, 3))
+    weight, bias = torch.randn(4, 2, 3, 3), torch.randn(4)
+    one, other = (respond(weight, bias, x) for x in (noise, shifted))
+    assert one.shape == (2 * 64, 4)
+    assert torch.allclose(one.sort(0).values, other.sort(0).values, atol=1e-5)
+
+
+def test_a_client_is_given_the_layer_with_the_largest_gain_or_none() -> None:
+    experiment = federation(FedFree())
+    server: Any = experiment.server
+    assert isinstance(server, Bridge)
+    flat, uneven, even = torch.zeros(8, 1), torch.tensor([[0.0]] * 6 + [[1.0]] * 2), torch.linspace(0, 1, 8)[:, None]
+    server.layers = [{**layer(w, torch.zeros(8)), "name": str(i)} for i, w in enumerate((flat, uneven, even))]
+    uploads: Replies[list[Layer]] = Replies(
+        {0: [layer(uneven)], 1: [layer(even)], 2: [layer(torch.zeros(1, 1, 1, 1))]}, dict.fromkeys(range(3), 1), {}
+    )
+    gifts = FedFree(bins=8, edges="own").align(server, uploads)
+    assert gifts.keys() == {0}
+    assert torch.equal(gifts[0]["weight"], even)
+    assert gifts[0]["name"] == "it", "named as the client calls it"
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_only_k_layers_go_up_and_one_comes_down(k: int) -> None:
+    experiment = federation(tiny("fedfree", layers=k))
+    (record,) = experiment.rounds(1)
+    server: Any = experiment.server
+    words = 60  # bytes of a layer's name, kind and depth
+    for i, client in experiment.engine.clients.items():
+        sizes = sorted(nbytes(one) for one in layers_of(client.model))
+        assert sum(sizes[:k]) <= record.clients[i]["bytes_up"] <= sum(sizes[-k:])
+        assert record.clients[i]["bytes_down"] <= max(nbytes(one) for one in server.layers) + words
+
+
+def test_a_received_layer_arrives_where_it_was_taken_from() -> None:
+    experiment = federation(tiny("fedfree"))
+    client: Any = experiment.engine.clients[0]
+    name = layers_of(client.model)[0]["name"]
+    place = client.model.get_submodule(name)
+    others = {n: p.clone() for n, p in client.model.named_parameters() if not n.startswith(name)}
+    gift = {**layer(torch.ones_like(place.weight), torch.ones(len(place.weight))), "name": name}
+    FedFree().receive(client, gift)  # type: ignore[arg-type]
+    assert torch.equal(place.weight, torch.ones_like(place.weight))
+    assert all(torch.equal(p, others[n]) for n, p in client.model.named_parameters() if n in others)
+
+
+def test_presets_differ_as_the_docstring_says() -> None:
+    kind = ALGORITHMS["fedfree"]
+    assert kind.preset("sound") == kind()
+    assert kind.preset("tableA2").epochs == 30  # type: ignore[attr-defined]
+    assert kind.preset("paper").fill == "zero"  # type: ignore[attr-defined]
