@@ -2,10 +2,12 @@
 
     python benchmarks/accuracy.py dffke                           digits, seeds 0 to 4, two workers
     python benchmarks/accuracy.py dffke --data npz:fashion-mnist.npz --seeds 0 1 2 --device cuda
-    python benchmarks/accuracy.py fedfree --partition dominant
+    python benchmarks/accuracy.py fedfree --set partition.name=dominant
+    python benchmarks/accuracy.py fedaf --set partition.alpha=0.05
 
-Mean accuracy of all clients on the global test set and on their own, after each round; "trained" is after local training
-and before what the round gives a client back. Writes a JSON under benchmarks/results/ and prints a Markdown table.
+Mean accuracy of all clients on the global test set and on their own, after each round; "trained" is after local
+training and before what the round gives a client back. The last column is of the server's model where there is one.
+Writes a JSON under benchmarks/results/ and prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -42,6 +44,14 @@ SUITES: dict[str, Variants] = {
         "dffke, with embedding_loss": ("dffke", ["algorithm.embedding_loss=true"]),
         "dffke, with logit_loss": ("dffke", ["algorithm.logit_loss=true"]),
         "dffke, embeddings=noise": ("dffke", ["algorithm.embeddings=noise"]),
+    },
+    "fedaf": {
+        "fedavg": ("fedavg", ["algorithm.batch_size=50"]),
+        "feddm": ("feddm", []),
+        "fedaf (default)": ("fedaf", []),
+        "fedaf, without CDC": ("fedaf", ["algorithm.lambda_loc=0"]),
+        "fedaf, without LGKM": ("fedaf", ["algorithm.lambda_glob=0"]),
+        "fedaf, image_lr=1": ("fedaf", ["algorithm.image_lr=1.0"]),
     },
     "fedfree": {
         "local": ("local", [*SGD, "algorithm.batch_size=10", "algorithm.max_epochs=5"]),

@@ -31,6 +31,8 @@ TINY: dict[str, dict[str, Any]] = {
         "decoder_steps": 2,
         "exchange_epochs": 1,
     },
+    "fedaf": {"ipc": 2, "steps": 3, "server_epochs": 30, "server_lr": 0.05},
+    "feddm": {"ipc": 2, "steps": 3, "server_epochs": 30},
     "fedfree": {"epochs": 1, "batch_size": 50},
     "fedavg": {"epochs": 1, "batch_size": 50},
     "local": {"max_epochs": 2},

@@ -45,7 +45,7 @@ class Config:
     data: Data = dataclasses.field(default_factory=Data)  # what they learn from
     partition: Partition = dataclasses.field(default_factory=Dirichlet)  # who has which part of it
     clients: Count = 5  # K: number of clients
-    models: str = "small-5"  # a family, or one model for all
+    models: str = "auto"  # a family, or one model for all; auto is small-5, or small-cnn where all must have the same
     rounds: Count = 5  # T: communication rounds
     seed: Whole = 0  # every random stream of the run comes from it
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where the run computes

@@ -49,7 +49,7 @@ class Experiment:
         data: str | Data = "digits",
         partition: str | Partition = "dirichlet",
         clients: int = 5,
-        models: str | nn.Module | Sequence[nn.Module] = "small-5",
+        models: str | nn.Module | Sequence[nn.Module] = "auto",
         seed: int = 0,
         device: str = "auto",
         precision: str = "auto",
@@ -84,6 +84,8 @@ class Experiment:
         if algorithm.needs_public_data and self.task.public is None:
             raise ConfigError(f"{type(algorithm).__name__} as asked for needs public data: set data.public to a source")
         given = [models] if isinstance(models, nn.Module) else models
+        if given == "auto":
+            given = "small-cnn" if algorithm.one_architecture else "small-5"
         self.architectures, networks = _networks(given, self.task, clients, seed)
         self.server, members = self._parties(networks)
         self.engine = LocalEngine(
@@ -118,7 +120,7 @@ class Experiment:
             raise CheckpointError("an error left this experiment in the middle of a round: resume it from its folder")
         self._unfinished = True
         try:
-            with using(self.precision), self.engine.at_home():
+            with using(self.precision), self.engine.at_home(), self.server.seated():
                 record = self._run(self.round + 1)
         except BaseException:
             if self.folder is not None:

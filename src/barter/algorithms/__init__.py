@@ -6,16 +6,20 @@ from typing import Any
 
 from barter.algorithms.central import Central
 from barter.algorithms.dffke import DFFKE
+from barter.algorithms.fedaf import FedAF
 from barter.algorithms.fedavg import FedAvg
+from barter.algorithms.feddm import FedDM
 from barter.algorithms.fedfree import FedFree
 from barter.algorithms.local import Local
 from barter.core.algorithm import Algorithm
 
-__all__ = ["ALGORITHMS", "DFFKE", "Central", "FedAvg", "FedFree", "Local"]
+__all__ = ["ALGORITHMS", "DFFKE", "Central", "FedAF", "FedAvg", "FedDM", "FedFree", "Local"]
 
 ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
     "dffke": DFFKE,
+    "fedaf": FedAF,
     "fedfree": FedFree,
+    "feddm": FedDM,
     "fedavg": FedAvg,
     "local": Local,
     "central": Central,

@@ -47,12 +47,32 @@ class Node:
 
     def __init__(self, model: Classifier | None, device: torch.device, public: Images | None = None) -> None:
         self.model_or_none, self.device, self.public = model, device, public
+        self.architecture = "server"  # nodes of one name have the same network
         self.monitor: Monitor = Silence()
         self.report: dict[str, float] = {}  # plain numbers for the round's record
         for name in self.remembered():
             if not hasattr(type(self), name):
                 raise TypeError(f"{type(self).__name__}.{name} needs a default: what a node remembers at the start")
             setattr(self, name, copy.deepcopy(getattr(type(self), name)))
+
+    @contextmanager
+    def seated(self) -> Iterator[None]:
+        """On a lane, and for a turn, this node's model is the one that the lane keeps for its architecture.
+
+        So the graphs of a lane serve all clients of an architecture, however many there are.
+        """
+        own = self.model_or_none
+        if own is None or lanes.current() is None:
+            yield
+            return
+        seat = lanes.kept(("model", self.architecture), lambda: copy.deepcopy(own).to(self.device))
+        seat.load_state_dict(own.state_dict())
+        self.model_or_none = seat
+        try:
+            yield
+        finally:
+            own.load_state_dict(seat.state_dict())
+            self.model_or_none = own
 
     @property
     def model(self) -> Classifier:
@@ -113,26 +133,7 @@ class Client(Node):
     ) -> None:
         super().__init__(model, device, public)
         self.id, self.data, self.tests = id, data, tests
-        self.architecture = architecture or f"client {id}"  # clients of one name have the same network
-
-    @contextmanager
-    def seated(self) -> Iterator[None]:
-        """For a turn on a lane, the client's model is the one that the lane keeps for its architecture.
-
-        So the graphs of a lane serve all clients of an architecture, however many there are.
-        """
-        own, lane = self.model, lanes.current()
-        if lane is None:
-            yield
-            return
-        seat = lanes.kept(("model", self.architecture), lambda: copy.deepcopy(own).to(self.device))
-        seat.load_state_dict(own.state_dict())
-        self.model_or_none = seat
-        try:
-            yield
-        finally:
-            own.load_state_dict(seat.state_dict())
-            self.model_or_none = own
+        self.architecture = architecture or f"client {id}"
 
     def track(self, steps: Sequence[T]) -> Iterator[T]:
         """The steps one by one, seen by whoever watches the run as parts of this client's work."""

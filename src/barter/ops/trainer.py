@@ -30,6 +30,7 @@ class Recipe:
 
     kind: type[torch.optim.Optimizer]
     settings: tuple[tuple[str, float], ...]
+    clip: float | None = None  # the largest norm a gradient may have
 
     def optimizer(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         """A new optimizer of this kind, with one fused kernel for all parameters."""
@@ -44,9 +45,9 @@ def adam(lr: float, weight_decay: float = 0.0) -> Recipe:
     return Recipe(torch.optim.Adam, (("lr", lr), ("weight_decay", weight_decay)))
 
 
-def sgd(lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> Recipe:
+def sgd(lr: float, momentum: float = 0.0, weight_decay: float = 0.0, clip: float | None = None) -> Recipe:
     """Stochastic gradient descent."""
-    return Recipe(torch.optim.SGD, (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)))
+    return Recipe(torch.optim.SGD, (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)), clip)
 
 
 class Trainer:
@@ -59,8 +60,8 @@ class Trainer:
 
     def __init__(self, modules: Sequence[nn.Module], recipe: Recipe) -> None:
         self.modules = tuple(modules)
-        parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
-        self.optimizer = recipe.optimizer(parameters)
+        self.parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
+        self.optimizer, self.clip = recipe.optimizer(self.parameters), recipe.clip
         self.parts = [part for module in modules for part in module.modules()]
         self.steps: dict[Hashable, _Captured | _Eager] = {}
 
@@ -123,6 +124,8 @@ class Trainer:
         with precision.autocast(self._device(batch)):
             values = loss(*batch)
         torch.autograd.backward(values[0] if isinstance(values, tuple) else values)
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.parameters, self.clip)
         self.optimizer.step()
         return tuple(v.detach() for v in values) if isinstance(values, tuple) else values.detach()
 

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from barter.algorithms.fedaf import FedAF, global_loss, interpolated, mean_by_class, symmetric_kl
+from barter.algorithms.feddm import FedDM, at_distance
+from barter.core.clients import Replies
+from barter.core.images import Spec
+from tests.conftest import federation, same, state, tiny
+from tests.ops.test_condense import Linear
+
+SPEC = Spec(1, 1, 2, 3, (0.5,), (0.25,))
+
+
+def softmax(x: Any) -> Any:
+    e = np.exp(x - x.max(1, keepdims=True))
+    return e / e.sum(1, keepdims=True)
+
+
+def test_equation_15_is_symmetric_and_by_hand() -> None:
+    p, q = np.array([[0.7, 0.2, 0.1]]), np.array([[0.1, 0.3, 0.6]])
+    expected = 0.5 * ((p * np.log(p / q)).sum() + (q * np.log(q / p)).sum())
+    log_p, log_q = (torch.tensor(x).log() for x in (p, q))
+    assert symmetric_kl(log_p, log_q).item() == pytest.approx(expected)
+    assert symmetric_kl(log_q, log_p).item() == pytest.approx(expected)
+    assert symmetric_kl(log_p, log_p).item() == 0
+
+
+def test_equation_14_by_hand() -> None:
+    a, b = [[1.0, 0.0], [0.0, 2.0]], [[1.0, 1.0], [0.0, 1.0], [0.5, 0.0]]
+    model = Linear(a, b)
+    pixels = torch.tensor([[[[255, 0]]], [[[0, 255]]], [[[255, 255]]]], dtype=torch.uint8)
+    labels = torch.tensor([0, 2, 2])
+    x = np.array([[2.0, -2.0], [-2.0, 2.0], [2.0, 2.0]])
+    logits = x @ np.array(a).T @ np.array(b).T
+    entropy = -np.log(softmax(logits)[range(3), [0, 2, 2]]).mean()
+    r = np.array([[0.5, 0.3, 0.2], [0.2, 0.6, 0.2], [0.1, 0.1, 0.8]])
+    t = softmax(np.stack([logits[0], (logits[1] + logits[2]) / 2]) / 4.0)  # classes 0 and 2, temperature 4
+    apart = 0.5 * ((r[[0, 2]] - t) * np.log(r[[0, 2]] / t)).sum(1)
+    R = torch.tensor(r).float()
+    for known, terms in (([1.0, 1.0, 1.0], apart), ([1.0, 1.0, 0.0], apart[:1])):
+        loss = global_loss(model, SPEC, 0.5, 4.0, pixels, labels, R, torch.tensor(known))
+        assert loss.item() == pytest.approx(entropy + 0.5 * terms.mean(), abs=1e-5)
+    plain = global_loss(model, SPEC, 0.0, 4.0, pixels, labels, R, torch.ones(3))
+    assert plain.item() == pytest.approx(entropy, abs=1e-5)
+    nobody = global_loss(model, SPEC, 0.5, 4.0, pixels, labels, R, torch.zeros(3))
+    assert nobody.item() == pytest.approx(entropy, abs=1e-5)
+
+
+def test_means_are_over_the_clients_that_hold_a_class() -> None:
+    parts = {
+        0: (torch.tensor([0, 2]), torch.tensor([[1.0, 1.0], [4.0, 0.0]])),
+        1: (torch.tensor([2]), torch.tensor([[2.0, 2.0]])),
+    }
+    mean, known = mean_by_class(4, parts)
+    assert mean.tolist() == [[1, 1], [0, 0], [3, 1], [0, 0]]
+    assert known.tolist() == [1, 0, 1, 0]
+
+
+def test_equation_17() -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Linear(3, 2)
+    w = model.weight.detach().clone()
+    interpolated(1.0, model)
+    assert torch.equal(model.weight, w)
+    torch.manual_seed(1)
+    interpolated(0.75, model)
+    torch.manual_seed(1)
+    fresh = nn.Linear(3, 2)
+    assert torch.allclose(model.weight, 0.75 * w + 0.25 * fresh.weight, atol=1e-6)
+
+
+def test_feddm_draws_networks_at_a_distance() -> None:
+    model: Any = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    before = nn.utils.parameters_to_vector(model.parameters()).clone()
+    at_distance(5.0, model)
+    apart = nn.utils.parameters_to_vector(model.parameters()) - before
+    assert apart.norm().item() == pytest.approx(5.0, rel=1e-5)
+
+
+def test_the_mean_logits_of_a_class_and_its_soft_label() -> None:
+    experiment = federation(tiny("fedaf"))
+    client: Any = experiment.engine.clients[0]
+    algorithm = FedAF(ipc=1, steps=1, min_samples=20, tau=3.0)
+    means = algorithm.summarise(client)
+    shared = algorithm.merge(experiment.server, Replies({0: means}, {0: 1}, {}))
+    given = algorithm.condense(client, shared)
+    held = client.data.class_counts()
+    assert means["classes"].tolist() == held.nonzero()[:, 0].tolist()
+    assert given["classes"].tolist() == (held >= 20).nonzero()[:, 0].tolist()
+    logits = client.model.eval()(client.data.batch(torch.arange(len(client.data))))
+    for row, c in zip(given["soft"], given["classes"].tolist(), strict=True):
+        mean = logits[client.data.labels == c].mean(0)
+        assert torch.allclose(row, F.softmax(mean / 3.0, 0), atol=1e-5)
+
+
+def test_without_collaboration_the_others_do_not_matter() -> None:
+    experiment = federation(tiny("fedaf"))
+    client: Any = experiment.engine.clients[0]
+    images = {}
+    for weight in (0.0, 50.0):
+        algorithm: Any = tiny("fedaf", lambda_loc=weight)
+        for shift in (0.0, 10.0):
+            means = algorithm.summarise(client)
+            means["logits"] = means["logits"] + shift
+            torch.manual_seed(0)
+            images[weight, shift] = algorithm.condense(client, means)["images"]
+    assert torch.equal(images[0.0, 0.0], images[0.0, 10.0])
+    assert not torch.equal(images[50.0, 0.0], images[50.0, 10.0])
+
+
+@pytest.mark.parametrize("name", ["fedaf", "feddm"])
+def test_when_no_class_is_large_enough_the_model_stays(name: str) -> None:
+    experiment = federation(tiny(name, min_samples=10**6))
+    before = {at: v.clone() for at, v in experiment.server.model.state_dict().items()}
+    (record,) = experiment.rounds(1)
+    assert all(torch.equal(v, before[at]) for at, v in experiment.server.model.state_dict().items())
+    assert not record.failures
+
+
+def test_a_warm_start_begins_where_the_last_round_ended() -> None:
+    cold, warm = (federation(tiny("fedaf", warm_start=w)) for w in (False, True))
+    for experiment in (cold, warm):
+        list(experiment.rounds(2))
+    clients: Any = warm.engine.clients
+    assert all(len(client.images) == 1 for client in clients.values())
+    assert not same(state(cold), {at: v for at, v in state(warm).items() if "images" not in at})
+
+
+def test_clients_end_a_round_with_the_servers_model_and_send_no_weights() -> None:
+    for algorithm in (tiny("fedaf"), tiny("feddm")):
+        experiment = federation(algorithm)
+        (record,) = experiment.rounds(1)
+        w = experiment.server.model.state_dict()
+        for client in experiment.engine.clients.values():
+            assert all(torch.equal(v, w[at]) for at, v in client.model.state_dict().items())
+        assert record.bytes["receive"]["up"] == 0
+        assert record.mean("bytes_up") < 0.1 * record.mean("bytes_down")
+
+
+def test_presets_are_the_papers() -> None:
+    paper = FedAF.preset("paper")
+    assert (paper.ipc, paper.min_samples, paper.steps, paper.image_lr, paper.server_epochs) == (50, 50, 1000, 1.0, 500)
+    assert FedDM.preset("paper").steps == 1000
