@@ -31,6 +31,7 @@ TINY: dict[str, dict[str, Any]] = {
         "decoder_steps": 2,
         "exchange_epochs": 1,
     },
+    "fedzge": {"epochs": 2, "samples": 20, "queries": 2, "global_steps": 2, "local_steps": 2, "noise": 8},
     "fedaf": {"ipc": 2, "steps": 3, "server_epochs": 30, "server_lr": 0.05},
     "feddm": {"ipc": 2, "steps": 3, "server_epochs": 30},
     "fedfree": {"epochs": 1, "batch_size": 50},

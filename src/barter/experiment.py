@@ -182,7 +182,8 @@ class Experiment:
         for k, (train, local) in enumerate(zip(self.task.train, self.task.local_tests, strict=True)):
             tests = {"global": self.task.global_test, "local": local}
             clients[k] = client_kind(k, build[k](), device, train, tests, public, self.architectures[k])
-        model = build[0]().to(device) if self.algorithm.one_architecture else None
+        has_model = self.algorithm.one_architecture or self.algorithm.global_model
+        model = build[0]().to(device) if has_model else None
         return server_kind(self.task.spec, build, model, device, public), clients
 
     def _state(self) -> dict[str, Any]:

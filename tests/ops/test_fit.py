@@ -68,3 +68,17 @@ def test_training_stops_at_the_goal_or_at_the_cap() -> None:
     assert reached.epochs < 60
     assert reached.accuracy >= 0.9
     assert reached.loss < short.loss
+
+
+def test_the_learning_rate_falls_as_a_cosine_and_begins_anew() -> None:
+    trainer = Trainer.of(nn.Linear(1, 1), adam(0.1, cosine=True))
+    rates = []
+    for done in (0.0, 0.5, 1.0):
+        trainer.anneal(done)
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.1, 0.05, 0.0])
+    trainer.renew()
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+    steady = Trainer.of(nn.Linear(1, 1), adam(0.1))
+    steady.anneal(0.7)
+    assert steady.optimizer.param_groups[0]["lr"] == 0.1

@@ -10,14 +10,16 @@ from barter.algorithms.fedaf import FedAF
 from barter.algorithms.fedavg import FedAvg
 from barter.algorithms.feddm import FedDM
 from barter.algorithms.fedfree import FedFree
+from barter.algorithms.fedzge import FedZGE
 from barter.algorithms.local import Local
 from barter.core.algorithm import Algorithm
 
-__all__ = ["ALGORITHMS", "DFFKE", "Central", "FedAF", "FedAvg", "FedDM", "FedFree", "Local"]
+__all__ = ["ALGORITHMS", "DFFKE", "Central", "FedAF", "FedAvg", "FedDM", "FedFree", "FedZGE", "Local"]
 
 ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
     "dffke": DFFKE,
     "fedaf": FedAF,
+    "fedzge": FedZGE,
     "fedfree": FedFree,
     "feddm": FedDM,
     "fedavg": FedAvg,

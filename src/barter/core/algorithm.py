@@ -28,6 +28,7 @@ class Algorithm(Generic[S, C]):
     crosses: ClassVar[Mapping[str, str]]  # remote method -> what goes down and what comes up
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}  # named sets of hyperparameters
     one_architecture: ClassVar[bool] = False  # whether all clients must have the same network
+    global_model: ClassVar[bool] = False  # whether the server has a model beside theirs: the first client's network
     may_be_infinite: ClassVar[frozenset[str]] = frozenset()  # methods whose payloads may hold NaN or infinity
 
     def __post_init__(self) -> None:

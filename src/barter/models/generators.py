@@ -10,7 +10,7 @@ from barter.core import lanes
 from barter.core.images import Spec
 from barter.core.payload import State
 
-__all__ = ["Decoder", "resized"]
+__all__ = ["Decoder", "LabelGenerator", "resized"]
 
 
 class Decoder(nn.Module):
@@ -68,3 +68,30 @@ def resized(images: Tensor, spec: Spec) -> Tensor:
     if images.shape[-2:] == spec.shape[1:]:
         return images
     return F.interpolate(images, spec.shape[1:], mode="bilinear")
+
+
+class LabelGenerator(nn.Module):
+    """Noise and labels to images between -1 and 1: FedZGE's, with 2,043,185 parameters at 3x32x32 and 10 classes."""
+
+    def __init__(self, spec: Spec, noise: int = 100) -> None:
+        super().__init__()
+        self.spec, self.sides = spec, (-(-spec.height // 4), -(-spec.width // 4))
+        self.names = nn.Embedding(spec.classes, noise)
+        self.start = nn.Linear(2 * noise, 128 * self.sides[0] * self.sides[1])
+        self.body = nn.Sequential(
+            nn.BatchNorm2d(128),
+            nn.ConvTranspose2d(128, 128, 4, 2, 1, bias=False),
+            nn.BatchNorm2d(128),
+            nn.LeakyReLU(0.2),
+            nn.ConvTranspose2d(128, 64, 4, 2, 1, bias=False),
+            nn.BatchNorm2d(64),
+            nn.LeakyReLU(0.2),
+            nn.Conv2d(64, spec.channels, 3, padding=1),
+            nn.BatchNorm2d(spec.channels),
+            nn.Tanh(),
+        )
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        start = self.start(torch.cat([self.names(y), z], 1))
+        drawn: Tensor = self.body(start.view(-1, 128, *self.sides))
+        return resized(drawn, self.spec)

@@ -94,6 +94,7 @@ def fit(
             total += value
             hits += right
             seen += len(index)
+        trainer.anneal(epoch / epochs)
         lanes.rest()
         fitted = Fitted(epoch, float(total) / per_epoch, float(hits) / seen)
         if goal is not None and fitted.accuracy >= goal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import types
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -31,18 +32,21 @@ class Recipe:
     kind: type[torch.optim.Optimizer]
     settings: tuple[tuple[str, float], ...]
     clip: float | None = None  # the largest norm a gradient may have
+    cosine: bool = False  # whether the learning rate falls to zero as training goes on; see Trainer.anneal
 
     def optimizer(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         """A new optimizer of this kind, with one fused kernel for all parameters."""
         options: dict[str, Any] = {"fused": True, **dict(self.settings)}
         if self.kind is torch.optim.Adam and parameters[0].is_cuda:
             options["capturable"] = True
+            if self.cosine:  # a graph reads the rate from the device
+                options["lr"] = torch.tensor(options["lr"], device=parameters[0].device)
         return self.kind(parameters, **options)
 
 
-def adam(lr: float, weight_decay: float = 0.0) -> Recipe:
+def adam(lr: float, weight_decay: float = 0.0, *, cosine: bool = False) -> Recipe:
     """Adam."""
-    return Recipe(torch.optim.Adam, (("lr", lr), ("weight_decay", weight_decay)))
+    return Recipe(torch.optim.Adam, (("lr", lr), ("weight_decay", weight_decay)), cosine=cosine)
 
 
 def sgd(lr: float, momentum: float = 0.0, weight_decay: float = 0.0, clip: float | None = None) -> Recipe:
@@ -61,7 +65,7 @@ class Trainer:
     def __init__(self, modules: Sequence[nn.Module], recipe: Recipe) -> None:
         self.modules = tuple(modules)
         self.parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
-        self.optimizer, self.clip = recipe.optimizer(self.parameters), recipe.clip
+        self.optimizer, self.recipe = recipe.optimizer(self.parameters), recipe
         self.parts = [part for module in modules for part in module.modules()]
         self.steps: dict[Hashable, _Captured | _Eager] = {}
 
@@ -82,9 +86,21 @@ class Trainer:
         state = [t for values in self.optimizer.state.values() for t in values.values() if isinstance(t, Tensor)]
         if state:
             torch._foreach_zero_(state)
+        self.anneal(0.0)
         self.steps = {
             key: step for key, step in self.steps.items() if isinstance(step, _Captured) and step.still_valid()
         }
+
+    def anneal(self, done: float) -> None:
+        """Set the learning rate for the part of the training that is done, from 0 to 1, if the recipe is to fall."""
+        if not self.recipe.cosine:
+            return
+        rate = dict(self.recipe.settings)["lr"] * 0.5 * (1 + math.cos(math.pi * done))
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
     @overload
     def step(self, loss: Callable[..., Tensor], *batch: Tensor) -> Tensor: ...
@@ -124,8 +140,8 @@ class Trainer:
         with precision.autocast(self._device(batch)):
             values = loss(*batch)
         torch.autograd.backward(values[0] if isinstance(values, tuple) else values)
-        if self.clip is not None:
-            nn.utils.clip_grad_norm_(self.parameters, self.clip)
+        if self.recipe.clip is not None:
+            nn.utils.clip_grad_norm_(self.parameters, self.recipe.clip)
         self.optimizer.step()
         return tuple(v.detach() for v in values) if isinstance(values, tuple) else values.detach()
 
