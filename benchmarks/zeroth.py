@@ -1,0 +1,66 @@
+"""How near FedZGE's estimate comes to the true gradient, by the number of queries, for both of its estimators.
+
+    python benchmarks/zeroth.py
+
+Trained clients on digits answer as they would in a round; beside them stands the gradient that autograd gives with
+their networks at hand. The cosine between the two, mean and standard deviation over batches. Prints a Markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from typing import Any
+
+import torch
+
+from barter import Experiment
+from barter.algorithms.fedzge import FedZGE
+from barter.core.clients import Replies
+from barter.ops.zeroth import directions
+
+
+def cosine(preset: str, queries: int, experiment: Experiment, seed: int) -> float:
+    """Between the estimate of one batch and autograd's gradient."""
+    algorithm: Any = FedZGE.preset(preset, {"queries": queries, "statistics": "own"})
+    server, clients = experiment.server, experiment.engine.clients
+    torch.manual_seed(seed)
+    generator, z, y = algorithm.prepare(server)
+    x = algorithm.pictures(generator, server.spec, z, y).detach()
+    u = directions(x, queries, algorithm.direction)
+    examples = {k: len(client.data) for k, client in clients.items()}
+
+    def opinion(points: torch.Tensor) -> torch.Tensor:
+        logits = {k: client.model.eval()(points) for k, client in clients.items()}
+        mean: torch.Tensor = algorithm.opinion(Replies(logits, examples, {}))
+        return mean
+
+    model, images = server.model.eval(), x.clone().requires_grad_()
+    (true,) = torch.autograd.grad(algorithm.loss(opinion(images), model(images), images, z, y), images)
+    with torch.no_grad():
+        answers = torch.stack([opinion(points) for points in (x, *(x + algorithm.eps * direction for direction in u))])
+    estimate = algorithm.by_logits if algorithm.estimator == "logits" else algorithm.by_loss
+    slope = estimate(model, x, z, y, u, answers)
+    return float(torch.cosine_similarity(slope.flatten().double(), true.flatten().double(), 0))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--queries", type=int, nargs="+", default=[1, 5, 10, 20, 50])
+    parser.add_argument("--batches", type=int, default=5)
+    args = parser.parse_args()
+    experiment = Experiment(FedZGE(), device="cpu")
+    list(experiment.rounds(2))
+    lines = ["| queries q | preset paper | default |", "|---|---|---|"]
+    for queries in args.queries:
+        cells = []
+        for preset in ("paper", "sound"):
+            found = [cosine(preset, queries, experiment, seed) for seed in range(args.batches)]
+            cells.append(f"{statistics.fmean(found):.3f} ± {statistics.stdev(found):.3f}")
+        lines.append(f"| {queries} | {cells[0]} | {cells[1]} |")
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
