@@ -14,7 +14,7 @@ from hypothesis import settings
 
 from barter import ALGORITHMS, Experiment
 from barter.core.algorithm import Algorithm
-from barter.core.payload import leaves
+from barter.core.payload import isolate, leaves
 
 torch.set_num_threads(1)
 settings.register_profile("barter", deadline=None, max_examples=60, derandomize=True)
@@ -52,7 +52,7 @@ def federation(algorithm: Algorithm[Any, Any], **options: Any) -> Experiment:
 
 def state(experiment: Experiment) -> dict[str, Any]:
     """Every tensor and number that a checkpoint of the experiment holds."""
-    return dict(leaves(experiment._state()))
+    return dict(leaves(isolate(experiment._state())))
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -197,7 +197,7 @@ class Experiment:
         key = first_difference(plain(self.config), read(folder.config), but=RESULT_FREE)
         if key is not None:
             raise CheckpointError(f"{path} is a run of another configuration: {key} differs")
-        found = folder.load(self.device)
+        found = folder.load(torch.device("cpu"))
         if found is not None:
             self.round, state = found
             try:

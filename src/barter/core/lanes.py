@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-__all__ = ["Lane", "breathe", "current", "footprint", "keep", "kept", "rest", "take_turns"]
+__all__ = ["Lane", "breathe", "current", "footprint", "keep", "kept", "rest", "take_over", "take_turns"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -66,7 +66,9 @@ class Lane:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Inside, this thread computes on this lane."""
-        before = current()
+        before, default = current(), torch.cuda.default_generators[self.device.index]
+        outer = default.graphsafe_get_state()
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
         _here.lane = self
         self.draw_here()
         try:
@@ -74,8 +76,7 @@ class Lane:
                 yield
         finally:
             _here.lane = before
-            if before is not None:
-                before.draw_here()
+            default.graphsafe_set_state(outer)
 
     def draw_here(self) -> None:
         """The device's default generator has this lane's state from now on."""
@@ -184,19 +185,26 @@ def keep(name: Hashable, module: M) -> M:
     """
     place = kept(name, lambda: module)
     if place is not module:
-        place.load_state_dict(module.state_dict())
-        for old, new in zip(place.parameters(), module.parameters(), strict=True):
-            old.requires_grad_(new.requires_grad)
-        for one, other in zip(place.modules(), module.modules(), strict=True):
-            one.training = other.training
+        take_over(place, module)
     return place
+
+
+def take_over(module: nn.Module, other: nn.Module) -> None:
+    """Give a module the weights of another of the same structure, and also which of them are trained, and the modes."""
+    module.load_state_dict(other.state_dict())
+    for mine, theirs in zip(module.parameters(), other.parameters(), strict=True):
+        mine.requires_grad_(theirs.requires_grad)
+    for part, counterpart in zip(module.modules(), other.modules(), strict=True):
+        part.training = counterpart.training
 
 
 def take_turns(lanes: Sequence[Lane], jobs: Sequence[Sequence[Callable[[], None]]]) -> None:
     """Run the jobs of every lane one after the other, and all lanes at the same time."""
     home = torch.cuda.current_stream(lanes[0].device)
     errors: list[BaseException] = []
-    finished = threading.Semaphore(0)
+    busy = [(lane, mine) for lane, mine in zip(lanes, jobs, strict=True) if mine]
+    finished = {id(lane): threading.Event() for lane, _ in busy}
+    submitted: list[Lane] = []
 
     def serve(lane: Lane, mine: Sequence[Callable[[], None]]) -> None:
         try:
@@ -209,26 +217,24 @@ def take_turns(lanes: Sequence[Lane], jobs: Sequence[Sequence[Callable[[], None]
         except BaseException as error:
             errors.append(error)
         finally:
-            finished.release()
+            finished[id(lane)].set()
 
     rng = torch.get_rng_state()
-    busy = [(lane, mine) for lane, mine in zip(lanes, jobs, strict=True) if mine]
-    for lane, mine in busy:
-        lane.shared, lane.stopped = True, False
-        lane.submit(partial(serve, lane, mine))
-    waiting = len(busy)
     try:
-        while waiting:
-            finished.acquire()
-            waiting -= 1
+        for lane, mine in busy:
+            lane.shared, lane.stopped = True, False
+            submitted.append(lane)
+            lane.submit(partial(serve, lane, mine))
+        for lane in submitted:
+            finished[id(lane)].wait()
     except BaseException:
-        for lane, _ in busy:
+        for lane in submitted:
             lane.stopped = True
-        for _ in range(waiting):
-            finished.acquire()
+        for lane in submitted:
+            finished[id(lane)].wait()
         raise
     finally:
-        for lane, _ in busy:
+        for lane in submitted:
             home.wait_stream(lane.stream)
             lane.shared = False
         torch.set_rng_state(rng)

@@ -66,12 +66,12 @@ class Node:
             yield
             return
         seat = lanes.kept(("model", self.architecture), lambda: copy.deepcopy(own).to(self.device))
-        seat.load_state_dict(own.state_dict())
+        lanes.take_over(seat, own)
         self.model_or_none = seat
         try:
             yield
         finally:
-            own.load_state_dict(seat.state_dict())
+            lanes.take_over(own, seat)
             self.model_or_none = own
 
     @property
@@ -88,11 +88,11 @@ class Node:
         return [name for kind in kinds for name in inspect.get_annotations(kind)]
 
     def memory(self) -> dict[str, Payload]:
-        """What a checkpoint keeps of this node."""
+        """What a checkpoint keeps of this node, as it is now: whoever wants to keep it isolates it."""
         kept: dict[str, Payload] = {name: getattr(self, name) for name in self.remembered()}
         if self.model_or_none is not None:
-            kept["model"] = self.model.state_dict()
-        return isolate(kept, path=type(self).__name__)
+            kept["model"] = dict(self.model.state_dict())
+        return kept
 
     def holdings(self) -> list[Any]:
         """All that this node remembers beside its model, leaf by leaf."""
@@ -111,11 +111,13 @@ class Node:
         return model + nbytes(self.holdings())
 
     def recall(self, memory: Mapping[str, Payload]) -> None:
-        """Take up where `memory` was taken."""
-        for name in self.remembered():
-            setattr(self, name, isolate(memory[name], self.device))
+        """Take up where `memory` was taken; everything goes where the model is, be it the device or a parking place."""
+        place = self.device
         if self.model_or_none is not None:
             self.model.load_state_dict(memory["model"])
+            place = next((p.device for p in self.model.parameters()), place)
+        for name in self.remembered():
+            setattr(self, name, isolate(memory[name], place))
 
 
 class Client(Node):

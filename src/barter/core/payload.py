@@ -12,10 +12,11 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from barter.core.errors import PayloadError
 
-__all__ = ["Payload", "State", "isolate", "leaves", "nbytes", "origin", "pack", "unpack"]
+__all__ = ["Payload", "State", "isolate", "leaves", "mark", "nbytes", "origin", "pack", "unpack"]
 
 State: TypeAlias = dict[str, Tensor]
 Payload: TypeAlias = Any
@@ -82,17 +83,25 @@ def _own(value: Any, device: torch.device | None) -> Any:
     if tensor.is_cuda or (device is not None and device.type != tensor.device.type):
         # Torch copies on write behind the back of CUDA streams: there, each party gets a copy of its own at once.
         copy = tensor.to(tensor.device if device is None else device, copy=True)
-        token = origin(value) or object()
-        for same in (value, copy):
-            same.origin = (token, same._version)  # type: ignore[attr-defined]
-        return copy
-    if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
-        return tensor.clone()  # a view must not keep the whole storage behind it alive
-    try:
-        # Copy on write: both sides read one storage, and whoever writes first gets a copy of its own.
-        return torch._lazy_clone(tensor)
-    except RuntimeError:
-        return tensor.clone()  # memory that is not torch's own, such as an array's or a file's
+        if not isinstance(value, Parameter):  # which graphs change unseen
+            mark(value)
+    elif tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
+        copy = tensor.clone()  # a view must not keep the whole storage behind it alive
+    else:
+        try:
+            # Copy on write: both sides read one storage, and whoever writes first gets a copy of its own.
+            copy = torch._lazy_clone(tensor)
+        except RuntimeError:
+            copy = tensor.clone()  # memory that is not torch's own, such as an array's or a file's
+    token = origin(value)
+    if token is not None:
+        copy.origin = (token, copy._version)  # type: ignore[attr-defined]
+    return copy
+
+
+def mark(tensor: Tensor) -> None:
+    """Have copies of this tensor know that they are the same."""
+    tensor.origin = (origin(tensor) or object(), tensor._version)  # type: ignore[attr-defined]
 
 
 def origin(tensor: Tensor) -> object | None:

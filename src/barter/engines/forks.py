@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import struct
 import sys
@@ -30,6 +31,7 @@ from barter.core.payload import Payload, isolate, pack, unpack
 __all__ = ["Job", "one_thread", "possible", "side_by_side"]
 
 STEP = struct.Struct("d")
+ROOM = 2**31  # bytes of shared memory that count as plenty
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,12 @@ class Job:
 
 
 def possible() -> bool:
-    """Whether processes can be forked here; macOS has the call, but its libraries do not survive it."""
-    return sys.platform == "linux"
+    """Whether turns can be forked here.
+
+    macOS has the call, but its libraries do not survive it; and where there is a GPU, training starts threads that a
+    forked process would miss.
+    """
+    return sys.platform == "linux" and torch.cuda.device_count() == 0
 
 
 @contextmanager
@@ -94,7 +100,12 @@ def side_by_side(
                         k, pid, target, known = running.pop(pipe)
                         os.close(pipe)
                         status = os.waitpid(pid, 0)[1]
-                        yield (k, _load(target, known), "") if status == 0 else (k, None, _cause(status))
+                        if status == 0 and target.exists():
+                            home = _load(target, known)
+                            target.unlink()
+                            yield k, home, ""
+                        else:
+                            yield k, None, _cause(status)
         finally:
             for pipe, (_, pid, _, _) in running.items():
                 os.kill(pid, signal.SIGKILL)
@@ -107,7 +118,10 @@ def _ready(pipes: Iterable[int]) -> list[int]:
 
 
 def _shared_memory() -> str | None:
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    """Where results lie: in memory if there is plenty, else in the folder for temporary files."""
+    memory = Path("/dev/shm")
+    roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > ROOM
+    return str(memory) if roomy else None
 
 
 def _cause(status: int) -> str:
@@ -126,26 +140,29 @@ def _fork(
     sys.stdout.flush()
     sys.stderr.flush()
     reading, writing = os.pipe()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     pid = os.fork()
     if pid:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(writing)
         return pid, reading
     status = 1
     try:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt is for the process this one came from
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(reading)
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         torch.set_num_threads(1)
         begin(Reporter(writing))
         _save(target, work(), known)
         status = 0
-    except KeyboardInterrupt:
-        pass
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)  # whatever happens, this process goes no further
 
 
 def _address(tensor: Tensor) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from barter.core import lanes, seeds
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Failure, Replies
 from barter.core.lanes import Lane
-from barter.core.nodes import Client, Monitor, Silence, as_numbers
+from barter.core.nodes import Client, Monitor, Silence
 from barter.core.payload import Payload, leaves
 from barter.core.wire import Wire
 from barter.engines import forks
@@ -28,6 +28,10 @@ from barter.engines.parking import Parking
 __all__ = ["LocalEngine"]
 
 FORK_SECONDS = 0.1  # a turn shorter than this is not worth a process of its own
+
+
+def _again(error: Exception) -> Any:
+    raise error
 
 
 class Elsewhere(Exception):
@@ -119,7 +123,7 @@ class LocalEngine:
                 with forks.one_thread() if self._by_core(len(args)) else nullcontext():
                     for k in order:
                         settle(k, partial(self._turn, method, k, args[k]))
-                self._cost[method] = (time.perf_counter() - start) / len(args)
+                self._cost[method] = (time.perf_counter() - start) / max(1, len(args))
         self.failures += [failures[k] for k in sorted(failures)]
         examples = {k: len(self.clients[k].data) for k in answers}
         return Replies(answers, examples, failures)
@@ -131,6 +135,8 @@ class LocalEngine:
 
     def _path(self, method: str, client: int) -> tuple[object, ...]:
         """The name of a call's random stream; a method asked for again in one round draws anew."""
+        for past in [call for call in self._calls if call[0] != self.round]:
+            del self._calls[past]
         before = self._calls[self.round, method, client]
         self._calls[self.round, method, client] += 1
         return (self.round, method, client, before) if before else (self.round, method, client)
@@ -172,26 +178,33 @@ class LocalEngine:
         """Turns in processes of their own, the largest first; how to get each answer, as they come home."""
         start, jobs = time.perf_counter(), {}
         for k in sorted(args, key=lambda k: -len(self.clients[k].data)):
-            arrived = self.wire.carry(args[k], method, k, "down")
-            known = [leaf for _, leaf in leaves(arrived)] + self.clients[k].holdings()
-            work = partial(self._away, method, k, self._path(method, k), arrived)
-            jobs[k] = Job(work, [leaf for leaf in known if isinstance(leaf, Tensor)])
+            try:
+                jobs[k] = self._job(method, k, args[k])
+            except Exception as error:
+                yield k, partial(_again, error)
         for k, home, death in forks.side_by_side(jobs, self.cores, self._report_to, self.watched.advance):
             yield k, partial(self._at_home_again, method, k, home, death)
         self._cost[method] = (time.perf_counter() - start) * min(self.cores, len(args)) / len(args)
+
+    def _job(self, method: str, k: int, args: tuple[Any, ...]) -> Job:
+        arrived = self.wire.carry(args, method, k, "down")
+        known = [leaf for _, leaf in leaves(arrived)] + self.clients[k].holdings()
+        work = partial(self._away, method, k, self._path(method, k), arrived)
+        return Job(work, [leaf for leaf in known if isinstance(leaf, Tensor)])
 
     def _report_to(self, monitor: Monitor) -> None:
         self.watched = monitor
 
     def _away(self, method: str, k: int, path: tuple[object, ...], arrived: tuple[Any, ...]) -> Payload:
         """A turn in another process: all that it changes here."""
-        client, outcome = self.clients[k], {}  # type: Client, dict[str, Payload]
+        client = self.clients[k]
         try:
-            outcome["answer"] = self._work(method, k, path, arrived)
+            outcome: dict[str, Payload] = {"answer": self._work(method, k, path, arrived)}
             list(leaves(outcome["answer"], method))  # what is no payload is refused here
         except Exception as error:
             outcome = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-        return {**outcome, "memory": client.memory(), "report": as_numbers(client.report)}
+        flags = [p.requires_grad for p in client.model.parameters()], [m.training for m in client.model.modules()]
+        return {**outcome, "memory": client.memory(), "report": client.report, "flags": flags}
 
     def _at_home_again(self, method: str, k: int, home: Payload | None, death: str) -> Any:
         if home is None:
@@ -199,6 +212,10 @@ class LocalEngine:
         client = self.clients[k]
         client.recall(home["memory"])
         client.report = home["report"]
+        for parameter, trained in zip(client.model.parameters(), home["flags"][0], strict=True):
+            parameter.requires_grad_(trained)
+        for part, training in zip(client.model.modules(), home["flags"][1], strict=True):
+            part.training = training
         if "error" in home:
             raise Elsewhere(home["error"], home["traceback"])
         return self.wire.carry(home["answer"], method, k, "up")

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from barter.core import lanes
 from barter.core.errors import ConfigError
 from barter.core.nodes import Client
 
@@ -43,15 +44,18 @@ class Parking:
             yield
             return
         self.at_work.add(client.id)
-        self._make_room()
-        if client.id not in self.sizes:
-            client.move(client.device)
         try:
+            self._make_room()
+            if client.id not in self.sizes:
+                client.move(client.device)
             yield
         finally:
-            self.at_work.discard(client.id)
-            self.sizes[client.id] = client.footprint()
-            self.sizes.move_to_end(client.id)
+            try:
+                lanes.rest()  # what this turn still writes must have arrived before another lane may move it
+            finally:
+                self.at_work.discard(client.id)
+                self.sizes[client.id] = client.footprint()
+                self.sizes.move_to_end(client.id)
             self._make_room()
 
     def crowded(self) -> bool:

@@ -22,6 +22,7 @@ __all__ = ["Recipe", "Trainer", "adam", "sgd"]
 
 Values: TypeAlias = tuple[Tensor, ...]
 
+GRAPHS = 128  # how many kinds of steps a trainer remembers
 WARM_UP = 2  # eager steps before a capture: they fill the optimizer's state and choose kernels
 
 
@@ -87,9 +88,11 @@ class Trainer:
         if state:
             torch._foreach_zero_(state)
         self.anneal(0.0)
-        self.steps = {
-            key: step for key, step in self.steps.items() if isinstance(step, _Captured) and step.still_valid()
-        }
+        for key, step in list(self.steps.items()):
+            if not (step.still_valid() if isinstance(step, _Captured) else step.objection):
+                del self.steps[key]
+        while len(self.steps) > GRAPHS:
+            del self.steps[next(iter(self.steps))]
 
     def anneal(self, done: float) -> None:
         """Set the learning rate for the part of the training that is done, from 0 to 1, if the recipe is to fall."""
@@ -166,7 +169,9 @@ class Trainer:
             finally:
                 graph.capture_end()
         except (RuntimeError, TypeError) as error:
-            # A capture that failed leaves its generator unusable.
+            # A capture that failed leaves its generator unusable, and older graphs draw from it.
+            for trainer in (self, *lane.trainers.values()):
+                trainer.steps = {key: step for key, step in trainer.steps.items() if isinstance(step, _Eager)}
             lane.generator = torch.Generator(lane.device).manual_seed(seed)
             lane.generator.set_offset(offset)
             lane.draw_here()
@@ -206,31 +211,44 @@ class _Captured:
         if batch:
             torch._foreach_copy_(self.inputs, list(batch), non_blocking=True)
         self.graph.replay()
+        torch.autograd.graph.increment_version(self.values)
         return self.values
 
 
-def _identity(loss: Any) -> Hashable:
-    """What makes two losses the same: their code and what they hold."""
+def _held(loss: Any) -> tuple[Any, list[Any]]:
+    """The code of a loss, and what it holds: arguments of a partial, what a method is bound to, a closure, defaults."""
     match loss:
         case partial():
-            return (_identity(loss.func), *loss.args, *loss.keywords.items())
+            return loss.func, [*loss.args, *(item for pair in sorted(loss.keywords.items()) for item in pair)]
         case types.MethodType():
-            return (loss.__func__, loss.__self__)
+            return loss.__func__, [loss.__self__]
         case types.FunctionType():
-            return (loss.__code__, loss.__defaults__, *(cell.cell_contents for cell in loss.__closure__ or ()))
-    return loss  # type: ignore[no-any-return]
+            cells = [cell.cell_contents for cell in loss.__closure__ or ()]
+            named = [item for pair in sorted((loss.__kwdefaults__ or {}).items()) for item in pair]
+            return loss.__code__, [*(loss.__defaults__ or ()), *named, *cells]
+    return loss, []
 
 
-def _contents(loss: Any) -> list[Any]:
-    """All that a loss holds."""
-    match loss:
-        case partial():
-            return [*_contents(loss.func), *loss.args, *loss.keywords.values()]
-        case types.MethodType():
-            return [loss.__self__]
-        case types.FunctionType():
-            return [*(loss.__defaults__ or ()), *(cell.cell_contents for cell in loss.__closure__ or ())]
-    return [loss]
+def _is_code(item: Any) -> bool:
+    return isinstance(item, partial | types.MethodType | types.FunctionType)
+
+
+def _identity(loss: Any, depth: int = 4) -> Hashable:
+    """What makes two losses the same: their code and what they hold, also through functions that they hold."""
+    code, held = _held(loss)
+    inner = [code, *held] if isinstance(loss, partial) else held
+    parts = tuple(_identity(item, depth - 1) if _is_code(item) and depth else item for item in inner)
+    return parts if isinstance(loss, partial) else (code, *parts)
+
+
+def _contents(loss: Any, depth: int = 4) -> list[Any]:
+    """All that a loss holds, also through functions that it holds."""
+    code, held = _held(loss)
+    inner = [code, *held] if isinstance(loss, partial) else held
+    found: list[Any] = []
+    for item in inner:
+        found += _contents(item, depth - 1) if _is_code(item) and depth else [item]
+    return found
 
 
 def _modules(contents: Sequence[Any]) -> list[nn.Module]:
@@ -240,7 +258,7 @@ def _modules(contents: Sequence[Any]) -> list[nn.Module]:
 def _objection(loss: Any) -> str:
     """Why a graph of this loss could grow stale: it holds something that may change behind the graph's back."""
     for item in _contents(loss):
-        plain = isinstance(item, nn.Module | Tensor | str | int | float | bool | None | type | types.FunctionType)
+        plain = isinstance(item, nn.Module | Tensor | str | int | float | bool | None | type)
         frozen = dataclasses.is_dataclass(item) and item.__dataclass_params__.frozen  # type: ignore[union-attr]
         if not plain and not frozen and not isinstance(item, types.BuiltinFunctionType):
             return f"it holds a {type(item).__name__}; give it the modules, tensors and values it needs of that"

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from barter.core.errors import CheckpointError
-from barter.core.payload import Payload, origin, pack, unpack
+from barter.core.payload import Payload, mark, origin, pack, unpack
 from barter.runs.record import Round
 
 __all__ = ["RunFolder"]
@@ -119,6 +119,8 @@ class RunFolder:
                     metadata = file.metadata()
                     # Copies in torch's own memory, which parties can share again.
                     stored = {name: file.get_tensor(name).to(device, copy=True) for name in file.keys()}  # noqa: SIM118
+                for tensor in stored.values():
+                    mark(tensor)
                 alias = json.loads(metadata["alias"])
                 round, state = (
                     int(metadata["round"]),
