@@ -12,6 +12,7 @@ from torch import nn
 from barter import ALGORITHMS
 from barter.algorithms.fedfree import Bridge, FedFree, Layer, change, counterpart, entropy, fitted, layers_of, respond
 from barter.core.clients import Replies
+from barter.core.errors import ConfigError
 from barter.core.payload import nbytes
 from barter.models.small import fedfree_cnn
 from tests.conftest import federation, tiny
@@ -51,6 +52,18 @@ def test_only_plain_convolutions_and_linear_layers_are_shared() -> None:
         ("6", "linear", 0.5, True),
         ("7", "linear", 1.0, True),
     ]
+
+
+def test_a_lone_layer_is_as_deep_as_it_stands_in_the_network() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(8, 5))
+    assert [one["depth"] for one in layers_of(model)] == [0, 1, 1]
+
+
+def test_kernels_larger_than_the_noise_and_tsallis_of_order_one() -> None:
+    g, teacher = layer(torch.randn(2, 1, 5, 5), torch.randn(2)), layer(torch.randn(2, 1, 24, 24))
+    assert FedFree(side=2).imitate(g, [teacher])["weight"].isfinite().all()
+    with pytest.raises(ConfigError, match="tsallis_order=1"):
+        FedFree(tsallis_order=1.0)
 
 
 def test_the_counterpart_is_of_the_same_kind_at_the_nearest_depth() -> None:

@@ -15,8 +15,10 @@ Where the paper is silent or at odds with itself:
 - The temperature τ is nowhere given; 2 is what others use.
 - Eq. 15 is the mean over the classes of a batch, from the means of their logits in it.
 - Its byte counts (Table 7) come out if only classes with at least IPC images are condensed (`min_samples = ipc`).
-- Clients are sent the trained model at the end of a round, not at the start of the next: the same bytes, and the record
-  of a round shows the model of that round.
+- All clients are sent the trained model at the end of a round, not those that take part at the start of the next. With
+  everybody taking part it is the same bytes, and the record of a round shows the model of that round.
+
+Condensed images are no privacy mechanism: a class of few images can show them.
 
 Preset "paper" is CIFAR-10's. The default has fewer images per class and fewer steps, for small data and a CPU, keeps
 small classes, and has CIFAR-100's learning rate of images: with CIFAR-10's the images diverge on digits once the model
@@ -119,13 +121,13 @@ class FedAF(Algorithm[Server, Condenser]):
 
     fraction: Fraction = 1.0  # share of clients per round
     ipc: Count = 10  # IPC: condensed images per class, at most as many as there are originals; the paper has 50
-    min_samples: Count = 1  # classes with fewer images are left out; 50 in the paper, inferred from its byte counts
+    min_samples: Count = 2  # classes with fewer images are left out; as many as ipc in the paper, by its byte counts
     steps: Count = 200  # condensation steps per round; the paper has 1000
     batch_size: Count = 256  # real images of a class per step, and images per step of the server
     image_lr: Positive = 0.1  # learning rate of the images; the paper has 1.0, CIFAR-100 0.1, Fashion-MNIST 0.2
     momentum: NonNegative = 0.9  # of the SGD for images and for the model
-    lambda_loc: NonNegative = 1e-4  # λ_loc: weight of the collaborative term; 0 is the ablation without CDC
-    lambda_glob: NonNegative = 0.01  # λ_glob: weight of knowledge matching; 0 is the ablation without LGKM
+    lambda_loc: NonNegative = 1e-4  # λ_loc: weight of the collaborative term; 1e-3 for Fashion-MNIST, 0 is without CDC
+    lambda_glob: NonNegative = 0.01  # λ_glob: weight of knowledge matching; 2.0 for Fashion-MNIST, 0 is without LGKM
     gamma: Fraction = 0.9  # γ: share of the global model in the re-sampled one
     tau: Positive = 2.0  # τ: temperature of the soft labels; not in the paper
     projections: Count | None = None  # directions of the sliced Wasserstein distance; none is its closed form

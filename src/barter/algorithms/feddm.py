@@ -4,8 +4,8 @@
 The ancestor of FedAF: each client condenses its images by distribution matching, through networks near the global
 model, and the server trains the one model on everybody's condensed images. Features and logits are matched. Networks
 are drawn at distance ρ from the global model in a random direction. Left out: the server's ball around the last model,
-and differential privacy. Gradients are clipped as in FedAF's comparison, or it diverges there. The defaults have fewer
-images and steps than the paper, like FedAF's; preset "paper" has its own.
+and differential privacy: condensed images are none, a class of few images can show them. Gradients are clipped as
+FedAF's comparison does. The defaults have fewer steps and epochs than the paper; preset "paper" has its own.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class FedDM(Algorithm):
 
     fraction: Fraction = 1.0  # share of clients per round
     ipc: Count = 10  # IPC: condensed images per class, at most as many as there are originals
-    min_samples: Count = 1  # classes with fewer images are left out
+    min_samples: Count = 2  # classes with fewer images are left out: a single image would be sent as it is
     steps: Count = 200  # condensation steps per round; the paper has 1000
     batch_size: Count = 256  # real images of a class per step, and images per step of the server
     image_lr: Positive = 1.0  # learning rate of the images

@@ -9,10 +9,12 @@ Where the paper is silent or at odds with itself:
 
 - A layer is a convolution or a linear layer, weight and bias together: biases of normalisation start at zero, and
   Eq. 2 would divide by it. Grouped convolutions have no counterpart at the server and stay at home.
-- "Type and approximate depth": the layer of the same type at the nearest relative depth among its kind.
+- "Type and approximate depth": the layer of the same type at the nearest relative depth among its kind; where it is the
+  only one, as a head is, in the whole network.
 - The server's network never sees an image. It is the paper's CNN for 32 x 32 images, whatever the task's size.
 - Noise: 64 samples; for convolutions 8 x 8 pixels without borders (what leaves on one side comes in on the other). Of
-  layers that differ in size the first inputs and outputs are compared, and the centres of their kernels.
+  layers that differ in size the first outputs are compared; inputs, edges of kernels and biases that a client's layer
+  lacks count as zero.
 - Eq. 3 is a sum over outputs and a mean over samples and positions. In expectation one step is then a moving average,
   w <- (1 - 2 α) w + 2 α mean(w_i): that is `transfer = "analytic"`.
 - Eq. 7 fills what the received layer does not cover with zeros, the sentence behind it keeps it, Algorithm 1 speaks of
@@ -36,6 +38,7 @@ from torch import Tensor, nn
 
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients, Replies
+from barter.core.errors import ConfigError
 from barter.core.evaluation import evaluate
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
@@ -70,11 +73,12 @@ def layers_of(model: nn.Module) -> list[Layer]:
     modules = {name: m for name, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
     for kind, type_ in (("conv", nn.Conv2d), ("linear", nn.Linear)):
         same = {n: m for n, m in modules.items() if isinstance(m, type_) and getattr(m, "groups", 1) == 1}
-        for at, (name, module) in enumerate(same.items()):
+        for name, module in same.items():
+            places = list(same if len(same) > 1 else modules)
             layer: Layer = {
                 "name": name,
                 "kind": kind,
-                "depth": at / max(1, len(same) - 1),
+                "depth": places.index(name) / max(1, len(places) - 1),
                 "weight": module.weight.detach().clone(),
             }
             if module.bias is not None:
@@ -163,8 +167,13 @@ class FedFree(Algorithm[Bridge, Client]):
     bins: Count = 256  # bins of the histogram behind the entropy
     entropy: Entropy = "shannon"  # H of Eq. 6
     tsallis_order: Positive = 1.5  # q of Tsallis' entropy, not 1; not in the paper
-    edges: Literal["own", "common"] = "common"  # bins between a layer's own extremes, or between those of both
-    fill: Literal["zero", "retain"] = "retain"  # what the received layer does not cover (Eq. 7): zero, or as it was
+    edges: Literal["own", "common"] = "common"  # bins between a layer's own extremes (paper), or between those of both
+    fill: Literal["zero", "retain"] = "retain"  # what the received layer does not cover: zero (Eq. 7), or as it was
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tsallis_order == 1:
+            raise ConfigError("tsallis_order=1: there Tsallis' entropy is Shannon's; set entropy to shannon")
 
     def setup(self, server: Bridge, clients: Clients) -> None:
         spec = replace(server.spec, height=32, width=32)
@@ -206,8 +215,9 @@ class FedFree(Algorithm[Bridge, Client]):
             losses = [self.expected(w, b, layer) for layer in teachers]
         else:
             inputs = max(w.shape[1], *(layer["weight"].shape[1] for layer in teachers))
-            size = (self.samples, inputs) if w.ndim == 2 else (self.samples, inputs, self.side, self.side)
-            noise = torch.randn(size, device=w.device)
+            kernels = [size for layer in (g, *teachers) for size in layer["weight"].shape[2:]]
+            sides = [max(self.side, *kernels)] * 2 if kernels else []
+            noise = torch.randn(self.samples, inputs, *sides, device=w.device)
             losses = [self.discrepancy(w, b, layer, noise) for layer in teachers]
         slopes = torch.autograd.grad(torch.stack(losses).mean(), (w, b))
         weight, bias = (part.detach() - self.server_lr * slope for part, slope in zip((w, b), slopes, strict=True))

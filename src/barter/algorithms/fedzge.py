@@ -13,12 +13,17 @@ Where the paper is silent or at odds with itself:
 - Eq. 7 has norms, with which the exponential underflows; the mean squares of the code are used. Eq. 9 is minimised.
 - The images of the round's distillation are those from before the generator's step.
 - Training and answering are one call, for the queries do not depend on the training.
+- The server's model is the first client's network; the paper's is the largest of its clients'.
 
 Preset "paper" is the authors' code: one difference of the whole batch's loss per direction, a new optimizer in each
-round, batch statistics in queries and distillation, images between -1 and 1 whatever the data's range. The default is
-what we would stand behind: differences of logits, contracted with the exact derivative of the loss; exact derivatives
-for what needs no client; a lasting optimizer; images in the data's range; clients that keep their own statistics; a
-step large enough for float32. Its estimate is closer to the true gradient for the same queries (benchmarks/README.md).
+round, batch statistics in queries and distillation, images between -1 and 1 whatever the data's range. It leaves out
+what is a mistake there: entropies that mix two batches, test images seen in training mode, the best epoch reported; and
+data are normalised and augmented as the task says.
+
+The default is what we would stand behind: differences of logits, contracted with the exact derivative of the loss;
+exact derivatives for what needs no client; a lasting optimizer; images in the data's range; clients that keep their own
+statistics; a step large enough for float32, in which queries are computed on any device. Its estimate is closer to the
+true gradient for the same queries (benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -39,6 +44,7 @@ from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive
 from barter.core.payload import State
+from barter.core.precision import exact
 from barter.models.generators import LabelGenerator
 from barter.ops.distill import kl
 from barter.ops.fit import Trainer, adam, fit
@@ -116,7 +122,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
     queries: Count = 10  # q: changed copies of each image
     eps: Positive = 1e-2  # ε: length of a change; 1e-3 in the paper, too little for differences in float32
     direction: Direction = "sphere"  # of the changes
-    estimator: Literal["logits", "loss"] = "logits"  # differences of each sample's logits, or of the batch's loss
+    estimator: Literal["logits", "loss"] = "logits"  # differences of logits, or of the batch's loss as in the paper
     generator_lr: Positive = 1e-3  # η_G: Adam's learning rate of the generator
     lasting_optimizer: bool = True  # the generator's optimizer goes on from round to round; new in each in the paper
     statistics: Literal["own", "batch"] = "own"  # of clients that answer and distil; "batch" as published
@@ -163,7 +169,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
         client.report |= {f"before_{name}": value for name, value in evaluate(client).items()}
         client.batch = [batches[0].clone()]
         client.model.train(self.statistics == "batch")
-        with torch.no_grad():
+        with torch.no_grad(), exact():
             return torch.stack([client.model(batch) for batch in batches])
 
     def opinion(self, answers: Replies[Tensor]) -> Tensor:
@@ -194,7 +200,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
 
     def by_loss(self, model: Classifier, x: Tensor, z: Tensor, y: Tensor, u: Tensor, ensemble: Tensor) -> Tensor:
         """From one difference of the batch's loss for each direction, as the authors' code has it."""
-        with torch.no_grad():
+        with torch.no_grad(), exact():
             points = [x, *(x + self.eps * direction for direction in u)]
             losses = torch.stack(
                 [self.loss(e, model(point), point, z, y) for e, point in zip(ensemble, points, strict=True)]

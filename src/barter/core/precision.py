@@ -10,7 +10,7 @@ import torch
 
 from barter.core.errors import ConfigError
 
-__all__ = ["Precision", "autocast", "current", "resolved", "using"]
+__all__ = ["Precision", "autocast", "current", "exact", "resolved", "using"]
 
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16"]
 
@@ -46,6 +46,13 @@ def using(precision: Precision) -> Iterator[None]:
             yield
     finally:
         _current, torch.backends.cuda.matmul.allow_tf32 = before, matmul
+
+
+@contextmanager
+def exact() -> Iterator[None]:
+    """Inside, everything is computed in full fp32, for differences between numbers that are nearly the same."""
+    with using("fp32"):
+        yield
 
 
 def autocast(device: torch.device) -> torch.autocast:

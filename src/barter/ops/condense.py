@@ -97,7 +97,7 @@ def quantised(images: Tensor, spec: Spec) -> Tensor:
 
 @torch.no_grad()
 def redrawn(model: nn.Module) -> None:
-    """The parameters of every layer drawn anew from the distribution they start from."""
+    """The parameters of every layer drawn anew, as torch initialises such layers; some networks begin otherwise."""
     for layer in model.modules():
         reset = getattr(layer, "reset_parameters", None)
         if callable(reset):
