@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from typing import Any
 
 import pytest
@@ -67,6 +68,45 @@ def test_a_process_that_dies_is_named() -> None:
     assert home[0] == (None, "its process was ended by SIGKILL")
     assert home[1] == (5, "")
     assert home[2] == (None, "its process ended with 3")
+
+
+def test_a_process_that_cannot_write_goes_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def write(self, text: str) -> int:
+            return len(text)
+
+        def flush(self) -> None:
+            if os.getpid() != parent:
+                raise BrokenPipeError
+
+    parent = os.getpid()
+    monkeypatch.setattr(sys, "stdout", Broken())
+    home = work_of({0: lambda: 1, 1: lambda: 2})
+    assert os.getpid() == parent, "no second copy of this test runs on"
+    assert home == {0: (1, ""), 1: (2, "")}
+
+
+def test_a_process_that_brings_nothing_home_is_a_death() -> None:
+    assert work_of({0: lambda: os._exit(0)}) == {0: (None, "its process ended with 0")}
+
+
+def test_a_payload_that_may_not_go_down_is_that_clients_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tell(Algorithm[Server, Client]):
+        """The second client is told nonsense."""
+
+        crosses = {"hear": "down: a number"}
+
+        def round(self, server: Server, clients: Clients, t: int) -> None:
+            clients.scatter(self.hear, {k: torch.tensor(float("nan" if k == 1 else k)) for k in clients})
+
+        def hear(self, client: Client, number: torch.Tensor) -> None:
+            client.report["heard"] = float(number)
+
+    (away,) = on_two_cores(monkeypatch, Tell(), min_clients=1).rounds(1)
+    (here,) = federation(Tell(), min_clients=1).rounds(1)
+    assert away.failures == here.failures
+    assert len(here.failures) == 1
+    assert away.clients[2]["heard"] == 2
 
 
 class Report(Algorithm[Server, Client]):

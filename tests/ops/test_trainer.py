@@ -50,6 +50,28 @@ def test_partials_and_methods_are_known_by_value() -> None:
     assert _identity(partial(DFFKE().exchange_loss, model)) != _identity(partial(DFFKE(tau=0.5).exchange_loss, model))
 
 
+def test_defaults_and_functions_that_a_loss_holds_count_too() -> None:
+    def with_default(weight: float) -> object:
+        def loss(x: Tensor, *, scale: float = weight) -> Tensor:
+            return x.sum() * scale
+
+        return loss
+
+    assert _identity(with_default(1.0)) == _identity(with_default(1.0))
+    assert _identity(with_default(1.0)) != _identity(with_default(5.0))
+
+    def through(table: list[int] | float) -> object:
+        def helper(x: Tensor) -> Tensor:
+            return x * (table if isinstance(table, float) else table[0])
+
+        return partial(lambda f, x: f(x).sum(), helper)
+
+    assert _identity(through(2.0)) == _identity(through(2.0))
+    assert _identity(through(2.0)) != _identity(through(3.0))
+    assert "holds a list" in _objection(through([1]))
+    assert not _objection(through(2.0))
+
+
 def test_what_could_change_behind_a_graph_is_an_objection() -> None:
     client = federation(Local()).engine.clients[0]
     table = {"weight": torch.ones(1)}
