@@ -214,16 +214,14 @@ class DFFKE(Algorithm[Hub, Trader]):
         if self.embeddings == "noise":
             return {"examples": examples, "weights": weights}
         index = torch.randperm(len(client.data), device=client.device)[:examples]
-        embeddings = predict(client.model.eval().features, client.data.batch, index)
-        labels = client.data.labels[index]
-        return {"examples": len(index), "weights": weights, "embeddings": embeddings, "labels": labels}
+        e = predict(client.model.eval().features, client.data.batch, index)
+        return {"examples": len(index), "weights": weights, "embeddings": e, "labels": client.data.labels[index]}
 
     def make_transfer_data(self, server: Hub, offers: Replies[Offer]) -> tuple[dict[int, Tensor], State]:
         if self.transfer == "public":
             assert server.public is not None
-            size = len(server.public)
-            places = {k: torch.randint(size, (o["examples"],), device=server.device) for k, o in offers.items()}
-            return places, {}
+            size, device = len(server.public), server.device
+            return {k: torch.randint(size, (o["examples"],), device=device) for k, o in offers.items()}, {}
         models = {k: server.replica(k, offer["weights"]) for k, offer in offers.items()}
         embeddings, labels = self.collect(server, offers, models)
         z, codes = self.unify(server, embeddings, labels)
@@ -237,8 +235,7 @@ class DFFKE(Algorithm[Hub, Trader]):
             return {k: o["embeddings"] for k, o in offers.items()}, {k: o["labels"] for k, o in offers.items()}
         size = {k: offer["examples"] for k, offer in offers.items()}
         noise = {k: torch.randn(n, models[k].feature_dim, device=server.device) for k, n in size.items()}
-        labels = {k: torch.randint(server.spec.classes, (n,), device=server.device) for k, n in size.items()}
-        return noise, labels
+        return noise, {k: torch.randint(server.spec.classes, (n,), device=server.device) for k, n in size.items()}
 
     def unify(self, server: Hub, embeddings: Tensors, labels: Tensors) -> tuple[Docks, dict[int, Tensor]]:
         """Docking layers z_k that bring all embeddings into one space (Eqs. 10 and 11)."""
@@ -310,8 +307,8 @@ class DFFKE(Algorithm[Hub, Trader]):
         return kept if limit is None else kept[max(0, len(kept) - limit) :]
 
     def teach(self, client: Trader, delivery: Delivery) -> Lesson:
-        limit = None if self.memory is None else self.memory + 1  # R past rounds and this one
-        client.buffer = self.remember(client.buffer + delivery["entries"], limit)
+        room = None if self.memory is None else self.memory + 1  # R past rounds and this one
+        client.buffer = self.remember(client.buffer + delivery["entries"], room)
         client.docking = delivery.get("docking", {})
         *past, now = client.buffer
         reviewed = self.review(client, past, len(now["codes"][client.id]))
@@ -332,16 +329,16 @@ class DFFKE(Algorithm[Hub, Trader]):
     def label(self, client: Trader, parts: list[tuple[Entry, Tensor | None]]) -> list[Targets]:
         """The client's own logits Ŷ_k on its transfer images, before it learns from others."""
         drawn, model = [self.draw(client, e, {client.id: i})[client.id] for e, i in parts], client.model.eval()
-        images, ends = torch.cat(drawn), [len(part) for part in drawn]
-        every = torch.arange(len(images), device=client.device)
+        images, every = torch.cat(drawn), torch.arange(sum(map(len, drawn)), device=client.device)
         features = predict(model.features, lambda part: resized(images[part], client.data.spec), every)
-        logits = torch.split(model.logits(features).detach(), ends)
+        ends = [len(part) for part in drawn]
+        logits, seen = (torch.split(x, ends) for x in (model.logits(features).detach(), features))
         told: list[Targets] = [{"round": e["round"], "logits": y} for (e, _), y in zip(parts, logits, strict=True)]
-        for targets, (_, index), seen in zip(told, parts, torch.split(features, ends), strict=True):
+        for targets, (_, index), f in zip(told, parts, seen, strict=True):
             if index is not None:
                 targets["index"] = index
             if self.embedding_loss:
-                targets["embeddings"] = F.linear(seen, client.docking["weight"], client.docking["bias"])
+                targets["embeddings"] = F.linear(f, client.docking["weight"], client.docking["bias"])
         return told
 
     def draw(self, client: Trader, entry: Entry, wanted: Mapping[int, Tensor | None]) -> dict[int, Tensor]:
