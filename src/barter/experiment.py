@@ -170,7 +170,7 @@ class Experiment:
         server_kind, client_kind = self.algorithm.parties()
         if self.algorithm.one_architecture and len(set(self.architectures)) > 1:
             raise ConfigError(
-                f"{type(self.algorithm).__name__} averages weights and needs one architecture, these clients have "
+                f"{type(self.algorithm).__name__} has one model for all and needs one architecture, these clients have "
                 f"{', '.join(sorted(set(self.architectures)))}: set models to one of them"
             )
         # Clients of one architecture start from the same weights, and so does a model of the server's.

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import struct
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load, save
 from torch import Tensor
 
 from barter.core.payload import Payload, isolate, pack, unpack
@@ -31,7 +27,7 @@ from barter.core.payload import Payload, isolate, pack, unpack
 __all__ = ["Job", "one_thread", "possible", "side_by_side"]
 
 STEP = struct.Struct("d")
-ROOM = 2**31  # bytes of shared memory that count as plenty
+LENGTH = struct.Struct("Q")
 
 
 @dataclass(frozen=True)
@@ -83,45 +79,36 @@ def side_by_side(
 ) -> Iterator[tuple[int, Payload | None, str]]:
     """What each job returned, as they finish: (key, result, "") or (key, None, why its process died)."""
     waiting = list(jobs.items())
-    running: dict[int, tuple[int, int, Path, list[Tensor]]] = {}
-    with tempfile.TemporaryDirectory(prefix="barter-", dir=_shared_memory()) as folder:
-        try:
-            while waiting or running:
-                while waiting and len(running) < width:
-                    k, job = waiting.pop(0)
-                    target, known = Path(folder) / str(k), _shared(job.known)
-                    pid, pipe = _fork(job.work, known, target, begin)
-                    running[pipe] = (k, pid, target, known)
-                for pipe in _ready(running):
-                    told = os.read(pipe, 64 * STEP.size)
-                    for (amount,) in STEP.iter_unpack(told):
-                        advance(amount)
-                    if not told:
-                        k, pid, target, known = running.pop(pipe)
-                        os.close(pipe)
-                        status = os.waitpid(pid, 0)[1]
-                        if status == 0 and target.exists():
-                            home = _load(target, known)
-                            target.unlink()
-                            yield k, home, ""
-                        else:
-                            yield k, None, _cause(status)
-        finally:
-            for pipe, (_, pid, _, _) in running.items():
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                os.close(pipe)
+    running: dict[int, tuple[int, int, int, list[Tensor]]] = {}  # pipe -> key, process, result, known tensors
+    try:
+        while waiting or running:
+            while waiting and len(running) < width:
+                k, job = waiting.pop(0)
+                result, known = os.memfd_create("barter"), _shared(job.known)  # memory that ends with its last user
+                pid, pipe = _fork(job.work, known, result, begin)
+                running[pipe] = (k, pid, result, known)
+            for pipe in _ready(running):
+                told = os.read(pipe, 64 * STEP.size)
+                for (amount,) in STEP.iter_unpack(told):
+                    advance(amount)
+                if not told:
+                    k, pid, result, known = running.pop(pipe)
+                    os.close(pipe)
+                    status = os.waitpid(pid, 0)[1]
+                    returned = status == 0 and os.fstat(result).st_size > 0
+                    home = _load(result, known) if returned else None
+                    os.close(result)
+                    yield k, home, "" if returned else _cause(status)
+    finally:
+        for pipe, (_, pid, result, _) in running.items():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            os.close(pipe)
+            os.close(result)
 
 
 def _ready(pipes: Iterable[int]) -> list[int]:
     return [pipe for pipe in wait(list(pipes)) if isinstance(pipe, int)]
-
-
-def _shared_memory() -> str | None:
-    """Where results lie: in memory if there is plenty, else in the folder for temporary files."""
-    memory = Path("/dev/shm")
-    roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > ROOM
-    return str(memory) if roomy else None
 
 
 def _cause(status: int) -> str:
@@ -135,7 +122,7 @@ def _shared(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _fork(
-    work: Callable[[], Payload], known: list[Tensor], target: Path, begin: Callable[[Reporter], None]
+    work: Callable[[], Payload], known: list[Tensor], result: int, begin: Callable[[Reporter], None]
 ) -> tuple[int, int]:
     sys.stdout.flush()
     sys.stderr.flush()
@@ -153,7 +140,7 @@ def _fork(
         os.close(reading)
         torch.set_num_threads(1)
         begin(Reporter(writing))
-        _save(target, work(), known)
+        _save(result, work(), known)
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -169,18 +156,23 @@ def _address(tensor: Tensor) -> tuple[Any, ...]:
     return (torch._C._data_address(tensor), tensor.shape, tensor.stride(), tensor.dtype)  # type: ignore[attr-defined]
 
 
-def _save(target: Path, tree: Payload, known: list[Tensor]) -> None:
+def _save(result: int, tree: Payload, known: list[Tensor]) -> None:
     places = {_address(t): name for name, t in pack(known)[0].items()}
     tensors, header = pack(tree)
     names = {name: places[_address(t)] for name, t in tensors.items() if _address(t) in places}
-    fresh = {name: t.clone() for name, t in tensors.items() if name not in names}
-    save_file(fresh, target, {"header": header, "known": json.dumps(names)})
+    head = json.dumps({"header": header, "known": names}).encode()
+    fresh = save({name: t.clone() for name, t in tensors.items() if name not in names})
+    with open(result, "wb", closefd=False) as file:
+        for part in (LENGTH.pack(len(head)), head, fresh):
+            file.write(part)
 
 
-def _load(target: Path, known: list[Tensor]) -> Payload:
-    with safe_open(target, "pt") as file:
-        metadata = file.metadata()
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+def _load(result: int, known: list[Tensor]) -> Payload:
+    with open(result, "rb", closefd=False) as file:
+        file.seek(0)
+        (length,) = LENGTH.unpack(file.read(LENGTH.size))
+        head = json.loads(file.read(length))
+        tensors = {name: tensor.clone() for name, tensor in load(file.read()).items()}
     unchanged = pack(known)[0]
-    tensors |= {name: unchanged[place] for name, place in json.loads(metadata["known"]).items()}
-    return unpack(tensors, metadata["header"])
+    tensors |= {name: unchanged[place] for name, place in head["known"].items()}
+    return unpack(tensors, head["header"])
