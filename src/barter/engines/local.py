@@ -67,6 +67,7 @@ class LocalEngine:
         self._calls: Counter[tuple[int, str, int]] = Counter()
         self._credit: dict[int, float] = {}  # how much of each lane's current turn is still to be shown
         self._cost: dict[str, float] = {}  # seconds of a turn, by method, when last measured
+        self._took: dict[tuple[str, int], float] = {}  # and of each client's
         self.parking = Parking(clients, device_memory)
         self.lanes: list[Lane] = []
         self.home: Lane | None = None
@@ -175,9 +176,9 @@ class LocalEngine:
         return clients > 1 and self._by_core(clients) and self._cost.get(method, math.inf) > FORK_SECONDS
 
     def _on_cores(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> Iterator[tuple[int, Callable[[], Any]]]:
-        """Turns in processes of their own, the largest first; how to get each answer, as they come home."""
+        """Turns in processes of their own, the longest first; how to get each answer, as they come home."""
         start, jobs = time.perf_counter(), {}
-        for k in sorted(args, key=lambda k: -len(self.clients[k].data)):
+        for k in sorted(args, key=lambda k: (-self._took.get((method, k), 0.0), -len(self.clients[k].data))):
             try:
                 jobs[k] = self._job(method, k, args[k])
             except Exception as error:
@@ -197,19 +198,26 @@ class LocalEngine:
 
     def _away(self, method: str, k: int, path: tuple[object, ...], arrived: tuple[Any, ...]) -> Payload:
         """A turn in another process: all that it changes here."""
-        client = self.clients[k]
+        client, start = self.clients[k], time.perf_counter()
         try:
             outcome: dict[str, Payload] = {"answer": self._work(method, k, path, arrived)}
             list(leaves(outcome["answer"], method))  # what is no payload is refused here
         except Exception as error:
             outcome = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         flags = [p.requires_grad for p in client.model.parameters()], [m.training for m in client.model.modules()]
-        return {**outcome, "memory": client.memory(), "report": client.report, "flags": flags}
+        return {
+            **outcome,
+            "memory": client.memory(),
+            "report": client.report,
+            "flags": flags,
+            "took": time.perf_counter() - start,
+        }
 
     def _at_home_again(self, method: str, k: int, home: Payload | None, death: str) -> Any:
         if home is None:
             raise Elsewhere(death, "")
         client = self.clients[k]
+        self._took[method, k] = home["took"]
         client.recall(home["memory"])
         client.report = home["report"]
         for parameter, trained in zip(client.model.parameters(), home["flags"][0], strict=True):
