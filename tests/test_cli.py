@@ -169,7 +169,12 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["run", "--set", "data.root=3"], "must be str"),
     (["run", "--set", "models=resnet19"], "did you mean 'resnet1"),
     (["run", "--set", "models=googlenet"], "googlenet cannot take images of 8x8"),
-    (["run", "--algorithm", "fedavg"], "needs one architecture"),
+    (["run", "--algorithm", "fedavg", "--set", "models=small-5"], "needs one architecture"),
+    (["run", "--precision", "half"], "'half' is not one of"),
+    (["run", "--device", "cpu", "--precision", "bf16"], "there is fp32 only"),
+    (["run", "--device-memory", "-3"], "device_memory=-3.0"),
+    (["run", "--set", "streams=0"], "streams=0"),
+    (["run", "--algorithm", "fedfree", "--set", "algorithm.tsallis_order=1.0"], "tsallis_order=1"),
     (["run", "--set", "min_clients=6"], "only 5 clients"),
     (["run", "--device", "tpu"], "'tpu' is not one of"),
     (["run", "--set", "device=gpu"], "one of auto, cpu, cuda"),
@@ -267,7 +272,7 @@ def test_too_little_memory_is_one_line(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_mistake_leaves_nothing_behind(workplace: Path) -> None:
     before = sorted(workplace.rglob("*"))
-    for arguments in (["--set", "algorithm.transfer=public"], ["--algorithm", "fedavg"], ["--set", "clients=100000"]):
+    for arguments in (["--set", "algorithm.transfer=public"], ["--set", "models=none"], ["--set", "clients=100000"]):
         assert main(["run", *arguments]) == 2
     assert sorted(workplace.rglob("*")) == before
 

@@ -14,7 +14,7 @@ def test_defaults_are_the_demo() -> None:
     config = resolve({})
     assert config.algorithm == DFFKE()
     assert config.partition == Dirichlet(alpha=0.1)
-    assert (config.data.source, config.clients, config.models, config.rounds) == ("digits", 5, "small-5", 5)
+    assert (config.data.source, config.clients, config.models, config.rounds) == ("digits", 5, "auto", 5)
 
 
 def test_settings_reach_into_tables() -> None:

@@ -163,3 +163,10 @@ def test_bad_values_are_refused_before_anything_is_built() -> None:
 def test_cuda_that_is_not_there_is_said() -> None:
     with pytest.raises(ConfigError, match="no CUDA device"):
         Experiment(DFFKE(), device="cuda")
+
+
+def test_methods_choose_networks_that_they_can_use() -> None:
+    for algorithm, expected in ((tiny("dffke"), 3), (tiny("fedavg"), 1), (tiny("fedzge"), 3)):
+        experiment = Experiment(algorithm, clients=3, device="cpu")
+        assert len(set(experiment.architectures)) == expected
+    assert experiment.server.model_or_none is not None, "FedZGE's server has a model of its own"
