@@ -38,6 +38,8 @@ SUITES: dict[str, Variants] = {
     "dffke": {
         "local": ("local", []),
         "dffke (default)": ("dffke", []),
+        "dffke, peers=1": ("dffke", ["algorithm.peers=1"]),
+        "dffke, peers=2": ("dffke", ["algorithm.peers=2"]),
         "dffke, without local_review": ("dffke", ["algorithm.local_review=false"]),
         "dffke, preset paper": ("dffke", ["algorithm.preset=paper"]),
         "dffke, preset code": ("dffke", ["algorithm.preset=code"]),
