@@ -39,7 +39,7 @@ from torch import Tensor
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients, Replies
 from barter.core.evaluation import evaluate
-from barter.core.images import Spec
+from barter.core.images import Spec, statistics
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive
@@ -159,7 +159,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
         drawn: Tensor = generator(z, y)
         if self.output == "tanh":
             return drawn
-        mean, std = (torch.tensor(values, device=drawn.device).view(1, -1, 1, 1) for values in (spec.mean, spec.std))
+        mean, std = statistics(spec, drawn.device)
         return ((drawn + 1) / 2 - mean) / std
 
     def answer(self, client: Oracle, batches: Tensor) -> Tensor:

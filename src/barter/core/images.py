@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Augment", "Images", "Spec", "prepared"]
+__all__ = ["Augment", "Images", "Spec", "prepared", "statistics"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Images:
 
 def prepared(pixels: Tensor, spec: Spec, augment: Augment) -> Tensor:
     """A batch of bytes as the models want it: augmented, float, normalised, of the agreed size, channels last."""
-    mean, std = _statistics(spec, pixels.device)
+    mean, std = statistics(spec, pixels.device, 255.0)
     x = (_augmented(pixels, augment).float() - mean) / std
     if x.shape[-2:] != spec.shape[1:]:
         x = F.interpolate(x, spec.shape[1:], mode="bilinear", antialias=True)
@@ -69,8 +69,9 @@ def prepared(pixels: Tensor, spec: Spec, augment: Augment) -> Tensor:
 
 
 @cache
-def _statistics(spec: Spec, device: torch.device) -> tuple[Tensor, Tensor]:
-    mean, std = (torch.tensor(values, device=device).view(1, -1, 1, 1) * 255 for values in (spec.mean, spec.std))
+def statistics(spec: Spec, device: torch.device, white: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation by channel, for pixels between 0 and `white`."""
+    mean, std = (torch.tensor(values, device=device).view(1, -1, 1, 1) * white for values in (spec.mean, spec.std))
     return mean, std
 
 

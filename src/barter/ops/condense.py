@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from barter.core import lanes
-from barter.core.images import Augment, Images, Spec, prepared
+from barter.core.images import Augment, Images, Spec, prepared, statistics
 from barter.core.model import Classifier
 from barter.core.nodes import Client
 from barter.ops.trainer import Recipe, Trainer
@@ -91,7 +91,7 @@ def mean_images(data: Images, sizes: Mapping[int, int], of: int) -> Tensor:
 
 def quantised(images: Tensor, spec: Spec) -> Tensor:
     """Normalised images as the bytes that they would be stored as."""
-    mean, std = (torch.tensor(values, device=images.device).view(1, -1, 1, 1) for values in (spec.mean, spec.std))
+    mean, std = statistics(spec, images.device)
     return ((images * std + mean) * 255).clamp(0, 255).round().to(torch.uint8)
 
 
