@@ -36,11 +36,16 @@ def test_who_is_at_work_is_not_parked(monkeypatch: pytest.MonkeyPatch) -> None:
     clients, moves = watched(monkeypatch)
     for client in clients.values():
         client.device = torch.device("meta")
-    parking = Parking(clients, limit=100)
+    parking = Parking(clients, limit=300)
     with parking.fetched(clients[0]):
+        pass
+    with parking.fetched(clients[0]):  # on the device already, and not asked for longest
         with parking.fetched(clients[1]):
             pass
         assert moves == [(0, "meta"), (1, "meta"), (1, "cpu")]
+    parking.limit = 100
+    with parking.fetched(clients[0]):
+        pass
     assert moves[3:] == [(0, "cpu")], "a budget too small for one: it leaves when its turn is over"
 
 
