@@ -184,7 +184,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
         model = server.model.eval()
         estimate = self.by_logits if self.estimator == "logits" else self.by_loss
         slope = estimate(model, x, z, y, u, ensemble)
-        optimizer = torch.optim.Adam(generator.parameters(), lr=self.generator_lr)
+        optimizer = torch.optim.Adam(generator.parameters(), lr=self.generator_lr, fused=True)
         if self.lasting_optimizer and server.moments:
             for parameter, moments in zip(generator.parameters(), server.moments, strict=True):
                 optimizer.state[parameter] = {name: tensor.clone() for name, tensor in moments.items()}
