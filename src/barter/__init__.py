@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from barter.algorithms import ALGORITHMS, DFFKE, Central, FedAvg, Local
-from barter.core.algorithm import Algorithm
-from barter.core.clients import Clients, Replies
-from barter.core.errors import BarterError
-from barter.core.model import Classifier, split
-from barter.core.nodes import Client, Server
-from barter.experiment import Experiment
-from barter.runs.record import Round
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from barter.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from barter.algorithms import ALGORITHMS, DFFKE, Central, FedAvg, Local
+    from barter.core.algorithm import Algorithm
+    from barter.core.clients import Clients, Replies
+    from barter.core.errors import BarterError
+    from barter.core.model import Classifier, split
+    from barter.core.nodes import Client, Server
+    from barter.experiment import Experiment
+    from barter.runs.record import Round
 
 __all__ = [
     "ALGORITHMS",
@@ -29,3 +34,26 @@ __all__ = [
     "Server",
     "split",
 ]
+
+# Names come from their modules when they are first used: what a site starts for every message must not load torch.
+_MODULES = {
+    "core.algorithm": {"Algorithm"},
+    "core.clients": {"Clients", "Replies"},
+    "core.errors": {"BarterError"},
+    "core.model": {"Classifier", "split"},
+    "core.nodes": {"Client", "Server"},
+    "experiment": {"Experiment"},
+    "runs.record": {"Round"},
+    "algorithms": {"ALGORITHMS", "DFFKE", "Central", "FedAvg", "Local"},
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"barter.{module}"), name)
+    raise AttributeError(f"module 'barter' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

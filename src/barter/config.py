@@ -32,7 +32,14 @@ __all__ = [
 ]
 
 
-RESULT_FREE = ("rounds", "device", "streams", "device_memory")  # what may differ when a run is resumed
+RESULT_FREE = (
+    "rounds",
+    "device",
+    "streams",
+    "device_memory",
+    "engine",
+    "timeout",
+)  # may differ on resume
 
 TABLES: dict[str, dict[str, str]] = {"algorithm": {"name": "dffke"}, "partition": {"name": "dirichlet"}, "data": {}}
 
@@ -53,6 +60,9 @@ class Config:
     streams: Count = 10  # how many clients compute at the same time on a CUDA device
     device_memory: Positive | None = None  # GiB of a CUDA device's memory to stay within; none means all there is
     min_clients: Count | None = None  # how many clients must answer a call; none means all that were asked
+
+    engine: Literal["local", "flower"] = "local"  # where the clients live: in this process, or at Flower's sites
+    timeout: Positive = 3600.0  # seconds that a Flower site has to answer a call
 
     def __post_init__(self) -> None:
         check(self)

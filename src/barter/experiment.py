@@ -18,19 +18,22 @@ from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
 from barter.core.errors import CheckpointError, ConfigError
 from barter.core.evaluation import accuracy
+from barter.core.images import Images, Spec
 from barter.core.model import Classifier, split, verify_split
 from barter.core.nodes import Client, Monitor, Server, as_numbers
 from barter.core.precision import resolved, using
 from barter.data.partition import Partition
 from barter.data.task import Data, Task, make_task
+from barter.engines.base import BaseEngine
 from barter.engines.local import LocalEngine
 from barter.engines.parking import budget
 from barter.models import families, zoo
 from barter.runs.folder import RunFolder
 from barter.runs.record import Round
 
-__all__ = ["Experiment"]
+__all__ = ["Experiment", "device_named", "initial", "make_client", "make_server", "names_of"]
 
+ELSEWHERE = ("engine", "timeout")  # of a configuration: only for clients that live elsewhere
 BY_PYTHON = "(given in Python)"
 EVALUATION = Algorithm.evaluate.__name__
 
@@ -61,7 +64,7 @@ class Experiment:
         resume: bool = False,
         monitor: Monitor | None = None,
     ) -> None:
-        self.config = Config(
+        config = Config(
             algorithm=algorithm,
             data=Data(source=data) if isinstance(data, str) else data,
             partition=partition_named(partition)() if isinstance(partition, str) else partition,
@@ -77,18 +80,16 @@ class Experiment:
         )
         if models == BY_PYTHON:
             raise ConfigError("this run's models were given in Python: resume it there, with out=... and resume=True")
-        self.algorithm, self.device = algorithm, _device(device)
-        self.precision = resolved(precision, self.device)
-        memory = budget(self.device, device_memory)
-        self.task = make_task(self.config.data, self.config.partition, clients, seed, self.device)
-        if algorithm.needs_public_data and self.task.public is None:
-            raise ConfigError(f"{type(algorithm).__name__} as asked for needs public data: set data.public to a source")
+        where = device_named(device)
+        memory = budget(where, device_memory)
+        self.task = make_task(config.data, config.partition, clients, seed, where)
         given = [models] if isinstance(models, nn.Module) else models
-        if given == "auto":
-            given = "small-cnn" if algorithm.one_architecture else "small-5"
-        self.architectures, networks = _networks(given, self.task, clients, seed)
-        self.server, members = self._parties(networks)
-        self.engine = LocalEngine(
+        self.architectures, networks = _networks(algorithm, given, self.task.spec, clients, seed)
+        members = {
+            k: make_client(config, k, networks[k], name, self.task, where) for k, name in enumerate(self.architectures)
+        }
+        server = make_server(config, networks, self.architectures, self.task.spec, self.task.public, where)
+        engine = LocalEngine(
             algorithm,
             members,
             seed=seed,
@@ -97,7 +98,35 @@ class Experiment:
             streams=streams,
             device_memory=memory,
         )
-        self.server.monitor = self.engine
+        self._begin(config, server, engine, self.task.global_test, out, resume)
+
+    @classmethod
+    def across(
+        cls, config: Config, server: Server, engine: BaseEngine, test: Images | None, out: Path, *, resume: bool
+    ) -> Experiment:
+        """The experiment of a server whose clients live elsewhere; `test` is what a model of its own is judged by."""
+        experiment = cls.__new__(cls)
+        experiment._begin(config, server, engine, test, out, resume)
+        return experiment
+
+    def _begin(
+        self,
+        config: Config,
+        server: Server,
+        engine: BaseEngine,
+        test: Images | None,
+        out: str | Path | None,
+        resume: bool,
+    ) -> None:
+        self.config, self.algorithm, self.server, self.engine, self.test = (
+            config,
+            config.algorithm,
+            server,
+            engine,
+            test,
+        )
+        self.device, self.precision = server.device, resolved(config.precision, server.device)
+        server.monitor = engine
         self.round, self._unfinished = 0, False
         self.folder = None if out is None else self._open(Path(out), resume)
 
@@ -106,7 +135,7 @@ class Experiment:
         cls, config: Config, out: Path | None = None, *, resume: bool = False, monitor: Monitor | None = None
     ) -> Experiment:
         """The experiment that a configuration describes."""
-        fields = {name: getattr(config, name) for name in Config.__dataclass_fields__}
+        fields = {name: getattr(config, name) for name in Config.__dataclass_fields__ if name not in ELSEWHERE}
         return cls(**fields, out=out, resume=resume, monitor=monitor)
 
     def rounds(self, n: int) -> Iterator[Round]:
@@ -148,8 +177,8 @@ class Experiment:
     def _record(self, t: int, everybody: Clients, start: float) -> Round:
         metrics = everybody.run(self.algorithm.evaluate)
         server, self.server.report = as_numbers(self.server.report), {}
-        if self.server.model_or_none is not None:
-            server["global"] = accuracy(self.server.model, self.task.global_test)
+        if self.server.model_or_none is not None and self.test is not None:
+            server["global"] = accuracy(self.server.model, self.test)
         seconds = {**self.engine.seconds, "round": time.perf_counter() - start}
         if self.device.type == "cuda":
             server["device_memory"] = float(torch.cuda.max_memory_reserved(self.device))
@@ -166,29 +195,8 @@ class Experiment:
         clients = {k: {**metrics.get(k, {}), **by_client[k]} for k in everybody}
         return Round(t, clients, server, seconds, by_method, failures)
 
-    def _parties(self, networks: Mapping[int, Classifier]) -> tuple[Server, dict[int, Client]]:
-        server_kind, client_kind = self.algorithm.parties()
-        if self.algorithm.one_architecture and len(set(self.architectures)) > 1:
-            raise ConfigError(
-                f"{type(self.algorithm).__name__} has one model for all and needs one architecture, these clients have "
-                f"{', '.join(sorted(set(self.architectures)))}: set models to one of them"
-            )
-        # Clients of one architecture start from the same weights, and so does a model of the server's.
-        for network in set(networks.values()):
-            network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        build = {k: partial(copy.deepcopy, network) for k, network in networks.items()}
-        public, device = self.task.public, self.device
-        clients: dict[int, Client] = {}
-        for k, (train, local) in enumerate(zip(self.task.train, self.task.local_tests, strict=True)):
-            tests = {"global": self.task.global_test, "local": local}
-            clients[k] = client_kind(k, build[k](), device, train, tests, public, self.architectures[k])
-        has_model = self.algorithm.one_architecture or self.algorithm.global_model
-        model = build[0]().to(device) if has_model else None
-        return server_kind(self.task.spec, build, model, device, public), clients
-
     def _state(self) -> dict[str, Any]:
-        members = {k: client.memory() for k, client in self.engine.clients.items()}
-        return {"server": self.server.memory(), "clients": members}
+        return {"server": self.server.memory(), "clients": self.engine.memory()}
 
     def _open(self, path: Path, resume: bool) -> RunFolder:
         if not resume:
@@ -202,14 +210,45 @@ class Experiment:
             self.round, state = found
             try:
                 self.server.recall(state["server"])
-                for k, client in self.engine.clients.items():
-                    client.recall(state["clients"][k])
+                self.engine.recall(state["clients"])
             except (KeyError, RuntimeError) as error:
                 raise CheckpointError(f"{path} holds the checkpoint of another experiment: {error}") from error
         return folder
 
 
-def _device(name: str) -> torch.device:
+def make_client(
+    config: Config, k: int, network: Classifier, architecture: str, task: Task, device: torch.device
+) -> Client:
+    """Client k with its share of a task."""
+    tests = {"global": task.global_test, "local": task.local_tests[k]}
+    kind = config.algorithm.parties()[1]
+    return kind(k, copy.deepcopy(network), device, task.train[k], tests, task.public, architecture)
+
+
+def make_server(
+    config: Config,
+    networks: Mapping[int, Classifier],
+    architectures: Sequence[str],
+    spec: Spec,
+    public: Images | None,
+    device: torch.device,
+) -> Server:
+    """The server of these clients."""
+    algorithm, name = config.algorithm, type(config.algorithm).__name__
+    if algorithm.needs_public_data and public is None:
+        raise ConfigError(f"{name} as asked for needs public data: set data.public to a source")
+    if algorithm.one_architecture and len(set(architectures)) > 1:
+        raise ConfigError(
+            f"{name} has one model for all and needs one architecture, these clients have "
+            f"{', '.join(sorted(set(architectures)))}: set models to one of them"
+        )
+    build = {k: partial(copy.deepcopy, network) for k, network in networks.items()}
+    model = build[0]().to(device) if algorithm.one_architecture or algorithm.global_model else None
+    return algorithm.parties()[0](spec, build, model, device, public)
+
+
+def device_named(name: str) -> torch.device:
+    """The device that a configuration asks for."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device='cuda': this machine has no CUDA device; use auto or cpu")
     if name == "cpu" or not torch.cuda.is_available():
@@ -217,16 +256,28 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def initial(name: str, spec: Spec, seed: int) -> Classifier:
+    """The network of an architecture as it is before the first round: clients of one architecture start from the same
+    weights, and so does a model of the server's."""
+    with seeds.scope(seed, "weights", name):
+        network = zoo.build(name, spec)
+    return network.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+
+def names_of(algorithm: Algorithm[Any, Any], models: str, clients: int) -> list[str]:
+    """The architecture of each client."""
+    if models == "auto":
+        models = "small-cnn" if algorithm.one_architecture else "small-5"
+    return families.members(models, clients)
+
+
 def _networks(
-    models: str | Sequence[nn.Module], task: Task, clients: int, seed: int
+    algorithm: Algorithm[Any, Any], models: str | Sequence[nn.Module], spec: Spec, clients: int, seed: int
 ) -> tuple[list[str], dict[int, Classifier]]:
     """The architecture of each client and a network of it in its initial state; equal names are one network."""
     if isinstance(models, str):
-        names = families.members(models, clients)
-        built: dict[str, Classifier] = {}
-        for name in dict.fromkeys(names):
-            with seeds.scope(seed, "weights", name):
-                built[name] = zoo.build(name, task.spec)
+        names = names_of(algorithm, models, clients)
+        built = {name: initial(name, spec, seed) for name in dict.fromkeys(names)}
         return names, {k: built[name] for k, name in enumerate(names)}
     if not models:
         raise ConfigError("models: give at least one module; client i gets module i mod n")
@@ -235,7 +286,7 @@ def _networks(
         if not isinstance(module, nn.Module):
             raise ConfigError(f"models: {module!r} is no module; names go into one string, with commas between them")
         classifier = split(module)
-        verify_split(module, classifier, task.spec.shape, task.spec.classes)
-        ready.append(classifier)
+        verify_split(module, classifier, spec.shape, spec.classes)
+        ready.append(classifier.to(memory_format=torch.channels_last))  # type: ignore[call-overload]
     chosen = {k: k % len(ready) for k in range(clients)}
     return [f"{type(models[i]).__name__}-{i}" for i in chosen.values()], {k: ready[i] for k, i in chosen.items()}

@@ -26,6 +26,7 @@ SETTINGS = [
 # Runs the command line, and ends it with SIGKILL the n-th time the named function is entered or left.
 HARNESS = """
 import os, signal, sys
+import barter.runs.checkpoint as checkpoint
 import barter.runs.folder as folder
 from barter.algorithms.dffke import DFFKE
 from barter.cli import main
@@ -58,9 +59,9 @@ def torn_write(tensors, path, metadata):
             os.kill(os.getpid(), signal.SIGKILL)
     original_save(tensors, path, metadata)
 
-original_save = folder.save_file
+original_save = checkpoint.save_file
 if where == "torn":
-    folder.save_file = torn_write
+    checkpoint.save_file = torn_write
 elif where == "exchange":
     before(DFFKE, "exchange_loss")
 elif where == "append":
@@ -68,7 +69,7 @@ elif where == "append":
 elif where == "save":
     before(folder.RunFolder, "save")
 elif where == "flush":
-    before(folder, "_flush")
+    before(checkpoint, "flush")
 sys.exit(main(sys.argv[3:]))
 """
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -18,10 +17,10 @@ from barter.core import lanes, seeds
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Failure, Replies
 from barter.core.lanes import Lane
-from barter.core.nodes import Client, Monitor, Silence
+from barter.core.nodes import Client, Monitor
 from barter.core.payload import Payload, leaves
-from barter.core.wire import Wire
 from barter.engines import forks
+from barter.engines.base import BaseEngine
 from barter.engines.forks import Job
 from barter.engines.parking import Parking
 
@@ -42,7 +41,7 @@ class Elsewhere(Exception):
         self.reason, self.traceback = reason, traceback
 
 
-class LocalEngine:
+class LocalEngine(BaseEngine):
     """Runs remote methods in-process. Results do not depend on the order in which clients run, nor on what overlaps."""
 
     def __init__(
@@ -56,16 +55,10 @@ class LocalEngine:
         streams: int = 1,
         device_memory: int = 0,
     ) -> None:
-        self.algorithm, self.clients, self.seed, self.min_clients = algorithm, clients, seed, min_clients
-        self.wire = Wire(algorithm.may_be_infinite)
-        self.watched = monitor or Silence()
-        self.round = 0
-        self.failures: list[Failure] = []
-        self.seconds: defaultdict[str, float] = defaultdict(float)
+        super().__init__(algorithm, seed=seed, min_clients=min_clients, monitor=monitor)
+        self.clients = clients
         for client in clients.values():
             client.monitor = self
-        self._calls: Counter[tuple[int, str, int]] = Counter()
-        self._credit: dict[int, float] = {}  # how much of each lane's current turn is still to be shown
         self._cost: dict[str, float] = {}  # seconds of a turn, by method, when last measured
         self._took: dict[tuple[str, int], float] = {}  # and of each client's
         self.parking = Parking(clients, device_memory)
@@ -83,13 +76,15 @@ class LocalEngine:
     def client_ids(self) -> Sequence[int]:
         return sorted(self.clients)
 
-    def stream(self, name: str) -> torch.Generator:
-        """A random stream of the server's own in this round."""
-        return torch.Generator().manual_seed(seeds.stream_seed(self.seed, self.round, name))
+    def memory(self) -> dict[int, Payload]:
+        return {k: client.memory() for k, client in self.clients.items()}
+
+    def recall(self, memory: Mapping[int, Payload]) -> None:
+        for k, client in self.clients.items():
+            client.recall(memory[k])
 
     @contextmanager
     def at_home(self) -> Iterator[None]:
-        """The server's place: inside, its work goes to its own stream."""
         with nullcontext() if self.home is None else self.home.open():
             yield
             lanes.rest()
@@ -99,7 +94,6 @@ class LocalEngine:
         return sorted(ids)
 
     def call(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> Replies[Any]:
-        """Run a method of the algorithm at each of these clients."""
         answers: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
 
@@ -135,11 +129,8 @@ class LocalEngine:
         return self.wire.carry(self._work(method, k, self._path(method, k), arrived), method, k, "up")
 
     def _path(self, method: str, client: int) -> tuple[object, ...]:
-        """The name of a call's random stream; a method asked for again in one round draws anew."""
-        for past in [call for call in self._calls if call[0] != self.round]:
-            del self._calls[past]
-        before = self._calls[self.round, method, client]
-        self._calls[self.round, method, client] += 1
+        """The name of a call's random stream."""
+        before = self.asked_before(method, client)
         return (self.round, method, client, before) if before else (self.round, method, client)
 
     def _work(self, method: str, k: int, path: tuple[object, ...], arrived: tuple[Any, ...]) -> Any:
@@ -227,22 +218,3 @@ class LocalEngine:
         if "error" in home:
             raise Elsewhere(home["error"], home["traceback"])
         return self.wire.carry(home["answer"], method, k, "up")
-
-    @contextmanager
-    def phase(self, name: str, total: float) -> Iterator[None]:
-        """Time a phase and show it to whoever watches."""
-        start = time.perf_counter()
-        with self.watched.phase(name, total):
-            try:
-                yield
-                lanes.rest()
-            finally:
-                self.seconds[name] += time.perf_counter() - start
-
-    def advance(self, amount: float) -> None:
-        """A part of a client's turn, or a step of the server's, is done."""
-        lane = id(lanes.current())
-        amount = min(amount, self._credit.get(lane, math.inf))
-        if lane in self._credit:
-            self._credit[lane] -= amount
-        self.watched.advance(amount)

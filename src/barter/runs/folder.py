@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from barter.core.errors import CheckpointError
-from barter.core.payload import Payload, mark, origin, pack, unpack
+from barter.core.payload import Payload
+from barter.runs.checkpoint import flush, read, write
 from barter.runs.record import Round
 
 __all__ = ["RunFolder"]
@@ -85,26 +83,8 @@ class RunFolder:
 
     def save(self, round: int, state: Payload) -> None:
         """The checkpoint of a finished round; the one before it goes only when this one is safe."""
-        tensors, header = pack(state)
-        unique: dict[tuple[object, ...], str] = {}
-        stored, alias = {}, {}
-        for name, tensor in tensors.items():
-            # What parties share, as one storage or as copies nobody has written to, is written once.
-            address = torch._C._data_address(tensor)  # type: ignore[attr-defined]  # data_ptr() would end the sharing
-            key = (origin(tensor) or address, tensor.shape, tensor.stride(), tensor.dtype)
-            alias[name] = unique.setdefault(key, name)
-            if alias[name] == name:
-                stored[name] = tensor.cpu().clone().contiguous()
         target = self.checkpoints / f"round-{round:06d}.safetensors"
-        temporary = target.with_suffix(".tmp")
-        metadata = {"round": str(round), "header": header, "alias": json.dumps(alias)}
-        try:
-            save_file(stored, temporary, metadata)
-            _flush(temporary)
-            temporary.rename(target)
-            _flush(self.checkpoints)
-        except OSError as error:
-            raise CheckpointError(f"{target} cannot be written: {error}") from error
+        write(target, state, {"round": str(round)})
         for old in self.checkpoints.iterdir():
             if old != target:
                 old.unlink()
@@ -114,20 +94,8 @@ class RunFolder:
         found = sorted(path for path in self.checkpoints.iterdir() if CHECKPOINT.fullmatch(path.name))
         round, state = 0, None
         if found:
-            try:
-                with safe_open(found[-1], "pt") as file:
-                    metadata = file.metadata()
-                    # Copies in torch's own memory, which parties can share again.
-                    stored = {name: file.get_tensor(name).to(device, copy=True) for name in file.keys()}  # noqa: SIM118
-                for tensor in stored.values():
-                    mark(tensor)
-                alias = json.loads(metadata["alias"])
-                round, state = (
-                    int(metadata["round"]),
-                    unpack({n: stored[a] for n, a in alias.items()}, metadata["header"]),
-                )
-            except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
-                raise CheckpointError(f"{found[-1]} is damaged: {error}") from error
+            state, notes = read(found[-1], device)
+            round = int(notes["round"])
         kept = [record for record in self.records() if record.round <= round]
         self._replace(self.metrics, "".join(record.to_json() + "\n" for record in kept))
         return (round, state) if found else None
@@ -137,14 +105,6 @@ class RunFolder:
         """The file holds either what it held or the new text, never a part of it."""
         temporary = target.with_suffix(".tmp")
         temporary.write_text(text)
-        _flush(temporary)
+        flush(temporary)
         temporary.rename(target)
-        _flush(target.parent)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        flush(target.parent)

@@ -1,0 +1,88 @@
+"""What the server has wherever its clients live: the round, random streams, seconds, failures, counted bytes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from barter.core import lanes, seeds
+from barter.core.algorithm import Algorithm
+from barter.core.clients import Failure, Replies
+from barter.core.nodes import Monitor, Silence
+from barter.core.payload import Payload
+from barter.core.wire import Wire
+
+__all__ = ["BaseEngine"]
+
+
+class BaseEngine:
+    """A subclass says who the clients are and how they are called."""
+
+    def __init__(
+        self, algorithm: Algorithm[Any, Any], *, seed: int, min_clients: int | None, monitor: Monitor | None
+    ) -> None:
+        self.algorithm, self.seed, self.min_clients = algorithm, seed, min_clients
+        self.wire = Wire(algorithm.may_be_infinite)
+        self.watched = monitor or Silence()
+        self.round = 0
+        self.failures: list[Failure] = []
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._calls: Counter[tuple[int, str, int]] = Counter()
+        self._credit: dict[int, float] = {}  # how much of each lane's current turn is still to be shown
+
+    @property
+    def client_ids(self) -> Sequence[int]:
+        raise NotImplementedError
+
+    def call(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> Replies[Any]:
+        """Run a method of the algorithm at each of these clients."""
+        raise NotImplementedError
+
+    def memory(self) -> dict[int, Payload]:
+        """What the server's checkpoint keeps of its clients."""
+        raise NotImplementedError
+
+    def recall(self, memory: Mapping[int, Payload]) -> None:
+        """Clients take up where `memory` was taken."""
+        raise NotImplementedError
+
+    def at_home(self) -> AbstractContextManager[None]:
+        """The server's place: inside, its work goes to its own stream."""
+        return nullcontext()
+
+    def stream(self, name: str) -> torch.Generator:
+        """A random stream of the server's own in this round."""
+        return torch.Generator().manual_seed(seeds.stream_seed(self.seed, self.round, name))
+
+    def asked_before(self, method: str, client: int) -> int:
+        """How often this client was asked this in this round; a method asked for again draws anew."""
+        for past in [call for call in self._calls if call[0] != self.round]:
+            del self._calls[past]
+        before = self._calls[self.round, method, client]
+        self._calls[self.round, method, client] += 1
+        return before
+
+    @contextmanager
+    def phase(self, name: str, total: float) -> Iterator[None]:
+        """Time a phase and show it to whoever watches."""
+        start = time.perf_counter()
+        with self.watched.phase(name, total):
+            try:
+                yield
+                lanes.rest()
+            finally:
+                self.seconds[name] += time.perf_counter() - start
+
+    def advance(self, amount: float) -> None:
+        """A part of a client's turn, or a step of the server's, is done."""
+        lane = id(lanes.current())
+        amount = min(amount, self._credit.get(lane, math.inf))
+        if lane in self._credit:
+            self._credit[lane] -= amount
+        self.watched.advance(amount)

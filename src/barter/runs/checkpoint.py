@@ -1,0 +1,64 @@
+"""A payload tree in a file: safetensors with a JSON header, flushed and renamed into place."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from barter.core.errors import CheckpointError
+from barter.core.payload import Payload, mark, origin, pack, unpack
+
+__all__ = ["flush", "read", "write"]
+
+
+def write(target: Path, state: Payload, notes: Mapping[str, str]) -> None:
+    """The file holds either what it held or the new state, never a part of it."""
+    tensors, header = pack(state)
+    unique: dict[tuple[object, ...], str] = {}
+    stored, alias = {}, {}
+    for name, tensor in tensors.items():
+        # What parties share, as one storage or as copies nobody has written to, is written once.
+        address = torch._C._data_address(tensor)  # type: ignore[attr-defined]  # data_ptr() would end the sharing
+        key = (origin(tensor) or address, tensor.shape, tensor.stride(), tensor.dtype)
+        alias[name] = unique.setdefault(key, name)
+        if alias[name] == name:
+            stored[name] = tensor.cpu().clone().contiguous()
+    temporary = target.with_suffix(".tmp")
+    metadata = {**notes, "header": header, "alias": json.dumps(alias)}
+    try:
+        save_file(stored, temporary, metadata)
+        flush(temporary)
+        temporary.rename(target)
+        flush(target.parent)
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {error}") from error
+
+
+def read(path: Path, device: torch.device) -> tuple[Payload, dict[str, str]]:
+    """The state in a file, and the notes beside it."""
+    try:
+        with safe_open(path, "pt") as file:
+            notes = file.metadata()
+            # Copies in torch's own memory, which parties can share again.
+            stored = {name: file.get_tensor(name).to(device, copy=True) for name in file.keys()}  # noqa: SIM118
+        for tensor in stored.values():
+            mark(tensor)
+        alias = json.loads(notes["alias"])
+        return unpack({name: stored[a] for name, a in alias.items()}, notes["header"]), notes
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+
+
+def flush(path: Path) -> None:
+    """What was written to a file or folder is on disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
