@@ -1,7 +1,9 @@
-"""The command line: barter run | resume | list | show."""
+"""The command line: barter run | resume | list | show | flower | site."""
 
 from __future__ import annotations
 
+import importlib
+import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -21,12 +23,13 @@ from barter.core.errors import BarterError, CheckpointError, ConfigError
 from barter.core.params import describe
 from barter.data.partition import PARTITIONS
 from barter.data.sources import PATH_SOURCES, SOURCES
-from barter.data.task import make_task
-from barter.experiment import Experiment
+from barter.data.task import SITES, Task, make_task
+from barter.experiment import Experiment, names_of
 from barter.models.families import FAMILIES
 from barter.models.zoo import ZOO
 from barter.runs.picture import bubbles
 from barter.runs.progress import Watcher
+from barter.runs.record import Round
 from barter.runs.tables import class_table, closing_table
 from barter.version import __version__
 
@@ -41,6 +44,8 @@ app = typer.Typer(
 )
 show = typer.Typer(help="Show an algorithm, or how a partition splits a data set.", no_args_is_help=True)
 app.add_typer(show, name="show")
+flower = typer.Typer(help="Federations across machines, on Flower.", no_args_is_help=True)
+app.add_typer(flower, name="flower")
 
 
 class Interrupted(BarterError):
@@ -67,6 +72,13 @@ class Arithmetic(StrEnum):
     fp32 = "fp32"
     tf32 = "tf32"
     bf16 = "bf16"
+
+
+class Place(StrEnum):
+    """Where clients live."""
+
+    local = "local"
+    flower = "flower"
 
 
 class Listing(StrEnum):
@@ -115,10 +127,13 @@ def run(
     device_memory: Annotated[
         float | None, typer.Option(metavar="GIB", help="Stay within so much of a CUDA device's memory.")
     ] = None,
+    engine: Annotated[
+        Place | None, typer.Option(help="Where clients live: in this process, or each in a Flower site of its own.")
+    ] = None,
 ) -> None:
     """Run a federation, as CONFIG.toml says or by the defaults, and keep its metrics and checkpoint in a folder."""
     tree = _tree(config, algorithm, settings)
-    chosen = {"device": device, "precision": precision, "device_memory": device_memory}
+    chosen = {"device": device, "precision": precision, "device_memory": device_memory, "engine": engine}
     tree |= {key: getattr(value, "value", value) for key, value in chosen.items() if value is not None}
     resolved = resolve(tree)
     if out is None:
@@ -144,6 +159,9 @@ def _tree(config: Path | None, algorithm: str | None, settings: Sequence[str] | 
 def _drive(config: Config, out: Path, *, resume: bool) -> None:
     console = _console()
     watcher = Watcher(console, config.rounds)
+    if config.engine == "flower":
+        _drive_flower(config, out, watcher, resume=resume)
+        return
     experiment = Experiment.from_config(config, out, resume=resume, monitor=watcher)
     assert experiment.folder is not None
     architectures = len(set(experiment.architectures))
@@ -162,11 +180,89 @@ def _drive(config: Config, out: Path, *, resume: bool) -> None:
             watcher.finish(record)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped in round {experiment.round + 1}; `barter resume {out}` continues") from None
-    task = experiment.task
+    _close(records, experiment.architectures, experiment.task, out)
+
+
+def _close(records: Sequence[Round], architectures: Sequence[str], task: Task, out: Path) -> None:
     held = [[c for c, n in enumerate(row) if n] for row in task.class_table().tolist()]
     samples = [len(images) for images in task.train]
-    _console(wide=True).print(closing_table(records, experiment.architectures, samples, held))
-    console.print(f"run folder: {out}")
+    _console(wide=True).print(closing_table(records, architectures, samples, held))
+    _console().print(f"run folder: {out}")
+
+
+def _drive_flower(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> None:
+    """A SuperLink and a site for each client, all on this machine."""
+    loopback = _flower("loopback")
+    task = make_task(config.data, config.partition, config.clients, config.seed, torch.device("cpu"))
+    names = names_of(config.algorithm, config.models, config.clients)
+    watcher.console.print(
+        f"{type(config.algorithm).__name__} on {config.data.source}: {config.clients} Flower sites on this machine, "
+        f"{config.rounds} rounds; folder {out}"
+    )
+    try:
+        records = loopback.run_here(config, out, watcher, resume=resume)
+    except KeyboardInterrupt:
+        raise Interrupted(f"stopped; `barter resume {out}` continues") from None
+    _close(records, names, task, out)
+
+
+def _flower(module: str) -> Any:
+    """A module that needs Flower."""
+    try:
+        return importlib.import_module(f"barter.{module}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in ("flwr", "cryptography"):
+            raise
+        raise ConfigError("Flower is not installed here: pip install 'barter-fl[flower]'") from None
+
+
+@flower.command("init")
+def flower_init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR")],
+    sites: Annotated[str, typer.Option(help="The sites' names, with commas between them.")],
+    address: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the sites reach the coordinator.")],
+    config: Annotated[Path | None, typer.Option(help="The run's configuration; without one, the defaults.")] = None,
+    algorithm: Annotated[str | None, typer.Option(help="A name from `barter list algorithms`.")] = None,
+    settings: Settings = None,
+) -> None:
+    """Write the folder of a deployment: the run, certificates, and a folder with a key for every site."""
+    tree = _tree(config, algorithm, settings)
+    names = [name.strip() for name in sites.split(",")]
+    shared = tree.get("data", {}).get("source", SITES) != SITES
+    if not shared:
+        tree = with_settings(tree, [f"data.source={SITES}"])
+    resolved = resolve({**tree, "clients": len(names), "engine": "flower"})
+    own = [
+        {"data": "folder:/path/to/images", "model": "small-cnn"} if not shared else {"share": k}
+        for k in range(len(names))
+    ]
+    _flower("deploy").init(folder, resolved, [{"name": n, **s} for n, s in zip(names, own, strict=True)], address)
+    _console().print(f"{folder / 'README.md'} says how to go on")
+
+
+@flower.command("start")
+def flower_start(
+    folder: Annotated[Path, typer.Argument(metavar="DIR")],
+    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 is all of this machine's.")] = "0.0.0.0",
+) -> None:
+    """Coordinate the run of a deployment folder: start the SuperLink, let the sites in, show the progress."""
+    config = resolve(read(folder / "run.toml"))
+    watcher = Watcher(_console(), config.rounds)
+    try:
+        _flower("loopback").coordinate(folder, host, watcher)
+    except KeyboardInterrupt:
+        raise Interrupted(f"stopped; `barter flower start {folder}` continues") from None
+
+
+@app.command()
+def site(
+    file: Annotated[Path, typer.Argument(metavar="SITE.toml")],
+    worker: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Be a site of a federation on Flower: hold the client of SITE.toml, and keep its SuperNode running."""
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
+    supervise = _flower("supervise")
+    supervise.site(file) if worker is None else supervise.work(file, worker)
 
 
 @app.command("list")

@@ -133,6 +133,7 @@ def sample(items: list[int], size: int) -> list[int]:
 class DFFKE(Algorithm[Hub, Trader]):
     """Data-free federated knowledge exchange."""
 
+    replicas = True
     crosses = {
         "learn": "up: weights, embeddings of a share of the images and their labels",
         "train": "nothing",

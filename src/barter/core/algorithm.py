@@ -29,6 +29,7 @@ class Algorithm(Generic[S, C]):
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}  # named sets of hyperparameters
     one_architecture: ClassVar[bool] = False  # whether all clients must have the same network
     global_model: ClassVar[bool] = False  # whether the server has a model beside theirs: the first client's network
+    replicas: ClassVar[bool] = False  # whether the server builds the clients' networks and fills in their weights
     may_be_infinite: ClassVar[frozenset[str]] = frozenset()  # methods whose payloads may hold NaN or infinity
 
     def __post_init__(self) -> None:

@@ -16,14 +16,16 @@ from barter.core.seeds import stream_seed
 from barter.data.partition import Partition
 from barter.data.sources import Dataset, load
 
-__all__ = ["Data", "Task", "make_task"]
+__all__ = ["SITES", "Data", "Task", "make_task", "own_data", "public_data"]
+
+SITES = "sites"  # the source of a run to which every client brings its own data
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """Which data, and in which form."""
 
-    source: str = "digits"  # a name from `barter list datasets`, or npz:PATH, folder:PATH, domains:PATH
+    source: str = "digits"  # a name from `barter list datasets`, or npz:PATH, folder:PATH, domains:PATH, or sites
     root: str = "data"  # the folder that holds named data sets
     download: bool = False  # whether to download what is missing
     size: Count | None = None  # side of the square that images are resized to; none keeps theirs
@@ -52,10 +54,10 @@ class Task:
 
 def make_task(data: Data, partition: Partition, clients: int, seed: int, device: torch.device) -> Task:
     """Load the data, split it, and put it on the device."""
+    if data.source == SITES:
+        raise ConfigError("data.source='sites': every site brings its own data, which takes --engine flower")
     dataset = load(data.source, root=data.root, download=data.download, size=data.size)
-    spec = _spec(dataset, data.size)
-    # Padding by an eighth of the side: 4 pixels at 32, as usual for CIFAR.
-    augment = Augment(dataset.x_train.shape[-1] // 8, dataset.may_flip) if data.augment else Augment()
+    spec, augment = _spec(dataset, data.size), _augment(dataset, data)
     parts = partition(dataset.y_train.numpy(), dataset.domain_train.numpy(), clients, stream_seed(seed, "partition"))
     global_test = Images(dataset.x_test.to(device), dataset.y_test.to(device), spec)
     return Task(
@@ -66,8 +68,19 @@ def make_task(data: Data, partition: Partition, clients: int, seed: int, device:
         ],
         local_tests=[_local_test(dataset, part, spec, seed, k, device) for k, part in enumerate(parts)],
         global_test=global_test,
-        public=_public(data, spec, device),
+        public=public_data(data, spec, device),
     )
+
+
+def own_data(data: Data, source: str) -> tuple[Dataset, Spec, Augment]:
+    """The whole of a source, which is one client's own; other clients may make another spec of it."""
+    dataset = load(source, root=data.root, download=data.download, size=data.size)
+    return dataset, _spec(dataset, data.size), _augment(dataset, data)
+
+
+def _augment(dataset: Dataset, data: Data) -> Augment:
+    # Padding by an eighth of the side: 4 pixels at 32, as usual for CIFAR.
+    return Augment(dataset.x_train.shape[-1] // 8, dataset.may_flip) if data.augment else Augment()
 
 
 def _spec(dataset: Dataset, size: int | None) -> Spec:
@@ -81,7 +94,8 @@ def _spec(dataset: Dataset, size: int | None) -> Spec:
     return Spec(channels, size or height, size or width, len(dataset.classes), tuple(means), tuple(stds))
 
 
-def _public(data: Data, spec: Spec, device: torch.device) -> Images | None:
+def public_data(data: Data, spec: Spec, device: torch.device) -> Images | None:
+    """What everybody has."""
     if not data.public:
         return None
     dataset = load(data.public, root=data.root, download=data.download, size=data.size)

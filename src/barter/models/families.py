@@ -36,9 +36,9 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 
 
 def members(name: str, clients: int) -> list[str]:
-    """The architecture of each client; a family is a name from above, or models by name with commas between them."""
+    """The architecture of each client; a family is a name from above, or models with commas between them."""
     family = FAMILIES.get(name) or tuple(part.strip() for part in name.split(","))
     for part in family:
-        if part not in ZOO:
+        if part not in ZOO and ":" not in part:
             raise ConfigError(f"unknown family or model {part!r}: {did_you_mean(part, [*FAMILIES, *ZOO])}")
     return [family[i % len(family)] for i in range(clients)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import partial
 
@@ -12,7 +13,7 @@ from torchvision.models.resnet import BasicBlock, ResNet
 
 from barter.core.errors import ConfigError
 from barter.core.images import Spec
-from barter.core.model import Classifier, split
+from barter.core.model import Classifier, split, verify_split
 from barter.core.params import did_you_mean
 from barter.models import small
 
@@ -103,17 +104,36 @@ ZOO: dict[str, Callable[[Spec], Classifier]] = {
 
 
 def build(name: str, spec: Spec) -> Classifier:
-    """A freshly initialised network of the zoo for this task."""
-    if name not in ZOO:
+    """A freshly initialised network for this task: of the zoo, or by a factory `package.module:function` of a spec."""
+    make = _factory(name) if ":" in name else ZOO.get(name)
+    if make is None:
         raise ConfigError(f"unknown model {name!r}: {did_you_mean(name, ZOO)}")
     try:
-        model = ZOO[name](spec)
+        model = make(spec)
         _try_out(model, spec)
     except (RuntimeError, ValueError) as error:
         small = min(spec.shape[1:]) < 64
         hint = "too small for it; set data.size to enlarge them" if small else "set another data.size"
         raise ConfigError(f"{name} cannot take images of {_size(spec)}: {hint} ({error})") from error
     return model
+
+
+def _factory(name: str) -> Callable[[Spec], Classifier]:
+    module, _, attribute = name.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"model {name!r} cannot be imported: {error}") from error
+
+    def network(spec: Spec) -> Classifier:
+        made = make(spec)
+        if not isinstance(made, nn.Module):
+            raise ConfigError(f"{name} made a {type(made).__name__} of the task's spec, not a module")
+        classifier = split(made)
+        verify_split(made, classifier, spec.shape, spec.classes)
+        return classifier
+
+    return network
 
 
 def _try_out(model: Classifier, spec: Spec) -> None:

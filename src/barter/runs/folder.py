@@ -14,7 +14,9 @@ from barter.core.payload import Payload
 from barter.runs.checkpoint import flush, read, write
 from barter.runs.record import Round
 
-__all__ = ["RunFolder"]
+__all__ = ["RunFolder", "records"]
+
+METRICS = "metrics.jsonl"
 
 UNBORN = {".lock", "checkpoints", "config.tmp"}  # all there is when a run was killed before it began
 CHECKPOINT = re.compile(r"round-(\d{6})\.safetensors")
@@ -56,7 +58,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS
 
     def release(self) -> None:
         """Let another experiment have the folder."""
@@ -70,16 +72,8 @@ class RunFolder:
             os.fsync(file.fileno())
 
     def records(self) -> list[Round]:
-        """The rounds that were recorded; a line that a kill cut short is none."""
-        if not self.metrics.exists():
-            return []
-        records = []
-        for line in self.metrics.read_text().splitlines():
-            try:
-                records.append(Round.from_json(line))
-            except (ValueError, KeyError, TypeError):
-                break
-        return records
+        """The rounds that were recorded."""
+        return records(self.path)
 
     def save(self, round: int, state: Payload) -> None:
         """The checkpoint of a finished round; the one before it goes only when this one is safe."""
@@ -108,3 +102,15 @@ class RunFolder:
         flush(temporary)
         temporary.rename(target)
         flush(target.parent)
+
+
+def records(run: Path) -> list[Round]:
+    """The rounds that were recorded in a run's folder; a line that a kill cut short is none."""
+    metrics = run / METRICS
+    found: list[Round] = []
+    for line in metrics.read_text().splitlines() if metrics.exists() else ():
+        try:
+            found.append(Round.from_json(line))
+        except (ValueError, KeyError, TypeError):
+            break
+    return found

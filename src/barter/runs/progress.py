@@ -49,9 +49,11 @@ class Watcher(Monitor):
         """A round is done."""
         done = record.round - self._begun
         left = (time.monotonic() - self._started) / done * (self.rounds - record.round)
-        numbers = f"accuracy {record.mean('global'):6.1%} global, {record.mean('local'):6.1%} local"
+        known = [name for name in ("global", "local") if any(name in metrics for metrics in record.clients.values())]
+        parts = [f"{record.mean(name):6.1%} {name}" for name in known]
         if "global" in record.server:
-            numbers += f", {record.server['global']:6.1%} server"
+            parts.append(f"{record.server['global']:6.1%} server")
+        numbers = f"accuracy {', '.join(parts)}"
         traffic = f"{size(record.traffic('up'))} up, {size(record.traffic('down'))} down"
         self.console.print(
             f"round {record.round}/{self.rounds}: {numbers}; {traffic}; {record.seconds['round']:.0f} s"

@@ -1,0 +1,256 @@
+"""A run on Flower: the app that its SuperLink starts, the folder of a deployment, and a coordinator on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import tomli_w
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from barter.config import Config, plain, read, resolve, to_toml
+from barter.core.errors import BarterError, ConfigError
+from barter.core.payload import Payload
+from barter.engines.flower import FlowerEngine, Member, hello
+from barter.experiment import Experiment
+from barter.runs.folder import RunFolder
+from barter.runs.journal import Journal
+from barter.sites import Hello, agree, federation, new_attempt, spec_tree
+from barter.supervise import FLOWER, Child
+
+__all__ = ["Coordinator", "app", "conduct", "init", "site_folder"]
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """What Flower's SuperLink runs."""
+    folder = Path(str(context.run_config["folder"]))
+    journal = Journal(folder / "journal.jsonl")
+    try:
+        conduct(grid, resolve(read(folder / "run.toml")), Path(str(context.run_config["out"])), journal)
+    except BarterError as error:
+        journal.note("error", "\n".join([str(error), *getattr(error, "__notes__", [])]).strip())
+        raise
+    except Exception as error:
+        journal.note("error", f"the server stopped: {type(error).__name__}: {error}")
+        raise
+
+
+def conduct(grid: Grid, config: Config, out: Path, journal: Journal) -> Experiment:
+    """Run a federation of the sites on a grid, from the start or from where it stopped."""
+    toml = to_toml(config)
+    hellos = _gathered(grid, config, toml, journal)
+    spec, ids = agree(config, list(hellos.values()))
+    server, shapes, test = federation(config, spec, ids)
+    nodes = {said.name: node for node, said in hellos.items()}
+    members = [
+        Member(k, said.name, nodes[said.name], said.examples, said.architecture, shapes.get(k, {}))
+        for k, said in ids.items()
+    ]
+    if not (out / "config.toml").is_file():
+        RunFolder.create(out, toml).release()
+    attempt = {"run": _run_id(out), "attempt": new_attempt(), "config": toml, "spec": spec_tree(spec)}
+
+    def session(member: Member) -> Payload:
+        return {**attempt, "finished": finished, "client": member.id, "architecture": member.architecture}
+
+    engine = FlowerEngine(
+        config.algorithm,
+        grid,
+        members,
+        session,
+        seed=config.seed,
+        min_clients=config.min_clients,
+        monitor=journal,
+        timeout=config.timeout,
+    )
+    engine.rejoin = lambda strangers: {
+        node: Hello.read(said).name for node, said in hello(grid, toml, strangers, 60.0).items()
+    }
+    experiment = Experiment.across(config, server, engine, test, out, resume=True)
+    finished = experiment.round
+    journal.note("begin", finished)
+    for record in experiment.rounds(config.rounds):
+        journal.note("round", record.to_json())
+    journal.note("done", experiment.round)
+    return experiment
+
+
+def _gathered(grid: Grid, config: Config, toml: str, journal: Journal) -> dict[int, Hello]:
+    """The hellos of as many sites as the run is for, by node."""
+    hellos: dict[int, Hello] = {}
+    deadline, asked = time.monotonic() + config.timeout, set[int]()
+    while len(hellos) < config.clients:
+        new = [node for node in grid.get_node_ids() if node not in asked]
+        said = {node: Hello.read(tree) for node, tree in hello(grid, toml, new, config.timeout).items()}
+        asked |= said.keys()
+        if said:
+            hellos |= said
+            names = ", ".join(sorted(site.name for site in hellos.values()))
+            journal.note("say", f"{len(hellos)} of {config.clients} sites are here: {names}")
+        elif time.monotonic() > deadline:
+            raise ConfigError(f"{len(hellos)} of {config.clients} sites came within {config.timeout:g} s")
+        else:
+            time.sleep(0.5)
+    return hellos
+
+
+def _run_id(out: Path) -> str:
+    """The name under which sites keep their memory of this run."""
+    path = out / "run-id"
+    if not path.exists():
+        path.write_text(secrets.token_hex(8))
+    return path.read_text()
+
+
+def init(folder: Path, config: Config, sites: Sequence[Mapping[str, Any]], address: str) -> None:
+    """A deployment folder: Flower's app, the run, certificates, and a folder with a key for each site."""
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} exists and is not empty: choose another folder")
+    names = [str(site["name"]) for site in sites]
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"address {address!r}: write HOST:PORT, as the sites reach it")
+    for name in names:
+        if not name.replace("-", "").replace("_", "").isalnum():
+            raise ConfigError(f"site name {name!r}: use letters, digits, - and _")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"site names {', '.join(names)}: each needs one of its own")
+    folder = folder.absolute()
+    (folder / "sites").mkdir(parents=True)
+    (folder / "run.toml").write_text(tomli_w.dumps({**plain(config), "clients": len(names), "engine": "flower"}))
+    values = {"folder": folder, "out": folder / "run", "address": address, "host": host, "port": port}
+    values["first"] = names[0]
+    templates = files("barter") / "templates"
+    for template in ("pyproject.toml", "README.md"):
+        (folder / template).write_text(Template((templates / template).read_text()).substitute(values))
+    (folder / "certificates.sh").write_text((templates / "certificates.sh").read_text())
+    made = subprocess.run(
+        ["sh", "certificates.sh", host, "localhost", "127.0.0.1"], cwd=folder, capture_output=True, text=True
+    )
+    if made.returncode:
+        raise ConfigError(f"certificates.sh failed, is openssl installed? {made.stderr.strip()}")
+    for site in sites:
+        site_folder(folder, {"superlink": address, **site})
+
+
+def site_folder(folder: Path, setup: Mapping[str, Any]) -> None:
+    """What a site needs: its key, the certificate that vouches for the coordinator, and site.toml."""
+    home = folder / "sites" / str(setup["name"])
+    home.mkdir(mode=0o700)
+    (home / "site.toml").write_text(tomli_w.dumps(setup))
+    (home / "ca.crt").write_bytes((folder / "certificates" / "ca.crt").read_bytes())
+    key = ec.generate_private_key(ec.SECP384R1())
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
+    )
+    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    (home / "key").touch(mode=0o600)
+    (home / "key").write_bytes(private)
+    (home / "key.pub").write_bytes(public + b"\n")
+
+
+class Coordinator:
+    """A SuperLink of this machine for a deployment folder."""
+
+    def __init__(self, folder: Path, host: str) -> None:
+        self.folder = folder.absolute()
+        site = next(iter(sorted(self.folder.glob("sites/*/site.toml"))), None)
+        if site is None:
+            raise ConfigError(f"{folder} is not the folder of a deployment: there is no sites/*/site.toml in it")
+        self.port = port = int(read(site)["superlink"].rpartition(":")[2])
+        self.home = self.folder / ".flower"
+        self.env = {**os.environ, **FLOWER, "FLWR_HOME": str(self.home)}
+        certificates = self.folder / "certificates"
+        self.home.mkdir(mode=0o700, exist_ok=True)
+        (self.home / "config.toml").write_text(
+            tomli_w.dumps(
+                {
+                    "superlink": {
+                        "default": "barter",
+                        "barter": {
+                            "address": f"127.0.0.1:{port}",
+                            "root-certificates": str(certificates / "ca.crt"),
+                        },
+                    }
+                }
+            )
+        )
+        (self.folder / "logs").mkdir(exist_ok=True)
+        command = ["flower-superlink", "--host", host, "--port", str(port), "--enable-supernode-auth"]
+        command += ["--ssl-ca-certfile", str(certificates / "ca.crt")]
+        command += ["--ssl-certfile", str(certificates / "server.pem")]
+        command += ["--ssl-keyfile", str(certificates / "server.key")]
+        command += ["--database", str(self.folder / "superlink.db"), "--disable-runtime-dependency-installation"]
+        self.superlink = Child("SuperLink", command, self.env, self.folder / "logs" / "superlink.log")
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The SuperLink is up inside."""
+        self.superlink.start()
+        try:
+            deadline = time.monotonic() + 60
+            while not _listens(self.port):
+                self.check()
+                if time.monotonic() > deadline:
+                    raise BarterError(f"the SuperLink does not come up: see {self.superlink.log}")
+                time.sleep(0.2)
+            yield
+        finally:
+            self.superlink.stop()
+
+    def check(self) -> None:
+        """An error if the SuperLink is gone."""
+        if self.superlink.poll() is not None:
+            raise BarterError(f"the SuperLink ended: see {self.superlink.log}")
+
+    def register(self) -> None:
+        """Let the sites of the folder in, by their public keys."""
+        for home in sorted((self.folder / "sites").iterdir()):
+            done = self._flwr("supernode", "register", str(home / "key.pub"), "barter", "--name", home.name)
+            if done.returncode and "already" not in (done.stdout + done.stderr):
+                raise BarterError(f"site {home.name} cannot be registered: {_reason(done)}")
+
+    def submit(self, out: Path) -> str:
+        """Start the run; its Flower id."""
+        (self.folder / "journal.jsonl").unlink(missing_ok=True)
+        settings = f'out="{out.absolute()}"'
+        done = self._flwr("run", str(self.folder), "barter", "--format", "json", "-c", settings)
+        try:
+            return str(json.loads(done.stdout[done.stdout.index("{") :])["run-id"])
+        except (ValueError, KeyError):
+            raise BarterError(f"Flower did not take the run: {_reason(done)}") from None
+
+    def stop(self, run: str) -> None:
+        """End a run that goes on."""
+        with suppress(subprocess.TimeoutExpired):
+            self._flwr("stop", run, "barter")
+
+    def _flwr(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["flwr", *arguments], env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=120
+        )
+
+
+def _reason(done: subprocess.CompletedProcess[str]) -> str:
+    return " ".join((done.stderr or done.stdout).split())
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -1,0 +1,149 @@
+"""A site: one client that lives where its data lives, answers calls, and keeps its memory on disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from barter.core.errors import BarterError, CheckpointError
+from barter.core.nodes import Client
+from barter.core.payload import Payload
+from barter.core.precision import Precision, using
+from barter.engines.local import LocalEngine
+from barter.runs import checkpoint
+
+__all__ = ["Site"]
+
+EVALUATE = "evaluate"
+
+
+class Site:
+    """Answers what a server asks. A call is done once: asked again, it is answered again.
+
+    `introduce` says who is here for a run's configuration; `settle` makes the client of a session.
+    """
+
+    def __init__(
+        self,
+        memory: Path,
+        introduce: Callable[[str], Payload],
+        settle: Callable[[Payload], tuple[LocalEngine, Precision]],
+    ) -> None:
+        self.memory, self.introduce, self.settle = memory, introduce, settle
+        self.session: Payload = None
+        self.round, self.key, self.reply = 0, [], None  # type: int, list[Payload], Payload
+        self.unseen: tuple[dict[str, float], list[bool]] | None = None  # report and modes before an evaluation
+
+    def answer(self, request: Payload) -> Payload:
+        """The answer to a request; what goes wrong here is said there."""
+        try:
+            if request["ask"] == "hello":
+                return {"hello": self.introduce(request["config"])}
+            return self._call(request)
+        except BarterError as error:
+            return {"error": str(error), "traceback": ""}
+
+    def _call(self, request: Payload) -> Payload:
+        session, round, method = request["session"], request["round"], request["method"]
+        key = [session["attempt"], round, method, request["before"]]
+        self._take_up(session)
+        if key == self.key:
+            return self.reply
+        if round > self.round and self._now.exists():
+            self._keep_start()
+        k, client = session["client"], self.client
+        if self.unseen is not None and round == self.round:  # the evaluation was not the round's last word
+            client.report, modes = self.unseen
+            for part, training in zip(client.model.modules(), modes, strict=True):
+                part.training = training
+        self.unseen = None
+        self.engine.round = round
+        self.engine.repeat(method, k, request["before"])
+        with using(self.precision):
+            replies = self.engine.call(method, {k: request["args"]})
+            if k in replies:
+                reply: Payload = {"answer": replies[k]}
+                if request["evaluate"]:
+                    self.unseen = dict(client.report), [part.training for part in client.model.modules()]
+                    found = self.engine.call(EVALUATE, {k: ()})
+                    reply["evaluation"] = found.get(k)
+            else:
+                reply = {"error": replies.failures[k].error, "traceback": replies.failures[k].traceback}
+        self.round, self.key, self.reply = round, key, reply
+        self._save()
+        return reply
+
+    @property
+    def client(self) -> Client:
+        (client,) = self.engine.clients.values()
+        return client
+
+    def _take_up(self, session: Payload) -> None:
+        """Be the client of this session, with the memory it had when the server's last finished round was done."""
+        if self.session == session:
+            return
+        self.engine, self.precision = self.settle(session)
+        self.session, self.round, self.key, self.reply, self.unseen = session, 0, [], None, None
+        found = self._find(session)
+        if found is None:
+            return
+        state, notes = found
+        client, self.round = self.client, int(notes["round"])
+        client.recall(state["memory"])
+        client.report = state["report"]
+        for part, training in zip(client.model.modules(), state["modes"], strict=True):
+            part.training = training
+        for parameter, trained in zip(client.model.parameters(), state["trained"], strict=True):
+            parameter.requires_grad_(trained)
+        if notes["attempt"] == session["attempt"]:
+            self.key, self.reply = state["key"], state["reply"]
+            self.unseen = None if state["unseen"] is None else tuple(state["unseen"])
+
+    def _find(self, session: Payload) -> tuple[Payload, dict[str, str]] | None:
+        """What is remembered of the run: the newest that the server's checkpoint knows of too."""
+        rounds = []
+        for path in (self._now, self._start):
+            if path.exists():
+                state, notes = checkpoint.read(path, torch.device("cpu"))
+                if notes["attempt"] == session["attempt"] or 0 < int(notes["round"]) <= session["finished"]:
+                    return state, notes
+                rounds.append(notes["round"])
+        if rounds and session["finished"]:
+            raise CheckpointError(
+                f"the server goes on behind round {session['finished']}, this site remembers rounds "
+                f"{', '.join(sorted(rounds))} of run {session['run']}: start a new run"
+            )
+        return None
+
+    @property
+    def _now(self) -> Path:
+        return self.memory / str(self.session["run"]) / "now.safetensors"
+
+    @property
+    def _start(self) -> Path:
+        return self._now.with_name("start.safetensors")
+
+    def _keep_start(self) -> None:
+        """What is remembered now is what the round that begins started from."""
+        temporary = self._start.with_suffix(".tmp")
+        temporary.unlink(missing_ok=True)
+        os.link(self._now, temporary)
+        temporary.rename(self._start)
+
+    def _save(self) -> None:
+        client = self.client
+        self._now.parent.mkdir(parents=True, exist_ok=True)
+        state: dict[str, Any] = {
+            "memory": client.memory(),
+            "report": client.report,
+            "modes": [part.training for part in client.model.modules()],
+            "trained": [parameter.requires_grad for parameter in client.model.parameters()],
+            "key": self.key,
+            "reply": self.reply,
+            "unseen": None if self.unseen is None else list(self.unseen),
+        }
+        checkpoint.write(self._now, state, {"round": str(self.round), "attempt": self.session["attempt"]})

@@ -1,0 +1,86 @@
+"""A coordinator with its progress on this terminal, and a whole federation of Flower sites on this machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import tomli_w
+import torch
+
+from barter.config import Config, read, to_toml
+from barter.core.errors import BarterError
+from barter.deploy import Coordinator, init
+from barter.runs.folder import RunFolder, records
+from barter.runs.journal import follow
+from barter.runs.progress import Watcher
+from barter.runs.record import Round
+from barter.supervise import FLOWER, Child, free_port
+
+__all__ = ["coordinate", "run_here"]
+
+
+def coordinate(folder: Path, host: str, watcher: Watcher) -> list[Round]:
+    """Start the SuperLink of a deployment folder, let its sites in, and follow the run to its end."""
+    homes = sorted((folder / "sites").iterdir())
+    coordinator = Coordinator(folder, host)
+    with coordinator.running():
+        coordinator.register()
+        watcher.console.print(
+            f"SuperLink at port {coordinator.port}; waiting for {', '.join(home.name for home in homes)}"
+        )
+        return _follow(coordinator, folder / "run", watcher, {})
+
+
+def run_here(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> list[Round]:
+    """A SuperLink and one site for each client on this machine, with certificates and keys as between machines."""
+    folder = out / "flower"
+    if not resume:
+        RunFolder.create(out, to_toml(config)).release()
+        cores = torch.get_num_threads()
+        threads = {"threads": 1} if 2 * config.clients >= cores else {}  # as clients of one process share the cores
+        address = f"127.0.0.1:{free_port()}"
+        device = config.device
+        sites = [{"name": f"client-{k}", "share": k, "device": device, **threads} for k in range(config.clients)]
+        init(folder, config, sites, address)
+    elif not (folder / "sites").is_dir():
+        raise BarterError(f"{out} has no Flower sites: it was not begun with --engine flower")
+    else:
+        _move(folder, free_port())
+    coordinator = Coordinator(folder, "127.0.0.1")
+    with coordinator.running(), ExitStack() as sites_up:
+        coordinator.register()
+        children = {}
+        for home in sorted((folder / "sites").iterdir()):
+            command = [sys.executable, "-m", "barter", "site", str(home / "site.toml")]
+            children[home.name] = Child(home.name, command, {**coordinator.env, **FLOWER}, folder / f"{home.name}.log")
+            children[home.name].start()
+            sites_up.callback(children[home.name].stop)
+        return _follow(coordinator, out, watcher, children)
+
+
+def _follow(coordinator: Coordinator, out: Path, watcher: Watcher, sites: Mapping[str, Child]) -> list[Round]:
+    """Submit the run and show it to its end; a run that is left before is stopped."""
+
+    def check() -> None:
+        coordinator.check()
+        for name, child in sites.items():
+            if child.poll() is not None:
+                raise BarterError(f"site {name} ended: see {child.log}")
+
+    run = coordinator.submit(out)
+    try:
+        for _ in follow(coordinator.folder / "journal.jsonl", watcher, check):
+            pass
+    except BaseException:
+        coordinator.stop(run)
+        raise
+    return records(out)
+
+
+def _move(folder: Path, port: int) -> None:
+    """Another port for the coordinator: the one of the last time may be taken."""
+    for path in (folder / "sites").glob("*/site.toml"):
+        path.write_text(tomli_w.dumps({**read(path), "superlink": f"127.0.0.1:{port}"}))

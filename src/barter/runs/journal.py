@@ -1,0 +1,83 @@
+"""The progress of a run that goes on in another process: written there as lines of JSON, shown here."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from barter.core.errors import BarterError
+from barter.core.nodes import Monitor
+from barter.runs.progress import Watcher
+from barter.runs.record import Round
+
+__all__ = ["Journal", "follow"]
+
+
+class Journal(Monitor):
+    """Writes down what a watcher would show."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def note(self, kind: str, value: Any) -> None:
+        self._file.write(json.dumps([kind, value]) + "\n")
+
+    def phase(self, name: str, total: float) -> AbstractContextManager[object]:
+        return self._phase(name, total)
+
+    @contextmanager
+    def _phase(self, name: str, total: float) -> Iterator[None]:
+        self.note("phase", [name, total])
+        try:
+            yield
+        finally:
+            self.note("end", name)
+
+    def advance(self, amount: float) -> None:
+        self.note("advance", amount)
+
+
+def follow(path: Path, watcher: Watcher, check: Callable[[], None]) -> Iterator[Round]:
+    """Show what is written down until the run is over, and hand out its rounds; `check` may end the wait."""
+    with ExitStack() as phases:
+        for kind, value in _lines(path, check):
+            match kind:
+                case "begin":
+                    watcher.begin(value)
+                case "say":
+                    watcher.console.print(value)
+                case "phase":
+                    phases.enter_context(watcher.phase(*value))
+                case "end":
+                    phases.pop_all().close()
+                case "advance":
+                    watcher.advance(value)
+                case "round":
+                    record = Round.from_json(value)
+                    watcher.finish(record)
+                    yield record
+                case "error":
+                    raise BarterError(value)
+                case "done":
+                    return
+
+
+def _lines(path: Path, check: Callable[[], None]) -> Iterator[tuple[str, Any]]:
+    while not path.exists():
+        check()
+        time.sleep(0.1)
+    with path.open() as file:
+        line = ""
+        while True:
+            line += file.readline()
+            if line.endswith("\n"):
+                kind, value = json.loads(line)
+                yield kind, value
+                line = ""
+            else:
+                check()
+                time.sleep(0.1)

@@ -1,0 +1,218 @@
+"""Clients that live elsewhere: what a site brings, and how a server makes a federation of several."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+
+from barter.config import Config, resolve
+from barter.core.errors import ConfigError
+from barter.core.images import Images, Spec
+from barter.core.nodes import Client, Server
+from barter.core.params import Count, Whole, check
+from barter.core.payload import Payload
+from barter.core.precision import Precision, resolved
+from barter.data.task import SITES, make_task, own_data, public_data
+from barter.engines.local import LocalEngine
+from barter.engines.parking import budget
+from barter.experiment import device_named, initial, make_client, make_server, names_of
+
+__all__ = ["Hello", "Setup", "agree", "federation", "introduce", "new_attempt", "settle", "spec_tree"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a site brings; the file site.toml."""
+
+    name: str  # how the others know this site
+    superlink: str = "127.0.0.1:8443"  # the coordinator's address
+    certificate: str = "ca.crt"  # who vouches for the coordinator; a path from here
+    key: str = "key"  # the private key this site is known by; a path from here
+    data: str = ""  # npz:PATH, folder:PATH or a named source, all of it this site's own; empty: a share of the run's
+    root: str = "data"  # the folder that holds named data sets
+    share: Whole | None = None  # which share of the run's data is this site's, where data is empty
+    model: str = ""  # a name of the zoo or package.module:factory; empty: as the run says
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # where this site computes
+    threads: Count | None = None  # on how many cores; none means all
+    insecure: bool = False  # without encryption and without a key: for tests on one machine only
+
+    def __post_init__(self) -> None:
+        check(self)
+        if bool(self.data) == (self.share is not None):
+            raise ConfigError(
+                f"site {self.name}: give it data of its own, or the number of its share of the run's data"
+            )
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a site says of itself before the first round."""
+
+    name: str
+    share: int | None
+    spec: Spec
+    classes: tuple[str, ...]
+    examples: int
+    architecture: str
+
+    def payload(self) -> Payload:
+        tree = dataclasses.asdict(self)
+        return {**tree, "classes": list(self.classes), "spec": spec_tree(self.spec)}
+
+    @classmethod
+    def read(cls, tree: Payload) -> Hello:
+        """From what came over the wire."""
+        try:
+            return cls(**{**tree, "classes": tuple(tree["classes"]), "spec": _spec(tree["spec"])})
+        except (TypeError, KeyError) as error:
+            raise ConfigError(f"a site said hello in a way that is not understood: {error}") from error
+
+
+def spec_tree(spec: Spec) -> dict[str, Any]:
+    """A spec as it travels."""
+    return {key: list(v) if isinstance(v, tuple) else v for key, v in dataclasses.asdict(spec).items()}
+
+
+def _spec(tree: Mapping[str, Any]) -> Spec:
+    fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in tree.items()}
+    return Spec(**fields)
+
+
+@cache
+def _config(toml: str) -> Config:
+    return resolve(tomllib.loads(toml))
+
+
+def introduce(setup: Setup, toml: str) -> Payload:
+    """A site's hello to a run."""
+    config = _config(toml)
+    architecture = setup.model or names_of(config.algorithm, config.models, config.clients)[setup.share or 0]
+    if setup.share is None:
+        dataset, spec, _ = own_data(dataclasses.replace(config.data, root=setup.root), setup.data)
+        return Hello(setup.name, None, spec, tuple(dataset.classes), len(dataset.y_train), architecture).payload()
+    _require_share(setup, config)
+    task = make_task(config.data, config.partition, config.clients, config.seed, torch.device("cpu"))
+    examples = len(task.train[setup.share])
+    return Hello(setup.name, setup.share, task.spec, tuple(task.classes), examples, architecture).payload()
+
+
+def _require_share(setup: Setup, config: Config) -> None:
+    if config.data.source == SITES:
+        raise ConfigError(f"site {setup.name} brings no data, and the run has none to share: set data in its site.toml")
+    if setup.share is not None and setup.share >= config.clients:
+        raise ConfigError(f"site {setup.name} wants share {setup.share}, the run has {config.clients}, from 0 on")
+
+
+def settle(setup: Setup, session: Payload) -> tuple[LocalEngine, Precision]:
+    """The client that a site is in a run."""
+    config, spec, k = _config(session["config"]), _spec(session["spec"]), int(session["client"])
+    device = device_named(setup.device)
+    name = session["architecture"]
+    network = initial(name, spec, config.seed)
+    if setup.share is not None:
+        task = make_task(config.data, config.partition, config.clients, config.seed, device)
+        client = make_client(config, setup.share, network, name, task, device)
+    else:
+        dataset, _, augment = own_data(dataclasses.replace(config.data, root=setup.root), setup.data)
+        train = Images(dataset.x_train.to(device), dataset.y_train.to(device), spec, augment)
+        test = Images(dataset.x_test.to(device), dataset.y_test.to(device), spec)
+        kind: type[Client] = config.algorithm.parties()[1]
+        client = kind(k, network, device, train, {"local": test}, public_data(config.data, spec, device), name)
+    memory = budget(device, config.device_memory)
+    engine = LocalEngine(config.algorithm, {k: client}, seed=config.seed, device_memory=memory)
+    engine.cores = 1  # nobody computes beside this client: all threads that torch has are for its kernels
+    return engine, resolved("auto" if device.type == "cpu" else config.precision, device)
+
+
+def agree(config: Config, hellos: Sequence[Hello]) -> tuple[Spec, dict[int, Hello]]:
+    """What all parties agree on, and which client each site is; an error where they cannot."""
+    by_name: dict[str, Hello] = {}
+    for hello in sorted(hellos, key=lambda hello: hello.name):
+        if hello.name in by_name:
+            raise ConfigError(f"two sites are called {hello.name!r}: each needs a name of its own")
+        by_name[hello.name] = hello
+    first, *others = by_name.values()
+    for other in others:
+        if other.spec.classes != first.spec.classes or other.classes != first.classes:
+            raise ConfigError(
+                f"sites disagree on the classes: {first.name} has {first.spec.classes} ({_some(first.classes)}), "
+                f"{other.name} has {other.spec.classes} ({_some(other.classes)})"
+            )
+        if other.spec.shape != first.spec.shape:
+            raise ConfigError(
+                f"sites disagree on the images: {first.name} has {first.spec.shape}, {other.name} {other.spec.shape}; "
+                "set data.size for all of them"
+            )
+    shares = [hello.share for hello in by_name.values()]
+    if None not in shares and len(set(shares)) == len(shares):
+        ids = {hello.share: hello for hello in by_name.values() if hello.share is not None}
+    elif set(shares) == {None}:
+        ids = dict(enumerate(by_name.values()))
+    else:
+        raise ConfigError(
+            "every site has data of its own, or each a share of the run's that no other has: "
+            + ", ".join(f"{hello.name} {'own' if hello.share is None else hello.share}" for hello in by_name.values())
+        )
+    if sorted(ids) != list(range(config.clients)):
+        raise ConfigError(f"the run is for {config.clients} clients, the sites are {', '.join(by_name)}")
+    return _pooled(list(by_name.values())), dict(sorted(ids.items()))
+
+
+def _some(classes: Sequence[str]) -> str:
+    return ", ".join(classes[:4]) + (", ..." if len(classes) > 4 else "")
+
+
+def _pooled(hellos: Sequence[Hello]) -> Spec:
+    """The pixel statistics of all images together, from each site's own."""
+    specs = {hello.spec for hello in hellos}
+    if len(specs) == 1:
+        return specs.pop()
+    total = sum(hello.examples for hello in hellos)
+    mean, std = [], []
+    for c in range(hellos[0].spec.channels):
+        m = math.fsum(h.examples / total * h.spec.mean[c] for h in hellos)
+        square = math.fsum(h.examples / total * (h.spec.std[c] ** 2 + h.spec.mean[c] ** 2) for h in hellos)
+        mean.append(m)
+        std.append(max(square - m**2, 1e-6) ** 0.5)
+    return dataclasses.replace(hellos[0].spec, mean=tuple(mean), std=tuple(std))
+
+
+def federation(
+    config: Config, spec: Spec, members: Mapping[int, Hello]
+) -> tuple[Server, dict[int, dict[str, tuple[torch.Size, torch.dtype]]], Images | None]:
+    """The server of these sites, the shapes of their weights where it can build their networks, and its test set."""
+    device, algorithm = device_named(config.device), config.algorithm
+    built, unknown = {}, {}
+    for name in dict.fromkeys(hello.architecture for hello in members.values()):
+        try:
+            built[name] = initial(name, spec, config.seed)
+        except ConfigError as error:
+            unknown[name] = error
+    needed = algorithm.one_architecture or algorithm.global_model or algorithm.replicas
+    for hello in members.values():
+        if needed and hello.architecture in unknown:
+            raise ConfigError(
+                f"{type(algorithm).__name__}'s server must build the network of site {hello.name} and cannot: "
+                f"{unknown[hello.architecture]}"
+            )
+    networks = {k: built[hello.architecture] for k, hello in members.items() if hello.architecture in built}
+    names = [hello.architecture for hello in members.values()]
+    test = None
+    if config.data.source != SITES:
+        test = make_task(config.data, config.partition, config.clients, config.seed, device).global_test
+    server = make_server(config, networks, names, spec, public_data(config.data, spec, device), device)
+    shapes = {k: {at: (v.shape, v.dtype) for at, v in net.state_dict().items()} for k, net in networks.items()}
+    return server, shapes, test
+
+
+def new_attempt() -> str:
+    """A name for one start of a server: what it asks twice it wants once."""
+    return f"{time.time_ns():x}"
