@@ -33,6 +33,7 @@ from barter.supervise import FLOWER, Child
 
 __all__ = ["Coordinator", "app", "conduct", "init", "site_folder"]
 
+PATIENCE = 120.0  # seconds that sites have to come at least: they load data first
 app = ServerApp()
 
 
@@ -94,17 +95,18 @@ def conduct(grid: Grid, config: Config, out: Path, journal: Journal) -> Experime
 def _gathered(grid: Grid, config: Config, toml: str, journal: Journal) -> dict[int, Hello]:
     """The hellos of as many sites as the run is for, by node."""
     hellos: dict[int, Hello] = {}
-    deadline, asked = time.monotonic() + config.timeout, set[int]()
+    patience, asked = max(config.timeout, PATIENCE), set[int]()
+    deadline = time.monotonic() + patience
     while len(hellos) < config.clients:
         new = [node for node in grid.get_node_ids() if node not in asked]
-        said = {node: Hello.read(tree) for node, tree in hello(grid, toml, new, config.timeout).items()}
+        said = {node: Hello.read(tree) for node, tree in hello(grid, toml, new, patience).items()}
         asked |= said.keys()
         if said:
             hellos |= said
             names = ", ".join(sorted(site.name for site in hellos.values()))
             journal.note("say", f"{len(hellos)} of {config.clients} sites are here: {names}")
         elif time.monotonic() > deadline:
-            raise ConfigError(f"{len(hellos)} of {config.clients} sites came within {config.timeout:g} s")
+            raise ConfigError(f"{len(hellos)} of {config.clients} sites came within {patience:g} s")
         else:
             time.sleep(0.5)
     return hellos

@@ -94,11 +94,12 @@ def _config(toml: str) -> Config:
 def introduce(setup: Setup, toml: str) -> Payload:
     """A site's hello to a run."""
     config = _config(toml)
+    if setup.share is not None:
+        _require_share(setup, config)
     architecture = setup.model or names_of(config.algorithm, config.models, config.clients)[setup.share or 0]
     if setup.share is None:
         dataset, spec, _ = own_data(dataclasses.replace(config.data, root=setup.root), setup.data)
         return Hello(setup.name, None, spec, tuple(dataset.classes), len(dataset.y_train), architecture).payload()
-    _require_share(setup, config)
     task = make_task(config.data, config.partition, config.clients, config.seed, torch.device("cpu"))
     examples = len(task.train[setup.share])
     return Hello(setup.name, setup.share, task.spec, tuple(task.classes), examples, architecture).payload()

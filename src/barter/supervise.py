@@ -170,7 +170,7 @@ def work(path: Path, door: Path) -> None:
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)
     os.chdir(home)  # paths in site.toml start at the file
-    member = Site(home / "memory", partial(introduce, setup), partial(settle, setup))
+    member = Site(setup.name, home / "memory", partial(introduce, setup), partial(settle, setup))
 
     def answer(frame: Frame) -> Frame:
         try:

@@ -97,4 +97,4 @@ class Silent(Exception):
 
 def site(memory: Path, **fields: Any) -> Site:
     setup = Setup(**fields)
-    return Site(memory, partial(introduce, setup), partial(settle, setup))
+    return Site(setup.name, memory, partial(introduce, setup), partial(settle, setup))

@@ -195,12 +195,12 @@ def deploy(tmp_path: Path) -> Iterator[Callable[..., Deployment]]:
 
 @pytest.mark.slow
 def test_bad_answers_are_failures_of_their_site(deploy: Callable[..., Deployment]) -> None:
-    d = deploy(2, rounds=6, min_clients=1)
-    d.fault("s1", t1="nan", t2="raise", t3="shape", t4="tree", t5="sleep90")
+    d = deploy(2, rounds=6, min_clients=1, timeout=25)
+    d.fault("s1", t1="nan", t2="raise", t3="shape", t4="tree", t5="sleep60")
     d.start()
     failures = [r.failures for r in d.finish()]
     for found, said in zip(
-        failures, ["NaN", "the coffee is out", "the network's is", "is a list", "no answer within"], strict=False
+        failures, ["NaN", "the coffee is out", "the network's is", "is a list", "no answer in time"], strict=False
     ):
         (line,) = found
         assert "site s1" in line
@@ -230,11 +230,7 @@ def test_a_killed_client_process_is_asked_again_and_not_trained_twice(deploy: Ca
     d.fault("s1", t2="sleep8")
     d.start()
     d.asleep("s1")
-    (client,) = (
-        processes("flwr-clientapp", str(d.folder))
-        or processes("flwr-clientapp", "s1")
-        or d.until(lambda: [pid for pid in processes("flwr-clientapp")])
-    )
+    (client,) = d.until(lambda: len(found := processes("flwr-clientapp")) == 1 and found)  # the other site is done
     os.kill(client, signal.SIGKILL)
     rounds = d.finish()
     assert len(rounds) == 4
@@ -277,14 +273,14 @@ def test_a_killed_coordinator_goes_on_where_it_was(deploy: Callable[..., Deploym
 
 @pytest.mark.slow
 def test_strangers_are_refused(deploy: Callable[..., Deployment], tmp_path: Path) -> None:
-    d = deploy(2, rounds=1, timeout=40)
-    other = Deployment(tmp_path / "other", 1) if (tmp_path / "other").mkdir() is None else None
-    assert other is not None
+    d = deploy(2, rounds=1)
+    (tmp_path / "other").mkdir()
+    other = Deployment(tmp_path / "other", 1)
     for site, stolen in (("s0", "key"), ("s1", "ca.crt")):  # a key nobody registered; a coordinator nobody vouches for
         (d.home(site) / stolen).write_bytes((other.home("s0") / stolen).read_bytes())
     d.start()
-    assert d.running["coordinator"].wait(150) != 0
-    assert "0 of 2 sites came within 40 s" in d.log
+    assert d.running["coordinator"].wait(240) != 0
+    assert "0 of 2 sites came within 120 s" in d.log
     assert "ended with status" in d.log
     said = [(d.home(site) / "logs" / "supernode.log").read_text().lower() for site in ("s0", "s1")]
     assert "not registered" in said[0] or "permission" in said[0] or "auth" in said[0]

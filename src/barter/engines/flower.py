@@ -28,7 +28,7 @@ __all__ = ["FlowerEngine", "Member", "hello"]
 POLL_SECONDS = 0.2
 TRIES = 3  # how often a call is sent to a site that Flower lost on the way
 LOST = {  # Flower's own error codes: the site did not say anything
-    3: "the message expired",
+    3: "no answer in time",
     4: "the reply was lost",
     5: "the site went offline",
     8: "the site's client process died",
@@ -89,7 +89,7 @@ def hello(grid: Grid, config: str, nodes: Sequence[int], timeout: float) -> dict
                 log.warning("node %s did not say hello: %s", node, lost)
                 continue
             if "error" in tree:
-                raise BarterError(f"a site cannot take part: {tree['error']}")
+                raise BarterError(str(tree["error"]))
             said[node] = tree["hello"]
         time.sleep(POLL_SECONDS)
     return said
@@ -229,7 +229,7 @@ class FlowerEngine(BaseEngine):
         for k, why in waiting.items():
             yield k, lambda why=why: _again(Lost(why))  # type: ignore[misc]
         for node in pending.values():
-            late = Lost(f"no answer within {self.timeout:g} s")
+            late = Lost(f"no answer in time, which is {self.timeout:g} s")
             yield members[node], lambda late=late: _again(late)  # type: ignore[misc]
 
     def _present(self, wanted: Sequence[int]) -> dict[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,23 +30,28 @@ class Site:
 
     def __init__(
         self,
+        name: str,
         memory: Path,
         introduce: Callable[[str], Payload],
         settle: Callable[[Payload], tuple[LocalEngine, Precision]],
     ) -> None:
-        self.memory, self.introduce, self.settle = memory, introduce, settle
+        self.name, self.memory, self.introduce, self.settle = name, memory, introduce, settle
         self.session: Payload = None
         self.round, self.key, self.reply = 0, [], None  # type: int, list[Payload], Payload
         self.unseen: tuple[dict[str, float], list[bool]] | None = None  # report and modes before an evaluation
 
     def answer(self, request: Payload) -> Payload:
         """The answer to a request; what goes wrong here is said there."""
-        try:
-            if request["ask"] == "hello":
+        if request["ask"] == "hello":
+            try:
                 return {"hello": self.introduce(request["config"])}
+            except Exception as error:
+                return _went_wrong(error, f"site {self.name} cannot take part: ")
+        try:
             return self._call(request)
-        except BarterError as error:
-            return {"error": str(error), "traceback": ""}
+        except Exception as error:
+            self.session = None  # whatever was begun, the next call starts from the disk
+            return _went_wrong(error)
 
     def _call(self, request: Payload) -> Payload:
         session, round, method = request["session"], request["round"], request["method"]
@@ -147,3 +153,9 @@ class Site:
             "unseen": None if self.unseen is None else list(self.unseen),
         }
         checkpoint.write(self._now, state, {"round": str(self.round), "attempt": self.session["attempt"]})
+
+
+def _went_wrong(error: Exception, where: str = "") -> Payload:
+    if isinstance(error, BarterError):
+        return {"error": f"{where}{error}", "traceback": ""}
+    return {"error": f"{where}{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
