@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import tomli_w
@@ -22,11 +23,21 @@ from barter.supervise import FLOWER, Child, free_port
 __all__ = ["coordinate", "run_here"]
 
 
+@contextmanager
+def _ends_in_order() -> Iterator[None]:
+    """Being told to end is like Ctrl-C inside: what was started is taken down."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def coordinate(folder: Path, host: str, watcher: Watcher) -> list[Round]:
     """Start the SuperLink of a deployment folder, let its sites in, and follow the run to its end."""
     homes = sorted((folder / "sites").iterdir())
     coordinator = Coordinator(folder, host)
-    with coordinator.running():
+    with _ends_in_order(), coordinator.running():
         coordinator.register()
         watcher.console.print(
             f"SuperLink at port {coordinator.port}; waiting for {', '.join(home.name for home in homes)}"
@@ -50,7 +61,7 @@ def run_here(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> li
     else:
         _move(folder, free_port())
     coordinator = Coordinator(folder, "127.0.0.1")
-    with coordinator.running(), ExitStack() as sites_up:
+    with _ends_in_order(), coordinator.running(), ExitStack() as sites_up:
         coordinator.register()
         children = {}
         for home in sorted((folder / "sites").iterdir()):
