@@ -31,7 +31,7 @@ from barter.sites import Setup, introduce, settle
 
 __all__ = ["FLOWER", "Child", "free_port", "load_setup", "site", "work"]
 
-LONGEST_PAUSE = 30.0  # seconds between two attempts to start what dies at once
+LONGEST_PAUSE = 10.0  # seconds between two attempts to start what dies at once
 SETTLED = 60.0  # seconds after which a start counts as a success
 FLOWER = {
     "FLWR_TELEMETRY_ENABLED": "0",

@@ -95,7 +95,7 @@ class Faulty(Algorithm[Server, Clumsy]):
         with torch.no_grad():
             for p in client.model.parameters():
                 p += 0.01 * torch.randn_like(p)
-        if fault.startswith("sleep"):
+        if fault.startswith("sleep") and not os.path.exists("asleep"):
             open("asleep", "w").close()
             time.sleep(float(fault[5:]))
         if fault == "raise":

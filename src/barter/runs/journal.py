@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -22,6 +23,7 @@ class Journal(Monitor):
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
+        self.note("process", os.getpid())
 
     def note(self, kind: str, value: Any) -> None:
         self._file.write(json.dumps([kind, value]) + "\n")
@@ -43,9 +45,18 @@ class Journal(Monitor):
 
 def follow(path: Path, watcher: Watcher, check: Callable[[], None]) -> Iterator[Round]:
     """Show what is written down until the run is over, and hand out its rounds; `check` may end the wait."""
+    writer: list[int] = []
+
+    def wait() -> None:
+        check()
+        if writer and not Path(f"/proc/{writer[0]}").exists() and Path("/proc/self").exists():
+            raise BarterError("the server's process died; start again to continue")
+
     with ExitStack() as phases:
-        for kind, value in _lines(path, check):
+        for kind, value in _lines(path, wait):
             match kind:
+                case "process":
+                    writer[:] = [value]
                 case "begin":
                     watcher.begin(value)
                 case "say":
