@@ -45,18 +45,20 @@ class Journal(Monitor):
 
 def follow(path: Path, watcher: Watcher, check: Callable[[], None]) -> Iterator[Round]:
     """Show what is written down until the run is over, and hand out its rounds; `check` may end the wait."""
-    writer: list[int] = []
+    writer, missed = 0, 0.0
 
     def wait() -> None:
+        nonlocal missed
         check()
-        if writer and not Path(f"/proc/{writer[0]}").exists() and Path("/proc/self").exists():
+        missed = 0.0 if not writer or _alive(writer) else missed or time.monotonic()
+        if missed and time.monotonic() - missed > 2:  # all that it wrote has been read by then
             raise BarterError("the server's process died; start again to continue")
 
     with ExitStack() as phases:
         for kind, value in _lines(path, wait):
             match kind:
                 case "process":
-                    writer[:] = [value]
+                    writer = value
                 case "begin":
                     watcher.begin(value)
                 case "say":
@@ -75,6 +77,16 @@ def follow(path: Path, watcher: Watcher, check: Callable[[], None]) -> Iterator[
                     raise BarterError(value)
                 case "done":
                     return
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _lines(path: Path, check: Callable[[], None]) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,57 @@
+"""The progress of another process, as it is written down and shown."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from barter.core.errors import BarterError
+from barter.runs.journal import Journal, follow
+from barter.runs.progress import Watcher
+from barter.runs.record import Round
+
+
+def record(t: int) -> Round:
+    metrics = {"local": 0.5, "bytes_up": 1, "bytes_down": 2}
+    return Round(t, {0: metrics}, {}, {"round": 1.0}, {"learn": {"up": 1, "down": 2}}, [])
+
+
+def shown(path: Path) -> tuple[list[Round], str]:
+    console = Console(file=io.StringIO(), width=200)
+    rounds = list(follow(path, Watcher(console, 2), lambda: None))
+    return rounds, console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_what_is_written_is_shown(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    journal.note("say", "2 of 2 sites are here")
+    journal.note("begin", 0)
+    for t in (1, 2):
+        with journal.phase("learn", 3):
+            journal.advance(3)
+        journal.note("round", record(t).to_json())
+    journal.note("done", 2)
+    rounds, text = shown(tmp_path / "journal")
+    assert rounds == [record(1), record(2)]
+    for line in ("2 of 2 sites are here", "round 1/2 learn: ", "round 2/2 learn: ", "accuracy  50.0% local"):
+        assert line in text
+
+
+def test_an_error_there_is_an_error_here(tmp_path: Path) -> None:
+    Journal(tmp_path / "journal").note("error", "two sites are called 'a'")
+    with pytest.raises(BarterError, match="two sites are called 'a'"):
+        shown(tmp_path / "journal")
+
+
+def test_a_writer_that_dies_is_noticed(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (tmp_path / "journal").write_text(json.dumps(["process", gone.pid]) + "\n" + '["begin", 0]\n["pha')
+    with pytest.raises(BarterError, match="the server's process died"):
+        shown(tmp_path / "journal")
