@@ -48,16 +48,12 @@ fresh = ClientApp()
 @fresh.train("call")
 def everything_anew(message: Message, context: Context) -> Message:
     """What a site without a worker does for every message."""
-    from functools import partial
-
-    from barter.engines.site import Site
-    from barter.sites import introduce, settle
+    from barter.sites import make_site
     from barter.supervise import load_setup
 
     name = str(context.node_config["name"])
     home = Path(os.environ[FOLDER]) / "sites" / name
-    setup = load_setup(home / "site.toml")
-    site = Site(name, home / "memory", partial(introduce, setup), partial(settle, setup))
+    site = make_site(load_setup(home / "site.toml"), home / "memory")
     return Message(to_records(encode(site.answer(decode(from_records(message.content))))), reply_to=message)
 
 

@@ -130,6 +130,9 @@ def run(
     engine: Annotated[
         Place | None, typer.Option(help="Where clients live: in this process, or each in a Flower site of its own.")
     ] = None,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="With --engine flower: in Flower's simulation, for many clients.")
+    ] = False,
 ) -> None:
     """Run a federation, as CONFIG.toml says or by the defaults, and keep its metrics and checkpoint in a folder."""
     tree = _tree(config, algorithm, settings)
@@ -140,7 +143,9 @@ def run(
         name = str(tree.get("algorithm", {}).get("name", "dffke")).replace(":", "-")
         source = resolved.data.source.partition(":")[0]
         out = Path("runs") / f"{name}-{source}-seed{resolved.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    _drive(resolved, out, resume=False)
+    if simulate and resolved.engine != "flower":
+        raise ConfigError("--simulate is Flower's simulation: add --engine flower")
+    _drive(resolved, out, resume=False, simulate=simulate)
 
 
 @app.command()
@@ -148,7 +153,8 @@ def resume(
     run: Annotated[Path, typer.Argument(metavar="RUN")],
 ) -> None:
     """Continue the run in the folder RUN behind its last finished round, as if it had never been interrupted."""
-    _drive(resolve(read(run / "config.toml")), run, resume=True)
+    simulated = (run / "flower").is_dir() and not (run / "flower" / "sites").exists()
+    _drive(resolve(read(run / "config.toml")), run, resume=True, simulate=simulated)
 
 
 def _tree(config: Path | None, algorithm: str | None, settings: Sequence[str] | None) -> dict[str, Any]:
@@ -156,11 +162,11 @@ def _tree(config: Path | None, algorithm: str | None, settings: Sequence[str] | 
     return with_settings({} if config is None else read(config), [*first, *(settings or [])])
 
 
-def _drive(config: Config, out: Path, *, resume: bool) -> None:
+def _drive(config: Config, out: Path, *, resume: bool, simulate: bool = False) -> None:
     console = _console()
     watcher = Watcher(console, config.rounds)
     if config.engine == "flower":
-        _drive_flower(config, out, watcher, resume=resume)
+        _drive_flower(config, out, watcher, resume=resume, simulate=simulate)
         return
     experiment = Experiment.from_config(config, out, resume=resume, monitor=watcher)
     assert experiment.folder is not None
@@ -190,30 +196,35 @@ def _close(records: Sequence[Round], architectures: Sequence[str], task: Task, o
     _console().print(f"run folder: {out}")
 
 
-def _drive_flower(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> None:
-    """A SuperLink and a site for each client, all on this machine."""
+def _drive_flower(config: Config, out: Path, watcher: Watcher, *, resume: bool, simulate: bool) -> None:
+    """A SuperLink and a site for each client, all on this machine; or Flower's simulation of them."""
     loopback = _flower("loopback")
+    if simulate:
+        _flower("ray")
     task = make_task(config.data, config.partition, config.clients, config.seed, torch.device("cpu"))
     names = names_of(config.algorithm, config.models, config.clients)
+    place = "clients in Flower's simulation" if simulate else "Flower sites on this machine"
     watcher.console.print(
-        f"{type(config.algorithm).__name__} on {config.data.source}: {config.clients} Flower sites on this machine, "
-        f"{config.rounds} rounds; folder {out}"
+        f"{type(config.algorithm).__name__} on {config.data.source}: {config.clients} {place}, {config.rounds} rounds; "
+        f"folder {out}"
     )
     try:
-        records = loopback.run_here(config, out, watcher, resume=resume)
+        records = (loopback.simulate if simulate else loopback.run_here)(config, out, watcher, resume=resume)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped; `barter resume {out}` continues") from None
     _close(records, names, task, out)
 
 
 def _flower(module: str) -> Any:
-    """A module that needs Flower."""
+    """A module that needs Flower, or Ray, on which Flower simulates."""
     try:
-        return importlib.import_module(f"barter.{module}")
+        return importlib.import_module(module if module == "ray" else f"barter.{module}")
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in ("flwr", "cryptography"):
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("flwr", "cryptography", "ray"):
             raise
-        raise ConfigError("Flower is not installed here: pip install 'barter-fl[flower]'") from None
+        what, extra = ("Ray", "simulation") if missing == "ray" else ("Flower", "flower")
+        raise ConfigError(f"{what} is not installed here: pip install 'barter-fl[{extra}]'") from None
 
 
 @flower.command("init")
@@ -244,12 +255,15 @@ def flower_init(
 def flower_start(
     folder: Annotated[Path, typer.Argument(metavar="DIR")],
     host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 is all of this machine's.")] = "0.0.0.0",
+    insecure: Annotated[
+        bool, typer.Option(help="Without encryption and keys, for tests on one machine; sites must say so too.")
+    ] = False,
 ) -> None:
     """Coordinate the run of a deployment folder: start the SuperLink, let the sites in, show the progress."""
     config = resolve(read(folder / "run.toml"))
     watcher = Watcher(_console(), config.rounds)
     try:
-        _flower("loopback").coordinate(folder, host, watcher)
+        _flower("loopback").coordinate(folder, host, watcher, insecure=insecure)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped; `barter flower start {folder}` continues") from None
 

@@ -29,9 +29,9 @@ from barter.experiment import Experiment
 from barter.runs.folder import RunFolder
 from barter.runs.journal import Journal
 from barter.sites import Hello, agree, federation, new_attempt, spec_tree
-from barter.supervise import FLOWER, Child
+from barter.supervise import FLOWER, Child, free_port
 
-__all__ = ["Coordinator", "app", "conduct", "init", "site_folder"]
+__all__ = ["Coordinator", "app", "conduct", "init", "site_folder", "write_app"]
 
 PATIENCE = 120.0  # seconds that sites have to come at least: they load data first
 app = ServerApp()
@@ -135,13 +135,10 @@ def init(folder: Path, config: Config, sites: Sequence[Mapping[str, Any]], addre
         raise ConfigError(f"site names {', '.join(names)}: each needs one of its own")
     folder = folder.absolute()
     (folder / "sites").mkdir(parents=True)
-    (folder / "run.toml").write_text(tomli_w.dumps({**plain(config), "clients": len(names), "engine": "flower"}))
-    values = {"folder": folder, "out": folder / "run", "address": address, "host": host, "port": port}
-    values["first"] = names[0]
-    templates = files("barter") / "templates"
-    for template in ("pyproject.toml", "README.md"):
-        (folder / template).write_text(Template((templates / template).read_text()).substitute(values))
-    (folder / "certificates.sh").write_text((templates / "certificates.sh").read_text())
+    write_app(folder, config, "barter.engines.front:app")
+    values = {"folder": folder, "address": address, "port": port, "first": names[0]}
+    (folder / "README.md").write_text(Template(_template("README.md")).substitute(values))
+    (folder / "certificates.sh").write_text(_template("certificates.sh"))
     made = subprocess.run(
         ["sh", "certificates.sh", host, "localhost", "127.0.0.1"], cwd=folder, capture_output=True, text=True
     )
@@ -149,6 +146,17 @@ def init(folder: Path, config: Config, sites: Sequence[Mapping[str, Any]], addre
         raise ConfigError(f"certificates.sh failed, is openssl installed? {made.stderr.strip()}")
     for site in sites:
         site_folder(folder, {"superlink": address, **site})
+
+
+def write_app(folder: Path, config: Config, client_app: str) -> None:
+    """What Flower bundles, and the run that it is about."""
+    (folder / "run.toml").write_text(tomli_w.dumps({**plain(config), "engine": "flower"}))
+    values = {"folder": folder, "out": folder / "run", "client_app": client_app}
+    (folder / "pyproject.toml").write_text(Template(_template("pyproject.toml")).substitute(values))
+
+
+def _template(name: str) -> str:
+    return (files("barter") / "templates" / name).read_text()
 
 
 def site_folder(folder: Path, setup: Mapping[str, Any]) -> None:
@@ -168,37 +176,33 @@ def site_folder(folder: Path, setup: Mapping[str, Any]) -> None:
 
 
 class Coordinator:
-    """A SuperLink of this machine for a deployment folder."""
+    """A SuperLink of this machine for a deployment folder; or for a simulation of so many clients."""
 
-    def __init__(self, folder: Path, host: str) -> None:
-        self.folder = folder.absolute()
-        site = next(iter(sorted(self.folder.glob("sites/*/site.toml"))), None)
-        if site is None:
-            raise ConfigError(f"{folder} is not the folder of a deployment: there is no sites/*/site.toml in it")
-        self.port = port = int(read(site)["superlink"].rpartition(":")[2])
-        self.home = self.folder / ".flower"
+    def __init__(
+        self, folder: Path, host: str, *, insecure: bool = False, simulation: Mapping[str, Any] | None = None
+    ) -> None:
+        self.folder, self.insecure, self.simulation = folder.absolute(), insecure, simulation
+        self.port = free_port() if simulation else _port(self.folder)
+        self.home, certificates = self.folder / ".flower", self.folder / "certificates"
         self.env = {**os.environ, **FLOWER, "FLWR_HOME": str(self.home)}
-        certificates = self.folder / "certificates"
         self.home.mkdir(mode=0o700, exist_ok=True)
-        (self.home / "config.toml").write_text(
-            tomli_w.dumps(
-                {
-                    "superlink": {
-                        "default": "barter",
-                        "barter": {
-                            "address": f"127.0.0.1:{port}",
-                            "root-certificates": str(certificates / "ca.crt"),
-                        },
-                    }
-                }
-            )
-        )
+        certificate = {"root-certificates": str(certificates / "ca.crt")}
+        connection = {"address": f"127.0.0.1:{self.port}", **({"insecure": True} if insecure else certificate)}
+        flower = {"superlink": {"default": "barter", "barter": connection}}
+        (self.home / "config.toml").write_text(tomli_w.dumps(flower))
         (self.folder / "logs").mkdir(exist_ok=True)
-        command = ["flower-superlink", "--host", host, "--port", str(port), "--enable-supernode-auth"]
-        command += ["--ssl-ca-certfile", str(certificates / "ca.crt")]
-        command += ["--ssl-certfile", str(certificates / "server.pem")]
-        command += ["--ssl-keyfile", str(certificates / "server.key")]
-        command += ["--database", str(self.folder / "superlink.db"), "--disable-runtime-dependency-installation"]
+        command = ["flower-superlink", "--host", host, "--port", str(self.port)]
+        command += ["--disable-runtime-dependency-installation"]
+        if simulation is not None:
+            command.append("--simulation")
+        else:
+            command += ["--database", str(self.folder / "superlink.db")]
+        if insecure:
+            command.append("--insecure")
+        else:
+            command += ["--enable-supernode-auth", "--ssl-ca-certfile", str(certificates / "ca.crt")]
+            command += ["--ssl-certfile", str(certificates / "server.pem")]
+            command += ["--ssl-keyfile", str(certificates / "server.key")]
         self.superlink = Child("SuperLink", command, self.env, self.folder / "logs" / "superlink.log")
 
     @contextmanager
@@ -222,7 +226,9 @@ class Coordinator:
             raise BarterError(f"the SuperLink ended: see {self.superlink.log}")
 
     def register(self) -> None:
-        """Let the sites of the folder in, by their public keys."""
+        """Let the sites of the folder in, by their public keys; without encryption anybody may come."""
+        if self.insecure:
+            return
         for home in sorted((self.folder / "sites").iterdir()):
             done = self._flwr("supernode", "register", str(home / "key.pub"), "barter", "--name", home.name)
             if done.returncode and "already" not in (done.stdout + done.stderr):
@@ -232,7 +238,10 @@ class Coordinator:
         """Start the run; its Flower id."""
         (self.folder / "journal.jsonl").unlink(missing_ok=True)
         settings = f'out="{out.absolute()}"'
-        done = self._flwr("run", str(self.folder), "barter", "--format", "json", "-c", settings)
+        command = ["run", str(self.folder), "barter", "--format", "json", "-c", settings]
+        if self.simulation is not None:
+            command += ["--federation-config", " ".join(f"{key}={value}" for key, value in self.simulation.items())]
+        done = self._flwr(*command)
         try:
             return str(json.loads(done.stdout[done.stdout.index("{") :])["run-id"])
         except (ValueError, KeyError):
@@ -247,6 +256,13 @@ class Coordinator:
         return subprocess.run(
             ["flwr", *arguments], env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=120
         )
+
+
+def _port(folder: Path) -> int:
+    site = next(iter(sorted(folder.glob("sites/*/site.toml"))), None)
+    if site is None:
+        raise ConfigError(f"{folder} is not the folder of a deployment: there is no sites/*/site.toml in it")
+    return int(read(site)["superlink"].rpartition(":")[2])
 
 
 def _reason(done: subprocess.CompletedProcess[str]) -> str:

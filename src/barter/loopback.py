@@ -13,14 +13,14 @@ import torch
 
 from barter.config import Config, read, to_toml
 from barter.core.errors import BarterError
-from barter.deploy import Coordinator, init
+from barter.deploy import Coordinator, init, write_app
 from barter.runs.folder import RunFolder, records
 from barter.runs.journal import follow
 from barter.runs.progress import Watcher
 from barter.runs.record import Round
 from barter.supervise import FLOWER, Child, free_port
 
-__all__ = ["coordinate", "run_here"]
+__all__ = ["coordinate", "run_here", "simulate"]
 
 
 @contextmanager
@@ -33,10 +33,10 @@ def _ends_in_order() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def coordinate(folder: Path, host: str, watcher: Watcher) -> list[Round]:
+def coordinate(folder: Path, host: str, watcher: Watcher, *, insecure: bool = False) -> list[Round]:
     """Start the SuperLink of a deployment folder, let its sites in, and follow the run to its end."""
     homes = sorted((folder / "sites").iterdir())
-    coordinator = Coordinator(folder, host)
+    coordinator = Coordinator(folder, host, insecure=insecure)
     with _ends_in_order(), coordinator.running():
         coordinator.register()
         watcher.console.print(
@@ -70,6 +70,21 @@ def run_here(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> li
             children[home.name].start()
             sites_up.callback(children[home.name].stop)
         return _follow(coordinator, out, watcher, children)
+
+
+def simulate(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> list[Round]:
+    """Flower's simulation: clients take turns in a pool of processes, on as many cores and GPUs as there are."""
+    folder = out / "flower"
+    if not resume:
+        RunFolder.create(out, to_toml(config)).release()
+        folder.mkdir()
+        write_app(folder.absolute(), config, "barter.simulation:app")
+    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    resources = {"num-supernodes": config.clients, "client-resources-num-cpus": 1}
+    share = {"client-resources-num-gpus": min(1.0, gpus / min(config.clients, 4 * gpus))} if gpus else {}
+    coordinator = Coordinator(folder, "127.0.0.1", insecure=True, simulation={**resources, **share})
+    with _ends_in_order(), coordinator.running():
+        return _follow(coordinator, out, watcher, {})
 
 
 def _follow(coordinator: Coordinator, out: Path, watcher: Watcher, sites: Mapping[str, Child]) -> list[Round]:

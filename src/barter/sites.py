@@ -8,7 +8,8 @@ import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,9 +24,10 @@ from barter.core.precision import Precision, resolved
 from barter.data.task import SITES, make_task, own_data, public_data
 from barter.engines.local import LocalEngine
 from barter.engines.parking import budget
+from barter.engines.site import Site
 from barter.experiment import device_named, initial, make_client, make_server, names_of
 
-__all__ = ["Hello", "Setup", "agree", "federation", "introduce", "new_attempt", "settle", "spec_tree"]
+__all__ = ["Hello", "Setup", "agree", "federation", "introduce", "make_site", "new_attempt", "settle", "spec_tree"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +133,11 @@ def settle(setup: Setup, session: Payload) -> tuple[LocalEngine, Precision]:
     engine = LocalEngine(config.algorithm, {k: client}, seed=config.seed, device_memory=memory)
     engine.cores = 1  # nobody computes beside this client: all threads that torch has are for its kernels
     return engine, resolved("auto" if device.type == "cpu" else config.precision, device)
+
+
+def make_site(setup: Setup, memory: Path) -> Site:
+    """The site of a setup, which remembers here."""
+    return Site(setup.name, memory, partial(introduce, setup), partial(settle, setup))
 
 
 def agree(config: Config, hellos: Sequence[Hello]) -> tuple[Spec, dict[int, Hello]]:

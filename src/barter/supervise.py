@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,8 +25,7 @@ from barter.core.errors import BarterError, ConfigError
 from barter.core.params import build
 from barter.engines.codec import decode, encode
 from barter.engines.frames import Frame, serve
-from barter.engines.site import Site
-from barter.sites import Setup, introduce, settle
+from barter.sites import Setup, make_site
 
 __all__ = ["FLOWER", "Child", "free_port", "load_setup", "site", "work"]
 
@@ -170,7 +168,7 @@ def work(path: Path, door: Path) -> None:
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)
     os.chdir(home)  # paths in site.toml start at the file
-    member = Site(setup.name, home / "memory", partial(introduce, setup), partial(settle, setup))
+    member = make_site(setup, home / "memory")
 
     def answer(frame: Frame) -> Frame:
         try:

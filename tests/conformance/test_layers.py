@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "config": {"core", "data", "algorithms"},
     "experiment": {"config", "engines", "runs", "data", "models", "algorithms", "core"},
     "sites": {"config", "experiment", "engines", "data", "core"},
+    "simulation": {"config", "sites", "engines"},
     "supervise": {"config", "sites", "engines", "core"},
     "deploy": {"config", "experiment", "sites", "supervise", "engines", "runs", "core"},
     "loopback": {"config", "deploy", "supervise", "runs", "core"},

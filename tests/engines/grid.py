@@ -17,7 +17,7 @@ from barter.engines import front
 from barter.engines.codec import decode, encode
 from barter.engines.frames import Frame
 from barter.engines.site import Site
-from barter.sites import Setup, introduce, settle
+from barter.sites import Setup, make_site
 
 
 class Nobody:
@@ -96,5 +96,4 @@ class Silent(Exception):
 
 
 def site(memory: Path, **fields: Any) -> Site:
-    setup = Setup(**fields)
-    return Site(setup.name, memory, partial(introduce, setup), partial(settle, setup))
+    return make_site(Setup(**fields), memory)

@@ -37,9 +37,8 @@ def from_records(records: RecordDict) -> Frame:
 @app.train("call")
 def hand_over(message: Message, context: Context) -> Message:
     """Ask the worker, and tell it when this process ends as it should."""
-    left = message.metadata.created_at + message.metadata.ttl - time.time()
-    frame = from_records(message.content)
-    reply, worker = ask(Path(str(context.node_config["socket"])), frame, time.monotonic() + left)
+    deadline = time.monotonic() + message.metadata.ttl  # as a span: clocks of two machines may differ
+    reply, worker = ask(Path(str(context.node_config["socket"])), from_records(message.content), deadline)
 
     @atexit.register
     def done() -> None:

@@ -37,6 +37,7 @@ class Site:
     ) -> None:
         self.name, self.memory, self.introduce, self.settle = name, memory, introduce, settle
         self.session: Payload = None
+        self.stamp = 0  # of the memory on disk that this one is
         self.round, self.key, self.reply = 0, [], None  # type: int, list[Payload], Payload
         self.unseen: tuple[dict[str, float], list[bool]] | None = None  # report and modes before an evaluation
 
@@ -90,11 +91,11 @@ class Site:
 
     def _take_up(self, session: Payload) -> None:
         """Be the client of this session, with the memory it had when the server's last finished round was done."""
-        if self.session == session:
+        if self.session == session and self.stamp == self._written():
             return
         self.engine, self.precision = self.settle(session)
         self.session, self.round, self.key, self.reply, self.unseen = session, 0, [], None, None
-        found = self._find(session)
+        self.stamp, found = self._written(), self._find(session)
         if found is None:
             return
         state, notes = found
@@ -153,6 +154,11 @@ class Site:
             "unseen": None if self.unseen is None else list(self.unseen),
         }
         checkpoint.write(self._now, state, {"round": str(self.round), "attempt": self.session["attempt"]})
+        self.stamp = self._written()
+
+    def _written(self) -> int:
+        """When the memory was last written, by this process or, in a simulation, by another."""
+        return self._now.stat().st_mtime_ns if self._now.exists() else 0
 
 
 def _went_wrong(error: Exception, where: str = "") -> Payload:
