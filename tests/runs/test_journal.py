@@ -49,9 +49,14 @@ def test_an_error_there_is_an_error_here(tmp_path: Path) -> None:
         shown(tmp_path / "journal")
 
 
-def test_a_writer_that_dies_is_noticed(tmp_path: Path) -> None:
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
+@pytest.mark.parametrize("buried", [True, False])
+def test_a_writer_that_dies_is_noticed(tmp_path: Path, buried: bool) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
+    assert gone.stdout is not None
+    gone.stdout.read()  # until it has ended
+    if buried:
+        gone.wait()
     (tmp_path / "journal").write_text(json.dumps(["process", gone.pid]) + "\n" + '["begin", 0]\n["pha')
     with pytest.raises(BarterError, match="the server's process died"):
         shown(tmp_path / "journal")
+    gone.wait()

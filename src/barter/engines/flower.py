@@ -135,7 +135,8 @@ class FlowerEngine(BaseEngine):
         if method == EVALUATE:
             answers = {k: self._evaluations.pop(k) for k in sorted(args) if k in self._evaluations}
         with self.phase(method, len(args)):
-            self.watched.advance(len(answers))
+            if answers:
+                self.watched.advance(len(answers))
             requests: dict[int, Payload] = {}
             for k in sorted(args.keys() - answers.keys()):
                 self._evaluations.pop(k, None)

@@ -80,13 +80,14 @@ def follow(path: Path, watcher: Watcher, check: Callable[[], None]) -> Iterator[
 
 
 def _alive(process: int) -> bool:
+    """Whether a process of this machine goes on; one that nobody has buried yet does not."""
     try:
         os.kill(process, 0)
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except ProcessLookupError:
         return False
-    except PermissionError:
-        pass
-    return True
+    except OSError:  # another user's process, or a system without /proc
+        return True
 
 
 def _lines(path: Path, check: Callable[[], None]) -> Iterator[tuple[str, Any]]:
