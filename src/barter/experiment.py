@@ -174,16 +174,25 @@ class Experiment:
                 f"{', '.join(sorted(set(self.architectures)))}: set models to one of them"
             )
         # Clients of one architecture start from the same weights, and so does a model of the server's.
-        for network in set(networks.values()):
+        shares = {k: self.algorithm.budget(k, len(networks)) for k in networks}
+        wanted = dict.fromkeys([(networks[0], 1.0), *((networks[k], share) for k, share in shares.items())])
+        adapted = {
+            (network, share): self.algorithm.network(copy.deepcopy(network), share, self.task.spec)
+            for network, share in wanted
+        }
+        for network in adapted.values():
             network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        build = {k: partial(copy.deepcopy, network) for k, network in networks.items()}
+        self.architectures = [
+            name if shares[k] == 1 else f"{name}@{shares[k]:g}" for k, name in enumerate(self.architectures)
+        ]
+        build = {k: partial(copy.deepcopy, adapted[networks[k], share]) for k, share in shares.items()}
         public, device = self.task.public, self.device
         clients: dict[int, Client] = {}
         for k, (train, local) in enumerate(zip(self.task.train, self.task.local_tests, strict=True)):
             tests = {"global": self.task.global_test, "local": local}
             clients[k] = client_kind(k, build[k](), device, train, tests, public, self.architectures[k])
         has_model = self.algorithm.one_architecture or self.algorithm.global_model
-        model = build[0]().to(device) if has_model else None
+        model = copy.deepcopy(adapted[networks[0], 1.0]).to(device) if has_model else None
         return server_kind(self.task.spec, build, model, device, public), clients
 
     def _state(self) -> dict[str, Any]:
