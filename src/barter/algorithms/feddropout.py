@@ -1,0 +1,24 @@
+"""Federated Dropout: Caldas et al., "Expanding the Reach of Federated Learning by Reducing Client Resource
+Requirements", 2018 (arXiv:1812.07210).
+
+In every round each client gets channels of its own, drawn at random. Layers of the same width get the same draw, so
+that what is added over a residual connection is of the same channel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from barter.algorithms.partial import PartialTraining
+from barter.core.nodes import Server
+from barter.ops.submodel import Extraction
+
+__all__ = ["FedDropout"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedDropout(PartialTraining[Server]):
+    """Random channels of every layer."""
+
+    def extraction(self) -> Extraction:
+        return "random"

@@ -1,0 +1,24 @@
+"""HeteroFL: Diao et al., "HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous
+Clients", ICLR 2021, Algorithm 1 (arXiv:2010.01264).
+
+Every client trains the first channels of each layer, as many as it can afford. What only the widest clients have is
+averaged over them alone; what nobody has is never trained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from barter.algorithms.partial import PartialTraining
+from barter.core.nodes import Server
+from barter.ops.submodel import Extraction
+
+__all__ = ["HeteroFL"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeteroFL(PartialTraining[Server]):
+    """The first channels of every layer."""
+
+    def extraction(self) -> Extraction:
+        return "static"
