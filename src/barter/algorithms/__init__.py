@@ -6,6 +6,7 @@ from typing import Any
 
 from barter.algorithms.central import Central
 from barter.algorithms.dffke import DFFKE
+from barter.algorithms.dfrd import DFRD
 from barter.algorithms.fedaf import FedAF
 from barter.algorithms.fedavg import FedAvg
 from barter.algorithms.feddm import FedDM
@@ -20,6 +21,7 @@ from barter.core.algorithm import Algorithm
 __all__ = [
     "ALGORITHMS",
     "DFFKE",
+    "DFRD",
     "Central",
     "FedAF",
     "FedAvg",
@@ -36,6 +38,7 @@ ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
     "dffke": DFFKE,
     "fedaf": FedAF,
     "fedzge": FedZGE,
+    "dfrd": DFRD,
     "fedfree": FedFree,
     "feddm": FedDM,
     "heterofl": HeteroFL,

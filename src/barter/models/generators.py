@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
@@ -105,7 +106,7 @@ class LabelGenerator(nn.Module):
 class MergeGenerator(nn.Module):
     """Noise merged with labels to images between -1 and 1: DFRD's, with 3,153,280 parameters at 3x32x32 and 10 classes.
 
-    It draws 32 x 32 pixels, or 64 x 64 for inputs that large; other sizes are resized from there.
+    It draws 8, 16, 32 or 64 pixels a side, with one layer more each time; other sizes are resized from the next.
     """
 
     def __init__(self, spec: Spec, noise: int = 64, merge: Merge = "mul") -> None:
@@ -114,7 +115,8 @@ class MergeGenerator(nn.Module):
         self.names = nn.Embedding(spec.classes, noise) if merge in ("mul", "add", "cat") else None
         width = noise + {"cat": noise, "ncat": spec.classes}.get(merge, 0)
         layers: list[nn.Module] = [nn.ConvTranspose2d(width, 512, 4, 1, 0, bias=False), nn.ReLU()]
-        widths = [512, 256, 128] + [64] * (min(spec.height, spec.width) >= 64)
+        doublings = min(4, max(1, math.ceil(math.log2(max(spec.height, spec.width) / 4))))
+        widths = [512, 256, 128, 64][:doublings]
         for inputs, outputs in pairwise(widths):
             layers += [nn.ConvTranspose2d(inputs, outputs, 4, 2, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
         layers += [nn.ConvTranspose2d(widths[-1], spec.channels, 4, 2, 1, bias=False), nn.Tanh()]
