@@ -77,3 +77,5 @@ def test_without_running_statistics_a_batch_is_normalised_by_itself() -> None:
     x = 5 + 3 * torch.randn(20, 1, 8, 8)
     assert torch.allclose(static.eval()(x), network.train()(x), atol=1e-6)
     assert not torch.allclose(static.eval()(x), build("small-cnn", SPEC).eval()(x), atol=1e-2)
+    alone = without_running_statistics(build("small-mlp", SPEC)).eval()(x[:1])
+    assert torch.isfinite(alone).all(), "one image is enough"

@@ -166,7 +166,7 @@ class DFRD(PartialTraining[Distiller]):
     student_norm: Literal["kept", "trained"] = "kept"  # statistics of the global model while it distils
 
     @property
-    def one_architecture(self) -> bool:  # type: ignore[override]
+    def one_architecture(self) -> bool:
         return self.base != "none"
 
     def extraction(self) -> Extraction:

@@ -2,7 +2,8 @@
 Requirements", 2018 (arXiv:1812.07210).
 
 In every round each client gets channels of its own, drawn at random. Layers of the same width get the same draw, so
-that what is added over a residual connection is of the same channel.
+that what is added over a residual connection is of the same channel; DFRD's comparison draws for each layer. Local
+training is that of `heterofl`. The paper's compression of what travels is left out.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 2022, Algorithm 1 (arXiv:2212.01548).
 
 Every client trains a window of channels that moves on by one in each round, so that after as many rounds as a layer is
-wide all of it was trained alike, also where no client can afford the whole network.
+wide all of it was trained alike, also where no client can afford the whole network. The default local training is that
+of `heterofl`; preset "paper" has FedRolex's own, which is made for thousands of rounds.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ __all__ = ["FedRolex"]
 @dataclass(frozen=True, kw_only=True)
 class FedRolex(PartialTraining[Server]):
     """A window of channels that rolls on."""
+
+    presets = {"paper": {"lr": 2e-4, "epochs": 1}}
 
     def extraction(self) -> Extraction:
         return "rolling"

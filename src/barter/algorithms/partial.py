@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Literal, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from barter.ops.submodel import Extraction, Places, budget, combined, extracted,
 
 __all__ = ["PartialTraining", "Update"]
 
+Norm: TypeAlias = Literal["afterwards", "batch", "running"]
 S = TypeVar("S", bound=Server, default=Server)
 
 
@@ -41,7 +42,6 @@ class Update(TypedDict):
 class PartialTraining(Algorithm[S, Client]):
     """Each client trains a part of the network, as wide as it can afford."""
 
-    one_architecture = True
     crosses = {
         "train": "down: the weights of the client's channels; up: the same, trained, and how often each class came up",
     }
@@ -55,11 +55,15 @@ class PartialTraining(Algorithm[S, Client]):
     lr: Positive = 0.02  # η: learning rate of the clients' SGD; HeteroFL has 0.1, DFRD 0.01
     momentum: NonNegative = 0.9  # of the clients' SGD; DFRD has none
     weight_decay: NonNegative = 5e-4  # of the clients' SGD; DFRD has none
-    norm: Literal["afterwards", "batch", "running"] = "afterwards"  # where normalisation's statistics come from
-    scaler: bool = True  # hidden outputs are divided by the client's rate
+    norm: Norm = "afterwards"  # statistics: a pass over own data after training, each batch's (DFRD), running (FedAvg)
+    scaler: bool = True  # hidden outputs are divided by the client's rate in training
     masked_loss: bool = True  # logits of classes that a client lacks count as zero in its loss
     own_rows: bool = True  # the head's row of a class is averaged over the clients that have it
     weighting: Literal["clients", "examples"] = "clients"  # every client counts alike, or by its images
+
+    @property
+    def one_architecture(self) -> bool:
+        return True
 
     def extraction(self) -> Extraction:
         """How channels are chosen."""

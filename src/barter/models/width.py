@@ -7,6 +7,7 @@ import math
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -96,10 +97,21 @@ def _divided(rate: float, layer: nn.Module, inputs: tuple[Any, ...], output: Ten
     return output / rate if layer.training else output
 
 
+class BatchStatistics(_BatchNorm):
+    """Normalisation by the batch's own statistics, in training and in evaluation, of one image as well as of many."""
+
+    def __init__(self, like: _BatchNorm) -> None:
+        super().__init__(like.num_features, like.eps, affine=like.affine, track_running_stats=False)
+        self.weight, self.bias = like.weight, like.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.batch_norm(x, self.weight, self.bias, None, None, True, 0.0, self.eps, False)
+
+
 def without_running_statistics(network: Classifier) -> Classifier:
-    """The network with normalisation by the batch's own statistics, in training and in evaluation."""
-    for layer in network.modules():
-        if isinstance(layer, _BatchNorm):
-            layer.track_running_stats = False
-            layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+    """The network with normalisation by the batch's own statistics."""
+    for parent in list(network.modules()):
+        for name, layer in parent.named_children():
+            if isinstance(layer, _BatchNorm):
+                setattr(parent, name, BatchStatistics(layer))
     return network
