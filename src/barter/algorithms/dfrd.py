@@ -169,6 +169,7 @@ class DFRD(PartialTraining[Distiller]):
     def one_architecture(self) -> bool:
         return self.base != "none"
 
+    @property
     def extraction(self) -> Extraction:
         return EXTRACTION.get(self.base, "static")
 

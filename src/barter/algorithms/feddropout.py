@@ -11,15 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from barter.algorithms.partial import PartialTraining
-from barter.core.nodes import Server
-from barter.ops.submodel import Extraction
 
 __all__ = ["FedDropout"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedDropout(PartialTraining[Server]):
+class FedDropout(PartialTraining):
     """Random channels of every layer."""
 
-    def extraction(self) -> Extraction:
-        return "random"
+    extraction = "random"

@@ -11,17 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from barter.algorithms.partial import PartialTraining
-from barter.core.nodes import Server
-from barter.ops.submodel import Extraction
 
 __all__ = ["FedRolex"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedRolex(PartialTraining[Server]):
+class FedRolex(PartialTraining):
     """A window of channels that rolls on."""
 
+    extraction = "rolling"
     presets = {"paper": {"lr": 2e-4, "epochs": 1}}
-
-    def extraction(self) -> Extraction:
-        return "rolling"

@@ -12,17 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from barter.algorithms.partial import PartialTraining
-from barter.core.nodes import Server
-from barter.ops.submodel import Extraction
 
 __all__ = ["HeteroFL"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeteroFL(PartialTraining[Server]):
+class HeteroFL(PartialTraining):
     """The first channels of every layer."""
 
+    extraction = "static"
     presets = {"paper": {"lr": 0.1}}
-
-    def extraction(self) -> Extraction:
-        return "static"

@@ -65,6 +65,7 @@ class PartialTraining(Algorithm[S, Client]):
     def one_architecture(self) -> bool:
         return True
 
+    @property
     def extraction(self) -> Extraction:
         """How channels are chosen."""
         raise NotImplementedError
@@ -93,7 +94,7 @@ class PartialTraining(Algorithm[S, Client]):
     def choose(self, server: S, active: Clients, t: int) -> dict[int, Places]:
         """Which channels each client gets in this round."""
         w = server.model.state_dict()
-        return {k: places(w, server.architectures[k]().state_dict(), self.extraction(), t) for k in active}
+        return {k: places(w, server.architectures[k]().state_dict(), self.extraction, t) for k in active}
 
     def train(self, client: Client, w: State) -> Update:
         """The client's model after training on its own data, from these weights if there are any; what it saw."""

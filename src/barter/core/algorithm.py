@@ -77,7 +77,8 @@ class Algorithm(Generic[S, C]):
         """The kinds of server and client this algorithm was written for."""
         for kind in cls.__mro__:
             for base in getattr(kind, "__orig_bases__", ()):
-                found = [arg for arg in get_args(base) if isinstance(arg, type)]
+                args = [getattr(arg, "__default__", arg) for arg in get_args(base)]  # a variable means its default
+                found = [arg for arg in args if isinstance(arg, type)]
                 if found:
                     server, client = ([*found, Client])[:2]
                     return server, client
