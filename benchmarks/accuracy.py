@@ -4,6 +4,7 @@
     python benchmarks/accuracy.py dffke --data npz:fashion-mnist.npz --seeds 0 1 2 --device cuda
     python benchmarks/accuracy.py fedfree --set partition.name=dominant
     python benchmarks/accuracy.py fedaf --set partition.alpha=0.05
+    python benchmarks/accuracy.py submodels --seeds 0 1 2
     python benchmarks/accuracy.py dfrd --seeds 0 1 2
 
 Mean accuracy of all clients on the global test set and on their own, after each round; "trained" is after local
@@ -69,6 +70,17 @@ SUITES: dict[str, Variants] = {
 UNMASKED = ["algorithm.masked_loss=false"]
 AS_FEDAVG = [*UNMASKED, "algorithm.rho=0", "algorithm.own_rows=false", "algorithm.weighting=examples"]
 PUBLISHED = ["norm=batch", "steps=20", "batch_size=64", "lr=0.01", "momentum=0", "weight_decay=0"]
+SUITES["submodels"] = {
+    "fedavg": ("fedrolex", AS_FEDAVG),  # which at full width is FedAvg, here with the same local training as the others
+    "heterofl": ("heterofl", []),
+    "feddropout": ("feddropout", []),
+    "fedrolex": ("fedrolex", []),
+    "fedrolex, norm=batch": ("fedrolex", ["algorithm.norm=batch"]),
+    "fedrolex, norm=running": ("fedrolex", ["algorithm.norm=running"]),
+    "fedrolex, scaler=false": ("fedrolex", ["algorithm.scaler=false"]),
+    "fedrolex, masked_loss=false": ("fedrolex", UNMASKED),
+    "fedrolex, own_rows=false": ("fedrolex", ["algorithm.own_rows=false"]),
+}
 SUITES["dfrd"] = {
     "fedrolex": ("fedrolex", UNMASKED),
     "fedrolex + dfrd (default)": ("dfrd", []),
@@ -76,7 +88,7 @@ SUITES["dfrd"] = {
     "heterofl + dfrd": ("dfrd", ["algorithm.base=heterofl"]),
     "feddropout": ("feddropout", UNMASKED),
     "feddropout + dfrd": ("dfrd", ["algorithm.base=feddropout"]),
-    "fedavg": ("fedrolex", AS_FEDAVG),  # which at full width is FedAvg with the same local training as here
+    "fedavg": ("fedrolex", AS_FEDAVG),
     "fedavg + dfrd": ("dfrd", ["algorithm.base=fedavg"]),
     "dfrd alone": ("dfrd", ["algorithm.base=none", "models=small-cnn"]),
     "fedrolex + dfrd, rule=all": ("dfrd", ["algorithm.rule=all"]),

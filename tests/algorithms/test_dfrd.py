@@ -210,7 +210,7 @@ def test_a_class_nobody_holds_is_never_drawn(monkeypatch: pytest.MonkeyPatch) ->
     assert all(torch.isfinite(w).all() for w in experiment.server.model.state_dict().values())
 
 
-def test_without_steps_that_move_it_it_is_its_base(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_steps_that_move_it_it_is_its_base() -> None:
     """With a learning rate near zero the global model is what the base method averaged."""
     settings = {"epochs": 1, "batch_size": 50, "masked_loss": False}
     quiet = federation(tiny("dfrd", global_lr=1e-30, global_weight_decay=0.0), models="small-cnn")
@@ -239,6 +239,29 @@ def test_alone_it_needs_no_common_architecture_and_sends_nothing_down() -> None:
     assert record.traffic("down") == 0
     assert record.clients[1]["bytes_up"] == nbytes(dict(experiment.engine.clients[1].model.state_dict())) + 80
     assert not torch.equal(experiment.server.model.state_dict()["head.weight"], before)
+
+
+def test_a_client_that_fails_is_no_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = DFRD.train
+
+    def moody(self: DFRD, client: Any, w: Any) -> Any:
+        if client.id == 1:
+            raise ValueError("no mood")
+        return train(self, client, w)
+
+    monkeypatch.setattr(DFRD, "train", moody)
+    seen: list[int] = []
+    forward = Ensemble.forward
+
+    def watched(self: Ensemble, x: Tensor, weights: Tensor) -> Tensor:
+        seen.append(len(self.models))
+        assert torch.allclose(weights.sum(0), torch.ones(len(x)))
+        return forward(self, x, weights)
+
+    monkeypatch.setattr(Ensemble, "forward", watched)
+    (record,) = federation(tiny("dfrd"), min_clients=1).rounds(1)
+    assert [f for f in record.failures if "client 1" in f and "no mood" in f]
+    assert set(seen) == {2}
 
 
 def test_the_published_settings_run_and_keep_no_statistics() -> None:
