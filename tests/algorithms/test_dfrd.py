@@ -242,14 +242,14 @@ def test_alone_it_needs_no_common_architecture_and_sends_nothing_down() -> None:
 
 
 def test_a_client_that_fails_is_no_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
-    train = DFRD.train
+    original = DFRD.train
 
-    def moody(self: DFRD, client: Any, w: Any) -> Any:
+    def train(self: DFRD, client: Any, w: Any) -> Any:
         if client.id == 1:
             raise ValueError("no mood")
-        return train(self, client, w)
+        return original(self, client, w)
 
-    monkeypatch.setattr(DFRD, "train", moody)
+    monkeypatch.setattr(DFRD, "train", train)
     seen: list[int] = []
     forward = Ensemble.forward
 
