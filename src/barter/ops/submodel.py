@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from barter.core import lanes, precision
+from barter.core import lanes, precision, seeds
 from barter.core.errors import ConfigError
 from barter.core.images import Images, Spec
 from barter.core.model import Classifier
@@ -127,16 +127,15 @@ def combined(
 
 def head_of(model: nn.Module) -> frozenset[str]:
     """The names of the tensors of the last linear layer, one row for each class."""
-    *_, last = (at for at, layer in model.named_modules() if isinstance(layer, nn.Linear))
-    return frozenset({f"{last}.weight", f"{last}.bias"})
+    linears = [at for at, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    return frozenset(f"{at}.{part}" for at in linears[-1:] for part in ("weight", "bias"))
 
 
 def verify(full: Classifier, part: Classifier, spec: Spec) -> None:
     """Refuse a narrower network that does not compute what the full one does when all it lacks is zero."""
     name = type(getattr(full, "body", full)).__name__
     small, large = (copy.deepcopy(model).double().eval() for model in (part, full))
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
+    with seeds.scope(0, "verify"), torch.no_grad():
         state = {at: _redrawn(tensor) for at, tensor in large.state_dict().items()}
         where = places(state, small.state_dict(), "random", 1)
         held = {at: torch.zeros_like(tensor) for at, tensor in state.items()}
