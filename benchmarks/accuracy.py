@@ -4,6 +4,8 @@
     python benchmarks/accuracy.py dffke --data npz:fashion-mnist.npz --seeds 0 1 2 --device cuda
     python benchmarks/accuracy.py fedfree --set partition.name=dominant
     python benchmarks/accuracy.py fedaf --set partition.alpha=0.05
+    python benchmarks/accuracy.py submodels --seeds 0 1 2
+    python benchmarks/accuracy.py dfrd --seeds 0 1 2
 
 Mean accuracy of all clients on the global test set and on their own, after each round; "trained" is after local
 training and before what the round gives a client back. The last column is of the server's model where there is one.
@@ -63,6 +65,41 @@ SUITES: dict[str, Variants] = {
         "fedfree, transfer=analytic": ("fedfree", ["algorithm.transfer=analytic"]),
         "fedfree, server_lr=0.25": ("fedfree", ["algorithm.server_lr=0.25"]),
     },
+}
+
+UNMASKED = ["algorithm.masked_loss=false"]
+AS_FEDAVG = [*UNMASKED, "algorithm.rho=0", "algorithm.own_rows=false", "algorithm.weighting=examples"]
+PUBLISHED = ["norm=batch", "steps=20", "batch_size=64", "lr=0.01", "momentum=0", "weight_decay=0"]
+SUITES["submodels"] = {
+    "fedavg": ("fedrolex", AS_FEDAVG),  # which at full width is FedAvg, here with the same local training as the others
+    "heterofl": ("heterofl", []),
+    "feddropout": ("feddropout", []),
+    "fedrolex": ("fedrolex", []),
+    "fedrolex, norm=batch": ("fedrolex", ["algorithm.norm=batch"]),
+    "fedrolex, norm=running": ("fedrolex", ["algorithm.norm=running"]),
+    "fedrolex, scaler=false": ("fedrolex", ["algorithm.scaler=false"]),
+    "fedrolex, masked_loss=false": ("fedrolex", UNMASKED),
+    "fedrolex, own_rows=false": ("fedrolex", ["algorithm.own_rows=false"]),
+}
+SUITES["dfrd"] = {
+    "fedrolex": ("fedrolex", UNMASKED),
+    "fedrolex + dfrd (default)": ("dfrd", []),
+    "heterofl": ("heterofl", UNMASKED),
+    "heterofl + dfrd": ("dfrd", ["algorithm.base=heterofl"]),
+    "feddropout": ("feddropout", UNMASKED),
+    "feddropout + dfrd": ("dfrd", ["algorithm.base=feddropout"]),
+    "fedavg": ("fedrolex", AS_FEDAVG),
+    "fedavg + dfrd": ("dfrd", ["algorithm.base=fedavg"]),
+    "dfrd alone": ("dfrd", ["algorithm.base=none", "models=small-cnn"]),
+    "fedrolex + dfrd, rule=all": ("dfrd", ["algorithm.rule=all"]),
+    "fedrolex + dfrd, rule=differ": ("dfrd", ["algorithm.rule=differ"]),
+    "fedrolex + dfrd, merge=add": ("dfrd", ["algorithm.merge=add"]),
+    "fedrolex + dfrd, merge=none": ("dfrd", ["algorithm.merge=none"]),
+    "fedrolex + dfrd, alpha=0": ("dfrd", ["algorithm.alpha=0"]),
+    "fedrolex + dfrd, beta_tran=0": ("dfrd", ["algorithm.beta_tran=0"]),
+    "fedrolex + dfrd, beta_div=0": ("dfrd", ["algorithm.beta_div=0"]),
+    "fedrolex, as published": ("fedrolex", [*UNMASKED, *(f"algorithm.{setting}" for setting in PUBLISHED)]),
+    "fedrolex + dfrd, preset paper": ("dfrd", ["algorithm.preset=paper", "algorithm.rho=2"]),
 }
 
 

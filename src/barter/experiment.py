@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from barter.models import families, zoo
 from barter.runs.folder import RunFolder
 from barter.runs.record import Round
 
-__all__ = ["Experiment", "device_named", "initial", "make_client", "make_server", "names_of"]
+__all__ = ["Experiment", "Parts", "cut", "device_named", "initial", "make_client", "make_server", "names_of"]
 
 ELSEWHERE = ("engine", "timeout")  # of a configuration: only for clients that live elsewhere
 BY_PYTHON = "(given in Python)"
@@ -84,11 +85,11 @@ class Experiment:
         memory = budget(where, device_memory)
         self.task = make_task(config.data, config.partition, clients, seed, where)
         given = [models] if isinstance(models, nn.Module) else models
-        self.architectures, networks = _networks(algorithm, given, self.task.spec, clients, seed)
-        members = {
-            k: make_client(config, k, networks[k], name, self.task, where) for k, name in enumerate(self.architectures)
-        }
-        server = make_server(config, networks, self.architectures, self.task.spec, self.task.public, where)
+        names, networks = _networks(algorithm, given, self.task.spec, clients, seed)
+        parts = cut(config, names, networks, self.task.spec)
+        self.architectures = [parts.names[k] for k in range(clients)]
+        members = {k: make_client(config, k, parts.own[k], parts.names[k], self.task, where) for k in parts.own}
+        server = make_server(config, names, parts, self.task.spec, self.task.public, where)
         engine = LocalEngine(
             algorithm,
             members,
@@ -216,6 +217,31 @@ class Experiment:
         return folder
 
 
+@dataclass(frozen=True)
+class Parts:
+    """Each client's network, as wide as it can afford, with a name that says so; and the server's, at full width."""
+
+    names: dict[int, str]
+    own: dict[int, Classifier]
+    full: Classifier | None
+
+
+def cut(config: Config, names: Mapping[int, str], networks: Mapping[int, Classifier], spec: Spec) -> Parts:
+    """The parties' networks from those of their architectures; equal ones are one."""
+    algorithm, made = config.algorithm, dict[tuple[Classifier, float], Classifier]()
+
+    def part(network: Classifier, share: float) -> Classifier:
+        if (network, share) not in made:
+            narrower = algorithm.network(copy.deepcopy(network), share, spec)
+            made[network, share] = narrower.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return made[network, share]
+
+    shares = {k: algorithm.budget(k, config.clients) for k in names}
+    own = {k: part(network, shares[k]) for k, network in networks.items()}
+    called = {k: name if shares[k] == 1 else f"{name}@{shares[k]:g}" for k, name in names.items()}
+    return Parts(called, own, part(networks[0], 1.0) if 0 in networks else None)
+
+
 def make_client(
     config: Config, k: int, network: Classifier, architecture: str, task: Task, device: torch.device
 ) -> Client:
@@ -226,24 +252,20 @@ def make_client(
 
 
 def make_server(
-    config: Config,
-    networks: Mapping[int, Classifier],
-    architectures: Sequence[str],
-    spec: Spec,
-    public: Images | None,
-    device: torch.device,
+    config: Config, names: Mapping[int, str], parts: Parts, spec: Spec, public: Images | None, device: torch.device
 ) -> Server:
-    """The server of these clients."""
-    algorithm, name = config.algorithm, type(config.algorithm).__name__
+    """The server of clients with these architectures."""
+    algorithm, title = config.algorithm, type(config.algorithm).__name__
     if algorithm.needs_public_data and public is None:
-        raise ConfigError(f"{name} as asked for needs public data: set data.public to a source")
-    if algorithm.one_architecture and len(set(architectures)) > 1:
+        raise ConfigError(f"{title} as asked for needs public data: set data.public to a source")
+    if algorithm.one_architecture and len(set(names.values())) > 1:
         raise ConfigError(
-            f"{name} has one model for all and needs one architecture, these clients have "
-            f"{', '.join(sorted(set(architectures)))}: set models to one of them"
+            f"{title} has one model for all and needs one architecture, these clients have "
+            f"{', '.join(sorted(set(names.values())))}: set models to one of them"
         )
-    build = {k: partial(copy.deepcopy, network) for k, network in networks.items()}
-    model = build[0]().to(device) if algorithm.one_architecture or algorithm.global_model else None
+    build = {k: partial(copy.deepcopy, network) for k, network in parts.own.items()}
+    wanted = algorithm.one_architecture or algorithm.global_model
+    model = copy.deepcopy(parts.full).to(device) if wanted and parts.full is not None else None
     return algorithm.parties()[0](spec, build, model, device, public)
 
 
@@ -260,8 +282,7 @@ def initial(name: str, spec: Spec, seed: int) -> Classifier:
     """The network of an architecture as it is before the first round: clients of one architecture start from the same
     weights, and so does a model of the server's."""
     with seeds.scope(seed, "weights", name):
-        network = zoo.build(name, spec)
-    return network.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+        return zoo.build(name, spec)
 
 
 def names_of(algorithm: Algorithm[Any, Any], models: str, clients: int) -> list[str]:
@@ -273,12 +294,12 @@ def names_of(algorithm: Algorithm[Any, Any], models: str, clients: int) -> list[
 
 def _networks(
     algorithm: Algorithm[Any, Any], models: str | Sequence[nn.Module], spec: Spec, clients: int, seed: int
-) -> tuple[list[str], dict[int, Classifier]]:
+) -> tuple[dict[int, str], dict[int, Classifier]]:
     """The architecture of each client and a network of it in its initial state; equal names are one network."""
     if isinstance(models, str):
         names = names_of(algorithm, models, clients)
         built = {name: initial(name, spec, seed) for name in dict.fromkeys(names)}
-        return names, {k: built[name] for k, name in enumerate(names)}
+        return dict(enumerate(names)), {k: built[name] for k, name in enumerate(names)}
     if not models:
         raise ConfigError("models: give at least one module; client i gets module i mod n")
     ready = []
@@ -287,6 +308,6 @@ def _networks(
             raise ConfigError(f"models: {module!r} is no module; names go into one string, with commas between them")
         classifier = split(module)
         verify_split(module, classifier, spec.shape, spec.classes)
-        ready.append(classifier.to(memory_format=torch.channels_last))  # type: ignore[call-overload]
+        ready.append(classifier)
     chosen = {k: k % len(ready) for k in range(clients)}
-    return [f"{type(models[i]).__name__}-{i}" for i in chosen.values()], {k: ready[i] for k, i in chosen.items()}
+    return {k: f"{type(models[i]).__name__}-{i}" for k, i in chosen.items()}, {k: ready[i] for k, i in chosen.items()}

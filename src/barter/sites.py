@@ -25,7 +25,7 @@ from barter.data.task import SITES, make_task, own_data, public_data
 from barter.engines.local import LocalEngine
 from barter.engines.parking import budget
 from barter.engines.site import Site
-from barter.experiment import device_named, initial, make_client, make_server, names_of
+from barter.experiment import cut, device_named, initial, make_client, make_server, names_of
 
 __all__ = ["Hello", "Setup", "agree", "federation", "introduce", "make_site", "new_attempt", "settle", "spec_tree"]
 
@@ -118,8 +118,9 @@ def settle(setup: Setup, session: Payload) -> tuple[LocalEngine, Precision]:
     """The client that a site is in a run."""
     config, spec, k = _config(session["config"]), _spec(session["spec"]), int(session["client"])
     device = device_named(setup.device)
-    name = session["architecture"]
-    network = initial(name, spec, config.seed)
+    named = {k: str(session["architecture"])}
+    parts = cut(config, named, {k: initial(named[k], spec, config.seed)}, spec)
+    network, name = parts.own[k], parts.names[k]
     if setup.share is not None:
         task = make_task(config.data, config.partition, config.clients, config.seed, device)
         client = make_client(config, setup.share, network, name, task, device)
@@ -211,13 +212,13 @@ def federation(
                 f"{type(algorithm).__name__}'s server must build the network of site {hello.name} and cannot: "
                 f"{unknown[hello.architecture]}"
             )
-    networks = {k: built[hello.architecture] for k, hello in members.items() if hello.architecture in built}
-    names = [hello.architecture for hello in members.values()]
+    names = {k: hello.architecture for k, hello in members.items()}
+    parts = cut(config, names, {k: built[name] for k, name in names.items() if name in built}, spec)
     test = None
     if config.data.source != SITES:
         test = make_task(config.data, config.partition, config.clients, config.seed, device).global_test
-    server = make_server(config, networks, names, spec, public_data(config.data, spec, device), device)
-    shapes = {k: {at: (v.shape, v.dtype) for at, v in net.state_dict().items()} for k, net in networks.items()}
+    server = make_server(config, names, parts, spec, public_data(config.data, spec, device), device)
+    shapes = {k: {at: (v.shape, v.dtype) for at, v in net.state_dict().items()} for k, net in parts.own.items()}
     return server, shapes, test
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from barter import Local
-from barter.ops.fit import Trainer, adam, epoch_length, fit, index_batches, sgd
+from barter.core.images import Augment, Spec
+from barter.ops.fit import Trainer, adam, classification, epoch_length, fit, index_batches, sgd
 from tests.conftest import federation
 
 
@@ -43,6 +45,40 @@ def test_one_adam_step_by_hand() -> None:
     # In the first step both moments are corrected to the gradient itself.
     expected = np.array([1.0, -2.0]) - 0.1 * gradient / (np.abs(gradient) + 1e-8)
     assert weight.detach().numpy() == pytest.approx(expected, abs=1e-6)
+
+
+def test_two_adam_steps_with_little_first_momentum_by_hand() -> None:
+    weight = nn.Parameter(torch.tensor([1.0]))
+    trainer = Trainer.of(nn.ParameterList([weight]), adam(lr=0.1, beta1=0.5))
+    for slope in (2.0, -1.0):
+        trainer.step(lambda x: (weight * x).sum(), torch.tensor([slope]))
+    # First moments 1 and 0.5 - 0.5 = 0: the second step goes nowhere, with 0.9 it would.
+    assert weight.item() == pytest.approx(1.0 - 0.1, abs=1e-6)
+
+
+def test_masked_cross_entropy_by_hand() -> None:
+    class Says(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tensor([[1.0, 5.0, 2.0]])
+
+    spec = Spec(1, 1, 1, 3, (0.5,), (0.5,))
+    batch = (torch.zeros(1, 1, 1, 1, dtype=torch.uint8), torch.tensor([0]))
+    given: Any = (Says(), spec, Augment(), *batch)
+    value, right = classification(*given, torch.tensor([1.0, 0.0, 1.0]))
+    # The logit of the absent class is zero, neither 5 nor minus infinity.
+    assert value.item() == pytest.approx(np.log(np.exp(1) + np.exp(0) + np.exp(2)) - 1)
+    assert right.item() == 0
+    assert classification(*given)[0].item() == pytest.approx(np.log(np.exp([1, 5, 2]).sum()) - 1)
+
+
+def test_an_epoch_of_so_many_steps_counts_what_it_saw() -> None:
+    client = federation(Local(), models="small-mlp").engine.clients[0]
+    seen = torch.zeros(10, dtype=torch.long)
+    fit(client, epochs=2, batch_size=5, recipe=sgd(0.1), steps=3, seen=seen)
+    assert seen.sum().item() == 2 * 3 * 5
+    whole = torch.zeros(10, dtype=torch.long)
+    fit(client, epochs=1, batch_size=len(client.data), recipe=sgd(0.1), seen=whole)
+    assert whole.tolist() == client.data.class_counts().tolist()
 
 
 def test_two_sgd_steps_with_momentum_by_hand() -> None:

@@ -6,22 +6,44 @@ from typing import Any
 
 from barter.algorithms.central import Central
 from barter.algorithms.dffke import DFFKE
+from barter.algorithms.dfrd import DFRD
 from barter.algorithms.fedaf import FedAF
 from barter.algorithms.fedavg import FedAvg
 from barter.algorithms.feddm import FedDM
+from barter.algorithms.feddropout import FedDropout
 from barter.algorithms.fedfree import FedFree
+from barter.algorithms.fedrolex import FedRolex
 from barter.algorithms.fedzge import FedZGE
+from barter.algorithms.heterofl import HeteroFL
 from barter.algorithms.local import Local
 from barter.core.algorithm import Algorithm
 
-__all__ = ["ALGORITHMS", "DFFKE", "Central", "FedAF", "FedAvg", "FedDM", "FedFree", "FedZGE", "Local"]
+__all__ = [
+    "ALGORITHMS",
+    "DFFKE",
+    "DFRD",
+    "Central",
+    "FedAF",
+    "FedAvg",
+    "FedDM",
+    "FedDropout",
+    "FedFree",
+    "FedRolex",
+    "FedZGE",
+    "HeteroFL",
+    "Local",
+]
 
 ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
     "dffke": DFFKE,
     "fedaf": FedAF,
     "fedzge": FedZGE,
+    "dfrd": DFRD,
     "fedfree": FedFree,
     "feddm": FedDM,
+    "heterofl": HeteroFL,
+    "feddropout": FedDropout,
+    "fedrolex": FedRolex,
     "fedavg": FedAvg,
     "local": Local,
     "central": Central,

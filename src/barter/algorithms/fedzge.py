@@ -33,13 +33,12 @@ from functools import partial
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients, Replies
 from barter.core.evaluation import evaluate
-from barter.core.images import Spec, statistics
+from barter.core.images import Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive
@@ -48,6 +47,7 @@ from barter.core.precision import exact
 from barter.models.generators import LabelGenerator
 from barter.ops.distill import kl
 from barter.ops.fit import Trainer, adam, fit
+from barter.ops.synthesis import Output, diversity, fidelity, shown
 from barter.ops.zeroth import Direction, directional, directions, loss_estimate
 
 __all__ = ["Asked", "FedZGE", "Oracle"]
@@ -66,20 +66,9 @@ class Oracle(Client):
     batch: list[Tensor] = []  # the images it was last asked about
 
 
-def fidelity(ensemble: Tensor, y: Tensor) -> Tensor:
-    """L_fid: the clients together should see in an image what it was made for."""
-    return F.cross_entropy(ensemble, y)
-
-
 def transferability(ensemble: Tensor, student: Tensor, tau: float) -> Tensor:
     """L_adv: images on which the global model does not yet agree with the clients."""
     return -kl(ensemble / tau, student / tau)
-
-
-def diversity(x: Tensor, z: Tensor) -> Tensor:
-    """L_div: images of different noise should differ."""
-    pairs = [torch.cdist(part.flatten(1), part.flatten(1)).square() / part[0].numel() for part in (x, z)]
-    return torch.exp(-(pairs[0] * pairs[1]).mean())
 
 
 def equilibrium(ensemble: Tensor) -> Tensor:
@@ -126,7 +115,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
     generator_lr: Positive = 1e-3  # η_G: Adam's learning rate of the generator
     lasting_optimizer: bool = True  # the generator's optimizer goes on from round to round; new in each in the paper
     statistics: Literal["own", "batch"] = "own"  # of clients that answer and distil; "batch" as published
-    output: Literal["matched", "tanh"] = "matched"  # range of generated images: the data's, or -1 to 1 as in the paper
+    output: Output = "matched"  # range of generated images: the data's, or -1 to 1 as in the paper
     beta_adv: NonNegative = 1.0  # β1: weight of transferability
     beta_div: NonNegative = 1.0  # β2: weight of diversity
     beta_info: NonNegative = 1.0  # β3: weight of equilibrium
@@ -156,11 +145,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
 
     def pictures(self, generator: LabelGenerator, spec: Spec, z: Tensor, y: Tensor) -> Tensor:
         """Generated images as the clients are shown them."""
-        drawn: Tensor = generator(z, y)
-        if self.output == "tanh":
-            return drawn
-        mean, std = statistics(spec, drawn.device)
-        return ((drawn + 1) / 2 - mean) / std
+        return shown(generator(z, y), spec, self.output)
 
     def answer(self, client: Oracle, batches: Tensor) -> Tensor:
         """Train on private data, then say what one thinks of the images and of their changed copies."""

@@ -12,6 +12,8 @@ from typing_extensions import TypeVar
 from barter.core.clients import Clients
 from barter.core.errors import ConfigError
 from barter.core.evaluation import evaluate
+from barter.core.images import Spec
+from barter.core.model import Classifier
 from barter.core.nodes import Client, Server, as_numbers
 from barter.core.params import build, check, did_you_mean
 
@@ -27,7 +29,6 @@ class Algorithm(Generic[S, C]):
 
     crosses: ClassVar[Mapping[str, str]]  # remote method -> what goes down and what comes up
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}  # named sets of hyperparameters
-    one_architecture: ClassVar[bool] = False  # whether all clients must have the same network
     global_model: ClassVar[bool] = False  # whether the server has a model beside theirs: the first client's network
     replicas: ClassVar[bool] = False  # whether the server builds the clients' networks and fills in their weights
     may_be_infinite: ClassVar[frozenset[str]] = frozenset()  # methods whose payloads may hold NaN or infinity
@@ -36,9 +37,22 @@ class Algorithm(Generic[S, C]):
         check(self)
 
     @property
+    def one_architecture(self) -> bool:
+        """Whether all clients must have the same network."""
+        return False
+
+    @property
     def needs_public_data(self) -> bool:
         """Whether all parties must have a public data set."""
         return False
+
+    def budget(self, client: int, clients: int) -> float:
+        """The share of its network's width that a client of so many can afford."""
+        return 1.0
+
+    def network(self, network: Classifier, share: float, spec: Spec) -> Classifier:
+        """The network, which may be changed, as a party with this share of its width has it; the server has all."""
+        return network
 
     def setup(self, server: S, clients: Clients) -> None:
         """Once, before the first round."""
@@ -64,7 +78,8 @@ class Algorithm(Generic[S, C]):
         """The kinds of server and client this algorithm was written for."""
         for kind in cls.__mro__:
             for base in getattr(kind, "__orig_bases__", ()):
-                found = [arg for arg in get_args(base) if isinstance(arg, type)]
+                args = [getattr(arg, "__default__", arg) for arg in get_args(base)]  # a variable means its default
+                found = [arg for arg in args if isinstance(arg, type)]
                 if found:
                     server, client = ([*found, Client])[:2]
                     return server, client

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
+from typing import Literal, TypeAlias
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,7 +14,9 @@ from barter.core import lanes
 from barter.core.images import Spec
 from barter.core.payload import State
 
-__all__ = ["Decoder", "LabelGenerator", "resized"]
+__all__ = ["Decoder", "LabelGenerator", "Merge", "MergeGenerator", "resized"]
+
+Merge: TypeAlias = Literal["mul", "add", "cat", "ncat", "none"]
 
 
 class Decoder(nn.Module):
@@ -95,3 +101,47 @@ class LabelGenerator(nn.Module):
         start = self.start(torch.cat([self.names(y), z], 1))
         drawn: Tensor = self.body(start.view(-1, 128, *self.sides))
         return resized(drawn, self.spec)
+
+
+class MergeGenerator(nn.Module):
+    """Noise merged with labels to images between -1 and 1: DFRD's, with 3,153,280 parameters at 3x32x32 and 10 classes.
+
+    It draws 8, 16, 32 or 64 pixels a side, with one layer more each time; other sizes are resized from the next.
+    """
+
+    def __init__(self, spec: Spec, noise: int = 64, merge: Merge = "mul") -> None:
+        super().__init__()
+        self.spec, self.merge, self.noise = spec, merge, noise
+        self.names = nn.Embedding(spec.classes, noise) if merge in ("mul", "add", "cat") else None
+        width = noise + {"cat": noise, "ncat": spec.classes}.get(merge, 0)
+        layers: list[nn.Module] = [nn.ConvTranspose2d(width, 512, 4, 1, 0, bias=False), nn.ReLU()]
+        doublings = min(4, max(1, math.ceil(math.log2(max(spec.height, spec.width) / 4))))
+        widths = [512, 256, 128, 64][:doublings]
+        for inputs, outputs in pairwise(widths):
+            layers += [nn.ConvTranspose2d(inputs, outputs, 4, 2, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+        layers += [nn.ConvTranspose2d(widths[-1], spec.channels, 4, 2, 1, bias=False), nn.Tanh()]
+        self.body = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.apply(_as_dcgan)
+
+    def merged(self, z: Tensor, y: Tensor) -> Tensor:
+        """h = o(z, y): what the convolutions start from."""
+        if self.names is None:
+            return z if self.merge == "none" else torch.cat([z, F.one_hot(y, self.spec.classes).to(z)], 1)
+        name: Tensor = self.names(y)
+        if self.merge == "mul":
+            return z * name
+        return z + name if self.merge == "add" else torch.cat([z, name], 1)
+
+    def drawn(self, h: Tensor) -> Tensor:
+        """The images that these merged inputs stand for."""
+        return resized(self.body(h[:, :, None, None]), self.spec)
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        return self.drawn(self.merged(z, y))
+
+
+def _as_dcgan(layer: nn.Module) -> None:
+    if isinstance(layer, nn.ConvTranspose2d):
+        nn.init.normal_(layer.weight, 0.0, 0.02)
+    elif isinstance(layer, nn.BatchNorm2d):
+        nn.init.normal_(layer.weight, 1.0, 0.02)

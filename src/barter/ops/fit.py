@@ -53,10 +53,15 @@ def _batch_size(n: int, size: int) -> int:
 
 
 def classification(
-    model: Classifier, spec: Spec, augment: Augment, pixels: Tensor, labels: Tensor
+    model: Classifier, spec: Spec, augment: Augment, pixels: Tensor, labels: Tensor, present: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cross entropy on a batch of labelled bytes, and how many of them the model names rightly."""
+    """Cross entropy on a batch of labelled bytes, and how many of them the model names rightly.
+
+    Where `present` is zero, a class's logits count as zero (the masked cross entropy of HeteroFL).
+    """
     logits = model(prepared(pixels, spec, augment))
+    if present is not None:
+        logits = logits * present
     return F.cross_entropy(logits, labels), (logits.detach().argmax(1) == labels).sum()
 
 
@@ -77,26 +82,36 @@ def fit(
     recipe: Recipe,
     goal: float | None = None,
     data: Images | None = None,
+    steps: int | None = None,
+    present: Tensor | None = None,
+    seen: Tensor | None = None,
 ) -> Fitted:
-    """Train the client's model by cross entropy for so many epochs, or until an epoch's accuracy reaches the goal."""
+    """Train the client's model by cross entropy for so many epochs, or until an epoch's accuracy reaches the goal.
+
+    An epoch is a pass over the data, or so many `steps`. How often each class came up is added to `seen`.
+    """
     data = data or client.data
     trainer = Trainer.of(client.model.train(), recipe)
     loss = partial(classification, client.model, data.spec, data.augment)
     batches = index_batches(len(data), batch_size, data.device)
-    per_epoch = epoch_length(len(data), batch_size)
+    per_epoch = steps or epoch_length(len(data), batch_size)
+    masked = () if present is None else (present,)
     fitted = Fitted(0, float("nan"), 0.0)
     for epoch in client.track(range(1, epochs + 1)):
         total = torch.zeros((), device=data.device)
         hits = torch.zeros((), device=data.device, dtype=torch.long)
-        seen = 0
+        count = 0
         for index in islice(batches, per_epoch):
-            value, right = trainer.step(loss, data.pixels[index], data.labels[index])
+            labels = data.labels[index]
+            value, right = trainer.step(loss, data.pixels[index], labels, *masked)
             total += value
             hits += right
-            seen += len(index)
+            count += len(index)
+            if seen is not None:
+                seen.index_add_(0, labels, torch.ones_like(labels, dtype=seen.dtype))
         trainer.anneal(epoch / epochs)
         lanes.rest()
-        fitted = Fitted(epoch, float(total) / per_epoch, float(hits) / seen)
+        fitted = Fitted(epoch, float(total) / per_epoch, float(hits) / count)
         if goal is not None and fitted.accuracy >= goal:
             break
     return fitted

@@ -31,7 +31,7 @@ class Recipe:
     """An optimizer and its settings; the same recipe twice is the same value."""
 
     kind: type[torch.optim.Optimizer]
-    settings: tuple[tuple[str, float], ...]
+    settings: tuple[tuple[str, Any], ...]
     clip: float | None = None  # the largest norm a gradient may have
     cosine: bool = False  # whether the learning rate falls to zero as training goes on; see Trainer.anneal
 
@@ -45,9 +45,10 @@ class Recipe:
         return self.kind(parameters, **options)
 
 
-def adam(lr: float, weight_decay: float = 0.0, *, cosine: bool = False) -> Recipe:
+def adam(lr: float, weight_decay: float = 0.0, *, cosine: bool = False, beta1: float = 0.9) -> Recipe:
     """Adam."""
-    return Recipe(torch.optim.Adam, (("lr", lr), ("weight_decay", weight_decay)), cosine=cosine)
+    settings = ("lr", lr), ("weight_decay", weight_decay), ("betas", (beta1, 0.999))
+    return Recipe(torch.optim.Adam, settings, cosine=cosine)
 
 
 def sgd(lr: float, momentum: float = 0.0, weight_decay: float = 0.0, clip: float | None = None) -> Recipe:

@@ -1,0 +1,305 @@
+"""DFRD: Luo et al., "DFRD: Data-Free Robustness Distillation for Heterogeneous Federated Learning", NeurIPS 2023
+(arXiv:2309.13546).
+
+The server trains a generator of images on which the clients' models agree with a label and its own model does not yet,
+and lets its model learn from theirs on them. A slow copy of the generator keeps what earlier rounds knew. As
+fine-tuning, the server's model is first averaged from the clients' as another method does it; as a data-free method it
+learns from generated images alone, and clients may have any networks.
+
+Where the paper is silent or at odds with itself:
+
+- KL(a, b) of Eqs. 3 and 7 is read as its authors' code has it: the first is the input of PyTorch's function, the second
+  its target. So the generator moves away from KL(global ‖ ensemble), and the global model towards the ensemble.
+- Eq. 4 has norms, with which the exponential underflows; the mean squares of the code are used.
+- The embeddings' excess length is in the code only; it keeps `mul` from growing them.
+- Next round's clients start from the distilled model, as in Figure 1; the code's homogeneous case forgets it again.
+- Both generators draw with their batch's own statistics.
+- Where no image satisfies the rule, transferability is zero, not 0/0; a class that nobody saw is never drawn.
+
+Preset "paper" is the published code but for that. It is made for 200 rounds: its generator has 20 small steps in each,
+and at temperature 10 its global model hardly moves. The default is preset "sound": more and larger steps of the
+generator, distillation times the temperature squared, images in the data's range, optimizers that last for a round, a
+slow generator that begins as a copy, statistics of the clients' own data (benchmarks/README.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from barter.algorithms.partial import PartialTraining, Update
+from barter.core import lanes
+from barter.core.clients import Clients, Replies
+from barter.core.images import Spec
+from barter.core.model import Classifier
+from barter.core.nodes import Server
+from barter.core.params import Count, Fraction, NonNegative, Positive
+from barter.core.payload import State, isolate
+from barter.models.generators import Merge, MergeGenerator
+from barter.ops.average import average
+from barter.ops.distill import kl
+from barter.ops.fit import Trainer, adam, sgd
+from barter.ops.submodel import Extraction, Places
+from barter.ops.synthesis import Output, diversity, fidelity, shown
+
+__all__ = ["DFRD", "Distiller"]
+
+Rule: TypeAlias = Literal["student-wrong", "all", "differ"]
+EXTRACTION: Mapping[str, Extraction] = {"heterofl": "static", "feddropout": "random", "fedrolex": "rolling"}
+
+
+class Distiller(Server):
+    """A generator and the slow copy of it."""
+
+    generator: State = {}
+    slow: State = {}
+
+
+class Ensemble(nn.Module):
+    """The clients' models; their opinion is the mean of their logits, each weighted by how much it knows of a label."""
+
+    def __init__(self, models: Iterable[Classifier]) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(models)
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        logits = torch.stack([model(x) for model in self.models])  # (K, B, C)
+        return (weights[:, :, None] * logits).sum(0)
+
+
+def label_weights(counts: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+    """τ (clients, classes) and p (classes) from how often each client saw each class; zero for classes nobody saw."""
+    total = counts.sum(0)
+    smoothed = (counts + smoothing) * (total > 0)
+    return smoothed / smoothed.sum(0).clamp_min(1e-12), total / total.sum()
+
+
+def useful(ensemble: Tensor, student: Tensor, y: Tensor, rule: Rule) -> Tensor:
+    """ε of Eq. 3: 1 for the images that a rule wants more of."""
+    taught, known = ensemble.argmax(1), student.argmax(1)
+    if rule == "student-wrong":
+        return ((taught == y) & (known != y)).float()
+    return (taught != known).float() if rule == "differ" else torch.ones_like(y, dtype=torch.float)
+
+
+def transferability(ensemble: Tensor, student: Tensor, chosen: Tensor, temperature: float, over: str) -> Tensor:
+    """L_tran (Eq. 3): minus KL(student ‖ ensemble) on the chosen images, over the batch or over their number.
+
+    Zero where none is chosen.
+    """
+    log_p, log_q = (F.log_softmax(logits / temperature, 1) for logits in (student, ensemble))
+    divergence = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(1)
+    size = chosen.sum().clamp_min(1.0) if over == "chosen" else len(chosen)
+    return -(chosen * divergence).sum() / size
+
+
+def excess(names: Tensor, gamma: float) -> Tensor:
+    """How far the embeddings of labels are beyond γ √width, on average."""
+    beyond: Tensor = names.norm(dim=1) - gamma * names.shape[1] ** 0.5
+    return beyond.clamp_min(0).mean()
+
+
+def moved(slow: State, now: State, momentum: float) -> State:
+    """λ w̃ + (1 - λ) w (Eq. 6); counters are those of now."""
+    return {
+        at: momentum * slow[at] + (1 - momentum) * w if w.is_floating_point() else w.clone() for at, w in now.items()
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFRD(PartialTraining[Distiller]):
+    """The server's model learns from the clients' on generated images, after averaging or instead of it."""
+
+    global_model = True
+    presets = {
+        "paper": {
+            "rho": 5,
+            "iterations": 10,
+            "generator_steps": 2,
+            "generator_lr": 2e-4,
+            "steps": 20,
+            "batch_size": 64,
+            "lr": 0.01,
+            "momentum": 0.0,
+            "weight_decay": 0.0,
+            "norm": "batch",
+            "lasting_optimizers": False,
+            "output": "tanh",
+            "tran_mean": "chosen",
+            "slow_start": "scaled",
+            "square_temperature": False,
+        },
+        "sound": {},
+    }
+
+    base: Literal["fedrolex", "feddropout", "heterofl", "fedavg", "none"] = "fedrolex"  # how models are averaged first
+    masked_loss: bool = False  # logits of classes a client lacks count as zero in its loss; teachers should know better
+    iterations: Count = 20  # I: times that generator and global model are trained in turn; 10 in the paper
+    generator_steps: Count = 5  # I_g: steps of the generator in each; 2 in the paper
+    global_steps: Count = 5  # I_d: steps of the global model in each
+    samples: Count = 64  # B: generated images per step
+    noise: Count = 64  # d: width of the noise
+    merge: Merge = "mul"  # o(z, y): how noise and label become one
+    generator_lr: Positive = 2e-3  # Adam's learning rate of the generator, first momentum 0.5; 2e-4 in the paper
+    global_lr: Positive = 0.01  # SGD's learning rate of the global model
+    global_weight_decay: NonNegative = 1e-4  # of that SGD
+    lasting_optimizers: bool = True  # one optimizer for all iterations of a round; a new one for each in the paper
+    temperature: Positive = 10.0  # of distillation and transferability
+    square_temperature: bool = True  # distillation counts temperature² times; once in the paper
+    rule: Rule = "student-wrong"  # images wanted: ensemble right and student wrong (◇), all (△), or both differ (▽)
+    tran_mean: Literal["batch", "chosen"] = "batch"  # the mean over all images (Eq. 3), or over those wanted (code)
+    beta_tran: NonNegative = 1.0  # β_tran: weight of transferability
+    beta_div: NonNegative = 1.0  # β_div: weight of diversity
+    beta_ey: NonNegative = 0.25  # weight of the embeddings' excess length; only in the authors' code
+    gamma: Positive = 1.0  # γ: embeddings longer than γ √d are in excess
+    alpha: NonNegative = 0.5  # α: weight of the slow generator's images
+    slow_momentum: Fraction = 0.5  # λ: how slow the slow generator is
+    slow_start: Literal["copy", "scaled"] = "copy"  # from the first generator, or from (1 - λ) of it as published
+    smoothing: NonNegative = 0.0  # added to each count in τ; 1 in the authors' code
+    output: Output = "matched"  # range of generated images: the data's, or -1 to 1 as in the paper
+    student_norm: Literal["kept", "trained"] = "kept"  # statistics of the global model while it distils
+
+    @property
+    def one_architecture(self) -> bool:
+        return self.base != "none"
+
+    @property
+    def extraction(self) -> Extraction:
+        return EXTRACTION.get(self.base, "static")
+
+    def budget(self, client: int, clients: int) -> float:
+        return super().budget(client, clients) if self.base in EXTRACTION else 1.0
+
+    def tells_counts(self) -> bool:
+        return True
+
+    def averaged(self, server: Distiller, updates: Replies[Update], where: Mapping[int, Places]) -> State:
+        if self.base != "fedavg":
+            return super().averaged(server, updates, where)
+        return average(Replies({k: update["weights"] for k, update in updates.items()}, updates.num_examples, {}))
+
+    def round(self, server: Distiller, clients: Clients, t: int) -> None:
+        active = clients.sample(self.fraction)
+        if self.base == "none":
+            updates = active.scatter(self.train, {k: {} for k in active})
+        else:
+            updates = self.exchange(server, active, t)  # Eq. 1
+        ensemble = self.assembled(server, updates)
+        tau, p = label_weights(torch.stack([u["counts"] for u in updates.values()]).float(), self.smoothing)
+        generator, slow = self.recalled(server)
+        self.play(server, generator, slow, ensemble, tau, p)  # Eqs. 2 to 5 and 7
+        self.remember(server, generator)  # Eq. 6
+
+    def assembled(self, server: Distiller, updates: Replies[Update]) -> Ensemble:
+        """The models that came back."""
+
+        def new() -> Ensemble:
+            return Ensemble(server.architectures[k]() for k in updates).to(server.device)
+
+        ensemble = lanes.kept(("ensemble", *updates), new)
+        for model, update in zip(ensemble.models, updates.values(), strict=True):
+            model.load_state_dict(update["weights"])
+        return ensemble.eval().requires_grad_(False)
+
+    def recalled(self, server: Distiller) -> tuple[MergeGenerator, MergeGenerator | None]:
+        """The generator and its slow copy; in the first round there is none."""
+        generator, slow = (
+            lanes.keep(name, MergeGenerator(server.spec, self.noise, self.merge).to(server.device))
+            for name in ("generator", "slow generator")
+        )
+        if not server.generator:
+            return generator, None
+        generator.load_state_dict(server.generator)
+        slow.load_state_dict(server.slow)
+        return generator, slow if self.alpha else None
+
+    def play(
+        self,
+        server: Distiller,
+        generator: MergeGenerator,
+        slow: MergeGenerator | None,
+        ensemble: Ensemble,
+        tau: Tensor,
+        p: Tensor,
+    ) -> None:
+        """Generator and global model in turn: one looks for images that teach the other something."""
+        model, spec = server.model, server.spec
+        improve = partial(self.generator_loss, generator, ensemble, model, spec)
+        learn = partial(self.global_loss, generator, slow, ensemble, model, spec)
+
+        def draw() -> list[Tensor]:
+            z = torch.randn(self.samples, self.noise, device=server.device)
+            y = torch.multinomial(p, self.samples, replacement=True)
+            return [z, y, tau[:, y]]
+
+        losses = torch.zeros(2, device=server.device)
+        for i in server.track("distil", range(self.iterations)):
+            if i == 0 or not self.lasting_optimizers:
+                drawing = Trainer.of(generator.train(), adam(self.generator_lr, beta1=0.5))
+                learning = Trainer.of(model, sgd(self.global_lr, weight_decay=self.global_weight_decay))
+            model.eval()
+            for _ in range(self.generator_steps):
+                losses[0] += drawing.step(improve, *draw())
+            model.train(self.student_norm == "trained" or self.base == "none")
+            for _ in range(self.global_steps):
+                losses[1] += learning.step(learn, *draw(), *(draw() if slow is not None else ()))
+        server.report["generator_loss"] = float(losses[0]) / (self.iterations * self.generator_steps)
+        server.report["global_loss"] = float(losses[1]) / (self.iterations * self.global_steps)
+
+    def generator_loss(
+        self,
+        generator: MergeGenerator,
+        ensemble: Ensemble,
+        model: Classifier,
+        spec: Spec,
+        z: Tensor,
+        y: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
+        """L_gen (Eq. 5), and the embeddings' excess."""
+        h = generator.merged(z, y)
+        s = shown(generator.drawn(h), spec, self.output)
+        e = ensemble(s, weights).float()
+        with torch.no_grad():
+            f = model(s).float()
+        chosen = useful(e.detach(), f, y, self.rule)
+        loss = fidelity(e, y) + self.beta_tran * transferability(e, f, chosen, self.temperature, self.tran_mean)
+        loss = loss + self.beta_div * diversity(s, h)
+        return loss if generator.names is None else loss + self.beta_ey * excess(generator.names(y), self.gamma)
+
+    def global_loss(
+        self,
+        generator: MergeGenerator,
+        slow: MergeGenerator | None,
+        ensemble: Ensemble,
+        model: Classifier,
+        spec: Spec,
+        z: Tensor,
+        y: Tensor,
+        weights: Tensor,
+        *again: Tensor,
+    ) -> Tensor:
+        """L_md (Eq. 7): KL(ensemble ‖ global model) on images of the generator and, drawn anew, of its slow copy."""
+
+        def divergence(source: MergeGenerator, z: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+            with torch.no_grad():
+                s = shown(source(z, y), spec, self.output)
+                e = ensemble(s, weights).float()
+            return kl(e / self.temperature, model(s).float() / self.temperature)
+
+        loss = divergence(generator, z, y, weights)
+        if slow is not None:
+            loss = loss + self.alpha * divergence(slow, *again)
+        return loss * self.temperature**2 if self.square_temperature else loss
+
+    def remember(self, server: Distiller, generator: MergeGenerator) -> None:
+        """The generator, and its slow copy moved towards it."""
+        now = isolate(dict(generator.state_dict()))
+        first = now if self.slow_start == "copy" else {at: torch.zeros_like(w) for at, w in now.items()}
+        server.generator, server.slow = now, moved(server.slow or first, now, self.slow_momentum)

@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from barter.algorithms.dfrd import DFRD, Ensemble, excess, label_weights, moved, transferability, useful
+from barter.core.images import Spec
+from barter.core.payload import nbytes
+from barter.engines.local import LocalEngine
+from barter.models.generators import Merge, MergeGenerator
+from barter.ops.synthesis import diversity, fidelity, shown
+from tests.conftest import federation, same, tiny
+
+
+def softmax(x: Any) -> Any:
+    e = np.exp(x - x.max(1, keepdims=True))
+    return e / e.sum(1, keepdims=True)
+
+
+E, F = np.array([[2.0, 0.0, -1.0], [0.0, 1.0, 3.0]]), np.array([[0.5, 0.7, 0.0], [1.0, -1.0, 2.0]])
+
+
+def spec(side: int = 32, classes: int = 10, channels: int = 3) -> Spec:
+    return Spec(channels, side, side, classes, (0.5,) * channels, (0.5,) * channels)
+
+
+@pytest.mark.parametrize(("over", "size"), [("batch", 2), ("chosen", 1)])
+def test_transferability_by_hand(over: str, size: int) -> None:
+    p, q = softmax(F / 10), softmax(E / 10)  # KL(student ‖ ensemble): the direction of the authors' code
+    divergence = (p * np.log(p / q)).sum(1)
+    chosen = torch.tensor([1.0, 0.0])
+    value = transferability(torch.tensor(E), torch.tensor(F), chosen, 10.0, over)
+    assert value.item() == pytest.approx(-divergence[0] / size)
+    other = (q * np.log(q / p)).sum(1)
+    assert value.item() != pytest.approx(-other[0] / size)
+
+
+@pytest.mark.parametrize("over", ["batch", "chosen"])
+def test_where_no_sample_satisfies_the_rule_transferability_is_zero(over: str) -> None:
+    ensemble = torch.tensor(E, requires_grad=True)
+    value = transferability(ensemble, torch.tensor(F), torch.zeros(2), 10.0, over)
+    value.backward()
+    assert value.item() == 0
+    assert ensemble.grad is not None
+    assert ensemble.grad.abs().sum().item() == 0, "and so is its gradient, not NaN"
+
+
+def test_the_rules_by_hand() -> None:
+    # Argmax of ensemble and student: right/right, right/wrong, wrong/right, both wrong alike, both wrong, differently.
+    ensemble = torch.eye(3)[[0, 0, 1, 1, 1]]
+    student = torch.eye(3)[[0, 1, 0, 1, 2]]
+    y = torch.zeros(5, dtype=torch.long)
+    assert useful(ensemble, student, y, "student-wrong").tolist() == [0, 1, 0, 0, 0]
+    assert useful(ensemble, student, y, "differ").tolist() == [0, 1, 1, 0, 1]
+    assert useful(ensemble, student, y, "all").tolist() == [1] * 5
+
+
+def test_fidelity_diversity_and_excess_by_hand() -> None:
+    y = torch.tensor([0, 1])
+    assert fidelity(torch.tensor(E), y).item() == pytest.approx(-np.log(softmax(E)[[0, 1], [0, 1]]).mean())
+    x, h = torch.tensor([[0.0, 0.0], [2.0, 0.0]]), torch.tensor([[1.0], [4.0]])
+    assert diversity(x, h).item() == pytest.approx(np.exp(-(2 * 2 * 9) / 4), rel=1e-4)
+    # Lengths 5 and 1 where γ √d is 2: only the first is in excess.
+    names = torch.tensor([[3.0, 4.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
+    assert excess(names, 1.0).item() == pytest.approx((5 - 2) / 2)
+
+
+def test_weights_and_labels_by_hand() -> None:
+    counts = torch.tensor([[6.0, 0.0, 1.0, 0.0], [2.0, 4.0, 3.0, 0.0]])
+    tau, p = label_weights(counts, 0.0)
+    assert torch.allclose(tau, torch.tensor([[0.75, 0.0, 0.25, 0.0], [0.25, 1.0, 0.75, 0.0]]))
+    assert torch.allclose(p, torch.tensor([8.0, 4.0, 4.0, 0.0]) / 16)
+    smoothed, same_p = label_weights(counts, 1.0)
+    assert torch.allclose(smoothed[:, 0], torch.tensor([7 / 10, 3 / 10]))
+    assert torch.allclose(smoothed[:, 1], torch.tensor([1 / 6, 5 / 6]))
+    assert smoothed[:, 3].tolist() == [0, 0], "smoothing gives nobody a class that nobody saw"
+    assert torch.equal(p, same_p)
+
+
+def test_the_opinion_is_weighted_by_label() -> None:
+    class Says(nn.Module):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.value = value
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.full((len(x), 2), self.value)
+
+    ensemble = Ensemble([Says(1.0), Says(5.0)])  # type: ignore[list-item]
+    opinion = ensemble(torch.zeros(2, 1), torch.tensor([[0.75, 0.0], [0.25, 1.0]]))
+    assert opinion.tolist() == [[2.0, 2.0], [5.0, 5.0]]
+
+
+def test_the_slow_generator_by_hand() -> None:
+    slow, now = {"w": torch.tensor([4.0]), "n": torch.tensor(1)}, {"w": torch.tensor([8.0]), "n": torch.tensor(2)}
+    later = moved(slow, now, 0.75)
+    assert later["w"].item() == 5.0
+    assert later["n"].item() == 2
+
+
+@pytest.mark.parametrize(("start", "factor"), [("copy", 1.0), ("scaled", 0.5)])
+def test_how_the_slow_generator_starts(start: Any, factor: float) -> None:
+    experiment = federation(tiny("dfrd", slow_start=start))
+    list(experiment.rounds(1))
+    server: Any = experiment.server
+    now, slow = server.generator["body.0.weight"], server.slow["body.0.weight"]
+    assert torch.allclose(slow, factor * now)
+    list(experiment.rounds(2))
+    expected = 0.5 * slow + 0.5 * server.generator["body.0.weight"]
+    assert torch.allclose(server.slow["body.0.weight"], expected)
+
+
+def test_the_generator_has_the_parameters_of_the_authors() -> None:
+    for noise, parameters in ((64, 3_153_280), (100, 3_448_552)):
+        assert sum(p.numel() for p in MergeGenerator(spec(), noise).parameters()) == parameters
+    for side in (8, 16, 28, 64, 100):
+        images = MergeGenerator(spec(side, channels=1), 8)(torch.randn(3, 8), torch.tensor([1, 2, 3]))
+        assert images.shape == (3, 1, side, side)
+        assert images.abs().max() <= 1
+
+
+@pytest.mark.parametrize("merge", get_args(Merge))
+def test_the_merge_operators_by_hand(merge: Merge) -> None:
+    generator = MergeGenerator(spec(8, classes=3), 2, merge)
+    z, y = torch.tensor([[2.0, 3.0]]), torch.tensor([1])
+    if generator.names is not None:
+        generator.names.weight.data[1] = torch.tensor([10.0, 20.0])
+    expected = {
+        "mul": [20.0, 60.0],
+        "add": [12.0, 23.0],
+        "cat": [2.0, 3.0, 10.0, 20.0],
+        "ncat": [2.0, 3.0, 0.0, 1.0, 0.0],
+        "none": [2.0, 3.0],
+    }
+    assert generator.merged(z, y).tolist() == [expected[merge]]
+    assert (generator.names is None) == (merge in ("ncat", "none"))
+
+
+class Fixed(nn.Module):
+    """A model that sees the same in every image."""
+
+    def __init__(self, logits: Any) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.tensor(logits))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits + 0 * x.sum()
+
+
+def test_the_generators_loss_is_the_sum_of_its_terms() -> None:
+    torch.manual_seed(0)
+    task = spec(8, classes=3)
+    algorithm = DFRD(beta_tran=0.5, beta_div=2.0, beta_ey=3.0, gamma=0.1, noise=4)
+    generator = MergeGenerator(task, 4).eval()
+    z, y = torch.randn(2, 4), torch.tensor([0, 2])
+    value = algorithm.generator_loss(generator, Ensemble([Fixed(E)]), Fixed(F), task, z, y, torch.ones(1, 2))  # type: ignore[arg-type, list-item]
+    h = generator.merged(z, y)
+    s = shown(generator.drawn(h), task, "matched")
+    names = generator.names(y) if generator.names is not None else torch.zeros(2, 4)
+    # The ensemble names both rightly, the student only the second.
+    chosen = torch.tensor([1.0, 0.0])
+    parts = [
+        fidelity(torch.tensor(E).float(), y),
+        0.5 * transferability(torch.tensor(E).float(), torch.tensor(F).float(), chosen, 10.0, "batch"),
+        2.0 * diversity(s, h),
+        3.0 * excess(names, 0.1),
+    ]
+    assert value.item() == pytest.approx(sum(part.item() for part in parts), rel=1e-5)
+    assert all(part.item() != 0 for part in parts)
+
+
+@pytest.mark.parametrize(("squared", "factor"), [(True, 100.0), (False, 1.0)])
+def test_the_global_loss_by_hand(squared: bool, factor: float) -> None:
+    task = spec(8, classes=3)
+    algorithm = DFRD(square_temperature=squared, alpha=0.5, noise=4)
+    generator, draw = MergeGenerator(task, 4), (torch.randn(2, 4), torch.tensor([0, 2]), torch.ones(1, 2))
+    given: Any = (Ensemble([Fixed(E)]), Fixed(F), task)  # type: ignore[list-item]
+    p, q = softmax(E / 10), softmax(F / 10)  # KL(ensemble ‖ global model)
+    divergence = (p * np.log(p / q)).sum(1).mean()
+    first = algorithm.global_loss(generator, None, *given, *draw)
+    assert first.item() == pytest.approx(factor * divergence, rel=1e-4)
+    later = algorithm.global_loss(generator, generator, *given, *draw, *draw)
+    assert later.item() == pytest.approx(factor * 1.5 * divergence, rel=1e-4)
+    student = given[1]
+    later.backward()
+    assert student.logits.grad.abs().sum() > 0
+    assert all(parameter.grad is None for parameter in generator.parameters()), "the generator only draws here"
+
+
+def test_a_class_nobody_holds_is_never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = federation(tiny("dfrd"), partition="classes")
+    held = sum((c.data.class_counts() for c in experiment.engine.clients.values()), torch.zeros(10))
+    assert (held == 0).any()
+    drawn: list[Tensor] = []
+    multinomial = torch.multinomial
+
+    def watched(p: Tensor, size: int, replacement: bool) -> Tensor:
+        drawn.append(multinomial(p, size, replacement=replacement))
+        return drawn[-1]
+
+    monkeypatch.setattr(torch, "multinomial", watched)
+    list(experiment.rounds(2))
+    labels = torch.cat(drawn)
+    assert len(labels) > 20
+    assert (held[labels] > 0).all()
+    assert all(torch.isfinite(w).all() for w in experiment.server.model.state_dict().values())
+
+
+def test_without_steps_that_move_it_it_is_its_base() -> None:
+    """With a learning rate near zero the global model is what the base method averaged."""
+    settings = {"epochs": 1, "batch_size": 50, "masked_loss": False}
+    quiet = federation(tiny("dfrd", global_lr=1e-30, global_weight_decay=0.0), models="small-cnn")
+    base = federation(tiny("fedrolex", **settings), models="small-cnn")
+    list(quiet.rounds(2))
+    list(base.rounds(2))
+    assert same(*(dict(e.server.model.state_dict()) for e in (quiet, base)))
+
+
+def test_after_fedavg_it_starts_from_fedavgs_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = LocalEngine._path
+    monkeypatch.setattr(LocalEngine, "_path", lambda self, method, k: path(self, "update", k))
+    plain = {"momentum": 0.0, "weight_decay": 0.0, "lr": 0.05, "norm": "running"}
+    quiet = federation(tiny("dfrd", base="fedavg", global_lr=1e-30, global_weight_decay=0.0, **plain))
+    fedavg = federation(tiny("fedavg"))
+    list(quiet.rounds(2))
+    list(fedavg.rounds(2))
+    assert same(*(dict(e.server.model.state_dict()) for e in (quiet, fedavg)))
+
+
+def test_alone_it_needs_no_common_architecture_and_sends_nothing_down() -> None:
+    experiment = federation(tiny("dfrd", base="none"), models="small-cnn,small-mlp")
+    assert experiment.architectures == ["small-cnn", "small-mlp", "small-cnn"]
+    before = experiment.server.model.state_dict()["head.weight"].clone()
+    *_, record = experiment.rounds(2)
+    assert record.traffic("down") == 0
+    assert record.clients[1]["bytes_up"] == nbytes(dict(experiment.engine.clients[1].model.state_dict())) + 80
+    assert not torch.equal(experiment.server.model.state_dict()["head.weight"], before)
+
+
+def test_a_client_that_fails_is_no_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = DFRD.train
+
+    def train(self: DFRD, client: Any, w: Any) -> Any:
+        if client.id == 1:
+            raise ValueError("no mood")
+        return original(self, client, w)
+
+    monkeypatch.setattr(DFRD, "train", train)
+    seen: list[int] = []
+    forward = Ensemble.forward
+
+    def watched(self: Ensemble, x: Tensor, weights: Tensor) -> Tensor:
+        seen.append(len(self.models))
+        assert torch.allclose(weights.sum(0), torch.ones(len(x)))
+        return forward(self, x, weights)
+
+    monkeypatch.setattr(Ensemble, "forward", watched)
+    (record,) = federation(tiny("dfrd"), min_clients=1).rounds(1)
+    assert [f for f in record.failures if "client 1" in f and "no mood" in f]
+    assert set(seen) == {2}
+
+
+def test_the_published_settings_run_and_keep_no_statistics() -> None:
+    changes = {"iterations": 2, "samples": 4, "noise": 8}
+    experiment = federation(DFRD.preset("paper", changes))
+    (record,) = experiment.rounds(1)
+    assert record.server["global_loss"] >= 0
+    assert not [at for at in experiment.server.model.state_dict() if "running" in at]
+
+
+def test_the_server_learns_from_the_clients_on_generated_images_alone() -> None:
+    settings = {"epochs": 5, "iterations": 15, "global_steps": 5, "samples": 32, "noise": 16}
+    experiment = federation(DFRD(base="none", **settings), models="small-mlp", partition="iid")
+    first, *_, last = [r.server["global"] for r in experiment.rounds(3)]
+    assert last > max(0.3, first)

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from barter.core.errors import ConfigError
+from barter.core.images import Spec
+from barter.models.width import narrow, narrowed, scaled, without_running_statistics
+from barter.models.zoo import build
+
+SPEC = Spec(1, 8, 8, 10, (0.5,), (0.5,))
+
+
+def test_widths_are_rounded_up_and_never_empty() -> None:
+    assert [narrow(64, 0.5**s) for s in range(5)] == [64, 32, 16, 8, 4]
+    assert [narrow(n, 1 / 16) for n in (1, 16, 17, 24)] == [1, 1, 2, 2]
+
+
+def test_images_and_classes_are_never_cut() -> None:
+    part = narrowed(build("small-cnn", SPEC), 0.25)
+    shapes = {name: tuple(p.shape) for name, p in part.named_parameters()}
+    assert shapes["body.0.0.weight"] == (8, 1, 3, 3)
+    assert shapes["body.2.0.weight"] == (8, 8, 3, 3)
+    assert shapes["head.weight"] == (10, 8 * 16)
+    assert part(torch.randn(3, 1, 8, 8)).shape == (3, 10)
+
+
+def test_a_resnet_at_a_sixteenth_has_a_two_hundred_and_fiftieth_of_the_parameters() -> None:
+    full = build("resnet18", Spec(3, 32, 32, 10, (0.5,) * 3, (0.5,) * 3))
+    part = narrowed(full, 1 / 16)
+    assert [sum(p.numel() for p in m.parameters()) for m in (full, part)] == [11_181_642, 45_102]
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.5, -1.0])
+def test_a_rate_is_a_share(rate: float) -> None:
+    with pytest.raises(ConfigError, match=f"rate={rate}: a part of a network's width is > 0 and <= 1"):
+        narrowed(build("small-cnn", SPEC), rate)
+
+
+def test_groups_that_are_neither_one_nor_all_are_refused() -> None:
+    network = build("small-cnn", SPEC)
+    network.body[2][0] = nn.Conv2d(32, 32, 3, padding=1, groups=4)  # type: ignore[union-attr, operator, index]
+    with pytest.raises(ConfigError, match="a convolution of 4 groups cannot be cut by width; use another network"):
+        narrowed(network, 0.5)
+
+
+def test_the_scaler_divides_hidden_outputs_in_training_only() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden, self.head = nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.hidden(x))
+
+    plain = Two()
+    x = torch.randn(3, 2)
+    model = scaled(copy.deepcopy(plain), 0.25)  # type: ignore[arg-type]
+    assert torch.allclose(model.train()(x), 4 * plain(x))
+    assert torch.equal(model.eval()(x), plain(x))
+    assert torch.allclose(copy.deepcopy(model).train()(x), 4 * plain(x)), "a copy scales too"
+
+
+def test_before_a_normalisation_the_scaler_changes_nothing_but_epsilon() -> None:
+    part = narrowed(build("small-cnn", SPEC), 0.5).train()
+    x = torch.randn(20, 1, 8, 8)
+    assert torch.allclose(scaled(copy.deepcopy(part), 0.5)(x), part(x), atol=1e-3)
+
+
+def test_without_running_statistics_a_batch_is_normalised_by_itself() -> None:
+    network = build("small-cnn", SPEC)
+    static = without_running_statistics(copy.deepcopy(network))
+    assert not [name for name in static.state_dict() if "running" in name or "num_batches" in name]
+    x = 5 + 3 * torch.randn(20, 1, 8, 8)
+    assert torch.allclose(static.eval()(x), network.train()(x), atol=1e-6)
+    assert not torch.allclose(static.eval()(x), build("small-cnn", SPEC).eval()(x), atol=1e-2)
+    alone = without_running_statistics(build("small-mlp", SPEC)).eval()(x[:1])
+    assert torch.isfinite(alone).all(), "one image is enough"
