@@ -83,8 +83,21 @@ def test_as_many_sites_as_the_run_is_for() -> None:
 
 def test_hello_survives_the_wire() -> None:
     assert Hello.read(hello().payload()) == hello()
-    with pytest.raises(ConfigError, match="not understood"):
-        Hello.read({"name": "a"})
+    for broken in ({"name": "a"}, {**hello().payload(), "spec": "x"}):
+        with pytest.raises(ConfigError, match="not understood"):
+            Hello.read(broken)
+
+
+@pytest.mark.parametrize(
+    "change", [{"examples": "x"}, {"examples": -5}, {"examples": 10**15}, {"name": 7}, {"share": -1}, {"classes": [1]}]
+)
+def test_a_hello_that_cannot_be(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="values that cannot be"):
+        Hello.read({**hello().payload(), **change})
+    spec = hello().payload()["spec"]
+    for odd in ({**spec, "mean": []}, {**spec, "std": [float("nan")]}, {**spec, "classes": True}):
+        with pytest.raises(ConfigError, match="values that cannot be"):
+            Hello.read({**hello().payload(), "spec": odd})
 
 
 @pytest.mark.parametrize(
@@ -119,7 +132,8 @@ def test_sites_with_data_and_networks_of_their_own(tmp_path: Path, monkeypatch: 
         site(tmp_path / "mb", name="b", data=sources[1], model="tests.test_sites:own_network", device="cpu"),
     ]
     grid = LoopbackGrid(sites, monkeypatch)
-    experiment = conduct(grid, config(rounds=2), tmp_path / "run", Journal(tmp_path / "journal"))
+    run = config(rounds=2, models="tests.test_sites:own_network")  # the coordinator runs no code that it does not name
+    experiment = conduct(grid, run, tmp_path / "run", Journal(tmp_path / "journal"))
     assert experiment.folder is not None
     for record in experiment.folder.records():
         assert record.failures == []

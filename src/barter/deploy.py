@@ -7,10 +7,13 @@ import os
 import secrets
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -23,9 +26,11 @@ from flwr.serverapp import Grid, ServerApp
 
 from barter.config import Config, plain, read, resolve, to_toml
 from barter.core.errors import BarterError, ConfigError
+from barter.core.images import Spec
 from barter.core.payload import Payload
-from barter.engines.flower import FlowerEngine, Member, hello
+from barter.engines.flower import POLL_SECONDS, FlowerEngine, Hellos, Member
 from barter.experiment import Experiment
+from barter.runs.checkpoint import flush
 from barter.runs.folder import RunFolder
 from barter.runs.journal import Journal
 from barter.sites import Hello, agree, federation, new_attempt, spec_tree
@@ -33,6 +38,7 @@ from barter.supervise import FLOWER, Child, free_port
 
 __all__ = ["Coordinator", "app", "conduct", "init", "site_folder", "write_app"]
 
+ROSTER = "sites.json"
 PATIENCE = 120.0  # seconds that sites have to come at least: they load data first
 app = ServerApp()
 
@@ -55,20 +61,25 @@ def main(grid: Grid, context: Context) -> None:
 def conduct(grid: Grid, config: Config, out: Path, journal: Journal) -> Experiment:
     """Run a federation of the sites on a grid, from the start or from where it stopped."""
     toml = to_toml(config)
-    hellos = _gathered(grid, config, toml, journal)
-    spec, ids = agree(config, list(hellos.values()))
-    server, shapes, test = federation(config, spec, ids)
-    nodes = {said.name: node for node, said in hellos.items()}
-    members = [
-        Member(k, said.name, nodes[said.name], said.examples, said.architecture, shapes.get(k, {}))
-        for k, said in ids.items()
-    ]
+    hellos = Hellos(grid, toml, max(config.timeout, PATIENCE))
+    roster = Roster.read(out)
+    here = _gathered(hellos, config, journal, again=roster is not None)
+    if roster is None:
+        spec, ids = agree(config, list(here.values()))
+        roster = Roster(secrets.token_hex(8), [], spec, list(ids.values()))
+    roster.require_same(here.values())
+    ids = dict(enumerate(roster.members))
+    server, shapes, test = federation(config, roster.spec, ids)
     if not (out / "config.toml").is_file():
         RunFolder.create(out, toml).release()
-    attempt = {"run": _run_id(out), "attempt": new_attempt(), "config": toml, "spec": spec_tree(spec)}
+    nodes = {said.name: node for node, said in here.items()}
+    members = [
+        Member(k, said.name, nodes.get(said.name, 0), said.examples, said.architecture, shapes.get(k, {}))
+        for k, said in ids.items()
+    ]
 
     def session(member: Member) -> Payload:
-        return {**attempt, "finished": finished, "client": member.id, "architecture": member.architecture}
+        return {**about, "client": member.id, "architecture": member.architecture}
 
     engine = FlowerEngine(
         config.algorithm,
@@ -80,44 +91,88 @@ def conduct(grid: Grid, config: Config, out: Path, journal: Journal) -> Experime
         monitor=journal,
         timeout=config.timeout,
     )
-    engine.rejoin = lambda strangers: {
-        node: Hello.read(said).name for node, said in hello(grid, toml, strangers, 60.0).items()
-    }
+    engine.rejoin = lambda strangers: _names(hellos, strangers)
     experiment = Experiment.across(config, server, engine, test, out, resume=True)
-    finished = experiment.round
-    journal.note("begin", finished)
+    about = roster.begin(out, experiment.round) | {"config": toml, "spec": spec_tree(roster.spec)}
+    journal.note("begin", experiment.round)
     for record in experiment.rounds(config.rounds):
         journal.note("round", record.to_json())
     journal.note("done", experiment.round)
     return experiment
 
 
-def _gathered(grid: Grid, config: Config, toml: str, journal: Journal) -> dict[int, Hello]:
-    """The hellos of as many sites as the run is for, by node."""
-    hellos: dict[int, Hello] = {}
-    patience, asked = max(config.timeout, PATIENCE), set[int]()
-    deadline = time.monotonic() + patience
-    while len(hellos) < config.clients:
-        new = [node for node in grid.get_node_ids() if node not in asked]
-        said = {node: Hello.read(tree) for node, tree in hello(grid, toml, new, patience).items()}
-        asked |= said.keys()
-        if said:
-            hellos |= said
-            names = ", ".join(sorted(site.name for site in hellos.values()))
-            journal.note("say", f"{len(hellos)} of {config.clients} sites are here: {names}")
-        elif time.monotonic() > deadline:
-            raise ConfigError(f"{len(hellos)} of {config.clients} sites came within {patience:g} s")
-        else:
-            time.sleep(0.5)
-    return hellos
+def _gathered(hellos: Hellos, config: Config, journal: Journal, *, again: bool) -> dict[int, Hello]:
+    """The hellos of as many sites as the run is for, by node; a run that goes on can do with as many as must answer."""
+    here: dict[int, Hello] = {}
+    least = config.min_clients or config.clients if again else config.clients
+    deadline = time.monotonic() + hellos.timeout
+    while len(here) < config.clients:
+        new = {node: Hello.read(tree) for node, tree in hellos.poll(hellos.grid.get_node_ids()).items()}
+        if hellos.refused:
+            raise BarterError("; ".join(hellos.refused.values()))
+        here |= new
+        names = ", ".join(sorted(site.name for site in here.values())) or "none"
+        if new:
+            journal.note("say", f"{len(here)} of {config.clients} sites are here: {names}")
+        waited = time.monotonic() > deadline - hellos.timeout + PATIENCE
+        if len(here) >= least and waited:
+            break
+        if time.monotonic() > deadline:
+            silent = f"; {len(hellos.pending)} more are connected and say nothing" if hellos.pending else ""
+            raise ConfigError(
+                f"{len(here)} of {config.clients} sites came within {hellos.timeout:g} s ({names}){silent}"
+            )
+        time.sleep(POLL_SECONDS)
+    return here
 
 
-def _run_id(out: Path) -> str:
-    """The name under which sites keep their memory of this run."""
-    path = out / "run-id"
-    if not path.exists():
-        path.write_text(secrets.token_hex(8))
-    return path.read_text()
+def _names(hellos: Hellos, strangers: set[int]) -> dict[int, str]:
+    """What nodes not seen before call themselves, as far as they have said so by now."""
+    hellos.poll(strangers)
+    return {node: str(hellos.said[node].get("name")) for node in strangers if node in hellos.said}
+
+
+@dataclass
+class Roster:
+    """Who takes part in a run, written down at its first start; and which starts it had, each behind which round."""
+
+    run: str  # the name under which sites keep their memory of it
+    attempts: list[tuple[str, int]]
+    spec: Spec
+    members: list[Hello]
+
+    @classmethod
+    def read(cls, out: Path) -> Roster | None:
+        path = out / ROSTER
+        if not path.exists():
+            return None
+        tree = json.loads(path.read_text())
+        members = [Hello.read(member) for member in tree["members"]]
+        return cls(tree["run"], [(a, n) for a, n in tree["attempts"]], Hello.read(tree["all"]).spec, members)
+
+    def begin(self, out: Path, finished: int) -> dict[str, Payload]:
+        """One more start, behind so many finished rounds: what sites must know of it.
+
+        Of an earlier start, a site may keep what it did until the round behind which the next one began.
+        """
+        self.attempts.append((new_attempt(), finished))
+        history = {a: n for (a, _), (_, n) in pairwise(self.attempts)}
+        everybody = replace(self.members[0], spec=self.spec)
+        tree = {"run": self.run, "attempts": self.attempts, "members": [m.payload() for m in self.members]}
+        temporary = out / f"{ROSTER}.tmp"
+        temporary.write_text(json.dumps({**tree, "all": everybody.payload()}))
+        flush(temporary)
+        temporary.rename(out / ROSTER)
+        return {"run": self.run, "attempt": self.attempts[-1][0], "history": history}
+
+    def require_same(self, hellos: Iterable[Hello]) -> None:
+        """Refuse sites that are not what they were when the run began."""
+        known = {member.name: member for member in self.members}
+        for hello in hellos:
+            if known.get(hello.name) != hello:
+                raise ConfigError(
+                    f"site {hello.name} is not what it was when the run began, or was not there: start a new run"
+                )
 
 
 def init(folder: Path, config: Config, sites: Sequence[Mapping[str, Any]], address: str) -> None:
@@ -134,7 +189,8 @@ def init(folder: Path, config: Config, sites: Sequence[Mapping[str, Any]], addre
     if len(set(names)) < len(names):
         raise ConfigError(f"site names {', '.join(names)}: each needs one of its own")
     folder = folder.absolute()
-    (folder / "sites").mkdir(parents=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # keys, and what sites send
+    (folder / "sites").mkdir()
     write_app(folder, config, "barter.engines.front:app")
     values = {"folder": folder, "address": address, "port": port, "first": names[0]}
     (folder / "README.md").write_text(Template(_template("README.md")).substitute(values))
@@ -191,7 +247,7 @@ class Coordinator:
         flower = {"superlink": {"default": "barter", "barter": connection}}
         (self.home / "config.toml").write_text(tomli_w.dumps(flower))
         (self.folder / "logs").mkdir(exist_ok=True)
-        command = ["flower-superlink", "--host", host, "--port", str(self.port)]
+        command = [sys.executable, "-m", "barter.gate", "--host", host, "--port", str(self.port)]
         command += ["--disable-runtime-dependency-installation"]
         if simulation is not None:
             command.append("--simulation")
@@ -237,7 +293,7 @@ class Coordinator:
     def submit(self, out: Path) -> str:
         """Start the run; its Flower id."""
         (self.folder / "journal.jsonl").unlink(missing_ok=True)
-        settings = f'out="{out.absolute()}"'
+        settings = f'folder="{self.folder}" out="{out.absolute()}"'  # the folder may have moved since
         command = ["run", str(self.folder), "barter", "--format", "json", "-c", settings]
         if self.simulation is not None:
             command += ["--federation-config", " ".join(f"{key}={value}" for key, value in self.simulation.items())]

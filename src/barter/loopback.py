@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import tomli_w
@@ -13,6 +14,7 @@ import torch
 
 from barter.config import Config, read, to_toml
 from barter.core.errors import BarterError
+from barter.data.task import anchored
 from barter.deploy import Coordinator, init, write_app
 from barter.runs.folder import RunFolder, records
 from barter.runs.journal import follow
@@ -47,7 +49,7 @@ def coordinate(folder: Path, host: str, watcher: Watcher, *, insecure: bool = Fa
 
 def run_here(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> list[Round]:
     """A SuperLink and one site for each client on this machine, with certificates and keys as between machines."""
-    folder = out / "flower"
+    config, folder = replace(config, data=anchored(config.data)), out / "flower"
     if not resume:
         RunFolder.create(out, to_toml(config)).release()
         cores = torch.get_num_threads()
@@ -74,10 +76,10 @@ def run_here(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> li
 
 def simulate(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> list[Round]:
     """Flower's simulation: clients take turns in a pool of processes, on as many cores and GPUs as there are."""
-    folder = out / "flower"
+    config, folder = replace(config, data=anchored(config.data)), out / "flower"
     if not resume:
         RunFolder.create(out, to_toml(config)).release()
-        folder.mkdir()
+        folder.mkdir(mode=0o700)
         write_app(folder.absolute(), config, "barter.simulation:app")
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     resources = {"num-supernodes": config.clients, "client-resources-num-cpus": 1}

@@ -21,7 +21,7 @@ from barter.core.nodes import Client, Server
 from barter.core.params import Count, Whole, check
 from barter.core.payload import Payload
 from barter.core.precision import Precision, resolved
-from barter.data.task import SITES, make_task, own_data, public_data
+from barter.data.task import SITES, Data, make_task, own_data, public_data
 from barter.engines.local import LocalEngine
 from barter.engines.parking import budget
 from barter.engines.site import Site
@@ -39,7 +39,7 @@ class Setup:
     certificate: str = "ca.crt"  # who vouches for the coordinator; a path from here
     key: str = "key"  # the private key this site is known by; a path from here
     data: str = ""  # npz:PATH, folder:PATH or a named source, all of it this site's own; empty: a share of the run's
-    root: str = "data"  # the folder that holds named data sets
+    root: str = ""  # the folder that holds named data sets; empty: as the run says
     share: Whole | None = None  # which share of the run's data is this site's, where data is empty
     model: str = ""  # a name of the zoo or package.module:factory; empty: as the run says
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where this site computes
@@ -73,9 +73,18 @@ class Hello:
     def read(cls, tree: Payload) -> Hello:
         """From what came over the wire."""
         try:
-            return cls(**{**tree, "classes": tuple(tree["classes"]), "spec": _spec(tree["spec"])})
-        except (TypeError, KeyError) as error:
+            said = cls(**{**tree, "classes": tuple(tree["classes"]), "spec": _spec(tree["spec"])})
+        except (TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"a site said hello in a way that is not understood: {error}") from error
+        spec = said.spec
+        share = [] if said.share is None else [said.share + 1]
+        whole = [spec.channels, spec.height, spec.width, spec.classes, said.examples, *share]
+        sound = all(type(n) is int and 0 < n < 2**40 for n in whole)
+        sound = sound and all(type(word) is str for word in (said.name, said.architecture, *said.classes))
+        sound = sound and len(spec.mean) == len(spec.std) == spec.channels
+        if not sound or not all(type(x) is float and math.isfinite(x) for x in (*spec.mean, *spec.std)):
+            raise ConfigError(f"a site said hello with values that cannot be: {tree}")
+        return said
 
 
 def spec_tree(spec: Spec) -> dict[str, Any]:
@@ -100,11 +109,16 @@ def introduce(setup: Setup, toml: str) -> Payload:
         _require_share(setup, config)
     architecture = setup.model or names_of(config.algorithm, config.models, config.clients)[setup.share or 0]
     if setup.share is None:
-        dataset, spec, _ = own_data(dataclasses.replace(config.data, root=setup.root), setup.data)
+        dataset, spec, _ = own_data(_data(setup, config), setup.data)
         return Hello(setup.name, None, spec, tuple(dataset.classes), len(dataset.y_train), architecture).payload()
-    task = make_task(config.data, config.partition, config.clients, config.seed, torch.device("cpu"))
+    task = make_task(_data(setup, config), config.partition, config.clients, config.seed, torch.device("cpu"))
     examples = len(task.train[setup.share])
     return Hello(setup.name, setup.share, task.spec, tuple(task.classes), examples, architecture).payload()
+
+
+def _data(setup: Setup, config: Config) -> Data:
+    """The run's data as this site finds them."""
+    return dataclasses.replace(config.data, root=setup.root or config.data.root)
 
 
 def _require_share(setup: Setup, config: Config) -> None:
@@ -121,15 +135,16 @@ def settle(setup: Setup, session: Payload) -> tuple[LocalEngine, Precision]:
     named = {k: str(session["architecture"])}
     parts = cut(config, named, {k: initial(named[k], spec, config.seed)}, spec)
     network, name = parts.own[k], parts.names[k]
+    data = _data(setup, config)
     if setup.share is not None:
-        task = make_task(config.data, config.partition, config.clients, config.seed, device)
+        task = make_task(data, config.partition, config.clients, config.seed, device)
         client = make_client(config, setup.share, network, name, task, device)
     else:
-        dataset, _, augment = own_data(dataclasses.replace(config.data, root=setup.root), setup.data)
+        dataset, _, augment = own_data(data, setup.data)
         train = Images(dataset.x_train.to(device), dataset.y_train.to(device), spec, augment)
         test = Images(dataset.x_test.to(device), dataset.y_test.to(device), spec)
         kind: type[Client] = config.algorithm.parties()[1]
-        client = kind(k, network, device, train, {"local": test}, public_data(config.data, spec, device), name)
+        client = kind(k, network, device, train, {"local": test}, public_data(data, spec, device), name)
     memory = budget(device, config.device_memory)
     engine = LocalEngine(config.algorithm, {k: client}, seed=config.seed, device_memory=memory)
     engine.cores = 1  # nobody computes beside this client: all threads that torch has are for its kernels
@@ -202,6 +217,8 @@ def federation(
     built, unknown = {}, {}
     for name in dict.fromkeys(hello.architecture for hello in members.values()):
         try:
+            if ":" in name and name not in map(str.strip, config.models.split(",")):
+                raise ConfigError(f"code that a site names is not run here unless `models` of the run names {name} too")
             built[name] = initial(name, spec, config.seed)
         except ConfigError as error:
             unknown[name] = error

@@ -44,7 +44,7 @@ log = logging.getLogger("barter")
 
 
 def _die_with_parent() -> None:
-    with suppress(OSError):  # Linux only
+    with suppress(OSError, AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 

@@ -58,6 +58,7 @@ def test_what_was_asked_for_passes(method: Any, tree: Any) -> None:
         (offer, {"examples": True}, "offer.examples is a bool, asked for was int"),
         (offer, {"examples": 3, "weights": {"a": 1}}, "offer.weights.a is a int, asked for was Tensor"),
         (offer, {"examples": 3, "weights": {1: X}}, "key is a int, asked for was str"),
+        (offer, {"examples": 3, "weights": {}}, "offer.weights is empty, asked for were weights"),
         (pair, [X, 1.5], "pair is a list"),
         (pair, (X,), "pair is a tuple"),
         (many, (1, "2"), r"many\[1\] is a str"),
@@ -77,11 +78,13 @@ OWN = {"w": (torch.Size([2, 3]), torch.float32), "n": (torch.Size([]), torch.int
 def test_weights_have_the_shapes_of_their_network() -> None:
     whole = {"w": torch.zeros(2, 3), "n": torch.tensor(1)}
     require_weights({"weights": whole, "labels": torch.zeros(7)}, OWN, "learn")
-    require_weights([{"w": torch.zeros(2, 3)}], OWN, "learn")
-    for bad, said in (
+    for change, said in (
         ({"w": torch.zeros(3, 2)}, r"learn\[0\].w is \(3, 2\) of torch.float32, the network's is \(2, 3\)"),
         ({"w": torch.zeros(2, 3).double()}, "of torch.float64"),
         ({"w": "much"}, "is str"),
+        ({"zz": torch.zeros(1)}, "not the network's weights: zz too much or missing"),
     ):
         with pytest.raises(PayloadError, match=said):
-            require_weights([bad], OWN, "learn")
+            require_weights([{**whole, **change}], OWN, "learn")
+    with pytest.raises(PayloadError, match="n too much or missing"):
+        require_weights({"w": torch.zeros(2, 3)}, OWN, "learn")

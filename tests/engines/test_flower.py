@@ -12,11 +12,12 @@ pytest.importorskip("flwr")
 
 from barter.config import Config
 from barter.core.errors import BarterError, ClientError, ConfigError
+from barter.core.payload import isolate, leaves
 from barter.deploy import conduct
 from barter.engines import flower
 from barter.experiment import Experiment
 from barter.runs.journal import Journal
-from tests.conftest import tiny
+from tests.conftest import same, tiny
 from tests.engines.grid import Code, LoopbackGrid, Silent, site
 
 Run = Callable[..., Experiment]
@@ -162,6 +163,79 @@ def test_a_site_that_comes_back_under_another_number_is_found_by_name(grid: Loop
     assert [r.failures for r in experiment.folder.records()] == [[], [], []]
 
 
+def test_a_run_goes_on_without_a_site_that_stays_away(grid: LoopbackGrid, run: Run, monkeypatch: Any) -> None:
+    monkeypatch.setattr("barter.deploy.PATIENCE", 0.1)
+    run(1, min_clients=2)
+    grid.offline.add(100)
+    experiment = run(2, min_clients=2)
+    assert experiment.folder is not None
+    _, two = experiment.folder.records()
+    assert "site-0: the site is offline" in two.failures[0]
+    assert two.clients[1]["bytes_up"] > 0
+
+
+def test_a_site_that_is_not_what_it_was(grid: LoopbackGrid, run: Run, tmp_path: Path) -> None:
+    run(1)
+    grid.sites[102] = site(tmp_path / "other", name="somebody", share=2, device="cpu")
+    with pytest.raises(ConfigError, match="site somebody is not what it was when the run began, or was not there"):
+        run(2)
+
+
+def interrupted(grid: LoopbackGrid, run: Run, round: int, absent: int | None = None) -> None:
+    """The server dies when everybody has done its part of a round."""
+    done: list[int] = []
+
+    def deliver(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
+        reply = answer()
+        if request["ask"] == "call" and request["round"] == round:
+            done.append(node)
+            if len(done) == len(grid.sites) - len(grid.offline):
+                raise KeyboardInterrupt
+        return reply
+
+    grid.deliver = deliver
+    with pytest.raises(KeyboardInterrupt):
+        run(9, min_clients=2)
+    grid.deliver = lambda node, request, answer: answer()
+
+
+def memories(grid: LoopbackGrid) -> dict[str, Any]:
+    return {f"{n}": v for node, s in grid.sites.items() for n, v in leaves(isolate(s.client.memory()), str(node))}
+
+
+def test_interrupted_twice_in_one_round(grid: LoopbackGrid, run: Run, tmp_path: Path, monkeypatch: Any) -> None:
+    interrupted(grid, run, 2)
+    interrupted(grid, run, 2)
+    interrupted(grid, run, 3)
+    run(3, min_clients=2)
+    others = [site(tmp_path / f"other-{k}", name=f"site-{k}", share=k, device="cpu") for k in range(3)]
+    straight = LoopbackGrid(others, monkeypatch)
+    config = Config(rounds=3, algorithm=tiny("fedavg"), clients=3, models="small-mlp", device="cpu", min_clients=2)
+    conduct(straight, config, tmp_path / "straight", Journal(tmp_path / "journal"))
+    assert same(memories(grid), memories(straight))
+
+
+def test_what_the_server_took_back_does_not_come_again(grid: LoopbackGrid, run: Run, monkeypatch: Any) -> None:
+    monkeypatch.setattr("barter.deploy.PATIENCE", 0.1)
+    run(1, min_clients=2)
+    before = isolate(grid.sites[102].client.memory())
+    interrupted(grid, run, 2)  # all three have done round 2, and it is taken back
+    grid.offline.add(102)
+    interrupted(grid, run, 3)  # round 2 is done anew without the third site
+    grid.offline.clear()
+    seen: list[Any] = []
+
+    def deliver(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
+        if node == 102 and request["ask"] == "call":
+            grid.sites[102]._take_up(request["session"])
+            seen.append(isolate(grid.sites[102].client.memory()))
+        return answer()
+
+    grid.deliver = deliver
+    run(3, min_clients=2)
+    assert same(dict(leaves(seen[0])), dict(leaves(before)))
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -169,7 +243,7 @@ def test_a_site_that_comes_back_under_another_number_is_found_by_name(grid: Loop
         ({"share": 0}, "a share of the run's that no other has"),
         ({"share": 3}, "site site-2 wants share 3, the run has 3, from 0 on"),
         ({"model": "small-cnn"}, "FedAvg has one model for all and needs one architecture"),
-        ({"model": "nowhere:net"}, "must build the network of site site-2 and cannot: model 'nowhere:net'"),
+        ({"model": "nowhere:net"}, "site site-2 and cannot: code that a site names is not run here unless `models`"),
         ({"model": "resnet99"}, "unknown model 'resnet99'"),
         ({"share": None, "data": "npz:/no/such.npz"}, "site site-2 cannot take part: npz:/no/such.npz"),
     ],

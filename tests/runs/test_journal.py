@@ -60,3 +60,9 @@ def test_a_writer_that_dies_is_noticed(tmp_path: Path, buried: bool) -> None:
     with pytest.raises(BarterError, match="the server's process died"):
         shown(tmp_path / "journal")
     gone.wait()
+
+
+def test_a_writer_that_never_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("barter.runs.journal.START", 0.2)
+    with pytest.raises(BarterError, match="the server did not start"):
+        shown(tmp_path / "journal")

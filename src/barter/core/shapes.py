@@ -41,6 +41,8 @@ def _match(tree: Payload, wanted: Any, path: str) -> None:
             _match(value, hints[key], f"{path}.{key}")
     elif origin is dict:
         _require(isinstance(tree, dict), tree, wanted, path)
+        if not tree and args == (str, Tensor):
+            raise PayloadError(f"{path} is empty, asked for were weights")
         for key, value in tree.items():
             _require(isinstance(key, args[0]), key, args[0], f"{path}: key")
             _match(value, args[1], f"{path}.{key}")
@@ -79,9 +81,12 @@ def _require(holds: bool, tree: Payload, wanted: Any, path: str) -> None:
 
 
 def require_weights(tree: Payload, own: Mapping[str, tuple[torch.Size, torch.dtype]], path: str) -> None:
-    """Refuse weights of a network, whole or in part, that are not of the shapes it has."""
+    """Refuse weights of a network that are not exactly those it has: names, shapes and kinds."""
     if isinstance(tree, dict):
-        if tree and tree.keys() <= own.keys():
+        if tree.keys() & own.keys():
+            odd = sorted(map(str, tree.keys() ^ own.keys()))
+            if odd:
+                raise PayloadError(f"{path} is not the network's weights: {', '.join(odd[:3])} too much or missing")
             for name, value in tree.items():
                 shape, dtype = own[name]
                 if not isinstance(value, Tensor) or value.shape != shape or value.dtype != dtype:

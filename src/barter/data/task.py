@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from barter.core.seeds import stream_seed
 from barter.data.partition import Partition
 from barter.data.sources import Dataset, load
 
-__all__ = ["SITES", "Data", "Task", "make_task", "own_data", "public_data"]
+__all__ = ["SITES", "Data", "Task", "anchored", "make_task", "own_data", "public_data"]
 
 SITES = "sites"  # the source of a run to which every client brings its own data
 
@@ -34,6 +35,18 @@ class Data:
 
     def __post_init__(self) -> None:
         check(self, "data.")
+
+
+def anchored(data: Data) -> Data:
+    """The same data for processes that start in other folders: paths from the root."""
+
+    def absolute(source: str) -> str:
+        kind, colon, path = source.partition(":")
+        return f"{kind}:{Path(path).absolute()}" if colon else source
+
+    return replace(
+        data, root=str(Path(data.root).absolute()), source=absolute(data.source), public=absolute(data.public)
+    )
 
 
 @dataclass(frozen=True)

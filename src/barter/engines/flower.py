@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from barter.engines.codec import decode, encode
 from barter.engines.front import from_records, to_records
 from barter.engines.site import EVALUATE
 
-__all__ = ["FlowerEngine", "Member", "hello"]
+__all__ = ["POLL_SECONDS", "FlowerEngine", "Hellos", "Member"]
 
 POLL_SECONDS = 0.2
 TRIES = 3  # how often a call is sent to a site that Flower lost on the way
@@ -52,20 +52,19 @@ class Lost(Exception):
     """Flower has no answer of a site's."""
 
 
-def ask(grid: Grid, requests: Mapping[int, Payload], action: str, ttl: float) -> dict[str, int]:
-    """Send a request to each of these nodes; who was sent which message."""
-    messages = [Message(to_records(encode(tree)), node, action, ttl=ttl) for node, tree in requests.items()]
-    sent = list(grid.push_messages(messages))
-    return {message: node for message, node in zip(sent, requests, strict=True) if message}
+def ask(grid: Grid, node: int, tree: Payload, action: str, ttl: float) -> str | None:
+    """Send a request to a node; the message's number."""
+    (sent,) = grid.push_messages([Message(to_records(encode(tree)), node, action, ttl=ttl)])
+    return sent or None
 
 
 def replies(grid: Grid, pending: dict[str, int]) -> Iterator[tuple[int, Callable[[], Payload]]]:
-    """Nodes that answered by now, and how to get each answer; they are pending no more."""
+    """Whose messages are answered by now, and how to get each answer; they are pending no more."""
     # By the message they reply to: what the SuperLink says for a site comes under a number of its own.
     for reply in grid.pull_messages(list(pending)) if pending else ():
-        node = pending.pop(reply.metadata.reply_to_message_id, None)
-        if node is not None:
-            yield node, lambda reply=reply: _content(reply)  # type: ignore[misc]
+        asked = pending.pop(reply.metadata.reply_to_message_id, None)
+        if asked is not None:
+            yield asked, lambda reply=reply: _content(reply)  # type: ignore[misc]
 
 
 def _content(reply: Message) -> Payload:
@@ -77,22 +76,35 @@ def _content(reply: Message) -> Payload:
     raise BarterError(f"Flower's error {code}: {reason.strip().splitlines()[-1] if reason.strip() else 'no reason'}")
 
 
-def hello(grid: Grid, config: str, nodes: Sequence[int], timeout: float) -> dict[int, Payload]:
-    """What these nodes say of themselves; an error where one says that it cannot take part."""
-    pending = ask(grid, {node: {"ask": "hello", "config": config} for node in nodes}, "query.hello", timeout)
-    said, deadline = {}, time.monotonic() + timeout
-    while pending and time.monotonic() < deadline:
-        for node, answer in replies(grid, pending):
+class Hellos:
+    """What nodes say of themselves, asked as they come."""
+
+    def __init__(self, grid: Grid, config: str, timeout: float) -> None:
+        self.grid, self.config, self.timeout = grid, config, timeout
+        self.pending: dict[str, int] = {}
+        self.said: dict[int, Payload] = {}
+        self.refused: dict[int, str] = {}
+
+    def poll(self, nodes: Iterable[int]) -> dict[int, Payload]:
+        """Ask those of these nodes that were not asked; what came since the last time."""
+        for node in set(nodes) - self.said.keys() - self.refused.keys() - set(self.pending.values()):
+            message = ask(self.grid, node, {"ask": "hello", "config": self.config}, "query.hello", self.timeout)
+            if message is not None:
+                self.pending[message] = node
+        new: dict[int, Payload] = {}
+        for node, answer in replies(self.grid, self.pending):
             try:
                 tree = answer()
+                if "error" in tree:
+                    raise BarterError(str(tree["error"]))
+                new[node] = tree["hello"]
             except Lost as lost:
-                log.warning("node %s did not say hello: %s", node, lost)
-                continue
-            if "error" in tree:
-                raise BarterError(str(tree["error"]))
-            said[node] = tree["hello"]
-        time.sleep(POLL_SECONDS)
-    return said
+                log.warning("node %s did not say hello: %s", node, lost)  # it is asked again
+            except Exception as error:  # a stranger's words
+                self.refused[node] = str(error)
+                log.warning("node %s is not let in: %s", node, error)
+        self.said |= new
+        return new
 
 
 class FlowerEngine(BaseEngine):
@@ -113,8 +125,7 @@ class FlowerEngine(BaseEngine):
         super().__init__(algorithm, seed=seed, min_clients=min_clients, monitor=monitor)
         self.grid, self.session, self.timeout = grid, session, timeout
         self.members = {member.id: member for member in members}
-        self.rejoin: Callable[[Sequence[int]], dict[int, str]] = lambda nodes: {}  # names of nodes not seen before
-        self._strangers: set[int] = set()
+        self.rejoin: Callable[[set[int]], dict[int, str]] = lambda nodes: {}  # the names of nodes not seen before
         self._evaluations: dict[int, Payload] = {}
         # Evaluation rides on the reply to the method that an algorithm names last.
         self._last = list(algorithm.crosses)[-1]
@@ -178,7 +189,7 @@ class FlowerEngine(BaseEngine):
         arrived = self.wire.carry(answer, method, k, "up")
         if reply.get("evaluation") is not None:
             require_kind(reply["evaluation"], self.algorithm.evaluate)
-            self._evaluations[k] = reply["evaluation"]
+            self._evaluations[k] = self.wire.carry(reply["evaluation"], EVALUATE, k, "up")
         return arrived
 
     def _failure(self, k: int, method: str, error: Exception) -> Failure:
@@ -192,26 +203,20 @@ class FlowerEngine(BaseEngine):
         A site that Flower lost is asked again when it is back; it is waited for only if too few others answer.
         """
         deadline = time.monotonic() + self.timeout
-        pending: dict[str, int] = {}
+        pending: dict[str, int] = {}  # message -> client
         waiting: dict[int, str] = dict.fromkeys(requests, "the site is offline")  # not asked yet, or lost; and why
         tries = dict.fromkeys(requests, 0)
         done = 0
         while waiting or pending:
             left = deadline - time.monotonic()
-            if waiting and left > 0:
-                nodes = self._present([k for k in waiting if tries[k] < TRIES])
-                again = {k: nodes[k] for k in waiting if k in nodes and tries[k] < TRIES}
-                for message, node in ask(
-                    self.grid, {node: requests[k] for k, node in again.items()}, "train.call", left
-                ).items():
-                    k = next(k for k, at in again.items() if at == node)
-                    if tries[k]:
-                        log.warning("site %s is asked again", self.members[k].name)
-                    pending[message], tries[k] = node, tries[k] + 1
+            for k, node in self._present([k for k in waiting if tries[k] < TRIES]).items() if left > 0 else ():
+                if tries[k]:
+                    log.warning("site %s is asked again", self.members[k].name)
+                message = ask(self.grid, node, requests[k], "train.call", left)
+                if message is not None:
+                    pending[message], tries[k] = k, tries[k] + 1
                     del waiting[k]
-            members = {self.members[k].node: k for k in requests}
-            for node, answer in replies(self.grid, pending):
-                k = members[node]
+            for k, answer in replies(self.grid, pending):
                 try:
                     tree = answer()
                 except Lost as lost:
@@ -229,20 +234,21 @@ class FlowerEngine(BaseEngine):
             time.sleep(POLL_SECONDS)
         for k, why in waiting.items():
             yield k, lambda why=why: _again(Lost(why))  # type: ignore[misc]
-        for node in pending.values():
+        for k in pending.values():
             late = Lost(f"no answer in time, which is {self.timeout:g} s")
-            yield members[node], lambda late=late: _again(late)  # type: ignore[misc]
+            yield k, lambda late=late: _again(late)  # type: ignore[misc]
 
     def _present(self, wanted: Sequence[int]) -> dict[int, int]:
         """The nodes of those of these clients that are online; who came back under a new number is found by name."""
+        if not wanted:
+            return {}
         online = set(self.grid.get_node_ids())
-        if any(self.members[k].node not in online for k in wanted):
-            strangers = online - self._strangers - {member.node for member in self.members.values()}
-            self._strangers |= strangers
-            by_name = {member.name: member for member in self.members.values()}
-            for node, name in self.rejoin(sorted(strangers)).items():
-                if name in by_name:
-                    by_name[name].node = node
+        away = {self.members[k].name: self.members[k] for k in wanted if self.members[k].node not in online}
+        if away:
+            strangers = online - {member.node for member in self.members.values()}
+            for node, name in self.rejoin(strangers).items():
+                if name in away:
+                    away[name].node = node
         return {k: self.members[k].node for k in wanted if self.members[k].node in online}
 
 

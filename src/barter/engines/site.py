@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from barter.runs import checkpoint
 __all__ = ["Site"]
 
 EVALUATE = "evaluate"
+RUN = re.compile(r"[0-9a-f]{16}")
 
 
 class Site:
@@ -93,9 +95,12 @@ class Site:
         """Be the client of this session, with the memory it had when the server's last finished round was done."""
         if self.session == session and self.stamp == self._written():
             return
+        if not RUN.fullmatch(str(session["run"])):
+            raise CheckpointError(f"{session['run']!r} is no name of a run")
         self.engine, self.precision = self.settle(session)
         self.session, self.round, self.key, self.reply, self.unseen = session, 0, [], None, None
-        self.stamp, found = self._written(), self._find(session)
+        found = self._find(session)
+        self.stamp = self._written()
         if found is None:
             return
         state, notes = found
@@ -111,19 +116,27 @@ class Site:
             self.unseen = None if state["unseen"] is None else tuple(state["unseen"])
 
     def _find(self, session: Payload) -> tuple[Payload, dict[str, str]] | None:
-        """What is remembered of the run: the newest that the server's checkpoint knows of too."""
-        rounds = []
+        """What is remembered of the run: the newest that the server's checkpoint knows of too.
+
+        What the server took back is forgotten, so that it cannot be mistaken for the start of a round.
+        """
+        known, rounds = dict(session["history"]), []
         for path in (self._now, self._start):
             if path.exists():
                 state, notes = checkpoint.read(path, torch.device("cpu"))
-                if notes["attempt"] == session["attempt"] or 0 < int(notes["round"]) <= session["finished"]:
+                attempt, round = notes["attempt"], int(notes["round"])
+                if attempt == session["attempt"] or 0 < round <= known.get(attempt, 0):
+                    if path == self._start:
+                        path.rename(self._now)
                     return state, notes
                 rounds.append(notes["round"])
-        if rounds and session["finished"]:
+        if rounds and any(known.values()):
             raise CheckpointError(
-                f"the server goes on behind round {session['finished']}, this site remembers rounds "
-                f"{', '.join(sorted(rounds))} of run {session['run']}: start a new run"
+                f"the server goes on behind round {max(known.values())}, and all that this site remembers of the run "
+                f"is of rounds {', '.join(sorted(rounds))} that were taken back: start a new run"
             )
+        for path in (self._now, self._start):
+            path.unlink(missing_ok=True)
         return None
 
     @property

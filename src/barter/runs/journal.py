@@ -17,6 +17,8 @@ from barter.runs.record import Round
 
 __all__ = ["Journal", "follow"]
 
+START = 120.0  # seconds that the other process has to write its first line
+
 
 class Journal(Monitor):
     """Writes down what a watcher would show."""
@@ -91,8 +93,11 @@ def _alive(process: int) -> bool:
 
 
 def _lines(path: Path, check: Callable[[], None]) -> Iterator[tuple[str, Any]]:
+    deadline = time.monotonic() + START
     while not path.exists():
         check()
+        if time.monotonic() > deadline:
+            raise BarterError(f"the server did not start: there is no {path} after {START:g} s")
         time.sleep(0.1)
     with path.open() as file:
         line = ""
