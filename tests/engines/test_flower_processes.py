@@ -54,14 +54,18 @@ def test_a_run_on_this_machine_is_the_run_of_one_process(tmp_path: Path, place: 
     assert not left_behind(tmp_path)
 
 
-def left_behind(folder: Path) -> list[str]:
-    """Processes of a deployment that still run: each has the folder in its environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if f"FLWR_HOME={folder}".encode() in (path / "environ").read_bytes() and int(path.name) != os.getpid():
-                found.append((path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-    return found
+def left_behind(folder: Path, patience: float = 20) -> list[str]:
+    """Processes of a deployment that still run after a while: each has the folder in its environment."""
+    deadline = time.monotonic() + patience
+    while True:
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if f"FLWR_HOME={folder}".encode() in (path / "environ").read_bytes() and int(path.name) != os.getpid():
+                    found.append((path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.5)
 
 
 def processes(*words: str) -> list[int]:
