@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import stat
+import subprocess
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ from cryptography import x509
 
 from barter.cli import main
 from barter.config import read, resolve
-from barter.supervise import load_setup
+from barter.supervise import FLOWER, load_setup
 
 INIT = ["flower", "init"]
 SITES = ["--sites", "north, south", "--address", "fl.example.org:8443"]
@@ -47,6 +50,18 @@ def test_init_writes_all_that_a_deployment_needs(tmp_path: Path, capsys: pytest.
     readme = (folder / "README.md").read_text()
     assert "$" not in readme
     assert f"barter flower start {folder}" in readme
+
+
+def test_what_flower_bundles_holds_nothing_of_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    assert main([*INIT, str(folder), *SITES]) == 0
+    (folder / "run").mkdir()
+    (folder / "run" / "metrics.jsonl").write_text("secret")
+    command, env = ["flwr", "build", "--app", str(folder)], {**os.environ, **FLOWER}
+    built = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    (bundle,) = tmp_path.glob("*.fab")
+    names = {name for name in zipfile.ZipFile(bundle).namelist() if not name.startswith(".info")}
+    assert names == {"pyproject.toml"}, built.stdout
 
 
 def test_sites_may_share_the_data_of_the_run(tmp_path: Path) -> None:

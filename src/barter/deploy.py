@@ -202,6 +202,7 @@ def init(folder: Path, config: Config, sites: Sequence[Mapping[str, Any]], addre
         raise ConfigError(f"certificates.sh failed, is openssl installed? {made.stderr.strip()}")
     for site in sites:
         site_folder(folder, {"superlink": address, **site})
+    write_connection(folder, int(port), insecure=False)
 
 
 def write_app(folder: Path, config: Config, client_app: str) -> None:
@@ -209,6 +210,15 @@ def write_app(folder: Path, config: Config, client_app: str) -> None:
     (folder / "run.toml").write_text(tomli_w.dumps({**plain(config), "engine": "flower"}))
     values = {"folder": folder, "out": folder / "run", "client_app": client_app}
     (folder / "pyproject.toml").write_text(Template(_template("pyproject.toml")).substitute(values))
+
+
+def write_connection(folder: Path, port: int, *, insecure: bool) -> None:
+    """How Flower's commands reach the SuperLink of this machine."""
+    home = folder / ".flower"
+    home.mkdir(mode=0o700, exist_ok=True)
+    certificate = {"root-certificates": str(folder / "certificates" / "ca.crt")}
+    connection = {"address": f"127.0.0.1:{port}", **({"insecure": True} if insecure else certificate)}
+    (home / "config.toml").write_text(tomli_w.dumps({"superlink": {"default": "barter", "barter": connection}}))
 
 
 def _template(name: str) -> str:
@@ -241,11 +251,7 @@ class Coordinator:
         self.port = free_port() if simulation else _port(self.folder)
         self.home, certificates = self.folder / ".flower", self.folder / "certificates"
         self.env = {**os.environ, **FLOWER, "FLWR_HOME": str(self.home)}
-        self.home.mkdir(mode=0o700, exist_ok=True)
-        certificate = {"root-certificates": str(certificates / "ca.crt")}
-        connection = {"address": f"127.0.0.1:{self.port}", **({"insecure": True} if insecure else certificate)}
-        flower = {"superlink": {"default": "barter", "barter": connection}}
-        (self.home / "config.toml").write_text(tomli_w.dumps(flower))
+        write_connection(self.folder, self.port, insecure=insecure)
         (self.folder / "logs").mkdir(exist_ok=True)
         command = [sys.executable, "-m", "barter.gate", "--host", host, "--port", str(self.port)]
         command += ["--disable-runtime-dependency-installation"]
