@@ -266,6 +266,7 @@ def flower_start(
         _flower("loopback").coordinate(folder, host, watcher, insecure=insecure)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped; `barter flower start {folder}` continues") from None
+    watcher.console.print(f"run folder: {folder / 'run'}")
 
 
 @app.command()
