@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import socket
@@ -40,12 +41,15 @@ __all__ = ["Coordinator", "app", "conduct", "init", "site_folder", "write_app"]
 
 ROSTER = "sites.json"
 PATIENCE = 120.0  # seconds that sites have to come at least: they load data first
+log = logging.getLogger("barter")
 app = ServerApp()
 
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """What Flower's SuperLink runs."""
+    log.setLevel(logging.INFO)
+    log.addHandler(logging.StreamHandler(sys.stdout))  # which `flwr run --stream` shows
     folder = Path(str(context.run_config["folder"]))
     journal = Journal(folder / "journal.jsonl")
     try:
@@ -97,6 +101,7 @@ def conduct(grid: Grid, config: Config, out: Path, journal: Journal) -> Experime
     journal.note("begin", experiment.round)
     for record in experiment.rounds(config.rounds):
         journal.note("round", record.to_json())
+        log.info("round %d of %d: %.0f s", record.round, config.rounds, record.seconds["round"])
     journal.note("done", experiment.round)
     return experiment
 
