@@ -158,7 +158,7 @@ def resnet18(source: str, rows: list[Row]) -> None:
 
 def htfe(source: str, rows: list[Row]) -> None:
     peer_like = federation(Local(), source, "htfe-10", 10, size=128, device="cuda")
-    ours, first = barter_rate(source, "htfe-10", 10, 4, size=128, device="cuda")
+    ours, first = barter_rate(source, "htfe-10", 10, 1, size=128, device="cuda")
     rows.append(row("HtFE-10, 128 px", peer_rate(peer_like, 0.5), ours, None, first))
 
 
