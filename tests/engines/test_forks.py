@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 from typing import Any
@@ -88,6 +89,24 @@ def test_a_process_that_cannot_write_goes_no_further(monkeypatch: pytest.MonkeyP
 
 def test_a_process_that_brings_nothing_home_is_a_death() -> None:
     assert work_of({0: lambda: os._exit(0)}) == {0: (None, "its process ended with 0")}
+
+
+def test_memory_that_is_freed_and_taken_again_is_not_fetched_from_the_system_each_time() -> None:
+    def step() -> None:
+        kept = [torch.ones(5_000_000) for _ in range(3)]  # 20 MB each
+        del kept
+
+    def faults() -> float:
+        for _ in range(3):
+            step()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(5):
+            step()
+        return float(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+    pages = 5 * 3 * 20_000_000 / resource.getpagesize()
+    home, _ = work_of({0: faults})[0]
+    assert home < pages / 20
 
 
 def test_a_payload_that_may_not_go_down_is_that_clients_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ __all__ = ["cnn", "convnet", "fedfree_cnn", "small_cnn", "small_mlp", "small_res
 
 def _conv(inputs: int, outputs: int, *, stride: int = 1, groups: int = 1, kernel: int = 3) -> nn.Sequential:
     convolution = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False)
-    return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU())
+    return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
 
 
 def _body(*layers: nn.Module) -> nn.Sequential:
@@ -51,7 +51,7 @@ class _Residual(nn.Module):
         self.shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.second(self.first(x)) + self.shortcut(x))
+        return torch.relu_(self.second(self.first(x)) + self.shortcut(x))
 
 
 def small_resnet(spec: Spec) -> Classifier:
@@ -70,7 +70,7 @@ def small_separable(spec: Spec) -> Classifier:
 def small_mlp(spec: Spec) -> Classifier:
     """No convolution at all: one hidden layer, 256 features."""
     inputs = spec.channels * spec.height * spec.width
-    layers = [nn.Linear(inputs, 256), nn.BatchNorm1d(256), nn.ReLU()]
+    layers = [nn.Linear(inputs, 256), nn.BatchNorm1d(256), nn.ReLU(inplace=True)]
     return _measured(nn.Sequential(nn.Flatten(), *layers), spec)
 
 
@@ -81,14 +81,15 @@ def convnet(spec: Spec) -> Classifier:
     for block in range(3):
         # 28 x 28 images are padded to 32 x 32 by the first convolution, as DM does.
         padding = 3 if block == 0 and spec.height == 28 else 1
-        layers += [nn.Conv2d(channels, 128, 3, padding=padding), nn.BatchNorm2d(128), nn.ReLU(), nn.AvgPool2d(2)]
+        layers += [nn.Conv2d(channels, 128, 3, padding=padding), nn.BatchNorm2d(128)]
+        layers += [nn.ReLU(inplace=True), nn.AvgPool2d(2)]
         channels = 128
     return _measured(_body(*layers), spec)
 
 
 def _two_convolutions(spec: Spec) -> list[nn.Module]:
-    first = [nn.Conv2d(spec.channels, 32, 5), nn.ReLU(), nn.MaxPool2d(2)]
-    return [*first, nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2)]
+    first = [nn.Conv2d(spec.channels, 32, 5), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
+    return [*first, nn.Conv2d(32, 64, 5), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
 
 
 def _flat_width(spec: Spec) -> int:
@@ -98,12 +99,12 @@ def _flat_width(spec: Spec) -> int:
 
 def cnn(spec: Spec) -> Classifier:
     """The CNN of FedAvg as HtFLlib has it: two 5x5 convolutions, 512 features."""
-    body = _body(*_two_convolutions(spec)).extend([nn.Linear(_flat_width(spec), 512), nn.ReLU()])
+    body = _body(*_two_convolutions(spec)).extend([nn.Linear(_flat_width(spec), 512), nn.ReLU(inplace=True)])
     return _measured(body, spec)
 
 
 def fedfree_cnn(spec: Spec) -> Classifier:
     """The CNN of FedFree, two convolutions and three linear layers: 3,233,930 parameters at 3x32x32, 10 classes."""
     width = _flat_width(spec)
-    hidden = [nn.Linear(width, 1600), nn.ReLU(), nn.Linear(1600, 384), nn.ReLU()]
+    hidden = [nn.Linear(width, 1600), nn.ReLU(inplace=True), nn.Linear(1600, 384), nn.ReLU(inplace=True)]
     return _measured(_body(*_two_convolutions(spec)).extend(hidden), spec)
