@@ -297,7 +297,10 @@ def test_a_failing_client_is_status_1_with_its_traceback(tmp_path: Path) -> None
 
 def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "barter", "run", "--out", str(out), "--set", "rounds=50"]
+    # A shell has what it runs in the background ignore interrupts, and that would be inherited.
+    again = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    run = "from barter.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", again + run, "run", "--out", str(out), "--set", "rounds=50"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 60
         while not (out / "config.toml").exists() and time.monotonic() < deadline:

@@ -29,6 +29,7 @@ from barter.engines.base import BaseEngine
 from barter.engines.local import LocalEngine
 from barter.engines.parking import budget
 from barter.models import families, zoo
+from barter.models.fused import fuse
 from barter.runs.folder import RunFolder
 from barter.runs.record import Round
 
@@ -98,6 +99,7 @@ class Experiment:
             monitor=monitor,
             streams=streams,
             device_memory=memory,
+            tune=fuse,
         )
         self._begin(config, server, engine, self.task.global_test, out, resume)
 

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "engines": {"engines", "runs", "core"},
     "config": {"core", "data", "algorithms"},
     "experiment": {"config", "engines", "runs", "data", "models", "algorithms", "core"},
-    "sites": {"config", "experiment", "engines", "data", "core"},
+    "sites": {"config", "experiment", "engines", "data", "models", "core"},
     "simulation": {"config", "sites", "engines"},
     "supervise": {"config", "sites", "engines", "core"},
     "deploy": {"config", "experiment", "sites", "supervise", "engines", "runs", "core"},

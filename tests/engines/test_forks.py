@@ -93,7 +93,7 @@ def test_a_process_that_brings_nothing_home_is_a_death() -> None:
 
 def test_memory_that_is_freed_and_taken_again_is_not_fetched_from_the_system_each_time() -> None:
     def step() -> None:
-        kept = [torch.ones(5_000_000) for _ in range(3)]  # 20 MB each
+        kept = [torch.ones(10_000_000) for _ in range(3)]  # 40 MB each
         del kept
 
     def faults() -> float:
@@ -104,7 +104,7 @@ def test_memory_that_is_freed_and_taken_again_is_not_fetched_from_the_system_eac
             step()
         return float(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
-    pages = 5 * 3 * 20_000_000 / resource.getpagesize()
+    pages = 5 * 3 * 40_000_000 / resource.getpagesize()
     home, _ = work_of({0: faults})[0]
     assert home < pages / 20
 

@@ -64,7 +64,8 @@ def prepared(pixels: Tensor, spec: Spec, augment: Augment) -> Tensor:
     mean, std = statistics(spec, pixels.device, 255.0)
     x = (_augmented(pixels, augment).float() - mean) / std
     if x.shape[-2:] != spec.shape[1:]:
-        x = F.interpolate(x, spec.shape[1:], mode="bilinear", antialias=True)
+        shrunk = x.shape[-2] > spec.height or x.shape[-1] > spec.width
+        x = F.interpolate(x, spec.shape[1:], mode="bilinear", antialias=shrunk)
     return x.contiguous(memory_format=torch.channels_last)
 
 

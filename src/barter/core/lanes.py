@@ -17,7 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from torch import nn
 __all__ = ["Lane", "breathe", "current", "footprint", "keep", "kept", "rest", "take_over", "take_turns"]
 
 M = TypeVar("M", bound=nn.Module)
+Tune: TypeAlias = Callable[[nn.Module], object]
 
 STRIDE = 4  # steps between two looks at how far the device has come
 AHEAD = 4  # how many such looks the host may be ahead
@@ -41,9 +42,11 @@ class Stopped(BaseException):
 class Lane:
     """A stream of a CUDA device, and what is kept there."""
 
-    def __init__(self, device: torch.device, room: int) -> None:
+    def __init__(self, device: torch.device, room: int, *, tune: Tune | None = None, urgent: bool = False) -> None:
         self.device, self.room = device, room  # bytes that the modules kept here may take
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.tune = tune  # what makes a module faster that is to be kept here
+        # What is urgent goes first wherever the device has to choose.
+        self.stream = torch.cuda.Stream(device, priority=-1 if urgent else 0)  # type: ignore[no-untyped-call]
         self.pool = torch.cuda.graph_pool_handle()  # graphs of one lane never run at once and can share their memory
         self.generator = torch.Generator(device)
         self.modules: OrderedDict[Hashable, nn.Module] = OrderedDict()
@@ -168,6 +171,8 @@ def kept(name: Hashable, make: Callable[[], M]) -> M:
         return make()
     if name not in lane.modules:
         module = make()
+        if lane.tune is not None:
+            lane.tune(module)
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
                 # A graph writes behind torch's back: this memory must not be shared copy on write. Of memory that is

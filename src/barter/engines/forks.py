@@ -27,6 +27,8 @@ from barter.core.payload import Payload, isolate, pack, unpack
 
 __all__ = ["Job", "one_thread", "possible", "side_by_side"]
 
+# Looked up here: a forked process may not wait for the loader's lock, which nobody is left to release.
+MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # as malloc.h numbers them
 STEP = struct.Struct("d")
 LENGTH = struct.Struct("Q")
@@ -161,11 +163,9 @@ def _keep_memory() -> None:
     A training step frees and takes the same memory again and again. By default the C library gives much of it back to
     the system in between, and then a fifth of the step goes into page faults.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return
-    mallopt(TRIM_THRESHOLD, 2**31 - 1)
-    mallopt(MMAP_THRESHOLD, 2**30) or mallopt(MMAP_THRESHOLD, 2**25)  # older C libraries refuse the first
+    if MALLOPT is not None:
+        MALLOPT(TRIM_THRESHOLD, 2**31 - 1)
+        MALLOPT(MMAP_THRESHOLD, 2**30) or MALLOPT(MMAP_THRESHOLD, 2**25)  # older C libraries refuse the first
 
 
 def _address(tensor: Tensor) -> tuple[Any, ...]:

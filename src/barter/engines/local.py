@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor
 from barter.core import lanes, seeds
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Failure, Replies
-from barter.core.lanes import Lane
+from barter.core.lanes import Lane, Tune
 from barter.core.nodes import Client, Monitor
 from barter.core.payload import Payload, leaves
 from barter.engines import forks
@@ -54,6 +55,7 @@ class LocalEngine(BaseEngine):
         monitor: Monitor | None = None,
         streams: int = 1,
         device_memory: int = 0,
+        tune: Tune | None = None,
     ) -> None:
         super().__init__(algorithm, seed=seed, min_clients=min_clients, monitor=monitor)
         self.clients = clients
@@ -69,8 +71,11 @@ class LocalEngine(BaseEngine):
         if device.type == "cuda":
             # A quarter of the memory is for modules that lanes keep; see Parking for clients between their turns.
             width = min(streams, len(clients))
-            self.lanes = [Lane(device, device_memory // 8 // width) for _ in range(width)]
-            self.home = Lane(device, device_memory // 8)
+            loads = [self._load(k) for k in clients]
+            # Networks much larger than the others would be the last to finish: they get lanes that go first.
+            urgent = min(sum(load > 1.5 * statistics.fmean(loads) for load in loads), width // 2)
+            self.lanes = [Lane(device, device_memory // 8 // width, tune=tune, urgent=i < urgent) for i in range(width)]
+            self.home = Lane(device, device_memory // 8, tune=tune)
 
     @property
     def client_ids(self) -> Sequence[int]:
@@ -148,15 +153,19 @@ class LocalEngine(BaseEngine):
     def _on_streams(self, turns: Mapping[int, Callable[[], None]]) -> None:
         """The largest first, each on the lane where least is to be done yet, best one that has its graphs."""
         load, seats = [0] * len(self.lanes), [[] for _ in self.lanes]  # type: list[int], list[list[Callable[[], None]]]
-        for k in sorted(turns, key=lambda k: -len(self.clients[k].data)):
+        for k in sorted(turns, key=lambda k: -self._load(k)):
             name = ("model", self.clients[k].architecture)
             at = min(range(len(load)), key=lambda i: (load[i], name not in self.lanes[i].modules, i))
-            load[at] += len(self.clients[k].data)
+            load[at] += self._load(k)
             seats[at].append(turns[k])
         # Until all are done, nothing that a client may read is given back: another lane might take its memory.
         held = [leaf for k in turns for leaf in self.clients[k].holdings()]
         lanes.take_turns(self.lanes, seats)
         held.clear()
+
+    def _load(self, k: int) -> int:
+        """How much there is to do for a client, roughly: its images times the size of its network."""
+        return len(self.clients[k].data) * lanes.footprint(self.clients[k].model)
 
     def _by_core(self, clients: int) -> bool:
         """Whether each of so many clients computes on one core; fewer than half as many as cores have all of them."""

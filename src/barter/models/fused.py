@@ -1,0 +1,191 @@
+"""Networks as they are, with kernels of our own for the normalisation of images on a GPU.
+
+`fuse` makes a module's containers hand a batch normalisation what comes right behind it: the activation, and the sum of
+a residual block. Parameters, buffers, names, modes and hooks stay as they are; so do the values, up to rounding.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+from typing import TypeAlias, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.models.googlenet import BasicConv2d
+from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
+from torchvision.ops.misc import Conv2dNormActivation
+
+__all__ = ["Norm", "fuse"]
+
+M = TypeVar("M", bound=nn.Module)
+
+Activation: TypeAlias = tuple[str, float]  # its name, and the slope on its negative side
+
+NONE: Activation = ("none", 0.0)
+RELU: Activation = ("relu", 0.0)
+NAMES: dict[type[nn.Module], str] = {
+    nn.ReLU: "relu",
+    nn.ReLU6: "relu6",
+    nn.SiLU: "silu",
+    nn.Hardswish: "hardswish",
+    nn.LeakyReLU: "leaky",
+}
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda z: z,
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "silu": F.silu,
+    "hardswish": F.hardswish,
+}
+
+
+class Norm(nn.BatchNorm2d):
+    """act(batch_norm(x) + added)."""
+
+    arrived: Tensor  # what the kernels count with: zeros between any two of them
+
+    def forward(self, x: Tensor, added: Tensor | None = None, act: Activation = NONE) -> Tensor:
+        launch = _launch() if self._fits(x, added, act) else None
+        if launch is None:
+            y = super().forward(x)
+            return activated(y if added is None else y + added, act)
+        tracked = None
+        if self.running_mean is not None:
+            tracked = self.running_mean, self.running_var, self.num_batches_tracked
+        settings = self.training or tracked is None, self.momentum or 0.0, self.eps, *act
+        return launch.batch_norm(x, self.weight, self.bias, added, tracked, self.arrived, settings)  # type: ignore[no-any-return]
+
+    def _fits(self, x: Tensor, added: Tensor | None, act: Activation) -> bool:
+        """Whether the kernels can do it: nothing out of the way is asked for."""
+        if not x.is_cuda or x.device != self.arrived.device or not _by_pixel(x):
+            return False
+        if added is not None:
+            alike = added.shape == x.shape and added.dtype == x.dtype and act == RELU
+            if not alike or not added.is_contiguous(memory_format=torch.channels_last):
+                return False
+        if self.training or self.running_mean is None:
+            return x.numel() > x.shape[1] and (self.momentum is not None or self.running_mean is None)
+        return not (torch.is_grad_enabled() and self.weight is not None and self.weight.requires_grad)
+
+
+class _MaxPool(nn.MaxPool2d):
+    def forward(self, x: Tensor) -> Tensor:
+        size, stride, padding, dilation = (
+            v if isinstance(v, int) else 0 for v in (self.kernel_size, self.stride, self.padding, self.dilation)
+        )
+        fits = size and stride and dilation == 1 and not self.return_indices and isinstance(self.padding, int)
+        launch = _launch() if fits and size <= 3 and x.is_cuda and _by_pixel(x) and x.shape[1] % 8 == 0 else None
+        if launch is None:
+            return super().forward(x)  # type: ignore[no-any-return]
+        shape = tuple(_windows(side, size, stride, padding, self.ceil_mode) for side in x.shape[2:])
+        return launch.max_pool(x, size, stride, padding, shape)  # type: ignore[no-any-return]
+
+
+def _windows(side: int, size: int, stride: int, padding: int, ceil: bool) -> int:
+    """How many windows there are along a side, as torch counts them: each must begin inside of it or its left edge."""
+    count = (side + 2 * padding - size + (stride - 1 if ceil else 0)) // stride + 1
+    return count - 1 if ceil and (count - 1) * stride >= side + padding else count
+
+
+def _by_pixel(x: Tensor) -> bool:
+    """Whether the kernels can read this: images whose channels lie next to each other."""
+    whole = x.dim() == 4 and 0 < x.numel() < 2**31 and x.dtype in (torch.bfloat16, torch.float32)
+    return whole and x.is_contiguous(memory_format=torch.channels_last)
+
+
+def activated(z: Tensor, act: Activation) -> Tensor:
+    """The activation, as torch does it."""
+    name, slope = act
+    return F.leaky_relu(z, slope) if name == "leaky" else FUNCTIONS[name](z)
+
+
+class _Sequential(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        layers = list(self)
+        while layers:
+            layer = layers.pop(0)
+            act = _behind(layer, layers)
+            x = layer(x) if act is None else layer(x, act=act)
+            del layers[: act is not None]
+        return x
+
+
+def _behind(layer: nn.Module, rest: list[nn.Module]) -> Activation | None:
+    """The activation that a normalisation can take over from the next layer, if nobody looks in between."""
+    if not isinstance(layer, Norm) or not rest or type(rest[0]) not in NAMES:
+        return None
+    if layer._forward_hooks or rest[0]._forward_hooks or rest[0]._forward_pre_hooks:
+        return None
+    return NAMES[type(rest[0])], getattr(rest[0], "negative_slope", 0.0)
+
+
+class _BasicBlock(BasicBlock):  # type: ignore[misc]
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv2(self.bn1(self.conv1(x), act=RELU))
+        out: Tensor = self.bn2(y, x if self.downsample is None else self.downsample(x), RELU)
+        return out
+
+
+class _Bottleneck(Bottleneck):  # type: ignore[misc]
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv3(self.bn2(self.conv2(self.bn1(self.conv1(x), act=RELU)), act=RELU))
+        out: Tensor = self.bn3(y, x if self.downsample is None else self.downsample(x), RELU)
+        return out
+
+
+class _ResNet(ResNet):  # type: ignore[misc]
+    def _forward_impl(self, x: Tensor) -> Tensor:
+        x = self.maxpool(self.bn1(self.conv1(x), act=RELU))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        return self.fc(self.avgpool(x).flatten(1))  # type: ignore[no-any-return]
+
+
+class _BasicConv2d(BasicConv2d):  # type: ignore[misc]
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.bn(self.conv(x), act=RELU)
+        return out
+
+
+FUSED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.BatchNorm2d: Norm,
+    nn.MaxPool2d: _MaxPool,
+    nn.Sequential: _Sequential,
+    Conv2dNormActivation: _Sequential,
+    BasicBlock: _BasicBlock,
+    Bottleneck: _Bottleneck,
+    ResNet: _ResNet,
+    BasicConv2d: _BasicConv2d,
+}
+
+
+def fuse(module: M) -> M:
+    """The module itself, its parts now of the kinds above."""
+    for part in module.modules():
+        blocks = isinstance(part, BasicBlock | Bottleneck | ResNet | BasicConv2d)
+        if not blocks or all(isinstance(n, nn.BatchNorm2d) for at, n in part.named_children() if "bn" in at):
+            part.__class__ = FUSED.get(type(part), type(part))
+    for part in module.modules():
+        if isinstance(part, Norm) and "arrived" not in vars(part):
+            device = next((t.device for t in (*part.parameters(), *part.buffers())), torch.device("cpu"))
+            part.arrived = torch.zeros(-(-part.num_features // 16), dtype=torch.int32, device=device)
+    return module
+
+
+@cache
+def _launch() -> ModuleType | None:
+    """The kernels, if they can be compiled here."""
+    try:
+        from barter.models import launch
+
+        x = torch.zeros(2, 8, 2, 2, device="cuda").contiguous(memory_format=torch.channels_last)
+        arrived = torch.zeros(1, dtype=torch.int32, device="cuda")
+        launch.batch_norm(x, None, None, None, None, arrived, (True, 0.0, 1e-5, *NONE))
+    except (ImportError, RuntimeError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        warnings.warn(f"normalisation runs on PyTorch's slower kernels: {reason}", RuntimeWarning, stacklevel=2)
+        return None
+    return launch
