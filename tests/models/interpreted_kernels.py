@@ -55,6 +55,16 @@ def test_what_is_not_a_number_stays_visible() -> None:
     assert y.isnan().nonzero()[:, :2].tolist() == [[0, 3]]
 
 
+def test_an_infinite_gradient_that_does_not_pass_leaves_nothing() -> None:
+    x, arrived = images(4, 8, 3, 3).requires_grad_(), torch.zeros(1, dtype=torch.int32)
+    for act in ("relu", "relu6"):
+        y = launch.batch_norm(x, None, None, None, None, arrived, (True, 0.0, 1e-5, act, 0.0))
+        dy = torch.ones_like(y)
+        dy[y == 0] = float("inf")
+        (dx,) = torch.autograd.grad(y, x, dy)
+        assert dx.isfinite().all()
+
+
 def test_a_large_mean_does_not_cost_the_variance() -> None:
     x = images(64, 8, 4, 4) + 1000
     y = launch.batch_norm(x, None, None, None, None, torch.zeros(1, dtype=torch.int32), (True, 0.0, 1e-5, "none", 0.0))
@@ -64,6 +74,15 @@ def test_a_large_mean_does_not_cost_the_variance() -> None:
 @pytest.mark.parametrize("window", WINDOWS)
 def test_pooling_is_torchs(window: tuple[int, int, int, bool]) -> None:
     pooled(launch, window, ("cpu", torch.float32))
+
+
+def test_only_what_is_added_may_want_a_gradient_of_a_gradient() -> None:
+    x, added = images(4, 8, 3, 3), images(4, 8, 3, 3, seed=1).requires_grad_()
+    arrived = torch.zeros(1, dtype=torch.int32)
+    y = launch.batch_norm(x, None, None, added, None, arrived, (True, 0.0, 1e-5, "relu", 0.0))
+    (g,) = torch.autograd.grad(y.square().sum(), added, create_graph=True)
+    assert torch.equal(g, 2 * y)
+    assert g.requires_grad
 
 
 @pytest.mark.parametrize("added", [True, False])

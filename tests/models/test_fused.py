@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torchvision
 from torch import Tensor, nn
 
 from barter.core import lanes
@@ -155,6 +156,69 @@ def test_hooks_see_what_they_saw() -> None:
     assert torch.equal(network[:1](x), seen[0])
 
 
+@pytest.mark.parametrize("at", ["bn1", "layer1.0.relu", "layer2.0.bn2"])
+def test_hooks_in_a_block_see_what_they_saw(at: str) -> None:
+    seen: list[Tensor] = []
+    plain = torchvision.models.resnet18(num_classes=10).eval()
+    plain.get_submodule(at).register_forward_hook(lambda module, inputs, output: seen.append(output.clone()))
+    other = fuse(copy.deepcopy(plain))
+    x = images(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(plain(x), other(x))
+    half = len(seen) // 2
+    assert half > 0
+    assert all(torch.equal(a, b) for a, b in zip(seen[:half], seen[half:], strict=True))
+
+
+class Other(nn.BatchNorm2d):
+    """A normalisation of somebody's own."""
+
+
+@pytest.mark.parametrize("change", ["silu", "norm", "no norm"])
+def test_blocks_that_were_changed_stay_as_they_are(change: str) -> None:
+    torch.manual_seed(0)
+    plain = torchvision.models.resnet18(num_classes=10, norm_layer=Other if change == "norm" else None)
+    for part in [part for part in plain.modules() if hasattr(part, "relu")]:
+        if change == "silu":
+            part.relu = nn.SiLU()
+        if change == "no norm":
+            part.bn1 = nn.Identity()
+    x = images(4, 3, 32, 32)
+    assert torch.equal(plain(x), fuse(copy.deepcopy(plain))(x))
+
+
+def test_what_the_kernels_cannot_do_is_left_to_torch() -> None:
+    def fits(norm: nn.BatchNorm2d, **changes: Any) -> bool:
+        contiguous = {"is_contiguous": lambda memory_format: True, "dim": lambda: 4, "numel": lambda: 256}
+        shape = torch.Size((4, 8, 4, 2))
+        x: Any = SimpleNamespace(
+            is_cuda=True, device=norm.weight.device, dtype=torch.float32, shape=shape, **contiguous
+        )
+        for name, value in changes.items():
+            setattr(x, name, value)
+        return fuse(norm)._fits(x, None, RELU)  # type: ignore[operator]
+
+    assert fits(nn.BatchNorm2d(8))
+    assert fits(nn.BatchNorm2d(8, track_running_stats=False))
+    assert not fits(nn.BatchNorm2d(16)), "another number of channels"
+    assert not fits(nn.BatchNorm2d(8, momentum=None))
+    assert not fits(nn.BatchNorm2d(8), dtype=torch.float64)
+    assert not fits(nn.BatchNorm2d(8), is_contiguous=lambda memory_format: False)
+    assert not fits(nn.BatchNorm2d(8), numel=lambda: 8), "one value per channel"
+    assert not fits(nn.BatchNorm2d(8), is_cuda=False)
+    assert not fits(nn.BatchNorm2d(8), device=torch.device("meta"))
+    still = nn.BatchNorm2d(8)
+    still.track_running_stats = False
+    assert not fits(still)
+    assert not fits(nn.BatchNorm2d(8).eval()), "its weights are trained"
+    assert fits(nn.BatchNorm2d(8).eval().requires_grad_(False))
+    bias = nn.BatchNorm2d(8).eval()
+    bias.weight.requires_grad_(False)
+    assert not fits(bias)
+    with torch.no_grad():
+        assert fits(nn.BatchNorm2d(8).eval())
+
+
 def test_without_a_compiler_torch_does_it_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "barter.models.launch", None)
     monkeypatch.delattr("barter.models.launch", raising=False)
@@ -176,6 +240,11 @@ def test_kernels_on_a_gpu(precision: torch.dtype) -> None:
             assert normalised(launch, shape, "silu", False, training, like) < near
             assert normalised(launch, shape, "relu", True, training, like) < near
     pooled(launch, (3, 2, 1, False), like)
+    x = torch.ones(100, 64, 112, 112, device="cuda", dtype=precision).contiguous(memory_format=LAST).requires_grad_()
+    y = launch.max_pool(x, 3, 2, 1, (56, 56))  # more rows of tiles than a grid has in its second dimension
+    y.backward(torch.ones_like(y))
+    assert x.grad is not None
+    assert float(x.grad.float().sum()) == y.numel()
 
 
 @cuda

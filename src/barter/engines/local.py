@@ -71,9 +71,11 @@ class LocalEngine(BaseEngine):
         if device.type == "cuda":
             # A quarter of the memory is for modules that lanes keep; see Parking for clients between their turns.
             width = min(streams, len(clients))
-            loads = [self._load(k) for k in clients]
+            # How much there is to do for each client, roughly: its images times the size of its network.
+            self.loads = {k: len(client.data) * lanes.footprint(client.model) for k, client in clients.items()}
             # Networks much larger than the others would be the last to finish: they get lanes that go first.
-            urgent = min(sum(load > 1.5 * statistics.fmean(loads) for load in loads), width // 2)
+            much = 1.5 * statistics.fmean(self.loads.values())
+            urgent = min(sum(load > much for load in self.loads.values()), width // 2)
             self.lanes = [Lane(device, device_memory // 8 // width, tune=tune, urgent=i < urgent) for i in range(width)]
             self.home = Lane(device, device_memory // 8, tune=tune)
 
@@ -153,19 +155,15 @@ class LocalEngine(BaseEngine):
     def _on_streams(self, turns: Mapping[int, Callable[[], None]]) -> None:
         """The largest first, each on the lane where least is to be done yet, best one that has its graphs."""
         load, seats = [0] * len(self.lanes), [[] for _ in self.lanes]  # type: list[int], list[list[Callable[[], None]]]
-        for k in sorted(turns, key=lambda k: -self._load(k)):
+        for k in sorted(turns, key=lambda k: -self.loads[k]):
             name = ("model", self.clients[k].architecture)
             at = min(range(len(load)), key=lambda i: (load[i], name not in self.lanes[i].modules, i))
-            load[at] += self._load(k)
+            load[at] += self.loads[k]
             seats[at].append(turns[k])
         # Until all are done, nothing that a client may read is given back: another lane might take its memory.
         held = [leaf for k in turns for leaf in self.clients[k].holdings()]
         lanes.take_turns(self.lanes, seats)
         held.clear()
-
-    def _load(self, k: int) -> int:
-        """How much there is to do for a client, roughly: its images times the size of its network."""
-        return len(self.clients[k].data) * lanes.footprint(self.clients[k].model)
 
     def _by_core(self, clients: int) -> bool:
         """Whether each of so many clients computes on one core; fewer than half as many as cores have all of them."""

@@ -46,13 +46,15 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Norm(nn.BatchNorm2d):
     """act(batch_norm(x) + added)."""
 
-    arrived: Tensor  # what the kernels count with: zeros between any two of them
+    arrived: Tensor | None = None  # what the kernels count with: zeros between any two of them
 
     def forward(self, x: Tensor, added: Tensor | None = None, act: Activation = NONE) -> Tensor:
         launch = _launch() if self._fits(x, added, act) else None
         if launch is None:
             y = super().forward(x)
-            return activated(y if added is None else y + added, act)
+            if added is not None:
+                y += added
+            return activated(y, act)
         tracked = None
         if self.running_mean is not None:
             tracked = self.running_mean, self.running_var, self.num_batches_tracked
@@ -61,15 +63,21 @@ class Norm(nn.BatchNorm2d):
 
     def _fits(self, x: Tensor, added: Tensor | None, act: Activation) -> bool:
         """Whether the kernels can do it: nothing out of the way is asked for."""
-        if not x.is_cuda or x.device != self.arrived.device or not _by_pixel(x):
+        if self.arrived is None or not x.is_cuda or x.device != self.arrived.device or not _by_pixel(x):
             return False
+        if x.shape[1] != self.num_features:
+            return False  # torch says so
         if added is not None:
             alike = added.shape == x.shape and added.dtype == x.dtype and act == RELU
             if not alike or not added.is_contiguous(memory_format=torch.channels_last):
                 return False
-        if self.training or self.running_mean is None:
-            return x.numel() > x.shape[1] and (self.momentum is not None or self.running_mean is None)
-        return not (torch.is_grad_enabled() and self.weight is not None and self.weight.requires_grad)
+        if self.running_mean is None:
+            return x.numel() > x.shape[1]
+        if self.training:
+            usual = self.track_running_stats and self.num_batches_tracked is not None and self.momentum is not None
+            return usual and x.numel() > x.shape[1]
+        trained = any(p is not None and p.requires_grad for p in (self.weight, self.bias))
+        return not (torch.is_grad_enabled() and trained)
 
 
 class _MaxPool(nn.MaxPool2d):
@@ -118,13 +126,21 @@ def _behind(layer: nn.Module, rest: list[nn.Module]) -> Activation | None:
     """The activation that a normalisation can take over from the next layer, if nobody looks in between."""
     if not isinstance(layer, Norm) or not rest or type(rest[0]) not in NAMES:
         return None
-    if layer._forward_hooks or rest[0]._forward_hooks or rest[0]._forward_pre_hooks:
+    if _watched(layer, rest[0]):
         return None
     return NAMES[type(rest[0])], getattr(rest[0], "negative_slope", 0.0)
 
 
+def _watched(*layers: nn.Module) -> bool:
+    """Whether somebody's hooks look at what these layers see."""
+    kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    return any(getattr(layer, kind) for layer in layers for kind in kinds)
+
+
 class _BasicBlock(BasicBlock):  # type: ignore[misc]
     def forward(self, x: Tensor) -> Tensor:
+        if _watched(self.bn1, self.bn2, self.relu):
+            return super().forward(x)  # type: ignore[no-any-return]
         y = self.conv2(self.bn1(self.conv1(x), act=RELU))
         out: Tensor = self.bn2(y, x if self.downsample is None else self.downsample(x), RELU)
         return out
@@ -132,6 +148,8 @@ class _BasicBlock(BasicBlock):  # type: ignore[misc]
 
 class _Bottleneck(Bottleneck):  # type: ignore[misc]
     def forward(self, x: Tensor) -> Tensor:
+        if _watched(self.bn1, self.bn2, self.bn3, self.relu):
+            return super().forward(x)  # type: ignore[no-any-return]
         y = self.conv3(self.bn2(self.conv2(self.bn1(self.conv1(x), act=RELU)), act=RELU))
         out: Tensor = self.bn3(y, x if self.downsample is None else self.downsample(x), RELU)
         return out
@@ -139,6 +157,8 @@ class _Bottleneck(Bottleneck):  # type: ignore[misc]
 
 class _ResNet(ResNet):  # type: ignore[misc]
     def _forward_impl(self, x: Tensor) -> Tensor:
+        if _watched(self.bn1, self.relu):
+            return super()._forward_impl(x)  # type: ignore[no-any-return]
         x = self.maxpool(self.bn1(self.conv1(x), act=RELU))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return self.fc(self.avgpool(x).flatten(1))  # type: ignore[no-any-return]
@@ -146,6 +166,8 @@ class _ResNet(ResNet):  # type: ignore[misc]
 
 class _BasicConv2d(BasicConv2d):  # type: ignore[misc]
     def forward(self, x: Tensor) -> Tensor:
+        if _watched(self.bn):
+            return super().forward(x)  # type: ignore[no-any-return]
         out: Tensor = self.bn(self.conv(x), act=RELU)
         return out
 
@@ -164,15 +186,22 @@ FUSED: dict[type[nn.Module], type[nn.Module]] = {
 
 def fuse(module: M) -> M:
     """The module itself, its parts now of the kinds above."""
+    device = next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
     for part in module.modules():
-        blocks = isinstance(part, BasicBlock | Bottleneck | ResNet | BasicConv2d)
-        if not blocks or all(isinstance(n, nn.BatchNorm2d) for at, n in part.named_children() if "bn" in at):
-            part.__class__ = FUSED.get(type(part), type(part))
-    for part in module.modules():
-        if isinstance(part, Norm) and "arrived" not in vars(part):
-            device = next((t.device for t in (*part.parameters(), *part.buffers())), torch.device("cpu"))
+        if type(part) in FUSED and not _otherwise(part):
+            part.__class__ = FUSED[type(part)]
+        if isinstance(part, Norm) and part.arrived is None:
             part.arrived = torch.zeros(-(-part.num_features // 16), dtype=torch.int32, device=device)
     return module
+
+
+def _otherwise(part: nn.Module) -> bool:
+    """Whether a block has another normalisation, or another activation, than the one it is known with."""
+    if not isinstance(part, BasicBlock | Bottleneck | ResNet | BasicConv2d):
+        return False
+    norms = [child for name, child in part.named_children() if name in ("bn", "bn1", "bn2", "bn3")]
+    others = [norm for norm in norms if type(norm) not in (nn.BatchNorm2d, Norm)]
+    return bool(others) or type(getattr(part, "relu", None)) not in (nn.ReLU, type(None))
 
 
 @cache
@@ -184,8 +213,8 @@ def _launch() -> ModuleType | None:
         x = torch.zeros(2, 8, 2, 2, device="cuda").contiguous(memory_format=torch.channels_last)
         arrived = torch.zeros(1, dtype=torch.int32, device="cuda")
         launch.batch_norm(x, None, None, None, None, arrived, (True, 0.0, 1e-5, *NONE))
-    except (ImportError, RuntimeError, OSError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # a compiler fails in many ways
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         warnings.warn(f"normalisation runs on PyTorch's slower kernels: {reason}", RuntimeWarning, stacklevel=2)
         return None
     return launch

@@ -33,19 +33,19 @@ def _activated(z, ACT: tl.constexpr, slope):
 
 
 @triton.jit
-def _slope_at(z, ACT: tl.constexpr, slope):
-    """The activation's derivative."""
+def _before(g, z, ACT: tl.constexpr, slope):
+    """The gradient before the activation, from the one behind it: of what did not pass nothing, be it infinite."""
     if ACT == 1:
-        return tl.where(z > 0, 1.0, 0.0)
+        return tl.where(z > 0, g, 0.0)
     elif ACT == 2:
-        return tl.where(z > 0, 1.0, slope)
+        return tl.where(z > 0, g, g * slope)
     elif ACT == 3:
-        return tl.where((z > 0) & (z < 6), 1.0, 0.0)
+        return tl.where((z > 0) & (z < 6), g, 0.0)
     elif ACT == 4:
         s = 1 / (1 + tl.exp(-z))
-        return s * (1 + z * (1 - s))
+        return g * s * (1 + z * (1 - s))
     else:
-        return tl.where(z < -3, 0.0, tl.where(z <= 3, z / 3 + 0.5, 1.0))
+        return tl.where(z < -3, 0.0, tl.where(z <= 3, g * (z / 3 + 0.5), g))
 
 
 @triton.jit
@@ -177,7 +177,7 @@ def backward_sums(
             z = x
             if AFFINE:
                 z = x * weight[None, :] + bias[None, :]
-            g = g * _slope_at(z, ACT, slope)
+            g = _before(g, z, ACT, slope)
         g = tl.where(mask, g, 0.0)
         total += g
         products += g * x
@@ -222,7 +222,7 @@ def backward(
             z = x
             if AFFINE:
                 z = x * weight[None, :] + bias[None, :]
-            g = g * _slope_at(z, ACT, slope)
+            g = _before(g, z, ACT, slope)
         if TRAIN:
             g = g - total[None, :] - x * products[None, :]
         tl.store(dx_ptr + place, (g * scale[None, :]).to(dx_ptr.dtype.element_ty), mask=mask)
@@ -235,8 +235,8 @@ def max_pool(
 ):
     """The largest value of each window of K x K, and which of them it was."""
     c = units * UNIT
-    columns = tl.program_id(0) * BC + tl.arange(0, BC)
-    at = tl.program_id(1) * BM + tl.arange(0, BM)
+    columns = tl.program_id(1) * BC + tl.arange(0, BC)
+    at = tl.program_id(0) * BM + tl.arange(0, BM)
     n, row, column = at // (p * q), at // q % p, at % q
     written = (at < m)[:, None] & (columns < c)[None, :]
     best = tl.full((BM, BC), float("-inf"), tl.float32)
@@ -262,8 +262,8 @@ def max_pool_backward(
 ):
     """Every pixel gathers the gradients of the windows that it won."""
     c = units * UNIT
-    columns = tl.program_id(0) * BC + tl.arange(0, BC)
-    at = tl.program_id(1) * BM + tl.arange(0, BM)
+    columns = tl.program_id(1) * BC + tl.arange(0, BC)
+    at = tl.program_id(0) * BM + tl.arange(0, BM)
     n, y, x = at // (height * width), at // width % height, at % width
     written = (at < m)[:, None] & (columns < c)[None, :]
     total = tl.zeros((BM, BC), tl.float32)

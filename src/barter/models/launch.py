@@ -117,7 +117,8 @@ def _differentiable(ctx: Any, dy: Tensor) -> list[Tensor | None]:
         value = z * passed if passed is not None else activated(z, (act, slope))
         inputs = [x, weight, bias]
         wanted = [t for t in inputs if t is not None and t.requires_grad]
-        found = dict(zip(map(id, wanted), torch.autograd.grad(value, wanted, dy, create_graph=True), strict=True))
+        gradients = torch.autograd.grad(value, wanted, dy, create_graph=True) if wanted else ()
+        found = dict(zip(map(id, wanted), gradients, strict=True))
     return [*(found.get(id(t)) for t in inputs), dy * passed if passed is not None else None]
 
 
@@ -143,10 +144,10 @@ class _MaxPool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, kernel: int, stride: int, padding: int, shape: tuple[int, int]) -> Tensor:
         n, c, height, width = x.shape
-        y = x.new_empty((n, c, *shape)).contiguous(memory_format=torch.channels_last)
+        y = torch.empty((n, c, *shape), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
         winner = torch.empty_like(y, dtype=torch.uint8)
         cut, window = _Grid(y, POOLING), {"K": kernel, "STRIDE": stride, "PAD": padding}
-        grid = cut.blocks, triton.cdiv(cut.m, cut.high)
+        grid = triton.cdiv(cut.m, cut.high), cut.blocks  # the first may be large, the second not
         kernels.max_pool[grid](x, y, winner, cut.m, cut.units, height, width, *shape, **cut.tiles, **window)
         ctx.save_for_backward(x, winner)
         ctx.window = window
@@ -158,7 +159,7 @@ class _MaxPool(torch.autograd.Function):
         if torch.is_grad_enabled():  # somebody wants the gradient of this gradient
             return _scattered(dy, winner, x, **ctx.window), None, None, None, None
         dx, cut, shape = torch.empty_like(x), _Grid(x, POOLING), (*x.shape[2:], *winner.shape[2:])
-        grid, dy = (cut.blocks, triton.cdiv(cut.m, cut.high)), dy.contiguous(memory_format=torch.channels_last)
+        grid, dy = (triton.cdiv(cut.m, cut.high), cut.blocks), dy.contiguous(memory_format=torch.channels_last)
         kernels.max_pool_backward[grid](dy, winner, dx, cut.m, cut.units, *shape, **cut.tiles, **ctx.window)
         return dx, None, None, None, None
 
