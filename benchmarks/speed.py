@@ -5,10 +5,10 @@
     python benchmarks/speed.py --data npz:cifar100.npz
 
 `peers` is how the libraries of this field train: one client after the other, batches sent from the host, fp32, eager,
-PyTorch's defaults. `ceiling` is a bare captured graph per client on streams of its own, without data or metrics. What
-barter reaches is measured inside a run, in its second round or later, from the seconds of its record. Without --data
-the images are random: speed does not depend on them. Prints a
-Markdown table and writes a JSON and a picture.
+PyTorch's defaults. `ceiling` is a bare captured graph per client on streams of its own, on PyTorch's kernels, without
+data or metrics. What barter reaches is measured inside a run, in its second round or later, from the seconds of its
+record. Without --data the images are random: speed does not depend on them. Prints a Markdown table and writes a JSON
+and a picture.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from barter import DFFKE, Experiment, FedAvg, Local
 from barter.data.partition import Iid
 from barter.data.task import Data
 from barter.models import zoo
+from barter.models.fused import fuse
 
 BATCH = 100
 Row = dict[str, Any]
@@ -110,41 +111,81 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def ceiling(name: str, spec: Any, clients: int, replays: int = 60) -> float:
-    """Images per second of bare graphs replayed on a stream each."""
-    graphs = []
-    for _ in range(clients):
-        model = zoo.build(name, spec).cuda().to(memory_format=torch.channels_last).train()
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-5, fused=True, capturable=True)
-        x = torch.randn(BATCH, *spec.shape, device="cuda").contiguous(memory_format=torch.channels_last)
-        y = torch.randint(spec.classes, (BATCH,), device="cuda")
+def bare_graph(name: str, spec: Any, *, fused: bool) -> Row:
+    """A training step of a new network on a fixed batch, captured on a stream of its own."""
+    model = zoo.build(name, spec).cuda().to(memory_format=torch.channels_last).train()
+    if fused:
+        fuse(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-5, fused=True, capturable=True)
+    x = torch.randn(BATCH, *spec.shape, device="cuda").contiguous(memory_format=torch.channels_last)
+    y = torch.randint(spec.classes, (BATCH,), device="cuda")
 
-        def step(model: nn.Module = model, optimizer: Any = optimizer, x: Any = x, y: Any = y) -> None:
-            optimizer.zero_grad()
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
 
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                step()
-            optimizer.zero_grad()
-            torch.cuda.synchronize()
-            graph.capture_begin()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
             step()
-            graph.capture_end()
-        graphs.append((graph, stream, model, optimizer, x, y))
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        graph.capture_begin()
+        step()
+        graph.capture_end()
+    return {"graph": graph, "stream": stream, "kept": (model, optimizer, x, y)}
+
+
+def ceiling(name: str, spec: Any, clients: int, replays: int = 60, *, fused: bool = False) -> float:
+    """Images per second of bare graphs replayed on a stream each."""
+    graphs = [bare_graph(name, spec, fused=fused) for _ in range(clients)]
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(replays):
-        for graph, stream, *_ in graphs:
-            with torch.cuda.stream(stream):
-                graph.replay()
+        for bare in graphs:
+            with torch.cuda.stream(bare["stream"]):
+                bare["graph"].replay()
     torch.cuda.synchronize()
     return replays * clients * BATCH / (time.perf_counter() - start)
+
+
+KINDS = {  # by what a kernel's name contains
+    "convolution": ("wgrad", "dgrad", "fprop", "implicit_gemm", "convolution"),
+    "normalisation": ("batch_norm",),
+    "optimizer": ("fusedoptimizer",),
+    "elementwise": ("elementwise",),
+}
+
+
+OURS = ("statistics", "forward", "backward_sums", "backward")
+
+
+def kind_of(kernel: str) -> str:
+    if kernel in OURS:
+        return "normalisation"
+    return next((kind for kind, parts in KINDS.items() if any(part in kernel.lower() for part in parts)), "other")
+
+
+def kernels(source: str, found: Row) -> None:
+    """Microseconds of a step by kind of kernel, one after the other, and how fast ten such graphs are side by side."""
+    spec = federation(Local(), source, "resnet18-3x3", 10, device="cuda").task.spec
+    found["kernels"] = {}
+    for name, fused in (("PyTorch's kernels", False), ("our own", True)):
+        graph = bare_graph("resnet18-3x3", spec, fused=fused)["graph"]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            graph.replay()
+            torch.cuda.synchronize()
+        spent = dict.fromkeys([*KINDS, "other"], 0.0)
+        for event in profile.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                spent[kind_of(event.name)] += event.device_time
+        spent["images_per_second"] = ceiling("resnet18-3x3", spec, 10, fused=fused)
+        found["kernels"][name] = spent
+        sys.stderr.write(json.dumps({name: spent}) + "\n")
 
 
 def resnet18(source: str, rows: list[Row]) -> None:
@@ -294,6 +335,10 @@ def table(rows: list[Row], found: Row) -> str:
     for budget, kept in found.get("memory", {}).items():
         lines += ["", f"100 ResNet-18 clients, device_memory {budget}: peak {kept['peak_gib']:.1f} GiB, "]
         lines[-1] += f"{kept['parked']} parked, a round {kept['seconds']['round']:.1f} s."
+    for name, spent in found.get("kernels", {}).items():
+        kinds = ", ".join(f"{kind} {us:.0f}" for kind, us in spent.items() if kind != "images_per_second")
+        lines += ["", f"A step of ResNet-18 (3x3 stem, 32 px) on {name}, microseconds: {kinds}; ten side by side: "]
+        lines[-1] += f"{spent['images_per_second']:,.0f} images a second."
     if "precision" in found:
         lines += ["", "| precision | global, by seed | own, by seed | seconds a round |", "|---|---|---|---|"]
         for name, values in found["precision"].items():
@@ -320,7 +365,7 @@ def picture(found: Row, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sections = ["resnet18", "htfe", "small", "round", "clients", "memory", "precision", "cpu"]
+    sections = ["resnet18", "htfe", "small", "kernels", "round", "clients", "memory", "precision", "cpu"]
     default = sections[:-2] if torch.cuda.is_available() else ["cpu"]
     parser.add_argument("--sections", nargs="+", choices=sections, default=default)
     parser.add_argument("--data", help="a source of 32 px images, such as npz:cifar100.npz; random images without it")
@@ -342,6 +387,7 @@ def main() -> None:
             "resnet18": lambda: resnet18(images, rows),
             "htfe": lambda: htfe(few, rows),
             "small": lambda: small(images, rows),
+            "kernels": lambda: kernels(few, found),
             "round": lambda: dffke_round(images, found),
             "clients": lambda: by_clients(Path(folder), found),
             "memory": lambda: memory(images, found),

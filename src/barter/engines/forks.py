@@ -161,7 +161,7 @@ def _keep_memory() -> None:
     """What is freed in this process stays with it, as its end is near.
 
     A training step frees and takes the same memory again and again. By default the C library gives much of it back to
-    the system in between, and then a fifth of the step goes into page faults.
+    the system in between, and then much of the step goes into page faults.
     """
     if MALLOPT is not None:
         MALLOPT(TRIM_THRESHOLD, 2**31 - 1)
