@@ -291,8 +291,9 @@ def cpu(folder: Path, rows: list[Row]) -> None:
     The plain loop has a process of its own, as a script would. The three ways take turns and each has the median of its
     eight turns, for what else a machine does comes and goes.
     """
-    for side, images, epochs in ((8, 4000, 20), (28, 2000, 5)):
+    for side, images, epochs in ((8, 4000, 20), (28, 2000, 5), (28, 10_000, 2)):
         source = random_images(folder, side, 1, 10, images, 100)
+        steps = epochs * images // 5 // BATCH
         both = [federation(Local(tau=None, max_epochs=epochs), source, "small-5", 5, **CPU) for _ in range(2)]
         both[1].engine.cores = 1  # one client after the other, all cores inside each kernel
         turns: list[tuple[float, ...]] = []
@@ -305,7 +306,8 @@ def cpu(folder: Path, rows: list[Row]) -> None:
                 )
         peers, side_by_side, serially = (statistics.median(rates) for rates in zip(*turns[1:], strict=True))
         first = epochs * images / turns[0][1]
-        found = row(f"5 small CNNs, {side} px, {torch.get_num_threads()} cores", peers, side_by_side, None, first)
+        work = f"5 small CNNs, {side} px, {steps} steps a turn, {torch.get_num_threads()} cores"
+        found = row(work, peers, side_by_side, None, first)
         rows.append({**found, "one_after_the_other": serially})
 
 
