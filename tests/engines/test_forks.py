@@ -71,6 +71,37 @@ def test_a_process_that_dies_is_named() -> None:
     assert home[2] == (None, "its process ended with 3")
 
 
+def test_a_process_takes_one_turn_after_the_other() -> None:
+    sizes = dict(enumerate([1000, 10, 500, 0, 2000, 3]))
+    jobs = {k: (lambda n=n: {"pid": os.getpid(), "x": torch.arange(n)}) for k, n in sizes.items()}
+    home = work_of(jobs)
+    assert len({tree["pid"] for tree, _ in home.values()}) == 2
+    assert os.getpid() not in {tree["pid"] for tree, _ in home.values()}
+    assert all(torch.equal(home[k][0]["x"], torch.arange(n)) for k, n in sizes.items())
+
+
+def test_after_a_death_another_process_goes_on() -> None:
+    jobs: dict[int, Any] = {0: os.getpid, 1: lambda: os._exit(4), 2: os.getpid, 3: os.getpid}
+    home = work_of(jobs, width=1)
+    assert list(home) == [0, 1, 2, 3]
+    assert home[1] == (None, "its process ended with 4")
+    assert home[0][0] != home[2][0] == home[3][0]
+    assert [death for _, death in home.values()] == ["", "its process ended with 4", "", ""]
+
+
+def test_no_process_and_no_file_is_left_behind() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        work_of({k: (lambda k=k: k) for k in range(5)})
+        turns = {k: Job(lambda: 1, []) for k in range(4)}
+        half = side_by_side(turns, 2, lambda _: None, lambda _: None)
+        next(half)
+        half.close()  # as after an interrupt
+    assert set(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
 def test_a_process_that_cannot_write_goes_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         def write(self, text: str) -> int:

@@ -1,20 +1,22 @@
-"""Clients side by side on the cores of a CPU: each takes its turn in a process of its own, and its memory comes home.
+"""Clients side by side on the cores of a CPU: they take their turns in other processes, and their memory comes home.
 
 A forked process sees all that this one holds and computes with one thread, so what it returns is to the bit what the
-turn would have given here. What it returns is a payload: tensors that it did not touch are only named.
+turn would have given here. What it returns is a payload: tensors that it did not touch are only named. For the time of
+one call there is a process for each core, which takes one turn after the other: only the first finds its memory cold.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import signal
 import struct
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
@@ -30,6 +32,7 @@ __all__ = ["Job", "one_thread", "possible", "side_by_side"]
 # Looked up here: a forked process may not wait for the loader's lock, which nobody is left to release.
 MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # as malloc.h numbers them
+KEY = struct.Struct("q")
 STEP = struct.Struct("d")
 LENGTH = struct.Struct("Q")
 
@@ -78,37 +81,67 @@ class Reporter:
             os._exit(1)  # nobody waits for this turn any more
 
 
+class Worker:
+    """A forked process, and how to talk to it."""
+
+    def __init__(self, pid: int, orders: int, reports: int, result: int) -> None:
+        self.pid, self.orders, self.reports = pid, orders, reports
+        self.result = result  # memory that ends with its last user
+        self.busy: int | None = None  # with which job
+
+    def take(self, key: int) -> None:
+        """Begin with a job."""
+        self.busy = key
+        with suppress(BrokenPipeError):  # if the process is gone, its reports end, and that is seen
+            os.write(self.orders, KEY.pack(key))
+
+    def dismiss(self) -> None:
+        """There is nothing more to do."""
+        os.close(self.orders)
+        self.orders, self.busy = -1, None
+
+    def bury(self) -> int:
+        """How the process ended."""
+        for end in (self.orders, self.reports, self.result):
+            if end >= 0:
+                os.close(end)
+        return os.waitpid(self.pid, 0)[1]
+
+
 def side_by_side(
     jobs: Mapping[int, Job], width: int, begin: Callable[[Reporter], None], advance: Callable[[float], None]
 ) -> Iterator[tuple[int, Payload | None, str]]:
     """What each job returned, as they finish: (key, result, "") or (key, None, why its process died)."""
-    waiting = list(jobs.items())
-    running: dict[int, tuple[int, int, int, list[Tensor]]] = {}  # pipe -> key, process, result, known tensors
+    known = {k: _shared(job.known) for k, job in jobs.items()}
+    waiting, crew = list(jobs), {}  # type: list[int], dict[int, Worker]
     try:
-        while waiting or running:
-            while waiting and len(running) < width:
-                k, job = waiting.pop(0)
-                result, known = os.memfd_create("barter"), _shared(job.known)  # memory that ends with its last user
-                pid, pipe = _fork(job.work, known, result, begin)
-                running[pipe] = (k, pid, result, known)
-            for pipe in _ready(running):
-                told = os.read(pipe, 64 * STEP.size)
+        while waiting or crew:
+            while waiting and len(crew) < width:
+                worker = _fork(jobs, known, list(crew.values()), begin)
+                crew[worker.reports] = worker
+                worker.take(waiting.pop(0))
+            for pipe in _ready(crew):
+                worker, told = crew[pipe], os.read(pipe, 64 * STEP.size)
                 for (amount,) in STEP.iter_unpack(told):
-                    advance(amount)
+                    if not math.isnan(amount):
+                        advance(amount)
+                        continue
+                    k, worker.busy = worker.busy, None
+                    assert k is not None
+                    home = _load(worker.result, known[k])
+                    if waiting:
+                        worker.take(waiting.pop(0))
+                    else:
+                        worker.dismiss()
+                    yield k, home, ""
                 if not told:
-                    k, pid, result, known = running.pop(pipe)
-                    os.close(pipe)
-                    status = os.waitpid(pid, 0)[1]
-                    returned = status == 0 and os.fstat(result).st_size > 0
-                    home = _load(result, known) if returned else None
-                    os.close(result)
-                    yield k, home, "" if returned else _cause(status)
+                    died, status = crew.pop(pipe).busy, worker.bury()
+                    if died is not None:
+                        yield died, None, _cause(status)
     finally:
-        for pipe, (_, pid, result, _) in running.items():
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            os.close(pipe)
-            os.close(result)
+        for worker in crew.values():
+            os.kill(worker.pid, signal.SIGKILL)
+            worker.bury()
 
 
 def _ready(pipes: Iterable[int]) -> list[int]:
@@ -126,26 +159,37 @@ def _shared(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _fork(
-    work: Callable[[], Payload], known: list[Tensor], result: int, begin: Callable[[Reporter], None]
-) -> tuple[int, int]:
+    jobs: Mapping[int, Job],
+    known: Mapping[int, list[Tensor]],
+    others: list[Worker],
+    begin: Callable[[Reporter], None],
+) -> Worker:
     sys.stdout.flush()
     sys.stderr.flush()
-    reading, writing = os.pipe()
+    (listening, orders), (reports, telling) = os.pipe(), os.pipe()
+    result = os.memfd_create("barter")
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     pid = os.fork()
     if pid:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.close(writing)
-        return pid, reading
+        os.close(listening)
+        os.close(telling)
+        return Worker(pid, orders, reports, result)
     status = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt is for the process this one came from
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.close(reading)
+        # Whoever holds an end of a pipe keeps it open.
+        for end in (orders, reports, *(end for worker in others for end in (worker.orders, worker.reports))):
+            if end >= 0:
+                os.close(end)
         torch.set_num_threads(1)
         _keep_memory()
-        begin(Reporter(writing))
-        _save(result, work(), known)
+        begin(Reporter(telling))
+        while order := os.read(listening, KEY.size):
+            (k,) = KEY.unpack(order)
+            _save(result, jobs[k].work(), known[k])
+            os.write(telling, STEP.pack(math.nan))  # done
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -158,7 +202,7 @@ def _fork(
 
 
 def _keep_memory() -> None:
-    """What is freed in this process stays with it, as its end is near.
+    """What is freed in this process stays with it until its end, which is near.
 
     A training step frees and takes the same memory again and again. By default the C library gives much of it back to
     the system in between, and then much of the step goes into page faults.
@@ -178,6 +222,8 @@ def _save(result: int, tree: Payload, known: list[Tensor]) -> None:
     names = {name: places[_address(t)] for name, t in tensors.items() if _address(t) in places}
     head = json.dumps({"header": header, "known": names}).encode()
     fresh = save({name: t.clone() for name, t in tensors.items() if name not in names})
+    os.truncate(result, 0)
+    os.lseek(result, 0, os.SEEK_SET)
     with open(result, "wb", closefd=False) as file:
         for part in (LENGTH.pack(len(head)), head, fresh):
             file.write(part)

@@ -174,7 +174,7 @@ class LocalEngine(BaseEngine):
         return clients > 1 and self._by_core(clients) and self._cost.get(method, math.inf) > FORK_SECONDS
 
     def _on_cores(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> Iterator[tuple[int, Callable[[], Any]]]:
-        """Turns in processes of their own, the longest first; how to get each answer, as they come home."""
+        """Turns in other processes, the longest first; how to get each answer, as they come home."""
         start, jobs = time.perf_counter(), {}
         for k in sorted(args, key=lambda k: (-self._took.get((method, k), 0.0), -len(self.clients[k].data))):
             try:
