@@ -98,8 +98,9 @@ def test_kernels_as_triton_interprets_them() -> None:
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-def test_every_kernel_compiles_for_a_gpu() -> None:
+def test_every_kernel_compiles_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     triton = pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
