@@ -109,11 +109,11 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path, monkeypatch: pytest.Mon
     tile = {"UNIT": 8, "BM": 64, "BC": 64}
     window = {"K": 3, "STRIDE": 2, "PAD": 1}
     work = [(kernels.statistics, {"STAGES": 3, "TRACKED": True})]
-    for act in (1, 2, 4):
+    for act in ("none", "relu", "silu"):
         work += [
-            (kernels.forward, {"ACT": act, "AFFINE": True, "ADDED": act == 1}),
-            (kernels.backward_sums, {"STAGES": 3, "ACT": act, "AFFINE": True, "ADDED": act == 1}),
-            (kernels.backward, {"ACT": act, "AFFINE": True, "TRAIN": act != 2}),
+            (kernels.forward, {"ACT": act, "AFFINE": act != "none", "ADDED": act == "relu"}),
+            (kernels.backward_sums, {"STAGES": 3, "ACT": act, "AFFINE": True, "ADDED": act == "relu"}),
+            (kernels.backward, {"ACT": act, "AFFINE": True, "TRAIN": act != "none"}),
         ]
     work += [(kernels.max_pool, window), (kernels.max_pool_backward, window)]
     pointers = {"arrived_ptr": "*i32", "count_ptr": "*i64", "winner_ptr": "*u8"}

@@ -126,7 +126,7 @@ def side_by_side(
                     if not math.isnan(amount):
                         advance(amount)
                         continue
-                    k, worker.busy = worker.busy, None
+                    k = worker.busy
                     assert k is not None
                     home = _load(worker.result, known[k])
                     if waiting:

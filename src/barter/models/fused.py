@@ -82,15 +82,12 @@ class Norm(nn.BatchNorm2d):
 
 class _MaxPool(nn.MaxPool2d):
     def forward(self, x: Tensor) -> Tensor:
-        size, stride, padding, dilation = (
-            v if isinstance(v, int) else 0 for v in (self.kernel_size, self.stride, self.padding, self.dilation)
-        )
-        fits = size and stride and dilation == 1 and not self.return_indices and isinstance(self.padding, int)
-        launch = _launch() if fits and size <= 3 and x.is_cuda and _by_pixel(x) and x.shape[1] % 8 == 0 else None
-        if launch is None:
-            return super().forward(x)  # type: ignore[no-any-return]
-        shape = tuple(_windows(side, size, stride, padding, self.ceil_mode) for side in x.shape[2:])
-        return launch.max_pool(x, size, stride, padding, shape)  # type: ignore[no-any-return]
+        usual = self.dilation == 1 and not self.return_indices and x.is_cuda and _by_pixel(x) and x.shape[1] % 8 == 0
+        match self.kernel_size, self.stride, self.padding:
+            case int(size), int(stride), int(padding) if usual and size <= 3 and (launch := _launch()) is not None:
+                shape = tuple(_windows(side, size, stride, padding, self.ceil_mode) for side in x.shape[2:])
+                return launch.max_pool(x, size, stride, padding, shape)  # type: ignore[no-any-return]
+        return super().forward(x)  # type: ignore[no-any-return]
 
 
 def _windows(side: int, size: int, stride: int, padding: int, ceil: bool) -> int:

@@ -19,15 +19,15 @@ import triton.language as tl
 
 @triton.jit
 def _activated(z, ACT: tl.constexpr, slope):
-    if ACT == 1:
+    if ACT == "relu":
         z = tl.where(z <= 0, 0.0, z)  # what is not a number stays so
-    elif ACT == 2:
+    elif ACT == "leaky":
         z = tl.where(z > 0, z, z * slope)
-    elif ACT == 3:
+    elif ACT == "relu6":
         z = tl.where(z <= 0, 0.0, tl.where(z >= 6, 6.0, z))
-    elif ACT == 4:
+    elif ACT == "silu":
         z = z / (1 + tl.exp(-z))
-    elif ACT == 5:
+    elif ACT == "hardswish":
         z = z * tl.where(z <= -3, 0.0, tl.where(z >= 3, 6.0, z + 3)) / 6
     return z
 
@@ -35,17 +35,31 @@ def _activated(z, ACT: tl.constexpr, slope):
 @triton.jit
 def _before(g, z, ACT: tl.constexpr, slope):
     """The gradient before the activation, from the one behind it: of what did not pass nothing, be it infinite."""
-    if ACT == 1:
+    if ACT == "relu":
         return tl.where(z > 0, g, 0.0)
-    elif ACT == 2:
+    elif ACT == "leaky":
         return tl.where(z > 0, g, g * slope)
-    elif ACT == 3:
+    elif ACT == "relu6":
         return tl.where((z > 0) & (z < 6), g, 0.0)
-    elif ACT == 4:
+    elif ACT == "silu":
         s = 1 / (1 + tl.exp(-z))
         return g * s * (1 + z * (1 - s))
-    else:
+    elif ACT == "hardswish":
         return tl.where(z < -3, 0.0, tl.where(z <= 3, g * (z / 3 + 0.5), g))
+    else:
+        return g
+
+
+@triton.jit
+def _scaling(weight_ptr, bias_ptr, columns, inside, AFFINE: tl.constexpr):
+    """Weight and bias of these channels, or what changes nothing."""
+    if AFFINE:
+        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
+        bias = tl.load(bias_ptr + columns, mask=inside, other=0.0)
+    else:
+        weight = tl.where(inside, 1.0, 0.0)
+        bias = tl.where(inside, 0.0, 0.0)
+    return weight, bias
 
 
 @triton.jit
@@ -123,17 +137,14 @@ def forward(
     slice_ = tl.program_id(1)
     mean = tl.load(mean_ptr + columns, mask=inside, other=0.0)
     rstd = tl.load(rstd_ptr + columns, mask=inside, other=0.0)
-    if AFFINE:
-        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
-        bias = tl.load(bias_ptr + columns, mask=inside, other=0.0)
+    weight, bias = _scaling(weight_ptr, bias_ptr, columns, inside, AFFINE)
     end = tl.minimum((slice_ + 1) * rows, m)
     for start in range(slice_ * rows, end, BM):
         at = start + tl.arange(0, BM)
         mask = (at < end)[:, None] & inside[None, :]
         place = at[:, None] * c + columns[None, :]
         z = (tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32) - mean[None, :]) * rstd[None, :]
-        if AFFINE:
-            z = z * weight[None, :] + bias[None, :]
+        z = z * weight[None, :] + bias[None, :]
         if ADDED:
             z += tl.load(added_ptr + place, mask=mask, other=0.0).to(tl.float32)
         z = _activated(z, ACT, slope)
@@ -157,9 +168,7 @@ def backward_sums(
     slice_ = tl.program_id(1)
     mean = tl.load(mean_ptr + columns, mask=inside, other=0.0)
     rstd = tl.load(rstd_ptr + columns, mask=inside, other=0.0)
-    if AFFINE:
-        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
-        bias = tl.load(bias_ptr + columns, mask=inside, other=0.0)
+    weight, bias = _scaling(weight_ptr, bias_ptr, columns, inside, AFFINE)
     total = tl.zeros((BM, BC), tl.float32)
     products = tl.zeros((BM, BC), tl.float32)
     end = tl.minimum((slice_ + 1) * rows, m)
@@ -173,11 +182,8 @@ def backward_sums(
             y = tl.load(y_ptr + place, mask=mask, other=0.0).to(tl.float32)
             g = tl.where(y > 0, g, 0.0)
             tl.store(g_ptr + place, g.to(g_ptr.dtype.element_ty), mask=mask)
-        elif ACT != 0:
-            z = x
-            if AFFINE:
-                z = x * weight[None, :] + bias[None, :]
-            g = _before(g, z, ACT, slope)
+        else:
+            g = _before(g, x * weight[None, :] + bias[None, :], ACT, slope)
         g = tl.where(mask, g, 0.0)
         total += g
         products += g * x
@@ -202,11 +208,7 @@ def backward(
     slice_ = tl.program_id(1)
     mean = tl.load(mean_ptr + columns, mask=inside, other=0.0)
     rstd = tl.load(rstd_ptr + columns, mask=inside, other=0.0)
-    scale = rstd
-    if AFFINE:
-        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
-        bias = tl.load(bias_ptr + columns, mask=inside, other=0.0)
-        scale = rstd * weight
+    weight, bias = _scaling(weight_ptr, bias_ptr, columns, inside, AFFINE)
     if TRAIN:
         total = tl.load(dbias_ptr + columns, mask=inside, other=0.0) / m
         products = tl.load(dweight_ptr + columns, mask=inside, other=0.0) / m
@@ -216,16 +218,11 @@ def backward(
         mask = (at < end)[:, None] & inside[None, :]
         place = at[:, None] * c + columns[None, :]
         g = tl.load(g_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        if TRAIN or ACT != 0:
-            x = (tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32) - mean[None, :]) * rstd[None, :]
-        if ACT != 0:
-            z = x
-            if AFFINE:
-                z = x * weight[None, :] + bias[None, :]
-            g = _before(g, z, ACT, slope)
+        x = (tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32) - mean[None, :]) * rstd[None, :]
+        g = _before(g, x * weight[None, :] + bias[None, :], ACT, slope)
         if TRAIN:
             g = g - total[None, :] - x * products[None, :]
-        tl.store(dx_ptr + place, (g * scale[None, :]).to(dx_ptr.dtype.element_ty), mask=mask)
+        tl.store(dx_ptr + place, (g * (rstd * weight)[None, :]).to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["m", "units", "height", "width", "p", "q"])

@@ -17,8 +17,6 @@ __all__ = ["batch_norm", "max_pool"]
 Tracked: TypeAlias = tuple[Tensor, Tensor, Tensor]  # running mean and variance, and the number of batches
 Settings: TypeAlias = tuple[bool, float, float, str, float]  # training, momentum, epsilon, activation, its slope
 
-ACTS = {"none": 0, "relu": 1, "leaky": 2, "relu6": 3, "silu": 4, "hardswish": 5}
-
 TILE = 2048  # elements that a program works on at a time
 POOLING = 1024  # and where it sees each of them through several windows
 WARPS = 4
@@ -71,7 +69,7 @@ class _BatchNorm(torch.autograd.Function):
         grid, rows = cut.among(WRITING)
         kernels.forward[grid](
             x, y, x if added is None else added, *weights, mean, rstd, cut.m, cut.units, rows, slope,
-            **cut.tiles, ACT=ACTS[act], AFFINE=weight is not None, ADDED=added is not None,
+            **cut.tiles, ACT=act, AFFINE=weight is not None, ADDED=added is not None,
         )  # fmt: skip
         ctx.save_for_backward(x, *weights, mean, rstd, y if added is not None else x, arrived)
         ctx.settings = weight is not None, added is not None, settings
@@ -92,14 +90,14 @@ class _BatchNorm(torch.autograd.Function):
             kernels.backward_sums[grid](
                 dy, x, y, g, sums, arrived, weight, bias, mean, rstd, dweight, dbias,
                 cut.m, cut.units, rows, grid[1], slope,
-                **cut.tiles, STAGES=STAGES, ACT=ACTS[act], AFFINE=affine, ADDED=added,
+                **cut.tiles, STAGES=STAGES, ACT=act, AFFINE=affine, ADDED=added,
             )  # fmt: skip
         elif added:
             g = torch.where(y > 0, g, 0)
         grid, rows = cut.among(WRITING)
         kernels.backward[grid](
             g, x, dx, weight, bias, mean, rstd, dweight, dbias, cut.m, cut.units, rows, slope,
-            **cut.tiles, ACT=0 if added else ACTS[act], TRAIN=training, AFFINE=affine,
+            **cut.tiles, ACT="none" if added else act, TRAIN=training, AFFINE=affine,
         )  # fmt: skip
         trained = (dweight, dbias) if affine and training else (None, None)
         return dx, *trained, g if added else None, None, None, None
