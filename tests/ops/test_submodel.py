@@ -19,7 +19,6 @@ from barter.ops.submodel import (
     extracted,
     head_of,
     places,
-    recalibrate,
     verify,
 )
 
@@ -163,7 +162,7 @@ def test_statistics_afterwards_are_those_of_the_data() -> None:
     pixels = torch.randint(0, 255, (10, 1, 2, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     data = Images(pixels, torch.zeros(10, dtype=torch.long), spec)
     body[1].running_mean.fill_(99.0)  # type: ignore[union-attr, operator]
-    recalibrate(model, data, 5)
+    renew(model, data, 5)
     x = pixels.float().view(2, 5, 4) / 255 * 255
     assert torch.allclose(body[1].running_mean, x.mean(1).mean(0), rtol=1e-5)  # type: ignore[arg-type]
     assert torch.allclose(body[1].running_var, x.var(1).mean(0), rtol=1e-5)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ clients forget what they know.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NotRequired, TypeAlias, TypedDict
@@ -40,7 +40,7 @@ from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients, Replies
 from barter.core.errors import ConfigError
 from barter.core.evaluation import evaluate, predict
-from barter.core.images import Spec
+from barter.core.images import Augment, Spec, augmented
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive, Whole
@@ -48,12 +48,13 @@ from barter.core.payload import State, isolate, nbytes
 from barter.models.generators import Decoder, resized
 from barter.ops.distill import kl
 from barter.ops.fit import Trainer, adam, classification, epoch_length, fit, index_batches
+from barter.ops.statistics import gaps, renew
+from barter.ops.transfer import Entry, Page, batches, drawn, newest, review
 
 __all__ = ["DFFKE", "Hub", "Trader"]
 
 
 Tensors: TypeAlias = Mapping[int, Tensor]  # one for each client
-Docks: TypeAlias = dict[int, nn.Linear]
 
 
 class Offer(TypedDict):
@@ -63,14 +64,6 @@ class Offer(TypedDict):
     weights: NotRequired[State]
     embeddings: NotRequired[Tensor]
     labels: NotRequired[Tensor]
-
-
-class Entry(TypedDict):
-    """The transfer data of one round: what every client's images are made from, and the decoder that makes them."""
-
-    round: int
-    codes: dict[int, Tensor]  # embeddings for the decoder or, without one, places in the public data set
-    decoder: State
 
 
 class Delivery(TypedDict):
@@ -89,17 +82,14 @@ class Targets(TypedDict):
     embeddings: NotRequired[Tensor]
 
 
-class Lesson(TypedDict):
-    """What a client teaches in a round: this round's data, and a review of earlier rounds'."""
-
-    fresh: Targets
-    memory: list[Targets]
+Lesson: TypeAlias = list[Targets]  # on this round's data, then on a review of earlier rounds'
 
 
 class Hub(Server):
     """The data-free module."""
 
     docking: dict[int, State] = {}
+    decoder: State = {}
     buffer: list[Entry] = []
     held: dict[int, int] = {}  # the last round whose entry a client was sent
 
@@ -109,6 +99,7 @@ class Trader(Client):
 
     buffer: list[Entry] = []
     docking: State = {}
+    student: State = {}  # its weights after the last exchange
 
 
 def docking_loss(head: nn.Linear, z_k: nn.Linear, embeddings: Tensor, labels: Tensor) -> Tensor:
@@ -124,9 +115,9 @@ def discrepancy(choice: str, teacher: Tensor, student: Tensor) -> Tensor:
     return gap.abs().mean() if choice == "mae" else gap.square().mean()
 
 
-def sample(items: list[int], size: int) -> list[int]:
-    """So many of the items at random, all if there are no more."""
-    return [items[i] for i in torch.randperm(len(items))[:size].tolist()]
+def sample(items: Sequence[int], size: int | None) -> list[int]:
+    """So many of the items at random, all if there are no more or none is said."""
+    return sorted(items[i] for i in torch.randperm(len(items))[:size].tolist())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,30 +132,55 @@ class DFFKE(Algorithm[Hub, Trader]):
         "exchange": "down: the other clients' logits",
     }
     presets = {
-        "paper": {"decoder_steps": 0, "local_review": False},
-        "code": {
+        "paper": {
+            "share": 0.15,
+            "decoder_epochs": 6,
             "decoder_steps": 0,
-            "share": 1.0,
-            "local_review": True,
-            "embedding_loss": True,
-            "logit_loss": True,
+            "exchange_epochs": 4,
+            "exchange_steps": 0,
+            "mixed": False,
+            "statistics": 0.0,
+            "warm_decoder": False,
+            "jitter": False,
+            "jitter_decoder": False,
+            "cosine": False,
+            "renewed": False,
+            "kept": False,
+            "local_review": False,
         },
+    }
+    presets["code"] = presets["paper"] | {
+        "share": 1.0,
+        "local_review": True,
+        "embedding_loss": True,
+        "logit_loss": True,
     }
 
     participation: Fraction = 1.0  # ρ: share of clients per round
     collaboration: Fraction = 1.0  # π: share of clients that ever exchange; the rest train alone
     tau: Fraction = 0.98  # τ: local training ends when an epoch's training accuracy reaches it
     max_epochs: Count = 100  # or after so many epochs; the paper has no such limit
-    share: Fraction = 0.15  # share of a client's embeddings that it offers; inferred from the paper's byte counts
+    share: Fraction = 0.6  # share of a client's embeddings that it offers; 0.15 can be inferred from the paper's bytes
     code_dim: Count = 512  # h: width of the unified embedding space
     docking_epochs: Count = 100  # T_Tran: full-batch steps per client for docking layers and global head
-    decoder_epochs: Count = 6  # T_Dec: passes over the largest offer; the paper has 3 for CIFAR-10, 6 for CIFAR-100
+    decoder_epochs: Count = 2  # T_Dec: passes over the largest offer; the paper has 3 for CIFAR-10, 6 for CIFAR-100
     decoder_steps: Whole = 100  # but at least so many steps per client, for small data sets; not in the paper
-    exchange_epochs: Count = 4  # T_FKE: passes over the largest synthetic set; the paper has 2 for CIFAR-10
-    peers: Count | None = None  # peers a client learns from in an iteration, drawn anew in each; none is all
+    exchange_epochs: Count = 1  # T_FKE: passes over the largest synthetic set; the paper has 2 for CIFAR-10
+    exchange_steps: Whole = 100
+    mixed: bool = True
+    statistics: NonNegative = 0.1
+    warm_decoder: bool = True
+    jitter: bool = True
+    jitter_decoder: bool = False
+    cosine: bool = True
+    renewed: bool = True
+    kept: bool = True
+    temperature: Positive = 1.0
+    peers: Count | None = None  # peers a client learns from in a round, drawn anew in each; none is all
     memory: Whole | None = None  # R: past rounds kept for review; none is no limit
     lr: Positive = 1e-3  # η: Adam's learning rate, for every network
     batch_size: Count = 100  # B: images per step
+    exchange_batch: Count = 100
     weight_decay: NonNegative = 1e-5  # of the clients' Adam
     docking_weight_decay: NonNegative = 1e-3  # of the docking layers' Adam
     embeddings: Literal["real", "noise"] = "real"  # E_k: of private images, or noise that tells nothing
@@ -197,8 +213,9 @@ class DFFKE(Algorithm[Hub, Trader]):
         server.held |= dict.fromkeys(lessons, t)
         if len(lessons) < 2:
             return
-        others = {k: {i: lessons[i] for i in lessons if i != k} for k in lessons}
-        traders.only(lessons).scatter(self.exchange, others)  # Eqs. 13-14
+        others = {k: sample([i for i in lessons if i != k], self.peers) for k in lessons}
+        heard = {k: {i: lessons[i] for i in chosen} for k, chosen in others.items()}
+        traders.only(lessons).scatter(self.exchange, heard)  # Eqs. 13-14
 
     def train(self, client: Trader) -> None:
         recipe = adam(self.lr, self.weight_decay)
@@ -238,7 +255,9 @@ class DFFKE(Algorithm[Hub, Trader]):
         noise = {k: torch.randn(n, models[k].feature_dim, device=server.device) for k, n in size.items()}
         return noise, {k: torch.randint(server.spec.classes, (n,), device=server.device) for k, n in size.items()}
 
-    def unify(self, server: Hub, embeddings: Tensors, labels: Tensors) -> tuple[Docks, dict[int, Tensor]]:
+    def unify(
+        self, server: Hub, embeddings: Tensors, labels: Tensors
+    ) -> tuple[dict[int, nn.Linear], dict[int, Tensor]]:
         """Docking layers z_k that bring all embeddings into one space (Eqs. 10 and 11)."""
         new = {k: nn.Linear(e.shape[1], self.code_dim).to(server.device) for k, e in embeddings.items()}
         z = {k: lanes.keep(("docking", k), layer) for k, layer in new.items()}
@@ -262,33 +281,59 @@ class DFFKE(Algorithm[Hub, Trader]):
     ) -> State:
         """The decoder Dec, which makes of each code an image that its client's encoder maps back to it (Eq. 12)."""
         decoder = lanes.keep("decoder", Decoder(self.code_dim, server.spec).to(server.device))
-        trainer = Trainer.of(decoder, adam(self.lr))
-        batches = {k: index_batches(len(e), self.batch_size, e.device) for k, e in codes.items()}
-        longest = max(epoch_length(len(e), self.batch_size) for e in codes.values())
-        total = torch.zeros((), device=server.device)
+        if self.warm_decoder and server.decoder:
+            decoder.load_state_dict(server.decoder)
+        trainer = Trainer.of(decoder.train(), adam(self.lr, cosine=self.cosine))
+        total = sum(map(len, codes.values()))
+        if self.mixed:  # everybody in every batch, by the size of its offer
+            size = {k: round(self.batch_size * len(codes) * len(e) / total) for k, e in codes.items()}
+            groups = [tuple(codes)]
+        else:
+            size, groups = dict.fromkeys(codes, self.batch_size), [(k,) for k in codes]
+        sources = {k: batches([[codes[k], embeddings[k]]], size[k]) for k in codes}
+        longest = max(epoch_length(len(e), size[k]) for k, e in codes.items())
+        loss_sum, ids = torch.zeros((), device=server.device), list(codes)
         steps = range(max(self.decoder_steps, self.decoder_epochs * longest))
         for step in server.track("decoder", steps):
-            for k in codes:
-                index = next(batches[k])
-                other = k if self.discrepancy == "none" else sample([i for i in models if i != k], 1)[0]
-                loss = partial(self.decoder_loss, decoder, server.spec, models[k], z[k], models[other])
-                value = trainer.step(loss, codes[k][index], embeddings[k][index])
-                total += value if step >= len(steps) - longest else 0
-        server.report["decoder_loss"] = float(total) / (longest * len(codes))
-        return isolate(decoder.state_dict())
+            for group in groups:
+                shift = 0 if self.discrepancy == "none" else int(torch.randint(1, len(ids), ()))
+                others = [ids[(ids.index(k) + shift) % len(ids)] for k in group]
+                seen = tuple((models[k], z[k], models[i]) for k, i in zip(group, others, strict=True))
+                loss = partial(self.decoder_loss, decoder, server.spec, seen)
+                _, fidelity = trainer.step(loss, *(part for k in group for part in next(sources[k])))
+                loss_sum += fidelity if step >= len(steps) - longest else 0
+            trainer.anneal((step + 1) / len(steps))
+        server.report["decoder_loss"] = float(loss_sum) / (longest * len(groups))
+        server.decoder = isolate(decoder.state_dict())
+        return server.decoder
 
     def decoder_loss(
-        self, decoder: Decoder, spec: Spec, model: Classifier, z: nn.Linear, other: Classifier, code: Tensor, e: Tensor
-    ) -> Tensor:
-        """Eq. 12 for a batch of one client's codes, with what the ablations and the authors' code add to it."""
-        x = resized(decoder(code), spec)
-        features = model.features(x)
-        loss = F.mse_loss(z(features), code)
-        if self.logit_loss:
-            loss = loss + kl(model.logits(e), model.logits(features))
-        if self.discrepancy != "none":
-            loss = loss - discrepancy(self.discrepancy, model.logits(features), other(x))
-        return loss
+        self,
+        decoder: Decoder,
+        spec: Spec,
+        clients: tuple[tuple[Classifier, nn.Linear, Classifier], ...],
+        *batch: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Eq. 12 for a batch of some clients' codes, with what the ablations and the authors' code add to it."""
+        codes, embeddings = batch[::2], batch[1::2]
+        drawn = decoder(torch.cat(codes))
+        if self.jitter_decoder:
+            drawn = augmented(drawn, Augment(drawn.shape[-1] // 8, flip=True))
+        images = torch.split(resized(drawn, spec), [len(code) for code in codes])
+        losses, distances = [], []
+        for (model, z, other), x, code, e in zip(clients, images, codes, embeddings, strict=True):
+            with gaps(model if self.statistics else nn.Identity()) as found:
+                features = model.features(x)
+            loss = F.mse_loss(z(features), code)
+            distances.append(loss.detach())
+            if found:
+                loss = loss + self.statistics * torch.stack(found).mean()
+            if self.logit_loss:
+                loss = loss + kl(model.logits(e), model.logits(features))
+            if self.discrepancy != "none":
+                loss = loss - discrepancy(self.discrepancy, model.logits(features), other(x))
+            losses.append(loss * len(code))
+        return torch.stack(losses).sum() / len(drawn), torch.stack(distances).mean()
 
     def deliver(self, server: Hub, entry: Entry) -> dict[int, Delivery]:
         """This round's entry for every participant, with those that the buffer still holds and it has missed."""
@@ -298,102 +343,82 @@ class DFFKE(Algorithm[Hub, Trader]):
             deliveries[k] = {"entries": [*missed, entry]}
             if self.embedding_loss:
                 deliveries[k]["docking"] = server.docking[k]
-        server.buffer = self.remember([*server.buffer, entry], self.memory)
+        server.buffer = newest([*server.buffer, entry], self.memory)
         server.report["buffer_bytes"] = nbytes(server.buffer)
         return deliveries
 
-    def remember(self, entries: list[Entry], limit: int | None) -> list[Entry]:
-        """The last entries, each round once, at most `limit` of them."""
-        kept = list({entry["round"]: entry for entry in entries}.values())
-        return kept if limit is None else kept[max(0, len(kept) - limit) :]
-
     def teach(self, client: Trader, delivery: Delivery) -> Lesson:
+        """The client's own logits Ŷ_k on its transfer images, of now and of a sample of the past, B_k^t."""
         room = None if self.memory is None else self.memory + 1  # R past rounds and this one
-        client.buffer = self.remember(client.buffer + delivery["entries"], room)
+        client.buffer = newest(client.buffer + delivery["entries"], room)
         client.docking = delivery.get("docking", {})
         *past, now = client.buffer
-        reviewed = self.review(client, past, len(now["codes"][client.id]))
-        fresh, *memory = self.label(client, [(now, None), *reviewed])
-        return {"fresh": fresh, "memory": memory}
-
-    def review(self, client: Trader, past: list[Entry], size: int) -> Iterator[tuple[Entry, Tensor]]:
-        """B_k^t: a random part of the client's own past transfer data, as much as there is fresh."""
-        own = [entry for entry in past if client.id in entry["codes"]]
-        ends = torch.tensor([len(entry["codes"][client.id]) for entry in own], dtype=torch.long).cumsum(0)
-        chosen = torch.randperm(int(ends[-1]) if own else 0)[:size].sort().values
-        for entry, end in zip(own, ends.tolist(), strict=True):
-            start = end - len(entry["codes"][client.id])
-            part = chosen[(chosen >= start) & (chosen < end)] - start
-            if len(part):
-                yield entry, part.to(client.device)
-
-    def label(self, client: Trader, parts: list[tuple[Entry, Tensor | None]]) -> list[Targets]:
-        """The client's own logits Ŷ_k on its transfer images, before it learns from others."""
-        drawn, model = [self.draw(client, e, {client.id: i})[client.id] for e, i in parts], client.model.eval()
-        images, every = torch.cat(drawn), torch.arange(sum(map(len, drawn)), device=client.device)
-        features = predict(model.features, lambda part: resized(images[part], client.data.spec), every)
-        ends = [len(part) for part in drawn]
-        logits, seen = (torch.split(x, ends) for x in (model.logits(features).detach(), features))
-        told: list[Targets] = [{"round": e["round"], "logits": y} for (e, _), y in zip(parts, logits, strict=True)]
-        for targets, (_, index), f in zip(told, parts, seen, strict=True):
-            if index is not None:
-                targets["index"] = index
+        pages: list[Page] = [(now["round"], client.id, None)]
+        pages += review(past, client.id, len(now["codes"][client.id]))
+        images = drawn(client.buffer, pages, partial(self.draw, client))
+        sizes, every, model = [len(x) for x in images], torch.cat(images), client.model.eval()
+        index = torch.arange(len(every), device=client.device)
+        features = predict(model.features, lambda part: resized(every[part], client.data.spec), index)
+        lesson: Lesson = []
+        for (t, _, part), f in zip(pages, torch.split(features, sizes), strict=True):
+            targets: Targets = {"round": t, "logits": model.logits(f).detach()}
+            if part is not None:
+                targets["index"] = part
             if self.embedding_loss:
                 targets["embeddings"] = F.linear(f, client.docking["weight"], client.docking["bias"])
-        return told
+            lesson.append(targets)
+        return lesson
 
-    def draw(self, client: Trader, entry: Entry, wanted: Mapping[int, Tensor | None]) -> dict[int, Tensor]:
-        """The transfer images of some clients in one round, or parts of them, made anew from the buffer in one go."""
-        every = {i: entry["codes"][i] if index is None else entry["codes"][i][index] for i, index in wanted.items()}
-        codes = torch.cat(list(every.values()))
-        if entry["decoder"]:
-            decoder = Decoder.restored(entry["decoder"], client.data.spec)
-            images = predict(decoder, lambda part: codes[part], torch.arange(len(codes), device=client.device))
-        else:
+    def draw(self, client: Trader, entry: Entry, codes: Tensor) -> Tensor:
+        """The transfer images that these codes of a round stand for."""
+        if not entry["decoder"]:
             assert client.public is not None
-            images = client.public.batch(codes)
-        return dict(zip(every, torch.split(images, [len(part) for part in every.values()]), strict=True))
+            return client.public.batch(codes)
+        decoder = Decoder.restored(entry["decoder"], client.data.spec)
+        return predict(decoder, lambda part: codes[part], torch.arange(len(codes), device=client.device))
 
     def exchange(self, client: Trader, lessons: dict[int, Lesson]) -> None:
         """Learn from other clients, on their data of this round and on what they taught before (Eqs. 13 and 14)."""
-        wanted: dict[int, dict[int, Tensor | None]] = {entry["round"]: {} for entry in client.buffer}
-        for i, lesson in lessons.items():
-            for part in [lesson["fresh"], *lesson["memory"]]:
-                wanted[part["round"]][i] = part.get("index")
-        drawn = {e["round"]: self.draw(client, e, wanted[e["round"]]) for e in client.buffer if wanted[e["round"]]}
-        data, size, others = client.data, self.batch_size, sorted(lessons)
-        fresh = {i: self.source(drawn, i, [lesson["fresh"]]) for i, lesson in lessons.items()}
-        memory = {i: self.source(drawn, i, lesson["memory"]) for i, lesson in lessons.items() if lesson["memory"]}
-        private = index_batches(len(data), size, client.device)
-        trainer = Trainer.of(client.model.train(), adam(self.lr, self.weight_decay))
+        taught = [(i, targets) for i, lesson in lessons.items() for targets in lesson]
+        pages = [(targets["round"], i, targets.get("index")) for i, targets in taught]
+        images = drawn(client.buffer, pages, partial(self.draw, client))
+        now, data, rows = client.buffer[-1], client.data, dict[tuple[bool, int], list[list[Tensor]]]()
+        for (i, targets), x in zip(taught, images, strict=True):
+            names: list[Literal["logits", "embeddings"]] = ["logits", "embeddings"] if self.embedding_loss else ["logits"]
+            key = targets["round"] != now["round"], 0 if self.mixed else i
+            rows.setdefault(key, []).append([x, *(targets[name] for name in names)])
+        sources = [batches(rows[key], self.exchange_batch) for key in sorted(rows)]
+        fresh = [len(now["codes"][i]) for i in lessons] if self.mixed else map(len, now["codes"].values())
+        longest = epoch_length(sum(fresh) if self.mixed else max(fresh), self.exchange_batch)
+        if self.kept and client.student:
+            client.model.load_state_dict(client.student)
+        trainer = Trainer.of(client.model.train(), adam(self.lr, self.weight_decay, cosine=self.cosine))
         own = partial(classification, client.model, data.spec, data.augment)
-        peer = partial(self.exchange_loss, client.model, data.spec)
-        longest = max(epoch_length(len(codes), size) for codes in client.buffer[-1]["codes"].values())
-        for _ in client.track(range(self.exchange_epochs * longest)):
+        peer = partial(self.exchange_loss, client.model, data.spec, data.augment if self.jitter else Augment())
+        private = index_batches(len(data), self.exchange_batch, client.device)
+        steps = range(max(self.exchange_steps, self.exchange_epochs * longest))
+        for step in client.track(steps):
             if self.local_review:
                 index = next(private)
                 trainer.step(own, data.pixels[index], data.labels[index])
-            chosen = others if self.peers is None else sample(others, self.peers)
-            for batches in [*(fresh[i] for i in chosen), *(memory[i] for i in chosen if i in memory)]:
-                trainer.step(peer, *next(batches), *client.docking.values())
-        client.buffer = self.remember(client.buffer, self.memory)
+            for source in sources:
+                trainer.step(peer, *next(source), *client.docking.values())
+            trainer.anneal((step + 1) / len(steps))
+        if self.renewed:
+            renew(client.model, data, self.batch_size)
+        if self.kept:
+            client.student = isolate(dict(client.model.state_dict()))
+        client.buffer = newest(client.buffer, self.memory)
         client.report["buffer_bytes"] = nbytes(client.buffer)
 
-    def source(
-        self, drawn: Mapping[int, Mapping[int, Tensor]], peer: int, taught: list[Targets]
-    ) -> Iterator[list[Tensor]]:
-        """Batches, for ever, of the images a peer taught on and of what it said of them."""
-        names: list[Literal["logits", "embeddings"]] = ["logits", "embeddings"] if self.embedding_loss else ["logits"]
-        images = torch.cat([drawn[part["round"]][peer] for part in taught])
-        tensors = [images, *(torch.cat([part[name] for part in taught]) for name in names)]
-        for index in index_batches(len(images), self.batch_size, images.device):
-            yield [tensor[index] for tensor in tensors]
-
-    def exchange_loss(self, model: Classifier, spec: Spec, images: Tensor, target: Tensor, *docked: Tensor) -> Tensor:
+    def exchange_loss(
+        self, model: Classifier, spec: Spec, augment: Augment, images: Tensor, target: Tensor, *docked: Tensor
+    ) -> Tensor:
         """The divergence from a peer's predictions on a batch of its images (a term of Eqs. 13 and 14)."""
-        features = model.features(resized(images, spec))
-        student = model.logits(features)
-        loss = kl(target, student) if self.direction == "teacher" else kl(student, target)
+        features = model.features(resized(augmented(images, augment), spec))
+        student, T = model.logits(features), self.temperature
+        teacher, pupil = target / T, student / T
+        loss = T**2 * (kl(teacher, pupil) if self.direction == "teacher" else kl(pupil, teacher))
         if self.embedding_loss:
             embeddings, weight, bias = docked
             loss = loss + F.mse_loss(F.linear(features, weight, bias), embeddings)

@@ -23,7 +23,8 @@ from barter.core.params import Count, Fraction, NonNegative, Positive, Whole
 from barter.core.payload import State
 from barter.models.width import narrowed, scaled, without_running_statistics
 from barter.ops.fit import fit, sgd
-from barter.ops.submodel import Extraction, Places, budget, combined, extracted, head_of, places, recalibrate, verify
+from barter.ops.statistics import renew
+from barter.ops.submodel import Extraction, Places, budget, combined, extracted, head_of, places, verify
 
 __all__ = ["PartialTraining", "Update"]
 
@@ -112,7 +113,7 @@ class PartialTraining(Algorithm[S, Client]):
             seen=counts,
         )
         if self.norm == "afterwards":
-            recalibrate(client.model, client.data, self.batch_size)
+            renew(client.model, client.data, self.batch_size)
         return {"weights": client.model.state_dict(), "counts": counts if self.tells_counts() else counts[:0]}
 
     def tells_counts(self) -> bool:

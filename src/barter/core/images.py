@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Augment", "Images", "Spec", "prepared", "statistics"]
+__all__ = ["Augment", "Images", "Spec", "augmented", "prepared", "statistics"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Images:
 def prepared(pixels: Tensor, spec: Spec, augment: Augment) -> Tensor:
     """A batch of bytes as the models want it: augmented, float, normalised, of the agreed size, channels last."""
     mean, std = statistics(spec, pixels.device, 255.0)
-    x = (_augmented(pixels, augment).float() - mean) / std
+    x = (augmented(pixels, augment).float() - mean) / std
     if x.shape[-2:] != spec.shape[1:]:
         shrunk = x.shape[-2] > spec.height or x.shape[-1] > spec.width
         x = F.interpolate(x, spec.shape[1:], mode="bilinear", antialias=shrunk)
@@ -76,7 +76,8 @@ def statistics(spec: Spec, device: torch.device, white: float = 1.0) -> tuple[Te
     return mean, std
 
 
-def _augmented(pixels: Tensor, augment: Augment) -> Tensor:
+def augmented(pixels: Tensor, augment: Augment) -> Tensor:
+    """Each image shifted and mirrored at random; what comes in at the edges is zero."""
     if not augment.flip and not augment.crop:
         return pixels
     n, _, height, width = pixels.shape

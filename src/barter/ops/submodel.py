@@ -7,17 +7,15 @@ and those that write to one residual stream, agree without anybody having to loo
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from barter.core import lanes, precision, seeds
+from barter.core import seeds
 from barter.core.errors import ConfigError
-from barter.core.images import Images, Spec
+from barter.core.images import Spec
 from barter.core.model import Classifier
 from barter.core.payload import State
 
@@ -30,7 +28,6 @@ __all__ = [
     "extracted",
     "head_of",
     "places",
-    "recalibrate",
     "verify",
 ]
 
@@ -158,31 +155,3 @@ def _redrawn(tensor: Tensor) -> Tensor:
     if tensor.ndim > 1:
         return torch.randn_like(tensor).div(tensor[0].numel() ** 0.5)
     return tensor + torch.rand_like(tensor) if tensor.is_floating_point() else tensor
-
-
-def _norms(model: nn.Module) -> Iterator[_BatchNorm]:
-    return (layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.track_running_stats)
-
-
-@torch.no_grad()
-def recalibrate(model: Classifier, data: Images, batch_size: int) -> None:
-    """Give normalisation the statistics of these images under the weights as they are now, each batch counting alike.
-
-    HeteroFL's static batch normalisation: training leaves no statistics, one pass afterwards does.
-    """
-    norms = list(_norms(model))
-    momenta = [layer.momentum for layer in norms]
-    model.eval()
-    for layer in norms:
-        layer.train()
-        layer.reset_running_stats()
-        layer.momentum = None
-    ends = torch.linspace(0, len(data), max(1, len(data) // batch_size) + 1).round().long().tolist()
-    for start, end in pairwise(ends):
-        index = torch.arange(start, end, device=data.device)
-        with precision.autocast(data.device):
-            model(data.batch(index if len(index) > 1 else index.repeat(2)))
-        lanes.breathe()
-    for layer, momentum in zip(norms, momenta, strict=True):
-        layer.momentum = momentum
-    model.eval()

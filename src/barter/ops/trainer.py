@@ -7,7 +7,7 @@ import gc
 import math
 import types
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, overload
@@ -247,9 +247,15 @@ def _contents(loss: Any, depth: int = 4) -> list[Any]:
     code, held = _held(loss)
     inner = [code, *held] if isinstance(loss, partial) else held
     found: list[Any] = []
-    for item in inner:
+    for item in _flat(inner):
         found += _contents(item, depth - 1) if _is_code(item) and depth else [item]
     return found
+
+
+def _flat(items: Sequence[Any]) -> Iterator[Any]:
+    """The items, and those in tuples among them: a tuple cannot change."""
+    for item in items:
+        yield from _flat(item) if isinstance(item, tuple) else [item]
 
 
 def _modules(contents: Sequence[Any]) -> list[nn.Module]:

@@ -1,0 +1,68 @@
+"""The statistics that batch normalisation keeps: renewed on data, and as a measure of how natural images look."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from barter.core import lanes, precision
+from barter.core.images import Images
+from barter.core.model import Classifier
+
+__all__ = ["gaps", "renew"]
+
+
+def _norms(model: nn.Module) -> list[_BatchNorm]:
+    return [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.track_running_stats]
+
+
+@torch.no_grad()
+def renew(model: Classifier, data: Images, batch_size: int) -> None:
+    """Give normalisation the statistics of these images under the weights as they are now, each batch counting alike.
+
+    HeteroFL's static batch normalisation: training leaves no statistics, one pass afterwards does.
+    """
+    norms = _norms(model)
+    momenta = [layer.momentum for layer in norms]
+    model.eval()
+    for layer in norms:
+        layer.train()
+        layer.reset_running_stats()
+        layer.momentum = None
+    ends = torch.linspace(0, len(data), max(1, len(data) // batch_size) + 1).round().long().tolist()
+    for start, end in pairwise(ends):
+        index = torch.arange(start, end, device=data.device)
+        with precision.autocast(data.device):
+            model(data.batch(index if len(index) > 1 else index.repeat(2)))
+        lanes.breathe()
+    for layer, momentum in zip(norms, momenta, strict=True):
+        layer.momentum = momentum
+    model.eval()
+
+
+def _measure(found: list[Tensor], layer: _BatchNorm, inputs: tuple[Tensor]) -> None:
+    x = inputs[0].float()
+    variance, mean = torch.var_mean(x, [0, *range(2, x.ndim)], correction=0)
+    found.append((mean - layer.running_mean).norm() + (variance - layer.running_var).norm())
+
+
+@contextmanager
+def gaps(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Inside, each normalisation that is passed adds how far what it sees is from what it was trained on.
+
+    That is the norm of the gap between the channels' means, and that between their variances (DeepInversion, Yin et al.
+    2020).
+    """
+    found: list[Tensor] = []
+    hooks = [layer.register_forward_pre_hook(partial(_measure, found)) for layer in _norms(model)]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
