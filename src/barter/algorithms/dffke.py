@@ -26,7 +26,7 @@ clients forget what they know.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NotRequired, TypeAlias, TypedDict
@@ -48,13 +48,13 @@ from barter.core.payload import State, isolate, nbytes
 from barter.models.generators import Decoder, resized
 from barter.ops.distill import kl
 from barter.ops.fit import Trainer, adam, classification, epoch_length, fit, index_batches
-from barter.ops.statistics import gaps, renew
+from barter.ops.statistics import gaps, renew, whitening
 from barter.ops.transfer import Entry, Page, batches, drawn, newest, review
 
 __all__ = ["DFFKE", "Hub", "Trader"]
 
-
 Tensors: TypeAlias = Mapping[int, Tensor]  # one for each client
+Docks: TypeAlias = dict[int, nn.Linear]
 
 
 class Offer(TypedDict):
@@ -82,7 +82,7 @@ class Targets(TypedDict):
     embeddings: NotRequired[Tensor]
 
 
-Lesson: TypeAlias = list[Targets]  # on this round's data, then on a review of earlier rounds'
+Lesson: TypeAlias = list[Targets]  # on this round's data, then on a sample of earlier rounds'
 
 
 class Hub(Server):
@@ -99,7 +99,7 @@ class Trader(Client):
 
     buffer: list[Entry] = []
     docking: State = {}
-    student: State = {}  # its weights after the last exchange
+    learned: State = {}  # its weights after the last exchange
 
 
 def docking_loss(head: nn.Linear, z_k: nn.Linear, embeddings: Tensor, labels: Tensor) -> Tensor:
@@ -116,8 +116,17 @@ def discrepancy(choice: str, teacher: Tensor, student: Tensor) -> Tensor:
 
 
 def sample(items: Sequence[int], size: int | None) -> list[int]:
-    """So many of the items at random, all if there are no more or none is said."""
-    return sorted(items[i] for i in torch.randperm(len(items))[:size].tolist())
+    """So many of the items at random, all if there are no more or nobody says how many."""
+    return list(items) if size is None else sorted(items[i] for i in torch.randperm(len(items))[:size].tolist())
+
+
+PAPER: dict[str, object] = {
+    **{"max_epochs": 100, "later_epochs": 100, "share": 0.15, "whiten": 0.0, "mixed": False, "cosine": False},
+    **{"decoder_epochs": 6, "decoder_steps": 0, "warm_decoder": False},
+    **{"exchange_epochs": 4, "exchange_steps": 0, "exchange_batch": 100, "augmented": False, "local_review": False},
+    **{"renewed": False, "continued": False},
+}
+CODE = {"share": 1.0, "local_review": True, "embedding_loss": True, "logit_loss": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,56 +140,35 @@ class DFFKE(Algorithm[Hub, Trader]):
         "teach": "down: decoder, translated embeddings of all clients; up: logits on the client's own synthetic images",
         "exchange": "down: the other clients' logits",
     }
-    presets = {
-        "paper": {
-            "share": 0.15,
-            "decoder_epochs": 6,
-            "decoder_steps": 0,
-            "exchange_epochs": 4,
-            "exchange_steps": 0,
-            "mixed": False,
-            "statistics": 0.0,
-            "warm_decoder": False,
-            "jitter": False,
-            "jitter_decoder": False,
-            "cosine": False,
-            "renewed": False,
-            "kept": False,
-            "local_review": False,
-        },
-    }
-    presets["code"] = presets["paper"] | {
-        "share": 1.0,
-        "local_review": True,
-        "embedding_loss": True,
-        "logit_loss": True,
-    }
+    presets = {"paper": PAPER, "code": {**PAPER, **CODE}}
 
     participation: Fraction = 1.0  # ρ: share of clients per round
     collaboration: Fraction = 1.0  # π: share of clients that ever exchange; the rest train alone
     tau: Fraction = 0.98  # τ: local training ends when an epoch's training accuracy reaches it
-    max_epochs: Count = 100  # or after so many epochs; the paper has no such limit
-    share: Fraction = 0.6  # share of a client's embeddings that it offers; 0.15 can be inferred from the paper's bytes
+    max_epochs: Count = 30  # or after so many epochs; the paper has no such limit
+    later_epochs: Count = 6  # and, after the first exchange, after so many: more would undo it; not in the paper
+    share: Fraction = 0.6  # share of a client's embeddings that it offers; the paper's byte counts come out for 0.15
     code_dim: Count = 512  # h: width of the unified embedding space
     docking_epochs: Count = 100  # T_Tran: full-batch steps per client for docking layers and global head
-    decoder_epochs: Count = 2  # T_Dec: passes over the largest offer; the paper has 3 for CIFAR-10, 6 for CIFAR-100
-    decoder_steps: Whole = 100  # but at least so many steps per client, for small data sets; not in the paper
-    exchange_epochs: Count = 1  # T_FKE: passes over the largest synthetic set; the paper has 2 for CIFAR-10
-    exchange_steps: Whole = 100
-    mixed: bool = True
-    statistics: NonNegative = 0.1
-    warm_decoder: bool = True
-    jitter: bool = True
-    jitter_decoder: bool = False
-    cosine: bool = True
-    renewed: bool = True
-    kept: bool = True
-    temperature: Positive = 1.0
+    whiten: NonNegative = (
+        0.01  # codes vary alike wherever they vary by more than this; 0: they are left as they are (paper)
+    )
+    decoder_epochs: Count = 8  # T_Dec: passes over the largest offer; the paper has 3 for CIFAR-10, 6 for CIFAR-100
+    decoder_steps: Whole = 100  # but at least so many steps, for small data sets; not in the paper
+    warm_decoder: bool = True  # the decoder goes on from the last round's; the paper has a new one in each
+    statistics: NonNegative = 0.0  # weight of the gap to BatchNorm's statistics in the decoder's loss; not in the paper
+    exchange_epochs: Count = 1  # T_FKE: passes over the synthetic set; the paper has 2 for CIFAR-10, 4 for CIFAR-100
+    exchange_steps: Whole = 100  # but at least so many steps, for small data sets; not in the paper
+    exchange_batch: Count = 250  # images per step of the exchange; 100 in the paper
+    mixed: bool = True  # every batch holds images of all clients; in the paper one client's after the other's
+    augmented: bool = True  # students see transfer images cropped and flipped like their own; not in the paper
+    cosine: bool = True  # learning rates fall to zero within each phase; the paper's are constant
+    renewed: bool = True  # after the exchange, BatchNorm's statistics are those of private data; not in the paper
+    continued: bool = True  # the exchange goes on from the last one's weights; in the paper from the locally trained
     peers: Count | None = None  # peers a client learns from in a round, drawn anew in each; none is all
     memory: Whole | None = None  # R: past rounds kept for review; none is no limit
     lr: Positive = 1e-3  # η: Adam's learning rate, for every network
-    batch_size: Count = 100  # B: images per step
-    exchange_batch: Count = 100
+    batch_size: Count = 100  # B: images per step, of each client's in the decoder's
     weight_decay: NonNegative = 1e-5  # of the clients' Adam
     docking_weight_decay: NonNegative = 1e-3  # of the docking layers' Adam
     embeddings: Literal["real", "noise"] = "real"  # E_k: of private images, or noise that tells nothing
@@ -213,13 +201,14 @@ class DFFKE(Algorithm[Hub, Trader]):
         server.held |= dict.fromkeys(lessons, t)
         if len(lessons) < 2:
             return
-        others = {k: sample([i for i in lessons if i != k], self.peers) for k in lessons}
-        heard = {k: {i: lessons[i] for i in chosen} for k, chosen in others.items()}
-        traders.only(lessons).scatter(self.exchange, heard)  # Eqs. 13-14
+        peers = {k: sample([i for i in lessons if i != k], self.peers) for k in lessons}
+        taught = {k: {i: lessons[i] for i in chosen} for k, chosen in peers.items()}
+        traders.only(lessons).scatter(self.exchange, taught)  # Eqs. 13-14
 
     def train(self, client: Trader) -> None:
-        recipe = adam(self.lr, self.weight_decay)
-        fitted = fit(client, epochs=self.max_epochs, goal=self.tau, batch_size=self.batch_size, recipe=recipe)
+        recipe = adam(self.lr, self.weight_decay, cosine=self.cosine)
+        epochs = self.later_epochs if client.buffer else self.max_epochs
+        fitted = fit(client, epochs=epochs, goal=self.tau, batch_size=self.batch_size, recipe=recipe)
         client.report["epochs"] = fitted.epochs
         client.report |= {f"before_{name}": value for name, value in evaluate(client).items()}
 
@@ -236,29 +225,21 @@ class DFFKE(Algorithm[Hub, Trader]):
         return {"examples": len(index), "weights": weights, "embeddings": e, "labels": client.data.labels[index]}
 
     def make_transfer_data(self, server: Hub, offers: Replies[Offer]) -> tuple[dict[int, Tensor], State]:
+        size, device = {k: offer["examples"] for k, offer in offers.items()}, server.device
         if self.transfer == "public":
             assert server.public is not None
-            size, device = len(server.public), server.device
-            return {k: torch.randint(size, (o["examples"],), device=device) for k, o in offers.items()}, {}
+            return {k: torch.randint(len(server.public), (n,), device=device) for k, n in size.items()}, {}
         models = {k: server.replica(k, offer["weights"]) for k, offer in offers.items()}
-        embeddings, labels = self.collect(server, offers, models)
-        z, codes = self.unify(server, embeddings, labels)
-        return codes, self.train_decoder(server, models, z, embeddings, codes)
-
-    def collect(
-        self, server: Hub, offers: Replies[Offer], models: Mapping[int, Classifier]
-    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """Every client's embeddings and their labels, or noise of the same shape in their place."""
         if self.embeddings == "real":
-            return {k: o["embeddings"] for k, o in offers.items()}, {k: o["labels"] for k, o in offers.items()}
-        size = {k: offer["examples"] for k, offer in offers.items()}
-        noise = {k: torch.randn(n, models[k].feature_dim, device=server.device) for k, n in size.items()}
-        return noise, {k: torch.randint(server.spec.classes, (n,), device=server.device) for k, n in size.items()}
+            e, y = {k: o["embeddings"] for k, o in offers.items()}, {k: o["labels"] for k, o in offers.items()}
+        else:
+            e = {k: torch.randn(n, models[k].feature_dim, device=device) for k, n in size.items()}
+            y = {k: torch.randint(server.spec.classes, (n,), device=device) for k, n in size.items()}
+        z, codes = self.unify(server, e, y)
+        return codes, self.train_decoder(server, models, z, e, codes)
 
-    def unify(
-        self, server: Hub, embeddings: Tensors, labels: Tensors
-    ) -> tuple[dict[int, nn.Linear], dict[int, Tensor]]:
-        """Docking layers z_k that bring all embeddings into one space (Eqs. 10 and 11)."""
+    def unify(self, server: Hub, embeddings: Tensors, labels: Tensors) -> tuple[Docks, dict[int, Tensor]]:
+        """Docking layers z_k that bring all embeddings into one space (Eqs. 10 and 11), and what they make of them."""
         new = {k: nn.Linear(e.shape[1], self.code_dim).to(server.device) for k, e in embeddings.items()}
         z = {k: lanes.keep(("docking", k), layer) for k, layer in new.items()}
         for k in z.keys() & server.docking.keys():
@@ -269,63 +250,61 @@ class DFFKE(Algorithm[Hub, Trader]):
             for k, z_k in z.items():
                 trainer.step(partial(docking_loss, head, z_k), embeddings[k], labels[k])
         server.docking |= isolate({k: layer.state_dict() for k, layer in z.items()})
-        return z, {k: layer.requires_grad_(False)(embeddings[k]) for k, layer in z.items()}
+        codes = {k: layer.requires_grad_(False)(embeddings[k]) for k, layer in z.items()}
+        if self.whiten:
+            # Eq. 11 asks for classes alone. Left so, a decoder draws one picture of each, whatever the image was.
+            mean, matrix = whitening(torch.cat(list(codes.values())), self.whiten)
+            for layer in z.values():
+                layer.bias.copy_(matrix @ (layer.bias - mean))
+                layer.weight.copy_(matrix @ layer.weight)
+            codes = {k: layer(embeddings[k]) for k, layer in z.items()}
+        return z, codes
 
     def train_decoder(
-        self,
-        server: Hub,
-        models: Mapping[int, Classifier],
-        z: Mapping[int, nn.Linear],
-        embeddings: Tensors,
-        codes: Tensors,
+        self, server: Hub, models: Mapping[int, Classifier], z: Docks, embeddings: Tensors, codes: Tensors
     ) -> State:
         """The decoder Dec, which makes of each code an image that its client's encoder maps back to it (Eq. 12)."""
         decoder = lanes.keep("decoder", Decoder(self.code_dim, server.spec).to(server.device))
         if self.warm_decoder and server.decoder:
             decoder.load_state_dict(server.decoder)
-        trainer = Trainer.of(decoder.train(), adam(self.lr, cosine=self.cosine))
-        total = sum(map(len, codes.values()))
-        if self.mixed:  # everybody in every batch, by the size of its offer
-            size = {k: round(self.batch_size * len(codes) * len(e) / total) for k, e in codes.items()}
-            groups = [tuple(codes)]
-        else:
-            size, groups = dict.fromkeys(codes, self.batch_size), [(k,) for k in codes]
-        sources = {k: batches([[codes[k], embeddings[k]]], size[k]) for k in codes}
-        longest = max(epoch_length(len(e), size[k]) for k, e in codes.items())
-        loss_sum, ids = torch.zeros((), device=server.device), list(codes)
+        trainer = Trainer.of(decoder, adam(self.lr, cosine=self.cosine))
+        ids, mean = list(codes), sum(map(len, codes.values())) / len(codes)
+        size = {k: round(self.batch_size * len(codes[k]) / mean) if self.mixed else self.batch_size for k in ids}
+        source = {k: batches([[codes[k], embeddings[k]]], size[k]) for k in ids}
+        longest = max(epoch_length(len(codes[k]), size[k]) for k in ids)
+        groups, total = [ids] if self.mixed else [[k] for k in ids], torch.zeros((), device=server.device)
         steps = range(max(self.decoder_steps, self.decoder_epochs * longest))
         for step in server.track("decoder", steps):
             for group in groups:
                 shift = 0 if self.discrepancy == "none" else int(torch.randint(1, len(ids), ()))
-                others = [ids[(ids.index(k) + shift) % len(ids)] for k in group]
-                seen = tuple((models[k], z[k], models[i]) for k, i in zip(group, others, strict=True))
-                loss = partial(self.decoder_loss, decoder, server.spec, seen)
-                _, fidelity = trainer.step(loss, *(part for k in group for part in next(sources[k])))
-                loss_sum += fidelity if step >= len(steps) - longest else 0
+                viewers = tuple((models[k], z[k], models[ids[(ids.index(k) + shift) % len(ids)]]) for k in group)
+                loss = partial(self.decoder_loss, decoder, server.spec, viewers)
+                _, fidelity = trainer.step(loss, *(part for k in group for part in next(source[k])))
+                total += fidelity if step >= len(steps) - longest else 0
             trainer.anneal((step + 1) / len(steps))
-        server.report["decoder_loss"] = float(loss_sum) / (longest * len(groups))
-        server.decoder = isolate(decoder.state_dict())
+        server.report["decoder_loss"] = float(total) / (longest * len(groups))
+        server.decoder = isolate(dict(decoder.state_dict()))
         return server.decoder
 
     def decoder_loss(
         self,
         decoder: Decoder,
         spec: Spec,
-        clients: tuple[tuple[Classifier, nn.Linear, Classifier], ...],
+        viewers: tuple[tuple[Classifier, nn.Linear, Classifier], ...],
         *batch: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Eq. 12 for a batch of some clients' codes, with what the ablations and the authors' code add to it."""
+        """Eq. 12 for codes and embeddings of some clients, with what ablations and the authors' code add; and bare.
+
+        Of each client: its model, its docking layer, and the model of another.
+        """
         codes, embeddings = batch[::2], batch[1::2]
-        drawn = decoder(torch.cat(codes))
-        if self.jitter_decoder:
-            drawn = augmented(drawn, Augment(drawn.shape[-1] // 8, flip=True))
-        images = torch.split(resized(drawn, spec), [len(code) for code in codes])
-        losses, distances = [], []
-        for (model, z, other), x, code, e in zip(clients, images, codes, embeddings, strict=True):
-            with gaps(model if self.statistics else nn.Identity()) as found:
+        images = torch.split(resized(decoder(torch.cat(codes)), spec), [len(code) for code in codes])
+        losses, bare = [], []
+        for (model, z, other), x, code, e in zip(viewers, images, codes, embeddings, strict=True):
+            with gaps(model if self.statistics else None) as found:
                 features = model.features(x)
             loss = F.mse_loss(z(features), code)
-            distances.append(loss.detach())
+            bare.append(loss.detach() * len(code))
             if found:
                 loss = loss + self.statistics * torch.stack(found).mean()
             if self.logit_loss:
@@ -333,7 +312,7 @@ class DFFKE(Algorithm[Hub, Trader]):
             if self.discrepancy != "none":
                 loss = loss - discrepancy(self.discrepancy, model.logits(features), other(x))
             losses.append(loss * len(code))
-        return torch.stack(losses).sum() / len(drawn), torch.stack(distances).mean()
+        return tuple(torch.stack(values).sum() / sum(map(len, codes)) for values in (losses, bare))  # type: ignore[return-value]
 
     def deliver(self, server: Hub, entry: Entry) -> dict[int, Delivery]:
         """This round's entry for every participant, with those that the buffer still holds and it has missed."""
@@ -348,19 +327,19 @@ class DFFKE(Algorithm[Hub, Trader]):
         return deliveries
 
     def teach(self, client: Trader, delivery: Delivery) -> Lesson:
-        """The client's own logits Ŷ_k on its transfer images, of now and of a sample of the past, B_k^t."""
+        """The client's own logits Ŷ_k on its transfer images of this round, and on a sample of those before, B_k^t."""
         room = None if self.memory is None else self.memory + 1  # R past rounds and this one
         client.buffer = newest(client.buffer + delivery["entries"], room)
         client.docking = delivery.get("docking", {})
         *past, now = client.buffer
-        pages: list[Page] = [(now["round"], client.id, None)]
-        pages += review(past, client.id, len(now["codes"][client.id]))
+        fresh: Page = (now["round"], client.id, None)
+        pages = [fresh, *review(past, client.id, len(now["codes"][client.id]))]
         images = drawn(client.buffer, pages, partial(self.draw, client))
-        sizes, every, model = [len(x) for x in images], torch.cat(images), client.model.eval()
+        every, model = torch.cat(images), client.model.eval()
         index = torch.arange(len(every), device=client.device)
         features = predict(model.features, lambda part: resized(every[part], client.data.spec), index)
         lesson: Lesson = []
-        for (t, _, part), f in zip(pages, torch.split(features, sizes), strict=True):
+        for (t, _, part), f in zip(pages, torch.split(features, [len(x) for x in images]), strict=True):
             targets: Targets = {"round": t, "logits": model.logits(f).detach()}
             if part is not None:
                 targets["index"] = part
@@ -381,22 +360,32 @@ class DFFKE(Algorithm[Hub, Trader]):
         """Learn from other clients, on their data of this round and on what they taught before (Eqs. 13 and 14)."""
         taught = [(i, targets) for i, lesson in lessons.items() for targets in lesson]
         pages = [(targets["round"], i, targets.get("index")) for i, targets in taught]
-        images = drawn(client.buffer, pages, partial(self.draw, client))
-        now, data, rows = client.buffer[-1], client.data, dict[tuple[bool, int], list[list[Tensor]]]()
+        images, now = drawn(client.buffer, pages, partial(self.draw, client)), client.buffer[-1]
+        rows: dict[tuple[bool, int], list[list[Tensor]]] = {}  # fresh or not, and whose: everybody's where mixed
         for (i, targets), x in zip(taught, images, strict=True):
-            names: list[Literal["logits", "embeddings"]] = ["logits", "embeddings"] if self.embedding_loss else ["logits"]
-            key = targets["round"] != now["round"], 0 if self.mixed else i
-            rows.setdefault(key, []).append([x, *(targets[name] for name in names)])
+            said = [targets["logits"], *([targets["embeddings"]] if self.embedding_loss else [])]
+            rows.setdefault((targets["round"] != now["round"], 0 if self.mixed else i), []).append([x, *said])
         sources = [batches(rows[key], self.exchange_batch) for key in sorted(rows)]
-        fresh = [len(now["codes"][i]) for i in lessons] if self.mixed else map(len, now["codes"].values())
-        longest = epoch_length(sum(fresh) if self.mixed else max(fresh), self.exchange_batch)
-        if self.kept and client.student:
-            client.model.load_state_dict(client.student)
-        trainer = Trainer.of(client.model.train(), adam(self.lr, self.weight_decay, cosine=self.cosine))
-        own = partial(classification, client.model, data.spec, data.augment)
-        peer = partial(self.exchange_loss, client.model, data.spec, data.augment if self.jitter else Augment())
+        sizes = {i: len(codes) for i, codes in now["codes"].items()}
+        longest = sum(sizes[i] for i in lessons) if self.mixed else max(sizes.values())
+        if self.continued and client.learned:
+            client.model.load_state_dict(client.learned)
+        self.study(client, sources, self.exchange_epochs * epoch_length(longest, self.exchange_batch))
+        if self.renewed:
+            renew(client.model, client.data, self.batch_size)
+        if self.continued:
+            client.learned = isolate(dict(client.model.state_dict()))
+        client.buffer = newest(client.buffer, self.memory)
+        client.report["buffer_bytes"] = nbytes(client.buffer)
+
+    def study(self, client: Trader, sources: Sequence[Iterator[list[Tensor]]], iterations: int) -> None:
+        """In every iteration one step on private data, and one on a batch of each source."""
+        data, model = client.data, client.model.train()
+        trainer = Trainer.of(model, adam(self.lr, self.weight_decay, cosine=self.cosine))
+        own = partial(classification, model, data.spec, data.augment)
+        peer = partial(self.exchange_loss, model, data.spec, data.augment if self.augmented else Augment())
         private = index_batches(len(data), self.exchange_batch, client.device)
-        steps = range(max(self.exchange_steps, self.exchange_epochs * longest))
+        steps = range(max(self.exchange_steps, iterations))
         for step in client.track(steps):
             if self.local_review:
                 index = next(private)
@@ -404,21 +393,14 @@ class DFFKE(Algorithm[Hub, Trader]):
             for source in sources:
                 trainer.step(peer, *next(source), *client.docking.values())
             trainer.anneal((step + 1) / len(steps))
-        if self.renewed:
-            renew(client.model, data, self.batch_size)
-        if self.kept:
-            client.student = isolate(dict(client.model.state_dict()))
-        client.buffer = newest(client.buffer, self.memory)
-        client.report["buffer_bytes"] = nbytes(client.buffer)
 
     def exchange_loss(
         self, model: Classifier, spec: Spec, augment: Augment, images: Tensor, target: Tensor, *docked: Tensor
     ) -> Tensor:
         """The divergence from a peer's predictions on a batch of its images (a term of Eqs. 13 and 14)."""
         features = model.features(resized(augmented(images, augment), spec))
-        student, T = model.logits(features), self.temperature
-        teacher, pupil = target / T, student / T
-        loss = T**2 * (kl(teacher, pupil) if self.direction == "teacher" else kl(pupil, teacher))
+        student = model.logits(features)
+        loss = kl(target, student) if self.direction == "teacher" else kl(student, target)
         if self.embedding_loss:
             embeddings, weight, bias = docked
             loss = loss + F.mse_loss(F.linear(features, weight, bias), embeddings)

@@ -15,7 +15,7 @@ from barter.core import lanes, precision
 from barter.core.images import Images
 from barter.core.model import Classifier
 
-__all__ = ["gaps", "renew"]
+__all__ = ["gaps", "renew", "whitening"]
 
 
 def _norms(model: nn.Module) -> list[_BatchNorm]:
@@ -47,22 +47,36 @@ def renew(model: Classifier, data: Images, batch_size: int) -> None:
 
 
 def _measure(found: list[Tensor], layer: _BatchNorm, inputs: tuple[Tensor]) -> None:
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
     x = inputs[0].float()
     variance, mean = torch.var_mean(x, [0, *range(2, x.ndim)], correction=0)
     found.append((mean - layer.running_mean).norm() + (variance - layer.running_var).norm())
 
 
 @contextmanager
-def gaps(model: nn.Module) -> Iterator[list[Tensor]]:
+def gaps(model: nn.Module | None) -> Iterator[list[Tensor]]:
     """Inside, each normalisation that is passed adds how far what it sees is from what it was trained on.
 
     That is the norm of the gap between the channels' means, and that between their variances (DeepInversion, Yin et al.
     2020).
     """
     found: list[Tensor] = []
-    hooks = [layer.register_forward_pre_hook(partial(_measure, found)) for layer in _norms(model)]
+    norms = [] if model is None else _norms(model)
+    hooks = [layer.register_forward_pre_hook(partial(_measure, found)) for layer in norms]
     try:
         yield found
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def whitening(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """The mean of the rows, and the symmetric matrix that makes their directions vary alike once it is taken away.
+
+    A direction that varies less than `floor` times the average is amplified less, for it is mostly noise.
+    """
+    mean, rows = x.double().mean(0), x.double()
+    values, vectors = torch.linalg.eigh(torch.cov(rows.T, correction=0).reshape(x.shape[1], x.shape[1]))
+    scale = (values.clamp_min(0) + floor * values.mean()).rsqrt()
+    return mean.to(x), ((vectors * scale) @ vectors.T).to(x)

@@ -52,10 +52,11 @@ def drawn(entries: Sequence[Entry], pages: Sequence[Page], draw: Draw) -> list[T
     images: dict[int, Tensor] = {}
     for entry in entries:
         here = {at: page for at, page in enumerate(pages) if page[0] == entry["round"]}
-        if here:
-            every = (entry["codes"][owner] if index is None else entry["codes"][owner][index] for _, owner, index in here.values())
-            parts = list(every)
-            images |= zip(here, torch.split(draw(entry, torch.cat(parts)), [len(part) for part in parts]), strict=True)
+        codes = entry["codes"]
+        parts = [codes[owner] if index is None else codes[owner][index] for _, owner, index in here.values()]
+        if parts:
+            made = draw(entry, torch.cat(parts))
+            images |= zip(here, torch.split(made, [len(part) for part in parts]), strict=True)
     return [images[at] for at in range(len(pages))]
 
 
