@@ -40,14 +40,23 @@ SUITES: dict[str, Variants] = {
     "dffke": {
         "local": ("local", []),
         "dffke (default)": ("dffke", []),
-        "dffke, peers=1": ("dffke", ["algorithm.peers=1"]),
-        "dffke, peers=2": ("dffke", ["algorithm.peers=2"]),
-        "dffke, without local_review": ("dffke", ["algorithm.local_review=false"]),
         "dffke, preset paper": ("dffke", ["algorithm.preset=paper"]),
         "dffke, preset code": ("dffke", ["algorithm.preset=code"]),
+        "dffke, whiten=0": ("dffke", ["algorithm.whiten=0"]),
+        "dffke, whiten=0.01": ("dffke", ["algorithm.whiten=0.01"]),
+        "dffke, whiten=1": ("dffke", ["algorithm.whiten=1"]),
+        **{
+            f"dffke, without {name}": ("dffke", [f"algorithm.{name}=false"])
+            for name in ("mixed", "warm_decoder", "cosine", "augmented", "renewed", "continued", "local_review")
+        },
+        "dffke, share=0.15": ("dffke", ["algorithm.share=0.15"]),
+        "dffke, later_epochs=30": ("dffke", ["algorithm.later_epochs=30"]),
+        "dffke, statistics=0.1": ("dffke", ["algorithm.statistics=0.1"]),
         "dffke, with embedding_loss": ("dffke", ["algorithm.embedding_loss=true"]),
         "dffke, with logit_loss": ("dffke", ["algorithm.logit_loss=true"]),
         "dffke, embeddings=noise": ("dffke", ["algorithm.embeddings=noise"]),
+        "dffke, peers=1": ("dffke", ["algorithm.peers=1"]),
+        "dffke, peers=2": ("dffke", ["algorithm.peers=2"]),
     },
     "fedaf": {
         "fedavg": ("fedavg", ["algorithm.batch_size=50"]),

@@ -24,12 +24,14 @@ settings.load_profile("barter")
 TINY: dict[str, dict[str, Any]] = {
     "dffke": {
         "max_epochs": 2,
+        "later_epochs": 1,
         "share": 0.1,
         "code_dim": 16,
         "docking_epochs": 3,
         "decoder_epochs": 1,
         "decoder_steps": 2,
         "exchange_epochs": 1,
+        "exchange_steps": 2,
     },
     "fedzge": {"epochs": 2, "samples": 20, "queries": 2, "global_steps": 2, "local_steps": 2, "noise": 8},
     "fedaf": {"ipc": 2, "steps": 3, "server_epochs": 30, "server_lr": 0.05},

@@ -25,6 +25,7 @@ from barter.data.partition import PARTITIONS
 from barter.data.sources import PATH_SOURCES, SOURCES
 from barter.data.task import SITES, Task, make_task
 from barter.experiment import Experiment, names_of
+from barter.gallery import sheets
 from barter.models.families import FAMILIES
 from barter.models.zoo import ZOO
 from barter.runs.picture import bubbles
@@ -42,7 +43,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-show = typer.Typer(help="Show an algorithm, or how a partition splits a data set.", no_args_is_help=True)
+show = typer.Typer(help="Show an algorithm, a partition of a data set, or a run's images.", no_args_is_help=True)
 app.add_typer(show, name="show")
 flower = typer.Typer(help="Federations across machines, on Flower.", no_args_is_help=True)
 app.add_typer(flower, name="flower")
@@ -349,6 +350,20 @@ def show_partition(
         out,
     )
     console.print(f"picture: {out}")
+
+
+@show.command("images")
+def show_images(
+    run: Annotated[Path, typer.Argument(metavar="RUN")],
+    out: Annotated[Path | None, typer.Option(help="Where to save the sheets; without it, RUN/images.")] = None,
+    columns: Annotated[int, typer.Option(min=1, max=100, help="Images of each client.")] = 10,
+) -> None:
+    """Save a sheet for every round of RUN: private images beside what the round made of them, for every client.
+
+    Only the experimenter can see this: no party of a federation has both.
+    """
+    for path in sheets(run, out or run / "images", columns):
+        _console().print(f"picture: {path}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

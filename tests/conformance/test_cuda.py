@@ -23,7 +23,9 @@ from tests.conftest import federation, same, state, tiny
 pytestmark = pytest.mark.cuda
 
 # Enough steps of every kind that each is captured.
-MORE: dict[str, dict[str, Any]] = {"dffke": {"decoder_steps": 6, "docking_epochs": 5, "exchange_epochs": 3}}
+MORE: dict[str, dict[str, Any]] = {
+    "dffke": {"decoder_steps": 6, "docking_epochs": 5, "exchange_epochs": 3, "exchange_steps": 6}
+}
 
 
 def on_cuda(name: str, **options: Any) -> Experiment:

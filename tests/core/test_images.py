@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from barter.core.images import Augment, Images, Spec
+from barter.core.images import Augment, Images, Spec, augmented
 
 
 def numbered(n: int, side: int, augment: Augment, size: int | None = None) -> Images:
@@ -47,3 +47,20 @@ def test_test_images_are_never_augmented() -> None:
 
 def test_images_come_in_the_size_the_task_asks_for() -> None:
     assert numbered(2, 4, Augment(crop=1), size=8).batch(torch.arange(2), augmented=True).shape == (2, 1, 8, 8)
+
+
+def test_images_that_are_floats_already_are_shifted_over_zeros() -> None:
+    torch.manual_seed(0)
+    picture = torch.randn(2, 3, 4)
+    batch = augmented(picture.expand(200, -1, -1, -1), Augment(crop=1, flip=True))
+    assert (batch.shape, batch.dtype) == ((200, 2, 3, 4), torch.float32)
+    padded = [torch.nn.functional.pad(side, [1] * 4) for side in (picture, picture.flip(-1))]
+    shifts = [side[:, dy : dy + 3, dx : dx + 4] for side in padded for dy in range(3) for dx in range(3)]
+    found = [[at for at, shift in enumerate(shifts) if torch.equal(image, shift)] for image in batch]
+    assert all(len(at) == 1 for at in found), "every image is one of them, and nothing but zeros comes in"
+    assert {at for (at,) in found} == set(range(18))
+
+
+def test_without_augmentation_images_are_what_they_were() -> None:
+    picture = torch.randn(2, 1, 3, 3)
+    assert augmented(picture, Augment()) is picture

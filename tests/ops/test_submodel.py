@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from barter.core.errors import ConfigError
-from barter.core.images import Images, Spec
+from barter.core.images import Spec
 from barter.core.model import Classifier, SplitClassifier
 from barter.models.width import narrowed
 from barter.models.zoo import build
@@ -153,18 +153,3 @@ def test_concatenations_and_transformers_are_refused() -> None:
 
 def test_the_head_is_the_last_linear_layer() -> None:
     assert head_of(build("small-cnn", SPEC)) == {"head.weight", "head.bias"}
-
-
-def test_statistics_afterwards_are_those_of_the_data() -> None:
-    body = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4))
-    model = SplitClassifier(body, nn.Linear(4, 2))
-    spec = Spec(1, 2, 2, 2, (0.0,), (1.0 / 255,))
-    pixels = torch.randint(0, 255, (10, 1, 2, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    data = Images(pixels, torch.zeros(10, dtype=torch.long), spec)
-    body[1].running_mean.fill_(99.0)  # type: ignore[union-attr, operator]
-    renew(model, data, 5)
-    x = pixels.float().view(2, 5, 4) / 255 * 255
-    assert torch.allclose(body[1].running_mean, x.mean(1).mean(0), rtol=1e-5)  # type: ignore[arg-type]
-    assert torch.allclose(body[1].running_var, x.var(1).mean(0), rtol=1e-5)  # type: ignore[arg-type]
-    assert body[1].momentum == 0.1
-    assert not model.training

@@ -10,8 +10,8 @@ from barter import DFFKE, Local
 from barter.core import lanes
 from barter.core.images import Augment, Spec
 from barter.ops.fit import adam, classification, sgd
-from barter.ops.trainer import _identity, _objection
-from tests.conftest import federation
+from barter.ops.trainer import _contents, _identity, _modules, _objection
+from tests.conftest import federation, tiny
 
 SPEC = Spec(1, 8, 8, 10, (0.5,), (0.5,))
 
@@ -43,7 +43,8 @@ def test_partials_and_methods_are_known_by_value() -> None:
     model = nn.Linear(2, 1)
     for make in (
         lambda: partial(classification, model, Spec(1, 8, 8, 10, (0.5,), (0.5,)), Augment(2, True)),
-        lambda: partial(DFFKE(share=0.5).exchange_loss, model, SPEC),
+        lambda: partial(DFFKE(share=0.5).exchange_loss, model, SPEC, Augment(2, True)),
+        lambda: partial(DFFKE(share=0.5).decoder_loss, model, SPEC, ((model, model, model),)),
     ):
         assert _identity(make()) == _identity(make())
         assert not _objection(make())
@@ -72,6 +73,24 @@ def test_defaults_and_functions_that_a_loss_holds_count_too() -> None:
     assert not _objection(through(2.0))
 
 
+def test_a_tuple_of_modules_may_be_held_and_a_list_may_not() -> None:
+    one, two, three = (nn.Linear(2, 1) for _ in range(3))
+
+    def over(modules: tuple[object, ...] | list[object]) -> partial[Tensor]:
+        return partial(lambda modules, x: sum(module(x).sum() for module in modules), modules)
+
+    assert _objection(over((one, two))) == ""
+    assert _objection(over(((one, two), (three, SPEC, 1.0, None)))) == ""
+    assert _objection(over(())) == ""
+    assert "holds a list" in _objection(over([one, two]))
+    assert "holds a list" in _objection(over((one, [two])))
+    assert "holds a dict" in _objection(over((one, (two, {}))))
+    # Their modes are part of what is captured, and their places in memory are watched.
+    assert _modules(_contents(over(((one, two), (three,))))) == [one, two, three]
+    assert _identity(over((one, two))) == _identity(over((one, two)))
+    assert _identity(over((one, two))) != _identity(over((two, one)))
+
+
 def test_what_could_change_behind_a_graph_is_an_objection() -> None:
     client = federation(Local()).engine.clients[0]
     table = {"weight": torch.ones(1)}
@@ -96,8 +115,11 @@ def test_without_a_lane_nothing_is_kept() -> None:
     lanes.rest()
 
 
+@pytest.mark.parametrize("mixed", [True, False])
 @pytest.mark.parametrize("peers", [1, 2])
-def test_a_client_learns_from_so_many_peers_in_an_iteration(peers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_learns_from_so_many_peers_in_an_iteration(
+    peers: int, mixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     steps: list[int] = []
     original = DFFKE.exchange_loss
 
@@ -106,7 +128,7 @@ def test_a_client_learns_from_so_many_peers_in_an_iteration(peers: int, monkeypa
         return original(self, model, *batch)  # type: ignore[arg-type]
 
     monkeypatch.setattr(DFFKE, "exchange_loss", counted)
-    tiny = {"max_epochs": 1, "code_dim": 8, "docking_epochs": 1, "decoder_epochs": 1, "decoder_steps": 1, "share": 0.1}
-    experiment = federation(DFFKE(**tiny, exchange_epochs=3, peers=peers), clients=4)  # type: ignore[arg-type]
-    list(experiment.rounds(2))
-    assert len(steps) == 4 * 3 * (peers + 2 * peers), "fresh in round 1; fresh and remembered in round 2"
+    options = {"mixed": mixed, "peers": peers, "exchange_epochs": 3, "exchange_steps": 0, "max_epochs": 1}
+    list(federation(tiny("dffke", **options), clients=4).rounds(2))
+    each = 1 if mixed else peers  # mixed, they share one step
+    assert len(steps) == 4 * 3 * (each + 2 * each), "fresh in round 1; fresh and remembered in round 2"

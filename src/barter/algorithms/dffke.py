@@ -26,7 +26,7 @@ clients forget what they know.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NotRequired, TypeAlias, TypedDict
@@ -100,6 +100,7 @@ class Trader(Client):
     buffer: list[Entry] = []
     docking: State = {}
     learned: State = {}  # its weights after the last exchange
+    offered: dict[int, Tensor] = {}  # which of its images it offered in each round it remembers; 0 is the one begun
 
 
 def docking_loss(head: nn.Linear, z_k: nn.Linear, embeddings: Tensor, labels: Tensor) -> Tensor:
@@ -122,7 +123,7 @@ def sample(items: Sequence[int], size: int | None) -> list[int]:
 
 PAPER: dict[str, object] = {
     **{"max_epochs": 100, "later_epochs": 100, "share": 0.15, "whiten": 0.0, "mixed": False, "cosine": False},
-    **{"decoder_epochs": 6, "decoder_steps": 0, "warm_decoder": False},
+    **{"decoder_epochs": 6, "decoder_steps": 0, "decoder_batch": 100, "warm_decoder": False},
     **{"exchange_epochs": 4, "exchange_steps": 0, "exchange_batch": 100, "augmented": False, "local_review": False},
     **{"renewed": False, "continued": False},
 }
@@ -150,11 +151,10 @@ class DFFKE(Algorithm[Hub, Trader]):
     share: Fraction = 0.6  # share of a client's embeddings that it offers; the paper's byte counts come out for 0.15
     code_dim: Count = 512  # h: width of the unified embedding space
     docking_epochs: Count = 100  # T_Tran: full-batch steps per client for docking layers and global head
-    whiten: NonNegative = (
-        0.01  # codes vary alike wherever they vary by more than this; 0: they are left as they are (paper)
-    )
+    whiten: NonNegative = 0.1  # codes vary alike where they vary by more than this share of the mean; 0 in the paper
     decoder_epochs: Count = 8  # T_Dec: passes over the largest offer; the paper has 3 for CIFAR-10, 6 for CIFAR-100
     decoder_steps: Whole = 100  # but at least so many steps, for small data sets; not in the paper
+    decoder_batch: Count = 50  # codes per client in a step, on average; 100 in the paper
     warm_decoder: bool = True  # the decoder goes on from the last round's; the paper has a new one in each
     statistics: NonNegative = 0.0  # weight of the gap to BatchNorm's statistics in the decoder's loss; not in the paper
     exchange_epochs: Count = 1  # T_FKE: passes over the synthetic set; the paper has 2 for CIFAR-10, 4 for CIFAR-100
@@ -168,7 +168,7 @@ class DFFKE(Algorithm[Hub, Trader]):
     peers: Count | None = None  # peers a client learns from in a round, drawn anew in each; none is all
     memory: Whole | None = None  # R: past rounds kept for review; none is no limit
     lr: Positive = 1e-3  # η: Adam's learning rate, for every network
-    batch_size: Count = 100  # B: images per step, of each client's in the decoder's
+    batch_size: Count = 100  # B: images per step
     weight_decay: NonNegative = 1e-5  # of the clients' Adam
     docking_weight_decay: NonNegative = 1e-3  # of the docking layers' Adam
     embeddings: Literal["real", "noise"] = "real"  # E_k: of private images, or noise that tells nothing
@@ -220,7 +220,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         weights = client.model.state_dict()
         if self.embeddings == "noise":
             return {"examples": examples, "weights": weights}
-        index = torch.randperm(len(client.data), device=client.device)[:examples]
+        client.offered[0] = index = torch.randperm(len(client.data), device=client.device)[:examples]
         e = predict(client.model.eval().features, client.data.batch, index)
         return {"examples": len(index), "weights": weights, "embeddings": e, "labels": client.data.labels[index]}
 
@@ -269,7 +269,7 @@ class DFFKE(Algorithm[Hub, Trader]):
             decoder.load_state_dict(server.decoder)
         trainer = Trainer.of(decoder, adam(self.lr, cosine=self.cosine))
         ids, mean = list(codes), sum(map(len, codes.values())) / len(codes)
-        size = {k: round(self.batch_size * len(codes[k]) / mean) if self.mixed else self.batch_size for k in ids}
+        size = {k: round(self.decoder_batch * (len(codes[k]) / mean if self.mixed else 1)) for k in ids}
         source = {k: batches([[codes[k], embeddings[k]]], size[k]) for k in ids}
         longest = max(epoch_length(len(codes[k]), size[k]) for k in ids)
         groups, total = [ids] if self.mixed else [[k] for k in ids], torch.zeros((), device=server.device)
@@ -332,6 +332,8 @@ class DFFKE(Algorithm[Hub, Trader]):
         client.buffer = newest(client.buffer + delivery["entries"], room)
         client.docking = delivery.get("docking", {})
         *past, now = client.buffer
+        if 0 in client.offered:
+            client.offered[now["round"]] = client.offered.pop(0)
         fresh: Page = (now["round"], client.id, None)
         pages = [fresh, *review(past, client.id, len(now["codes"][client.id]))]
         images = drawn(client.buffer, pages, partial(self.draw, client))
@@ -376,6 +378,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         if self.continued:
             client.learned = isolate(dict(client.model.state_dict()))
         client.buffer = newest(client.buffer, self.memory)
+        client.offered = {e["round"]: client.offered[e["round"]] for e in client.buffer if e["round"] in client.offered}
         client.report["buffer_bytes"] = nbytes(client.buffer)
 
     def study(self, client: Trader, sources: Sequence[Iterator[list[Tensor]]], iterations: int) -> None:
@@ -405,3 +408,10 @@ class DFFKE(Algorithm[Hub, Trader]):
             embeddings, weight, bias = docked
             loss = loss + F.mse_loss(F.linear(features, weight, bias), embeddings)
         return loss
+
+    def gallery(self, client: Trader, t: int, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
+        entry = next((entry for entry in client.buffer if entry["round"] == t), None)
+        if entry is None or t not in client.offered:
+            return None
+        chosen = wanted(client.offered[t])
+        return client.offered[t][chosen], self.draw(client, entry, entry["codes"][client.id][chosen])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Self, get_args
 
+from torch import Tensor
 from typing_extensions import TypeVar
 
 from barter.core.clients import Clients
@@ -65,6 +66,14 @@ class Algorithm(Generic[S, C]):
         """What the round's record says of a client: its accuracies, and what it noted itself."""
         report, client.report = client.report, {}
         return {**evaluate(client), **as_numbers(report)}
+
+    def gallery(self, client: C, t: int, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
+        """What round t made of some of a client's images, for the experimenter's eyes: their places, and the pictures.
+
+        Given the places of all that there are, `wanted` says which of them to show. Nothing for a round that made none
+        or is not remembered.
+        """
+        return None
 
     @classmethod
     def preset(cls, name: str, overrides: Mapping[str, Any] | None = None) -> Self:

@@ -14,7 +14,7 @@ from barter.core.payload import Payload
 from barter.runs.checkpoint import flush, read, write
 from barter.runs.record import Round
 
-__all__ = ["RunFolder", "records"]
+__all__ = ["RunFolder", "last_checkpoint", "records"]
 
 METRICS = "metrics.jsonl"
 
@@ -85,14 +85,10 @@ class RunFolder:
 
     def load(self, device: torch.device) -> tuple[int, Payload] | None:
         """The last finished round and its state; nothing if no round was finished. Drops later lines of metrics."""
-        found = sorted(path for path in self.checkpoints.iterdir() if CHECKPOINT.fullmatch(path.name))
-        round, state = 0, None
-        if found:
-            state, notes = read(found[-1], device)
-            round = int(notes["round"])
-        kept = [record for record in self.records() if record.round <= round]
+        found = last_checkpoint(self.path, device)
+        kept = [record for record in self.records() if record.round <= (0 if found is None else found[0])]
         self._replace(self.metrics, "".join(record.to_json() + "\n" for record in kept))
-        return (round, state) if found else None
+        return found
 
     @staticmethod
     def _replace(target: Path, text: str) -> None:
@@ -114,3 +110,13 @@ def records(run: Path) -> list[Round]:
         except (ValueError, KeyError, TypeError):
             break
     return found
+
+
+def last_checkpoint(run: Path, device: torch.device) -> tuple[int, Payload] | None:
+    """The last finished round of a run's folder and its state; nothing if no round was finished."""
+    folder = run / "checkpoints"
+    found = sorted(path for path in folder.iterdir() if CHECKPOINT.fullmatch(path.name)) if folder.is_dir() else []
+    if not found:
+        return None
+    state, notes = read(found[-1], device)
+    return int(notes["round"]), state

@@ -1,24 +1,44 @@
-"""The bubble picture of a partition, as papers show it."""
+"""Pictures: of a partition, as papers show it, and of what a round made of private images."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch import Tensor
 
 from barter.core.errors import ConfigError
 
-__all__ = ["bubbles"]
+__all__ = ["Row", "bubbles", "sheet"]
+
+Row: TypeAlias = tuple[str, Tensor, Tensor, Sequence[str]]  # client; its images, real and made, in 0..1; their classes
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be written: {error}") from error
+    finally:
+        _pyplot().close(figure)
 
 
 def bubbles(counts: Sequence[Sequence[int]], names: Sequence[str], title: str, path: Path) -> None:
     """A circle per client and class; its area is the number of samples."""
     if path.suffix.lower() not in (".png", ".pdf", ".svg"):
         raise ConfigError(f"{path} cannot be written: give it the ending .png, .pdf or .svg")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = _pyplot()
     clients, classes = len(counts), len(names)
     cell = 0.45 if max(clients, classes) <= 25 else 0.22
     figure, axes = plt.subplots(figsize=(max(4.0, cell * clients + 1.6), max(3.0, cell * classes + 1.4)))
@@ -34,16 +54,39 @@ def bubbles(counts: Sequence[Sequence[int]], names: Sequence[str], title: str, p
         linewidths=0,
     )
     axes.set(xlabel="client", ylabel="class", xlim=(-0.7, clients - 0.3), ylim=(-0.7, classes - 0.3))
-    axes.set_title(title.replace("$", r"\$"), fontsize=9)
+    axes.set_title(_plain(title), fontsize=9)
     axes.set_xticks(range(clients))
     if classes <= 25:
-        axes.set_yticks(range(classes), [name.replace("$", r"\$") for name in names])
+        axes.set_yticks(range(classes), [_plain(name) for name in names])
     axes.grid(alpha=0.25, linewidth=0.5)
     axes.set_axisbelow(True)
     figure.tight_layout()
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be written: {error}") from error
-    finally:
-        plt.close(figure)
+    _save(figure, path)
+
+
+def sheet(rows: Sequence[Row], title: str, path: Path) -> None:
+    """For each client, real images and below them what was made of each."""
+    plt = _pyplot()
+    columns = max(len(real) for _, real, _, _ in rows)
+    figure, axes = plt.subplots(
+        2 * len(rows), columns, figsize=(max(4.0, 0.75 * columns + 1.2), 1.55 * len(rows) + 0.9), squeeze=False
+    )
+    for cell in axes.flat:
+        cell.axis("off")
+    for i, (name, real, made, classes) in enumerate(rows):
+        for j in range(len(real)):
+            for cell, image in ((axes[2 * i, j], real[j]), (axes[2 * i + 1, j], made[j])):
+                grey = image.shape[-1] == 1
+                cell.imshow(image[..., 0] if grey else image, cmap="gray" if grey else None, vmin=0, vmax=1)
+            axes[2 * i, j].set_title(_plain(classes[j])[:12], fontsize=6, pad=2)
+        for at, kind in ((2 * i, f"{name}\nreal"), (2 * i + 1, "made")):
+            axes[at, 0].text(-0.15, 0.5, kind, transform=axes[at, 0].transAxes, ha="right", va="center", fontsize=6)
+    figure.suptitle(_plain(title), fontsize=8)
+    figure.subplots_adjust(left=0.14, right=0.99, bottom=0.01, wspace=0.05, hspace=0.2)
+    figure.subplots_adjust(top=1 - 0.55 / figure.get_figheight())
+    _save(figure, path)
+
+
+def _plain(text: str) -> str:
+    """Text that matplotlib does not take for a formula."""
+    return text.replace("$", r"\$")

@@ -1,0 +1,318 @@
+"""The exchange of DFFKE, and what each of its options does."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from dataclasses import fields
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from barter import DFFKE, Classifier, Experiment, Local
+from barter.algorithms.dffke import Hub, Trader, sample
+from barter.core.images import Augment
+from barter.core.payload import isolate, nbytes
+from barter.ops.fit import Trainer
+from tests.conftest import TINY, federation, same, tiny
+
+
+def watched(clients: int = 3, **changes: Any) -> tuple[Experiment, dict[int, list[tuple[Augment, Tensor]]], Any]:
+    """A run that notes the augmentation and the targets of every step of every client's exchange, and its lessons."""
+    steps: dict[int, list[tuple[Augment, Tensor]]] = defaultdict(list)
+    lessons: dict[int, dict[int, Any]] = {}
+    owner: dict[int, int] = {}
+
+    class Watched(DFFKE):
+        def exchange(self, client: Trader, taught: Any) -> None:
+            lessons[client.id], owner[id(client.model)] = taught, client.id
+            super().exchange(client, taught)
+
+        def exchange_loss(self, model: Classifier, spec: Any, augment: Augment, *batch: Tensor) -> Tensor:
+            steps[owner[id(model)]].append((augment, batch[1]))
+            return super().exchange_loss(model, spec, augment, *batch)
+
+    return federation(Watched(**{**TINY["dffke"], **changes}), clients=clients), steps, lessons
+
+
+def rows(tensor: Tensor) -> set[tuple[float, ...]]:
+    return {tuple(row) for row in tensor.tolist()}
+
+
+@pytest.mark.parametrize("floor", [0, 11])
+def test_a_mixed_step_of_the_exchange_is_on_images_of_all_peers(floor: int) -> None:
+    experiment, steps, lessons = watched(exchange_epochs=2, exchange_batch=20, exchange_steps=floor)
+    list(experiment.rounds(1))
+    for k, lesson in lessons.items():
+        said = {i: rows(targets["logits"]) for i, (targets,) in lesson.items()}
+        assert k not in said
+        epoch = -(-sum(len(targets["logits"]) for (targets,) in lesson.values()) // 20)
+        assert len(steps[k]) == max(floor, 2 * epoch)
+        for _, target in steps[k]:
+            assert len(target) == 20
+            assert all(rows(target) & said[i] for i in said), "every peer has a say in every step"
+        for start in (0, epoch):
+            seen = set.union(*(rows(target) for _, target in steps[k][start : start + epoch]))
+            assert seen == set.union(*said.values()), "an epoch sees everything"
+    assert {len(steps[k]) for k in steps} == ({10, 12} if floor == 0 else {11, 12})
+
+
+@pytest.mark.parametrize("floor", [0, 9])
+def test_every_student_makes_the_passes_of_the_largest_set(floor: int) -> None:
+    experiment, steps, lessons = watched(mixed=False, exchange_batch=10, exchange_epochs=2, exchange_steps=floor)
+    list(experiment.rounds(1))
+    largest = max(-(-len(client.data) // 10) for client in experiment.engine.clients.values())
+    passes = max(floor, 2 * -(-largest // 10))
+    assert [len(steps[k]) for k in range(3)] == 3 * [2 * passes]  # T_FKE passes, two peers each
+    for k, lesson in lessons.items():
+        for at, (targets,) in enumerate(lesson.values()):
+            assert all(rows(target) <= rows(targets["logits"]) for _, target in steps[k][at::2]), "one peer in a step"
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_memories_are_reviewed_in_steps_of_their_own(mixed: bool) -> None:
+    experiment, steps, lessons = watched(mixed=mixed, exchange_steps=3)
+    list(experiment.rounds(1))
+    assert [len(steps[k]) for k in range(3)] == 3 * [3 if mixed else 3 * 2]
+    steps.clear()
+    list(experiment.rounds(2))
+    assert [len(steps[k]) for k in range(3)] == 3 * [3 * 2 if mixed else 3 * 4]
+    for k, lesson in lessons.items():
+        fresh = set.union(*(rows(targets["logits"]) for targets, *_ in lesson.values()))
+        kinds = [bool(rows(target) & fresh) for _, target in steps[k]]
+        assert kinds == 3 * ([True, False] if mixed else [True, True, False, False])
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_students_see_transfer_images_as_they_see_their_own(on: bool) -> None:
+    experiment, steps, _ = watched(augmented=on)
+    list(experiment.rounds(1))
+    assert {augment for k in steps for augment, _ in steps[k]} == {Augment(crop=1) if on else Augment()}
+
+
+def test_one_peer_is_one_lesson_and_another_over_rounds() -> None:
+    experiment, _, lessons = watched(clients=4, peers=1, memory=0)
+    shared = {k: max(2, -(-len(c.data) // 10)) for k, c in experiment.engine.clients.items()}
+    assert len(set(shared.values())) == 4, "so that bytes tell peers apart"
+    taught: dict[int, list[int]] = defaultdict(list)
+    for record in experiment.rounds(5):
+        for k, lesson in lessons.items():
+            (peer,) = lesson
+            assert peer != k
+            assert nbytes(lesson) == 8 + shared[peer] * 10 * 4
+            taught[k].append(peer)
+        chosen = [peers[-1] for peers in taught.values()]
+        assert record.bytes["exchange"]["down"] == sum(8 + shared[peer] * 10 * 4 for peer in chosen)
+    assert all(len(set(peers)) > 1 for peers in taught.values())
+
+
+@given(st.lists(st.integers(0, 99), unique=True, max_size=9), st.none() | st.integers(0, 12), st.integers(0, 9))
+def test_a_sample_is_so_many_of_the_items_in_order(items: list[int], size: int | None, seed: int) -> None:
+    torch.manual_seed(seed)
+    items = sorted(items)
+    chosen = sample(items, size)
+    assert chosen == sorted(set(chosen))
+    assert set(chosen) <= set(items)
+    assert len(chosen) == (len(items) if size is None else min(size, len(items)))
+
+
+@pytest.mark.parametrize("continued", [True, False])
+def test_the_exchange_goes_on_from_the_last_one_or_from_what_was_trained(continued: bool) -> None:
+    trained: dict[int, Any] = {}
+    started: dict[int, Any] = {}
+
+    class Watched(DFFKE):
+        def learn(self, client: Trader) -> Any:
+            offer = super().learn(client)
+            trained[client.id] = isolate(dict(client.model.state_dict()))
+            return offer
+
+        def study(self, client: Trader, sources: Any, iterations: int) -> None:
+            started[client.id] = isolate(dict(client.model.state_dict()))
+            super().study(client, sources, iterations)
+
+    experiment = federation(Watched(**{**TINY["dffke"], "continued": continued}))
+    clients, ended = experiment.engine.clients, {}
+    for t, _ in enumerate(experiment.rounds(3), start=1):
+        for k, client in clients.items():
+            assert isinstance(client, Trader)
+            after_the_last = continued and t > 1
+            assert same(started[k], ended[k] if after_the_last else trained[k])
+            assert not (after_the_last and same(started[k], trained[k]))
+            ended[k] = isolate(dict(client.model.state_dict()))
+            assert not same(started[k], ended[k])
+            assert same(client.learned, ended[k] if continued else {})
+
+
+@pytest.mark.parametrize("renewed", [True, False])
+def test_normalisation_ends_with_the_statistics_of_private_data(renewed: bool) -> None:
+    experiment = federation(tiny("dffke", renewed=renewed, batch_size=10**4))
+    list(experiment.rounds(1))
+    for client in experiment.engine.clients.values():
+        model = copy.deepcopy(client.model).eval()
+        layers = [layer for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)]
+        kept = [(layer.running_mean.clone(), layer.running_var.clone()) for layer in layers]  # type: ignore[union-attr]
+        assert layers
+        for layer in layers:  # one batch of everything, and nothing of what was before
+            layer.train()
+            layer.momentum = 1.0
+        with torch.no_grad():
+            model(client.data.batch(torch.arange(len(client.data))))
+        for layer, (mean, variance) in zip(layers, kept, strict=True):
+            pairs = ((mean, layer.running_mean), (variance, layer.running_var))
+            assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-5) for one, other in pairs) == renewed
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_warm_decoder_starts_where_the_last_rounds_ended(warm: bool) -> None:
+    begun: list[bool] = []
+    starts: list[Any] = []
+
+    class Watched(DFFKE):
+        def train_decoder(self, *arguments: Any) -> Any:
+            begun.append(True)
+            return super().train_decoder(*arguments)
+
+        def decoder_loss(self, decoder: nn.Module, *arguments: Any) -> Any:  # type: ignore[override]
+            if begun:
+                begun.pop()
+                starts.append(isolate(dict(decoder.state_dict())))
+            return super().decoder_loss(decoder, *arguments)  # type: ignore[arg-type]
+
+    experiment = federation(Watched(**{**TINY["dffke"], "warm_decoder": warm}))
+    list(experiment.rounds(3))
+    assert isinstance(experiment.server, Hub)
+    ends = [entry["decoder"] for entry in experiment.server.buffer]
+    assert [same(start, end) for start, end in zip(starts[1:], ends[:-1], strict=True)] == [warm, warm]
+    assert not any(same(start, end) for start, end in zip(starts, ends, strict=True))
+    assert same(experiment.server.decoder, ends[-1])
+
+
+@pytest.mark.parametrize("cosine", [True, False])
+def test_learning_rates_fall_to_zero_within_each_phase(cosine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates: dict[Trainer, list[float]] = defaultdict(list)
+    original = Trainer.anneal
+
+    def noted(self: Trainer, done: float) -> None:
+        original(self, done)
+        rates[self].append(self.optimizer.param_groups[0]["lr"])
+
+    monkeypatch.setattr(Trainer, "anneal", noted)
+    list(federation(tiny("dffke", cosine=cosine, tau=1.0, decoder_steps=5, exchange_steps=4)).rounds(1))
+    assert sorted(map(len, rates.values())) == [2, 2, 2, 4, 4, 4, 5]  # two epochs; the exchange; the decoder
+    for fallen in rates.values():
+        share = [0.5 * (1 + math.cos(math.pi * (i + 1) / len(fallen))) if cosine else 1 for i in range(len(fallen))]
+        assert fallen == pytest.approx([1e-3 * part for part in share])
+        assert (fallen[-1] == 0) == cosine
+
+
+MEMORIES = [
+    None,
+    pytest.param(
+        0, marks=pytest.mark.xfail(strict=True, reason="without memory, no client knows of the first exchange")
+    ),
+]
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_after_the_first_exchange_local_training_is_shorter(memory: int | None) -> None:
+    experiment = federation(tiny("dffke", tau=1.0, max_epochs=3, later_epochs=1, memory=memory))
+    epochs = [[record.clients[k]["epochs"] for k in range(3)] for record in experiment.rounds(3)]
+    assert epochs == [[3, 3, 3], [1, 1, 1], [1, 1, 1]]
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"participation": 0.5},
+    {"collaboration": 0.5},
+    {"tau": 0.05},
+    {"max_epochs": 1},
+    {"later_epochs": 2},
+    {"share": 0.3},
+    {"code_dim": 8},
+    {"docking_epochs": 2},
+    {"whiten": 0.0},
+    {"whiten": 1.0},
+    {"decoder_epochs": 3},
+    {"decoder_steps": 3},
+    {"decoder_batch": 20},
+    {"warm_decoder": False},
+    {"statistics": 0.1},
+    {"exchange_epochs": 3},
+    {"exchange_steps": 3},
+    {"exchange_batch": 50},
+    {"mixed": False},
+    {"augmented": False},
+    {"cosine": False},
+    {"renewed": False},
+    {"continued": False},
+    {"peers": 1},
+    {"memory": 0},
+    {"lr": 2e-3},
+    {"batch_size": 50},
+    {"weight_decay": 1e-2},
+    {"docking_weight_decay": 0.0},
+    {"embeddings": "noise"},
+    {"direction": "student"},
+    {"discrepancy": "mae"},
+    {"discrepancy": "kl"},
+    {"discrepancy": "mse"},
+    {"local_review": False},
+    {"embedding_loss": True},
+    {"logit_loss": True},
+]
+LATER = {"later_epochs", "warm_decoder", "continued", "memory"}  # options of the second round
+
+
+def outcome(rounds: int, **changes: Any) -> dict[str, Tensor]:
+    experiment = federation(tiny("dffke", **changes))
+    list(experiment.rounds(rounds))
+    return isolate(dict(experiment.engine.clients[0].model.state_dict()))
+
+
+plain = cache(outcome)
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+def test_every_option_changes_the_outcome(changes: dict[str, Any]) -> None:
+    rounds = 2 if changes.keys() & LATER else 1
+    assert not same(plain(rounds), outcome(rounds, **changes))
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_and_the_same_options_do_not(rounds: int) -> None:
+    assert same(plain(rounds), outcome(rounds))
+
+
+def test_no_option_was_forgotten() -> None:
+    assert {name for changes in CHANGES for name in changes} == {f.name for f in fields(DFFKE)} - {"transfer"}
+
+
+def test_the_papers_preset_is_the_paper() -> None:
+    paper, code = DFFKE.preset("paper"), DFFKE.preset("code")
+    off = "mixed whiten statistics cosine renewed continued augmented warm_decoder local_review"
+    assert {name: bool(getattr(paper, name)) for name in off.split()} == dict.fromkeys(off.split(), False)
+    assert (paper.share, paper.decoder_epochs, paper.exchange_epochs) == (0.15, 6, 4)
+    assert (paper.decoder_steps, paper.exchange_steps) == (0, 0), "no floors"
+    assert (paper.batch_size, paper.decoder_batch, paper.exchange_batch) == (100, 100, 100)
+    assert (paper.max_epochs, paper.later_epochs) == (100, 100), "as good as no limit"
+    assert (paper.tau, paper.lr, paper.code_dim, paper.docking_epochs) == (0.98, 1e-3, 512, 100)
+    assert (paper.peers, paper.memory, paper.direction) == (None, None, "teacher")
+    assert (paper.embedding_loss, paper.logit_loss) == (False, False)
+    assert code == DFFKE.preset(
+        "paper", {"share": 1.0, "local_review": True, "embedding_loss": True, "logit_loss": True}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_the_exchange_is_worth_thirty_five_points_on_digits(seed: int) -> None:
+    alone = list(Experiment(Local(), seed=seed).rounds(5))[-1]
+    exchanged = list(Experiment(DFFKE(), seed=seed).rounds(5))[-1]
+    assert exchanged.mean("global") >= alone.mean("global") + 0.35
+    assert exchanged.mean("local") > 0.94

@@ -1,0 +1,191 @@
+"""Rounds of DFFKE: what crosses, who takes part, and what is remembered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from barter import DFFKE, Experiment
+from barter.algorithms.dffke import Hub, Trader
+from barter.core.errors import ConfigError
+from barter.core.payload import nbytes
+from barter.data.task import Data
+from barter.models.generators import Decoder
+from barter.ops.transfer import review
+from tests.conftest import TINY, federation, tiny
+
+
+def exchanged(rounds: int = 3, **changes: Any) -> tuple[Experiment, list[Any]]:
+    experiment = federation(tiny("dffke", **changes))
+    return experiment, list(experiment.rounds(rounds))
+
+
+def test_a_round_crosses_what_it_says_and_no_more() -> None:
+    experiment, (record,) = exchanged(1)
+    spec = experiment.task.spec
+    clients = experiment.engine.clients
+    shared = {k: max(2, -(-len(c.data) // 10)) for k, c in clients.items()}
+    weights = {k: nbytes(c.model.state_dict()) for k, c in clients.items()}
+    learn = sum(8 + weights[k] + n * clients[k].model.feature_dim * 4 + n * 8 for k, n in shared.items())
+    entry = 8 + sum(shared.values()) * 16 * 4 + nbytes(Decoder(16, spec).state_dict())
+    lesson = {k: 8 + n * 10 * 4 for k, n in shared.items()}
+    assert record.bytes["learn"] == {"up": learn, "down": 0}
+    assert record.bytes["teach"] == {"up": sum(lesson.values()), "down": 3 * entry}
+    assert record.bytes["exchange"] == {"up": 0, "down": 2 * sum(lesson.values())}
+    assert "train" not in record.bytes
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(0, 0), (1, 1), (2, 2), (None, 4)])
+def test_the_buffer_keeps_r_past_rounds_and_reports_its_size(limit: int | None, kept: int) -> None:
+    experiment, records = exchanged(4, memory=limit)
+    for client in experiment.engine.clients.values():
+        assert isinstance(client, Trader)
+        assert [entry["round"] for entry in client.buffer] == list(range(5 - kept, 5))
+        assert records[-1].clients[client.id]["buffer_bytes"] == nbytes(client.buffer)
+    decoder = nbytes(Decoder(16, experiment.task.spec).state_dict())
+    codes = sum(max(2, -(-len(c.data) // 10)) * 16 * 4 for c in experiment.engine.clients.values())
+    assert nbytes(client.buffer) == kept * (decoder + codes + 8)  # R (|Dec| + N h b), and the round's number
+    assert records[-1].server["buffer_bytes"] == nbytes(client.buffer)
+
+
+def test_without_memory_only_fresh_data_is_taught() -> None:
+    _, with_memory = exchanged(2)
+    _, without = exchanged(2, memory=0)
+    assert with_memory[0].bytes == without[0].bytes
+    assert with_memory[1].bytes["exchange"]["down"] > without[1].bytes["exchange"]["down"]
+
+
+def test_review_takes_as_much_of_the_past_as_there_is_fresh() -> None:
+    lessons: dict[int, Any] = {}
+
+    class Watched(DFFKE):
+        def teach(self, client: Trader, delivery: Any) -> Any:
+            lessons[client.id] = super().teach(client, delivery)
+            return lessons[client.id]
+
+    experiment = federation(Watched(**TINY["dffke"]))
+    for record in experiment.rounds(3):
+        for client in experiment.engine.clients.values():
+            assert isinstance(client, Trader)
+            sizes = {entry["round"]: len(entry["codes"][client.id]) for entry in client.buffer}
+            fresh, *past = lessons[client.id]
+            assert fresh["round"] == record.round
+            assert "index" not in fresh
+            assert len(fresh["logits"]) == sizes[record.round]
+            assert sum(len(targets["logits"]) for targets in past) == (sizes[record.round] if record.round > 1 else 0)
+            for targets in past:
+                assert targets["round"] < record.round
+                assert len(targets["index"]) == len(targets["logits"]) == len(set(targets["index"].tolist()))
+                assert int(targets["index"].max()) < sizes[targets["round"]]
+    assert [targets["round"] for targets in lessons[0]] == [3, 1, 2], "some of every round before"
+    everything = review(client.buffer[:-1], client.id, 10**6)
+    assert [part.tolist() for _, _, part in everything if part is not None] == 2 * [list(range(sizes[1]))]
+
+
+def test_who_missed_rounds_is_sent_their_entries() -> None:
+    experiment = federation(tiny("dffke", participation=0.5), clients=4)
+    buffers: dict[int, list[int]] = {}
+    last: dict[int, int] = {}
+    decoder = nbytes(Decoder(16, experiment.task.spec).state_dict())
+    for r in experiment.rounds(8):
+        active = [k for k, m in r.clients.items() if m["bytes_up"]]
+        assert len(active) == 2
+        for k in active:
+            client = experiment.engine.clients[k]
+            assert isinstance(client, Trader)
+            buffers[k] = [entry["round"] for entry in client.buffer]
+            assert buffers[k] == list(range(1, r.round + 1)), "the buffer is synchronised"
+            assert r.clients[k]["bytes_down"] > (r.round - last.get(k, 0)) * decoder, "and that is counted"
+            last[k] = r.round
+    assert len(buffers) == 4
+
+
+def test_collaboration_is_a_fixed_group_and_the_rest_train_alone() -> None:
+    experiment = federation(tiny("dffke", collaboration=0.5), clients=4)
+    for r in experiment.rounds(2):
+        assert [k for k, m in r.clients.items() if m["bytes_up"]] == [0, 1]
+        assert r.bytes["train"] == {"up": 0, "down": 0}
+        assert all(m["epochs"] >= 1 for m in r.clients.values())
+
+
+def test_noise_in_place_of_embeddings_sends_weights_alone() -> None:
+    experiment, records = exchanged(2, embeddings="noise")
+    weights = sum(nbytes(c.model.state_dict()) for c in experiment.engine.clients.values())
+    assert records[0].bytes["learn"]["up"] == weights + 3 * 8
+    assert records[0].mean("global") > 0
+
+
+def test_public_data_takes_the_place_of_decoder_embeddings_and_weights() -> None:
+    experiment = federation(tiny("dffke", transfer="public"), data=Data(public="digits"))
+    records = list(experiment.rounds(2))
+    assert records[0].bytes["learn"]["up"] == 3 * 8
+    shared = sum(max(2, -(-len(c.data) // 10)) for c in experiment.engine.clients.values())
+    assert records[0].bytes["teach"]["down"] == 3 * (8 + shared * 8)
+    with pytest.raises(ConfigError, match=r"data\.public"):
+        federation(tiny("dffke", transfer="public"))
+    with pytest.raises(ConfigError, match="embedding_loss"):
+        tiny("dffke", transfer="public", embedding_loss=True)
+
+
+@pytest.mark.parametrize("whiten", [0.0, 0.01])
+def test_docking_layers_are_kept_over_rounds(whiten: float) -> None:
+    experiment, _ = exchanged(1, whiten=whiten)
+    hub = experiment.server
+    assert isinstance(hub, Hub)
+    assert sorted(hub.docking) == [0, 1, 2]
+    embeddings = {k: torch.randn(4, hub.docking[k]["weight"].shape[1]) for k in hub.docking}
+    labels = {k: torch.zeros(4, dtype=torch.long) for k in hub.docking}
+    algorithm: Any = DFFKE(code_dim=16, docking_epochs=1, lr=1e-12, docking_weight_decay=0, whiten=whiten)
+    before = {k: layer["weight"].clone() for k, layer in hub.docking.items()}
+    algorithm.unify(hub, embeddings, labels)
+    for k, weight in before.items():
+        assert torch.allclose(hub.docking[k]["weight"], weight, atol=1e-9)
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_the_decoder_learns_to_be_reencoded(mixed: bool) -> None:
+    runs = (exchanged(1, mixed=mixed, decoder_steps=steps)[1][0] for steps in (1, 40))
+    short, long = (record.server["decoder_loss"] for record in runs)
+    assert long < short / 2
+
+
+def test_a_client_that_fails_is_left_out_and_comes_back() -> None:
+    moods = [True]
+
+    class Moody(DFFKE):
+        def learn(self, client: Trader) -> Any:
+            if client.id == 1 and client.buffer and moods:
+                moods.pop()
+                raise RuntimeError("not today")
+            return super().learn(client)
+
+    experiment = federation(Moody(**TINY["dffke"]), min_clients=2)
+    records = list(experiment.rounds(3))
+    assert "client 1 failed in 'learn', round 2: RuntimeError: not today" in records[1].failures
+    assert [bool(r.failures) for r in records] == [False, True, False]
+    assert records[2].clients[1]["bytes_up"] > 0
+
+
+def test_a_lone_survivor_has_nobody_to_learn_from() -> None:
+    class Silent(DFFKE):
+        def teach(self, client: Trader, delivery: Any) -> Any:
+            if client.id:
+                raise RuntimeError("mute")
+            return super().teach(client, delivery)
+
+    (record,) = federation(Silent(**TINY["dffke"]), min_clients=1).rounds(1)
+    assert "exchange" not in record.bytes
+    assert len(record.failures) == 2
+
+
+def test_one_trader_alone_has_nobody_to_learn_from() -> None:
+    (record,) = federation(tiny("dffke"), clients=1).rounds(1)
+    assert set(record.bytes) == {"learn"}
+
+
+def test_replies_reach_the_server_in_order() -> None:
+    experiment, _ = exchanged(1)
+    assert isinstance(experiment.server, Hub)
+    assert list(experiment.server.buffer[0]["codes"]) == [0, 1, 2]

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from barter.core.images import Images, Spec
+from barter.core.model import SplitClassifier
+from barter.ops.statistics import gaps, renew, whitening
+
+SPEC = Spec(1, 2, 2, 2, (0.0,), (1.0 / 255,))
+
+
+def normalising() -> tuple[SplitClassifier, nn.BatchNorm1d]:
+    norm = nn.BatchNorm1d(4)
+    return SplitClassifier(nn.Sequential(nn.Flatten(), norm), nn.Linear(4, 2)), norm
+
+
+def numbers(n: int) -> Images:
+    pixels = torch.randint(0, 255, (n, 1, 2, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return Images(pixels, torch.zeros(n, dtype=torch.long), SPEC)
+
+
+@pytest.mark.parametrize("batch_size", [4, 5])  # what is left over is spread over the batches
+def test_statistics_afterwards_are_those_of_the_data(batch_size: int) -> None:
+    (model, norm), data = normalising(), numbers(10)
+    assert norm.running_mean is not None
+    norm.running_mean.fill_(99.0)
+    norm.momentum = 0.3
+    model.train()
+    renew(model, data, batch_size)
+    x = data.pixels.float().view(2, 5, 4) / 255 * 255
+    assert norm.running_mean.tolist() == pytest.approx(x.mean(1).mean(0).tolist(), rel=1e-5)
+    assert norm.running_var is not None
+    assert norm.running_var.tolist() == pytest.approx(x.var(1).mean(0).tolist(), rel=1e-5)
+    assert norm.momentum == 0.3
+    assert not any(part.training for part in model.modules())
+
+
+def test_a_single_image_counts_twice() -> None:
+    (model, norm), data = normalising(), numbers(1)
+    renew(model, data, 100)
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    assert norm.running_mean.tolist() == pytest.approx(data.pixels.flatten().tolist())
+    assert norm.running_var.tolist() == [0.0] * 4
+
+
+def test_weights_stay_and_layers_without_statistics_too() -> None:
+    plain = nn.BatchNorm1d(4, track_running_stats=False)
+    model = SplitClassifier(nn.Sequential(nn.Flatten(), plain, nn.Dropout(0.5)), nn.Linear(4, 2))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    renew(model, numbers(6), 3)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert plain.momentum == 0.1
+
+
+X = np.array([[[[1.0, 3.0]], [[0.0, -2.0]]], [[[5.0, 7.0]], [[4.0, 2.0]]]])  # two images, two channels, 1 x 2 pixels
+
+
+def with_statistics(mean: list[float], variance: list[float]) -> nn.BatchNorm2d:
+    layer = nn.BatchNorm2d(2, eps=1e-12)
+    layer.running_mean, layer.running_var = torch.tensor(mean), torch.tensor(variance)
+    return layer.eval()
+
+
+def test_gaps_by_hand() -> None:
+    # Channel by channel: means 4 and 1, variances (9 + 1 + 1 + 9) / 4 = 5 and (1 + 9 + 9 + 1) / 4 = 5.
+    model = nn.Sequential(with_statistics([1.0, 5.0], [4.0, 2.0]), with_statistics([0.0, 0.0], [1.0, 1.0]))
+    x = torch.tensor(X).float().requires_grad_()
+    with gaps(model) as found:
+        seen = model(x)
+        assert len(found) == 2
+    # The second layer sees them shifted and scaled: means 3 / 2 and -4 / sqrt 2, variances 5 / 4 and 5 / 2.
+    first = np.hypot(4 - 1, 1 - 5) + np.hypot(5 - 4, 5 - 2)
+    second = np.hypot(1.5, -4 / np.sqrt(2)) + np.hypot(1 / 4, 3 / 2)
+    assert [gap.item() for gap in found] == pytest.approx([first, second], rel=1e-5)
+    assert torch.equal(seen, model(x)), "nothing else changes"
+    # Of the first gap's mean part, by the chain rule: (3, -4) / 5 / 4 to every pixel of a channel; of its variance part
+    # (1, 3) / sqrt 10 times 2 (x - mean) / 4.
+    (slope,) = torch.autograd.grad(found[0], x)
+    by_mean = np.array([3, -4]).reshape(1, 2, 1, 1) / 5 / 4
+    by_variance = (
+        np.array([1, 3]).reshape(1, 2, 1, 1) / np.sqrt(10) * 2 * (X - np.array([4, 1]).reshape(1, 2, 1, 1)) / 4
+    )
+    assert slope.numpy() == pytest.approx(by_mean + by_variance, abs=1e-5)
+
+
+def test_rows_of_numbers_have_gaps_too() -> None:
+    layer = nn.BatchNorm1d(2).eval()
+    x = np.array([[1.0, 0.0], [3.0, 1.0], [8.0, -4.0]])
+    with gaps(layer) as found:
+        layer(torch.tensor(x).float())
+    gap = np.linalg.norm(x.mean(0)) + np.linalg.norm(x.var(0) - 1)
+    assert [value.item() for value in found] == pytest.approx([gap], rel=1e-5)
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(layer._forward_pre_hooks) for layer in model.modules())
+
+
+def test_nothing_listens_afterwards_even_if_something_goes_wrong() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm2d(2), nn.BatchNorm2d(2, track_running_stats=False)).eval()
+    x = torch.tensor(X).float()
+    with gaps(model) as found:
+        assert hooks(model) == 2
+        model(x)
+    assert hooks(model) == 0
+    model(x)
+    assert len(found) == 2
+    with pytest.raises(RuntimeError, match="size"), gaps(model):
+        model(torch.zeros(1, 5, 1, 1))
+    assert hooks(model) == 0
+
+
+def test_nobody_is_measured_where_there_is_no_model() -> None:
+    with gaps(None) as found:
+        nn.BatchNorm2d(2)(torch.tensor(X).float())
+    assert found == []
+
+
+POINTS = torch.tensor([[2.0, 0.0], [-2.0, 0.0], [0.0, 1.0], [0.0, -1.0]], dtype=torch.float64)  # variances 2 and 1/2
+SHIFT = torch.tensor([3.0, -1.0], dtype=torch.float64)
+
+
+def test_whitening_by_hand() -> None:
+    # A floor of a fifth of the mean variance 5/4 is 1/4: 1 / sqrt(2 + 1/4) = 2/3 and 1 / sqrt(1/2 + 1/4) = 2 / sqrt 3.
+    mean, matrix = whitening(POINTS + SHIFT, 0.2)
+    assert mean.tolist() == pytest.approx([3.0, -1.0])
+    assert matrix.numpy() == pytest.approx(np.diag([2 / 3, 2 / np.sqrt(3)]), abs=1e-12)
+    # Turned by 45 degrees, a point (a, b) is (a - b, a + b) / sqrt 2; so is the matrix, R M R^T.
+    turn = torch.tensor([[1.0, -1.0], [1.0, 1.0]], dtype=torch.float64) / 2**0.5
+    _, turned = whitening(POINTS @ turn.T, 0.2)
+    along, across = (2 / 3 + 2 / np.sqrt(3)) / 2, (2 / 3 - 2 / np.sqrt(3)) / 2
+    assert turned.numpy() == pytest.approx(np.array([[along, across], [across, along]]), abs=1e-12)
+    # What has next to no floor is white.
+    mean, matrix = whitening(POINTS @ turn.T + SHIFT, 1e-9)
+    white = (POINTS @ turn.T + SHIFT - mean) @ matrix
+    assert (white.T @ white / 4).numpy() == pytest.approx(np.eye(2), abs=1e-6)
+
+
+def test_whitening_one_dimension_and_single_precision() -> None:
+    mean, matrix = whitening(torch.tensor([[1.0], [5.0]]), 1.0)
+    assert mean.tolist() == [3.0]
+    assert matrix.tolist() == [[pytest.approx(1 / np.sqrt(8))]]
+    assert (mean.dtype, matrix.dtype) == (torch.float32, torch.float32)
+
+
+@st.composite
+def clouds(draw: st.DrawFn) -> Tensor:
+    """Rows that vary very differently in different directions, some perhaps not at all."""
+    n, d = draw(st.integers(2, 30)), draw(st.integers(1, 6))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    x = torch.randn(n, d, dtype=torch.float64, generator=generator)
+    sizes = draw(st.lists(st.floats(0.0, 10.0), min_size=d, max_size=d).filter(lambda sizes: max(sizes) > 0.1))
+    mixing = torch.randn(d, d, dtype=torch.float64, generator=generator)
+    return x * torch.tensor(sizes, dtype=torch.float64) @ mixing + draw(st.floats(-5, 5))
+
+
+@given(clouds(), st.floats(1e-3, 2.0))
+def test_whitened_rows_vary_alike_as_far_as_the_floor_lets_them(x: Tensor, floor: float) -> None:
+    mean, matrix = whitening(x, floor)
+    assert torch.allclose(matrix, matrix.T, atol=1e-9)
+    variances = np.linalg.eigvalsh(np.atleast_2d(np.cov(x.numpy().T, bias=True))).clip(0)
+    white: Any = ((x - mean) @ matrix).numpy()
+    assert white.mean(0) == pytest.approx(np.zeros(len(mean)), abs=1e-7)
+    varied = np.linalg.eigvalsh(white.T @ white / len(white))
+    assert varied == pytest.approx(variances / (variances + floor * variances.mean()), abs=1e-6)
+    assert varied.max() < 1
+    amplified = np.linalg.eigvalsh(matrix.numpy())
+    assert amplified.min() > 0
+    assert amplified.max() <= (floor * variances.mean()) ** -0.5 * (1 + 1e-6)
