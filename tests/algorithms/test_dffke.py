@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from barter import DFFKE, Classifier
-from barter.algorithms.dffke import discrepancy, docking_loss
+from barter.algorithms.dffke import docking_loss
 from barter.core.images import Augment, Spec
+from barter.ops.inversion import discrepancy
 
 Array: TypeAlias = np.ndarray[Any, Any]
 

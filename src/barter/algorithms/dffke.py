@@ -10,17 +10,17 @@ Where the paper is silent or at odds with itself:
 - Eqs. 13 and 14 print KL(student ‖ teacher), Eqs. 6 to 8 KL(teacher ‖ student). Eq. 8 defines the objective and the
   authors' code does it, so `direction` is "teacher"; "student" is the printed form.
 - Docking layers map h_k to h = 512, the only width that gives the decoder of 4.4 million parameters. They are kept
-  over rounds; the global head of Eq. 11 is new in each.
-- The decoder draws 32 x 32 pixels; larger inputs are resized from there.
+  over rounds; the global head of Eq. 11 is new in each. The decoder draws 32 x 32 pixels, resized for larger inputs.
 - The paper does not say how many embeddings are shared. Its 14.7 MB per round and 47.34 GB in all come out for 15%.
-- Eq. 13 is a sum over peers: one Adam step for each, then one for each on the memory (Eq. 14).
 - A model-discrepancy loss needs a student (Eq. 4): another client, drawn anew in each step.
 - The buffer is synchronised: a client that missed rounds is sent their codes and decoders when it comes back.
 
 Preset "paper" is the paper; preset "code" adds what the authors' early code does besides and shares all embeddings.
-The default is the paper with two changes, measured on digits and Fashion-MNIST (benchmarks/README.md): a floor of
-`decoder_steps`, for six passes over few embeddings leave the decoder untrained, and `local_review`, without which
-clients forget what they know.
+What the default changes is ours, each change a field that says so. Eq. 11 rewards nothing but classes, so the decoder
+drew one picture of each class: codes are whitened (`whiten`). Batches hold images of all clients (`mixed`), for one
+client's after the other's undo each other, and a decoder trained on those is not the one that draws. The decoder goes
+on from the last round's (`warm_decoder`), the exchange from the last one's weights (`continued`), learning rates fall
+(`cosine`), BatchNorm's statistics are renewed on private data (`renewed`). benchmarks/README.md has what each brings.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ from barter.core.payload import State, isolate, nbytes
 from barter.models.generators import Decoder, resized
 from barter.ops.distill import kl
 from barter.ops.fit import Trainer, adam, classification, epoch_length, fit, index_batches
-from barter.ops.statistics import gaps, renew, whitening
-from barter.ops.transfer import Entry, Page, batches, drawn, newest, review
+from barter.ops.inversion import Discrepancy, Viewer, inversion_loss
+from barter.ops.statistics import renew, whiten
+from barter.ops.transfer import Entry, Lesson, batches, lesson, newest, taught
 
 __all__ = ["DFFKE", "Hub", "Trader"]
 
@@ -73,18 +74,6 @@ class Delivery(TypedDict):
     docking: NotRequired[State]
 
 
-class Targets(TypedDict):
-    """A teacher's word on its own transfer data of a round, or on a part of them."""
-
-    round: int
-    index: NotRequired[Tensor]
-    logits: Tensor
-    embeddings: NotRequired[Tensor]
-
-
-Lesson: TypeAlias = list[Targets]  # on this round's data, then on a sample of earlier rounds'
-
-
 class Hub(Server):
     """The data-free module."""
 
@@ -106,14 +95,6 @@ class Trader(Client):
 def docking_loss(head: nn.Linear, z_k: nn.Linear, embeddings: Tensor, labels: Tensor) -> Tensor:
     """A client's term of Eq. 11."""
     return F.cross_entropy(head(z_k(embeddings)), labels)
-
-
-def discrepancy(choice: str, teacher: Tensor, student: Tensor) -> Tensor:
-    """F of the model-discrepancy loss (Eq. 4 and Table 8); KL is scaled by 0.1, for it diverges otherwise."""
-    if choice == "kl":
-        return 0.1 * kl(teacher, student)
-    gap = teacher.softmax(1) - student.softmax(1)
-    return gap.abs().mean() if choice == "mae" else gap.square().mean()
 
 
 def sample(items: Sequence[int], size: int | None) -> list[int]:
@@ -174,7 +155,7 @@ class DFFKE(Algorithm[Hub, Trader]):
     embeddings: Literal["real", "noise"] = "real"  # E_k: of private images, or noise that tells nothing
     transfer: Literal["decoder", "public"] = "decoder"  # transfer images: drawn by the decoder, or public data
     direction: Literal["teacher", "student"] = "teacher"  # KL(teacher ‖ student) or the reverse
-    discrepancy: Literal["none", "kl", "mae", "mse"] = "none"  # F of L_md in the decoder's loss
+    discrepancy: Discrepancy = "none"  # F of L_md in the decoder's loss
     local_review: bool = True  # a step on a private batch in every exchange iteration (authors' code)
     embedding_loss: bool = False  # MSE of translated embeddings in the exchange (authors' code)
     logit_loss: bool = False  # KL of logits in the decoder's loss (authors' code)
@@ -202,8 +183,8 @@ class DFFKE(Algorithm[Hub, Trader]):
         if len(lessons) < 2:
             return
         peers = {k: sample([i for i in lessons if i != k], self.peers) for k in lessons}
-        taught = {k: {i: lessons[i] for i in chosen} for k, chosen in peers.items()}
-        traders.only(lessons).scatter(self.exchange, taught)  # Eqs. 13-14
+        heard = {k: {i: lessons[i] for i in chosen} for k, chosen in peers.items()}
+        traders.only(lessons).scatter(self.exchange, heard)  # Eqs. 13-14
 
     def train(self, client: Trader) -> None:
         recipe = adam(self.lr, self.weight_decay, cosine=self.cosine)
@@ -253,10 +234,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         codes = {k: layer.requires_grad_(False)(embeddings[k]) for k, layer in z.items()}
         if self.whiten:
             # Eq. 11 asks for classes alone. Left so, a decoder draws one picture of each, whatever the image was.
-            mean, matrix = whitening(torch.cat(list(codes.values())), self.whiten)
-            for layer in z.values():
-                layer.bias.copy_(matrix @ (layer.bias - mean))
-                layer.weight.copy_(matrix @ layer.weight)
+            whiten(z.values(), torch.cat(list(codes.values())), self.whiten)
             codes = {k: layer(embeddings[k]) for k, layer in z.items()}
         return z, codes
 
@@ -277,7 +255,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         for step in server.track("decoder", steps):
             for group in groups:
                 shift = 0 if self.discrepancy == "none" else int(torch.randint(1, len(ids), ()))
-                viewers = tuple((models[k], z[k], models[ids[(ids.index(k) + shift) % len(ids)]]) for k in group)
+                viewers = tuple(Viewer(models[k], z[k], models[ids[(ids.index(k) + shift) % len(ids)]]) for k in group)
                 loss = partial(self.decoder_loss, decoder, server.spec, viewers)
                 _, fidelity = trainer.step(loss, *(part for k in group for part in next(source[k])))
                 total += fidelity if step >= len(steps) - longest else 0
@@ -287,32 +265,13 @@ class DFFKE(Algorithm[Hub, Trader]):
         return server.decoder
 
     def decoder_loss(
-        self,
-        decoder: Decoder,
-        spec: Spec,
-        viewers: tuple[tuple[Classifier, nn.Linear, Classifier], ...],
-        *batch: Tensor,
+        self, decoder: Decoder, spec: Spec, viewers: tuple[Viewer, ...], *batch: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Eq. 12 for codes and embeddings of some clients, with what ablations and the authors' code add; and bare.
-
-        Of each client: its model, its docking layer, and the model of another.
-        """
+        """Eq. 12 for codes and embeddings of some clients, with what ablations and the authors' code add; and bare."""
         codes, embeddings = batch[::2], batch[1::2]
         images = torch.split(resized(decoder(torch.cat(codes)), spec), [len(code) for code in codes])
-        losses, bare = [], []
-        for (model, z, other), x, code, e in zip(viewers, images, codes, embeddings, strict=True):
-            with gaps(model if self.statistics else None) as found:
-                features = model.features(x)
-            loss = F.mse_loss(z(features), code)
-            bare.append(loss.detach() * len(code))
-            if found:
-                loss = loss + self.statistics * torch.stack(found).mean()
-            if self.logit_loss:
-                loss = loss + kl(model.logits(e), model.logits(features))
-            if self.discrepancy != "none":
-                loss = loss - discrepancy(self.discrepancy, model.logits(features), other(x))
-            losses.append(loss * len(code))
-        return tuple(torch.stack(values).sum() / sum(map(len, codes)) for values in (losses, bare))  # type: ignore[return-value]
+        options = self.statistics, self.logit_loss, self.discrepancy
+        return inversion_loss(viewers, images, codes, embeddings, *options)
 
     def deliver(self, server: Hub, entry: Entry) -> dict[int, Delivery]:
         """This round's entry for every participant, with those that the buffer still holds and it has missed."""
@@ -331,24 +290,16 @@ class DFFKE(Algorithm[Hub, Trader]):
         room = None if self.memory is None else self.memory + 1  # R past rounds and this one
         client.buffer = newest(client.buffer + delivery["entries"], room)
         client.docking = delivery.get("docking", {})
-        *past, now = client.buffer
         if 0 in client.offered:
-            client.offered[now["round"]] = client.offered.pop(0)
-        fresh: Page = (now["round"], client.id, None)
-        pages = [fresh, *review(past, client.id, len(now["codes"][client.id]))]
-        images = drawn(client.buffer, pages, partial(self.draw, client))
-        every, model = torch.cat(images), client.model.eval()
-        index = torch.arange(len(every), device=client.device)
-        features = predict(model.features, lambda part: resized(every[part], client.data.spec), index)
-        lesson: Lesson = []
-        for (t, _, part), f in zip(pages, torch.split(features, [len(x) for x in images]), strict=True):
-            targets: Targets = {"round": t, "logits": model.logits(f).detach()}
-            if part is not None:
-                targets["index"] = part
-            if self.embedding_loss:
-                targets["embeddings"] = F.linear(f, client.docking["weight"], client.docking["bias"])
-            lesson.append(targets)
-        return lesson
+            client.offered[client.buffer[-1]["round"]] = client.offered.pop(0)
+        return lesson(client.buffer, client.id, partial(self.draw, client), partial(self.say, client))
+
+    def say(self, client: Trader, images: Tensor) -> dict[str, Tensor]:
+        """The client's word on these images: its logits, and its translated embeddings where they are asked for."""
+        index, model = torch.arange(len(images), device=client.device), client.model.eval()
+        features = predict(model.features, lambda part: resized(images[part], client.data.spec), index)
+        translated = {"embeddings": F.linear(features, **client.docking)} if self.embedding_loss else {}
+        return {"logits": model.logits(features).detach(), **translated}
 
     def draw(self, client: Trader, entry: Entry, codes: Tensor) -> Tensor:
         """The transfer images that these codes of a round stand for."""
@@ -360,15 +311,8 @@ class DFFKE(Algorithm[Hub, Trader]):
 
     def exchange(self, client: Trader, lessons: dict[int, Lesson]) -> None:
         """Learn from other clients, on their data of this round and on what they taught before (Eqs. 13 and 14)."""
-        taught = [(i, targets) for i, lesson in lessons.items() for targets in lesson]
-        pages = [(targets["round"], i, targets.get("index")) for i, targets in taught]
-        images, now = drawn(client.buffer, pages, partial(self.draw, client)), client.buffer[-1]
-        rows: dict[tuple[bool, int], list[list[Tensor]]] = {}  # fresh or not, and whose: everybody's where mixed
-        for (i, targets), x in zip(taught, images, strict=True):
-            said = [targets["logits"], *([targets["embeddings"]] if self.embedding_loss else [])]
-            rows.setdefault((targets["round"] != now["round"], 0 if self.mixed else i), []).append([x, *said])
-        sources = [batches(rows[key], self.exchange_batch) for key in sorted(rows)]
-        sizes = {i: len(codes) for i, codes in now["codes"].items()}
+        sources = taught(client.buffer, lessons, partial(self.draw, client), self.exchange_batch, mixed=self.mixed)
+        sizes = {i: len(codes) for i, codes in client.buffer[-1]["codes"].items()}
         longest = sum(sizes[i] for i in lessons) if self.mixed else max(sizes.values())
         if self.continued and client.learned:
             client.model.load_state_dict(client.learned)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -15,7 +15,7 @@ from barter.core import lanes, precision
 from barter.core.images import Images
 from barter.core.model import Classifier
 
-__all__ = ["gaps", "renew", "whitening"]
+__all__ = ["gaps", "renew", "whiten", "whitening"]
 
 
 def _norms(model: nn.Module) -> list[_BatchNorm]:
@@ -80,3 +80,12 @@ def whitening(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     values, vectors = torch.linalg.eigh(torch.cov(rows.T, correction=0).reshape(x.shape[1], x.shape[1]))
     scale = (values.clamp_min(0) + floor * values.mean()).rsqrt()
     return mean.to(x), ((vectors * scale) @ vectors.T).to(x)
+
+
+def whiten(layers: Iterable[nn.Linear], outputs: Tensor, floor: float) -> None:
+    """Change linear layers so that what they gave these outputs for varies alike in all directions."""
+    mean, matrix = whitening(outputs, floor)
+    with torch.no_grad():
+        for layer in layers:
+            layer.bias.copy_(matrix @ (layer.bias - mean))
+            layer.weight.copy_(matrix @ layer.weight)

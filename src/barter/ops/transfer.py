@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias, TypedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NotRequired, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from barter.core.payload import State
 from barter.ops.fit import index_batches
 
-__all__ = ["Entry", "Page", "batches", "drawn", "newest", "review"]
+__all__ = ["Entry", "Lesson", "Page", "Targets", "batches", "drawn", "lesson", "newest", "review", "taught"]
 
 
 class Entry(TypedDict):
@@ -22,8 +22,19 @@ class Entry(TypedDict):
     decoder: State
 
 
+class Targets(TypedDict):
+    """A teacher's word on its own images of a round, or on some of them."""
+
+    round: int
+    index: NotRequired[Tensor]
+    logits: Tensor
+    embeddings: NotRequired[Tensor]
+
+
+Lesson: TypeAlias = list[Targets]  # on the last round's images, then on some of earlier rounds'
 Page: TypeAlias = tuple[int, int, Tensor | None]  # a round, a client, and which of its images then; none is all
 Draw: TypeAlias = Callable[[Entry, Tensor], Tensor]
+Say: TypeAlias = Callable[[Tensor], Mapping[str, Tensor]]
 
 
 def newest(entries: Sequence[Entry], limit: int | None) -> list[Entry]:
@@ -65,3 +76,30 @@ def batches(rows: Sequence[Sequence[Tensor]], size: int) -> Iterator[list[Tensor
     tensors = [torch.cat(column) for column in zip(*rows, strict=True)]
     for index in index_batches(len(tensors[0]), size, tensors[0].device):
         yield [tensor[index] for tensor in tensors]
+
+
+def lesson(entries: Sequence[Entry], owner: int, draw: Draw, say: Say) -> Lesson:
+    """What a client says of its images: of all that are new, and of as many of earlier ones."""
+    *past, now = entries
+    fresh: Page = (now["round"], owner, None)
+    pages = [fresh, *review(past, owner, len(now["codes"][owner]))]
+    images = drawn(entries, pages, draw)
+    said = {name: torch.split(x, [len(part) for part in images]) for name, x in say(torch.cat(images)).items()}
+    lesson: list[Any] = []
+    for at, (t, _, index) in enumerate(pages):
+        which = {} if index is None else {"index": index}
+        lesson.append({"round": t, **which, **{name: parts[at] for name, parts in said.items()}})
+    return lesson
+
+
+def taught(
+    entries: Sequence[Entry], lessons: Mapping[int, Lesson], draw: Draw, size: int, *, mixed: bool
+) -> list[Iterator[list[Tensor]]]:
+    """Batches, for ever, of images and what was said of them: new ones, then earlier; of all peers, or by peer."""
+    said = [(i, targets) for i, lesson in lessons.items() for targets in lesson]
+    images = drawn(entries, [(targets["round"], i, targets.get("index")) for i, targets in said], draw)
+    rows: dict[tuple[bool, int], list[list[Tensor]]] = {}
+    for (i, targets), x in zip(said, images, strict=True):
+        words = [targets["logits"], *([targets["embeddings"]] if "embeddings" in targets else [])]
+        rows.setdefault((targets["round"] != entries[-1]["round"], 0 if mixed else i), []).append([x, *words])
+    return [batches(rows[key], size) for key in sorted(rows)]
