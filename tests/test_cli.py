@@ -18,6 +18,7 @@ from barter.cli import main
 QUICK = [
     "--set", "clients=3", "--set", "rounds=2", "--set", "algorithm.max_epochs=1", "--set", "algorithm.decoder_steps=2",
     "--set", "algorithm.decoder_epochs=1", "--set", "algorithm.docking_epochs=2", "--set", "algorithm.code_dim=8",
+    "--set", "algorithm.later_epochs=1", "--set", "algorithm.exchange_steps=2",
 ]  # fmt: skip
 
 
@@ -48,6 +49,38 @@ def test_a_run_from_the_written_configuration_is_the_same_run(tmp_path: Path) ->
     )
     assert one == other
     assert (tmp_path / "a" / "config.toml").read_text() == (tmp_path / "b" / "config.toml").read_text()
+
+
+def test_a_run_shows_its_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert main(["run", "--out", str(run), *QUICK]) == 0
+    capsys.readouterr()
+    assert main(["show", "images", str(run), "--columns", "4"]) == 0
+    sheets = [run / "images" / f"round-00{t}.png" for t in (1, 2)]
+    assert capsys.readouterr().out.splitlines() == [f"picture: {path}" for path in sheets]
+    for path in sheets:
+        with Image.open(path) as picture:
+            assert picture.width > 300
+            assert np.asarray(picture.convert("L")).std() > 5, "something is drawn"
+    assert main(["resume", str(run)]) == 0, "looking changes nothing"
+
+
+def test_images_that_cannot_be_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*arguments: str) -> str:
+        assert main(["show", "images", *arguments]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    assert "there is no such file" in said(str(tmp_path / "nowhere"))
+    assert main(["run", "--out", str(tmp_path / "a"), *QUICK, "--set", "algorithm.memory=0"]) == 0
+    assert "remembers none" in said(str(tmp_path / "a"))
+    local = ["--algorithm", "local", "--set", "rounds=1", "--set", "algorithm.max_epochs=1"]
+    assert main(["run", "--out", str(tmp_path / "b"), *local]) == 0
+    assert "Local as configured made no images" in said(str(tmp_path / "b"))
+    for checkpoint in (tmp_path / "b" / "checkpoints").iterdir():
+        checkpoint.unlink()
+    assert "no finished round" in said(str(tmp_path / "b"))
+    assert "columns" in said(str(tmp_path / "b"), "--columns", "0")
 
 
 @pytest.mark.parametrize("what", ["algorithms", "models", "families", "datasets", "partitions"])

@@ -77,7 +77,7 @@ def sheet(rows: Sequence[Row], title: str, path: Path) -> None:
         for j in range(len(real)):
             for cell, image in ((axes[2 * i, j], real[j]), (axes[2 * i + 1, j], made[j])):
                 grey = image.shape[-1] == 1
-                cell.imshow(image[..., 0] if grey else image, cmap="gray" if grey else None, vmin=0, vmax=1)
+                cell.imshow((image[..., 0] if grey else image).numpy(), cmap="gray" if grey else None, vmin=0, vmax=1)
             axes[2 * i, j].set_title(_plain(classes[j])[:12], fontsize=6, pad=2)
         for at, kind in ((2 * i, f"{name}\nreal"), (2 * i + 1, "made")):
             axes[at, 0].text(-0.15, 0.5, kind, transform=axes[at, 0].transAxes, ha="right", va="center", fontsize=6)
