@@ -212,10 +212,7 @@ def test_learning_rates_fall_to_zero_within_each_phase(cosine: bool, monkeypatch
         assert (fallen[-1] == 0) == cosine
 
 
-FORGETFUL = pytest.mark.xfail(strict=True, reason="an empty buffer is taken for a client that never exchanged")
-
-
-@pytest.mark.parametrize("memory", [None, 1, pytest.param(0, marks=FORGETFUL)])
+@pytest.mark.parametrize("memory", [None, 1, 0])
 def test_after_the_first_exchange_local_training_is_shorter(memory: int | None) -> None:
     experiment = federation(tiny("dffke", tau=1.0, max_epochs=3, later_epochs=1, memory=memory))
     epochs = [[record.clients[k]["epochs"] for k in range(3)] for record in experiment.rounds(3)]

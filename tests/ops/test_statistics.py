@@ -175,3 +175,9 @@ def test_whitened_rows_vary_alike_as_far_as_the_floor_lets_them(x: Tensor, floor
     amplified = np.linalg.eigvalsh(matrix.numpy())
     assert amplified.min() > 0
     assert amplified.max() <= (floor * variances.mean()) ** -0.5 * (1 + 1e-6)
+
+
+def test_rows_that_are_all_equal_stay_finite() -> None:
+    mean, matrix = whitening(torch.ones(5, 3), 0.1)
+    assert torch.equal(mean, torch.ones(3))
+    assert matrix.isfinite().all()

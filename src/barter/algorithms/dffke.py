@@ -88,7 +88,8 @@ class Trader(Client):
 
     buffer: list[Entry] = []
     docking: State = {}
-    learned: State = {}  # its weights after the last exchange
+    exchanges: int = 0  # how many it took part in
+    learned: State = {}  # its weights after the last one
     offered: dict[int, Tensor] = {}  # which of its images it offered in each round it remembers; 0 is the one begun
 
 
@@ -134,12 +135,12 @@ class DFFKE(Algorithm[Hub, Trader]):
     docking_epochs: Count = 100  # T_Tran: full-batch steps per client for docking layers and global head
     whiten: NonNegative = 0.1  # codes vary alike where they vary by more than this share of the mean; 0 in the paper
     decoder_epochs: Count = 8  # T_Dec: passes over the largest offer; the paper has 3 for CIFAR-10, 6 for CIFAR-100
-    decoder_steps: Whole = 100  # but at least so many steps, for small data sets; not in the paper
+    decoder_steps: Whole = 80  # but at least so many steps, for small data sets; not in the paper
     decoder_batch: Count = 50  # codes per client in a step, on average; 100 in the paper
     warm_decoder: bool = True  # the decoder goes on from the last round's; the paper has a new one in each
     statistics: NonNegative = 0.0  # weight of the gap to BatchNorm's statistics in the decoder's loss; not in the paper
     exchange_epochs: Count = 1  # T_FKE: passes over the synthetic set; the paper has 2 for CIFAR-10, 4 for CIFAR-100
-    exchange_steps: Whole = 100  # but at least so many steps, for small data sets; not in the paper
+    exchange_steps: Whole = 40  # but at least so many steps, for small data sets; not in the paper
     exchange_batch: Count = 250  # images per step of the exchange; 100 in the paper
     mixed: bool = True  # every batch holds images of all clients; in the paper one client's after the other's
     augmented: bool = True  # students see transfer images cropped and flipped like their own; not in the paper
@@ -188,7 +189,7 @@ class DFFKE(Algorithm[Hub, Trader]):
 
     def train(self, client: Trader) -> None:
         recipe = adam(self.lr, self.weight_decay, cosine=self.cosine)
-        epochs = self.later_epochs if client.buffer else self.max_epochs
+        epochs = self.later_epochs if client.exchanges else self.max_epochs
         fitted = fit(client, epochs=epochs, goal=self.tau, batch_size=self.batch_size, recipe=recipe)
         client.report["epochs"] = fitted.epochs
         client.report |= {f"before_{name}": value for name, value in evaluate(client).items()}
@@ -321,6 +322,7 @@ class DFFKE(Algorithm[Hub, Trader]):
             renew(client.model, client.data, self.batch_size)
         if self.continued:
             client.learned = isolate(dict(client.model.state_dict()))
+        client.exchanges += 1
         client.buffer = newest(client.buffer, self.memory)
         client.offered = {e["round"]: client.offered[e["round"]] for e in client.buffer if e["round"] in client.offered}
         client.report["buffer_bytes"] = nbytes(client.buffer)

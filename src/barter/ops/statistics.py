@@ -78,7 +78,7 @@ def whitening(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     """
     mean, rows = x.double().mean(0), x.double()
     values, vectors = torch.linalg.eigh(torch.cov(rows.T, correction=0).reshape(x.shape[1], x.shape[1]))
-    scale = (values.clamp_min(0) + floor * values.mean()).rsqrt()
+    scale = (values.clamp_min(0) + floor * values.mean()).clamp_min(1e-12).rsqrt()  # rows may all be equal
     return mean.to(x), ((vectors * scale) @ vectors.T).to(x)
 
 
