@@ -135,12 +135,12 @@ class DFFKE(Algorithm[Hub, Trader]):
     docking_epochs: Count = 100  # T_Tran: full-batch steps per client for docking layers and global head
     whiten: NonNegative = 0.1  # codes vary alike where they vary by more than this share of the mean; 0 in the paper
     decoder_epochs: Count = 8  # T_Dec: passes over the largest offer; the paper has 3 for CIFAR-10, 6 for CIFAR-100
-    decoder_steps: Whole = 80  # but at least so many steps, for small data sets; not in the paper
+    decoder_steps: Whole = 70  # but at least so many steps, for small data sets; not in the paper
     decoder_batch: Count = 50  # codes per client in a step, on average; 100 in the paper
     warm_decoder: bool = True  # the decoder goes on from the last round's; the paper has a new one in each
     statistics: NonNegative = 0.0  # weight of the gap to BatchNorm's statistics in the decoder's loss; not in the paper
     exchange_epochs: Count = 1  # T_FKE: passes over the synthetic set; the paper has 2 for CIFAR-10, 4 for CIFAR-100
-    exchange_steps: Whole = 40  # but at least so many steps, for small data sets; not in the paper
+    exchange_steps: Whole = 30  # but at least so many steps, for small data sets; not in the paper
     exchange_batch: Count = 250  # images per step of the exchange; 100 in the paper
     mixed: bool = True  # every batch holds images of all clients; in the paper one client's after the other's
     augmented: bool = True  # students see transfer images cropped and flipped like their own; not in the paper

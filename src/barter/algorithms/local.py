@@ -1,7 +1,7 @@
 """Local training: every client learns from its own data, and nothing crosses the wire.
 
-The lower bound that an exchange has to beat. The training is the one of DFFKE's paper (Eq. 9): Adam until the accuracy on
-the training data reaches a goal; with DFFKE's preset "paper" the first round of both is the same to the bit.
+The lower bound that an exchange has to beat. The training is the one of DFFKE's paper (Eq. 9): Adam until the accuracy
+on the training data reaches a goal; with DFFKE's preset "paper" the first round of both is the same to the bit.
 """
 
 from __future__ import annotations
