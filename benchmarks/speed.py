@@ -39,6 +39,7 @@ from barter.models import zoo
 from barter.models.fused import fuse
 
 BATCH = 100
+EARLIER = {"local_review": True, "decoder_steps": 100, "max_epochs": 5, "later_epochs": 5}  # than the mixed batches
 Row = dict[str, Any]
 
 
@@ -219,8 +220,9 @@ def row(work: str, peers: float, ours: float, top: float | None, first: float) -
 
 def dffke_seconds(source: str, models: str, clients: int, rounds: int = 3, **options: Any) -> dict[str, float]:
     """The phases of the last of some rounds, with memory of those before it."""
-    size, fields = options.pop("size", None), {"max_epochs": 1, "decoder_steps": 0, **options}
-    records = list(federation(DFFKE(**fields), source, models, clients, size=size, device="cuda").rounds(rounds))
+    size, fields = options.pop("size", None), {"local_review": True, "max_epochs": 1, "later_epochs": 1, **options}
+    algorithm = DFFKE.preset("paper", fields)
+    records = list(federation(algorithm, source, models, clients, size=size, device="cuda").rounds(rounds))
     seconds = dict(records[-1].seconds)
     seconds["memory_gb"] = records[-1].server["device_memory"] / 1e9
     sys.stderr.write(json.dumps({"models": models, "clients": clients, **options, **seconds}) + "\n")
@@ -271,7 +273,8 @@ def precision(source: str, found: Row) -> None:
         ends, seconds = [], []
         for seed in range(3):
             options = {"device": "cuda", "precision": name, "seed": seed, "data": source}
-            records = list(Experiment(DFFKE(max_epochs=5), clients=5, **options).rounds(2))
+            algorithm = DFFKE.preset("paper", EARLIER)
+            records = list(Experiment(algorithm, clients=5, **options).rounds(2))
             ends.append((records[-1].mean("global"), records[-1].mean("local")))
             seconds.append(records[-1].seconds["round"])
         found["precision"][name] = {"global_local": ends, "seconds": statistics.fmean(seconds)}

@@ -34,7 +34,10 @@ def sheets(run: Path, out: Path, columns: int) -> Iterator[Path]:
     experiment, found = Experiment.from_config(config), 0
     engine = experiment.engine
     assert isinstance(engine, LocalEngine)
-    engine.recall(last[1]["clients"])
+    try:
+        engine.recall(last[1]["clients"])
+    except (KeyError, RuntimeError) as error:
+        raise CheckpointError(f"{run} holds the checkpoint of another experiment: {error}") from error
     for t in range(1, last[0] + 1):
         rows = [row for client in engine.clients.values() for row in _row(experiment, client, t, columns)]
         if rows:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from barter import DFFKE, Classifier, Experiment, Local
 from barter.algorithms.dffke import Hub, Trader, sample
-from barter.core.images import Augment
+from barter.core.images import Augment, Images, Spec
 from barter.core.payload import isolate, nbytes
 from barter.ops.fit import Trainer
-from tests.conftest import TINY, federation, same, tiny
+from tests.conftest import TINY, federation, same, state, tiny
 
 
 def watched(clients: int = 3, **changes: Any) -> tuple[Experiment, dict[int, list[tuple[Augment, Tensor]]], Any]:
@@ -133,9 +133,9 @@ def test_the_exchange_goes_on_from_the_last_one_or_from_what_was_trained(continu
             trained[client.id] = isolate(dict(client.model.state_dict()))
             return offer
 
-        def study(self, client: Trader, sources: Any, iterations: int) -> None:
+        def study(self, client: Trader, *arguments: Any) -> None:
             started[client.id] = isolate(dict(client.model.state_dict()))
-            super().study(client, sources, iterations)
+            super().study(client, *arguments)
 
     experiment = federation(Watched(**{**TINY["dffke"], "continued": continued}))
     clients, ended = experiment.engine.clients, {}
@@ -191,7 +191,7 @@ def test_a_warm_decoder_starts_where_the_last_rounds_ended(warm: bool) -> None:
     ends = [entry["decoder"] for entry in experiment.server.buffer]
     assert [same(start, end) for start, end in zip(starts[1:], ends[:-1], strict=True)] == [warm, warm]
     assert not any(same(start, end) for start, end in zip(starts, ends, strict=True))
-    assert same(experiment.server.decoder, ends[-1])
+    assert same(experiment.server.decoder, ends[-1] if warm else {}), "kept only where it is needed"
 
 
 @pytest.mark.parametrize("cosine", [True, False])
@@ -291,14 +291,30 @@ def test_the_papers_preset_is_the_paper() -> None:
     assert {name: bool(getattr(paper, name)) for name in off.split()} == dict.fromkeys(off.split(), False)
     assert (paper.share, paper.decoder_epochs, paper.exchange_epochs) == (0.15, 6, 4)
     assert (paper.decoder_steps, paper.exchange_steps) == (0, 0), "no floors"
-    assert (paper.batch_size, paper.decoder_batch, paper.exchange_batch) == (100, 100, 100)
-    assert (paper.max_epochs, paper.later_epochs) == (100, 100), "as good as no limit"
+    assert (paper.batch_size, paper.decoder_batch, paper.exchange_batch) == (100, None, None)
+    assert (paper.max_epochs, paper.later_epochs) == (100, None), "as good as no limit"
     assert (paper.tau, paper.lr, paper.code_dim, paper.docking_epochs) == (0.98, 1e-3, 512, 100)
     assert (paper.peers, paper.memory, paper.direction) == (None, None, "teacher")
     assert (paper.embedding_loss, paper.logit_loss) == (False, False)
     assert code == DFFKE.preset(
         "paper", {"share": 1.0, "local_review": True, "embedding_loss": True, "logit_loss": True}
     )
+
+
+def test_without_sizes_of_their_own_all_phases_have_that_of_local_training() -> None:
+    same_size = {"later_epochs": None, "decoder_batch": None, "exchange_batch": None, "batch_size": 20}
+    spelled = {"later_epochs": 2, "decoder_batch": 20, "exchange_batch": 20, "batch_size": 20}
+    one, other = (federation(tiny("dffke", **sizes)) for sizes in (same_size, spelled))
+    for experiment in (one, other):
+        list(experiment.rounds(2))
+    assert same(state(one), state(other))
+
+
+def test_transfer_images_are_shifted_by_as_much_as_private_ones() -> None:
+    pixels, labels = torch.zeros(2, 3, 64, 64, dtype=torch.uint8), torch.zeros(2, dtype=torch.long)
+    data = Images(pixels, labels, Spec(3, 128, 128, 10, (0.5,) * 3, (0.5,) * 3), Augment(8, flip=True))
+    assert DFFKE().augment(data) == Augment(4, flip=True), "an eighth of the 32 pixels that are drawn"
+    assert DFFKE(transfer="public").augment(data) == Augment(16, flip=True), "and of 128"
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, NotRequired, TypeAlias, TypedDict
 
@@ -40,7 +40,7 @@ from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients, Replies
 from barter.core.errors import ConfigError
 from barter.core.evaluation import evaluate, predict
-from barter.core.images import Augment, Spec, augmented
+from barter.core.images import Augment, Images, Spec, augmented
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive, Whole
@@ -104,9 +104,9 @@ def sample(items: Sequence[int], size: int | None) -> list[int]:
 
 
 PAPER: dict[str, object] = {
-    **{"max_epochs": 100, "later_epochs": 100, "share": 0.15, "whiten": 0.0, "mixed": False, "cosine": False},
-    **{"decoder_epochs": 6, "decoder_steps": 0, "decoder_batch": 100, "warm_decoder": False},
-    **{"exchange_epochs": 4, "exchange_steps": 0, "exchange_batch": 100, "augmented": False, "local_review": False},
+    **{"max_epochs": 100, "later_epochs": None, "share": 0.15, "whiten": 0.0, "mixed": False, "cosine": False},
+    **{"decoder_epochs": 6, "decoder_steps": 0, "decoder_batch": None, "warm_decoder": False},
+    **{"exchange_epochs": 4, "exchange_steps": 0, "exchange_batch": None, "augmented": False, "local_review": False},
     **{"renewed": False, "continued": False},
 }
 CODE = {"share": 1.0, "local_review": True, "embedding_loss": True, "logit_loss": True}
@@ -129,22 +129,22 @@ class DFFKE(Algorithm[Hub, Trader]):
     collaboration: Fraction = 1.0  # π: share of clients that ever exchange; the rest train alone
     tau: Fraction = 0.98  # τ: local training ends when an epoch's training accuracy reaches it
     max_epochs: Count = 30  # or after so many epochs; the paper has no such limit
-    later_epochs: Count = 6  # and, after the first exchange, after so many: more would undo it; not in the paper
+    later_epochs: Count | None = 6  # or after so many once it has exchanged: more would undo it; none as before (paper)
     share: Fraction = 0.6  # share of a client's embeddings that it offers; the paper's byte counts come out for 0.15
     code_dim: Count = 512  # h: width of the unified embedding space
     docking_epochs: Count = 100  # T_Tran: full-batch steps per client for docking layers and global head
     whiten: NonNegative = 0.1  # codes vary alike where they vary by more than this share of the mean; 0 in the paper
     decoder_epochs: Count = 8  # T_Dec: passes over the largest offer; the paper has 3 for CIFAR-10, 6 for CIFAR-100
     decoder_steps: Whole = 70  # but at least so many steps, for small data sets; not in the paper
-    decoder_batch: Count = 50  # codes per client in a step, on average; 100 in the paper
+    decoder_batch: Count | None = 50  # codes per client in a step, on average; none is batch_size, as in the paper
     warm_decoder: bool = True  # the decoder goes on from the last round's; the paper has a new one in each
     statistics: NonNegative = 0.0  # weight of the gap to BatchNorm's statistics in the decoder's loss; not in the paper
     exchange_epochs: Count = 1  # T_FKE: passes over the synthetic set; the paper has 2 for CIFAR-10, 4 for CIFAR-100
     exchange_steps: Whole = 30  # but at least so many steps, for small data sets; not in the paper
-    exchange_batch: Count = 250  # images per step of the exchange; 100 in the paper
-    mixed: bool = True  # every batch holds images of all clients; in the paper one client's after the other's
-    augmented: bool = True  # students see transfer images cropped and flipped like their own; not in the paper
-    cosine: bool = True  # learning rates fall to zero within each phase; the paper's are constant
+    exchange_batch: Count | None = 250  # images per step of the exchange; none is batch_size, as in the paper
+    mixed: bool = True  # batches hold codes of all clients, images of all peers; in the paper one's after the other's
+    augmented: bool = True  # students see transfer images shifted and flipped at random; not in the paper
+    cosine: bool = True  # learning rates of clients and decoder fall within each phase; the paper's are constant
     renewed: bool = True  # after the exchange, BatchNorm's statistics are those of private data; not in the paper
     continued: bool = True  # the exchange goes on from the last one's weights; in the paper from the locally trained
     peers: Count | None = None  # peers a client learns from in a round, drawn anew in each; none is all
@@ -189,7 +189,7 @@ class DFFKE(Algorithm[Hub, Trader]):
 
     def train(self, client: Trader) -> None:
         recipe = adam(self.lr, self.weight_decay, cosine=self.cosine)
-        epochs = self.later_epochs if client.exchanges else self.max_epochs
+        epochs = (client.exchanges and self.later_epochs) or self.max_epochs
         fitted = fit(client, epochs=epochs, goal=self.tau, batch_size=self.batch_size, recipe=recipe)
         client.report["epochs"] = fitted.epochs
         client.report |= {f"before_{name}": value for name, value in evaluate(client).items()}
@@ -248,7 +248,8 @@ class DFFKE(Algorithm[Hub, Trader]):
             decoder.load_state_dict(server.decoder)
         trainer = Trainer.of(decoder, adam(self.lr, cosine=self.cosine))
         ids, mean = list(codes), sum(map(len, codes.values())) / len(codes)
-        size = {k: round(self.decoder_batch * (len(codes[k]) / mean if self.mixed else 1)) for k in ids}
+        batch = self.decoder_batch or self.batch_size
+        size = {k: round(batch * len(codes[k]) / mean) if self.mixed else batch for k in ids}
         source = {k: batches([[codes[k], embeddings[k]]], size[k]) for k in ids}
         longest = max(epoch_length(len(codes[k]), size[k]) for k in ids)
         groups, total = [ids] if self.mixed else [[k] for k in ids], torch.zeros((), device=server.device)
@@ -262,8 +263,9 @@ class DFFKE(Algorithm[Hub, Trader]):
                 total += fidelity if step >= len(steps) - longest else 0
             trainer.anneal((step + 1) / len(steps))
         server.report["decoder_loss"] = float(total) / (longest * len(groups))
-        server.decoder = isolate(dict(decoder.state_dict()))
-        return server.decoder
+        state = isolate(dict(decoder.state_dict()))
+        server.decoder = state if self.warm_decoder else {}
+        return state
 
     def decoder_loss(
         self, decoder: Decoder, spec: Spec, viewers: tuple[Viewer, ...], *batch: Tensor
@@ -312,12 +314,13 @@ class DFFKE(Algorithm[Hub, Trader]):
 
     def exchange(self, client: Trader, lessons: dict[int, Lesson]) -> None:
         """Learn from other clients, on their data of this round and on what they taught before (Eqs. 13 and 14)."""
-        sources = taught(client.buffer, lessons, partial(self.draw, client), self.exchange_batch, mixed=self.mixed)
+        batch = self.exchange_batch or self.batch_size
+        sources = taught(client.buffer, lessons, partial(self.draw, client), batch, mixed=self.mixed)
         sizes = {i: len(codes) for i, codes in client.buffer[-1]["codes"].items()}
         longest = sum(sizes[i] for i in lessons) if self.mixed else max(sizes.values())
         if self.continued and client.learned:
             client.model.load_state_dict(client.learned)
-        self.study(client, sources, self.exchange_epochs * epoch_length(longest, self.exchange_batch))
+        self.study(client, sources, batch, self.exchange_epochs * epoch_length(longest, batch))
         if self.renewed:
             renew(client.model, client.data, self.batch_size)
         if self.continued:
@@ -327,13 +330,13 @@ class DFFKE(Algorithm[Hub, Trader]):
         client.offered = {e["round"]: client.offered[e["round"]] for e in client.buffer if e["round"] in client.offered}
         client.report["buffer_bytes"] = nbytes(client.buffer)
 
-    def study(self, client: Trader, sources: Sequence[Iterator[list[Tensor]]], iterations: int) -> None:
+    def study(self, client: Trader, sources: Sequence[Iterator[list[Tensor]]], batch: int, iterations: int) -> None:
         """In every iteration one step on private data, and one on a batch of each source."""
         data, model = client.data, client.model.train()
         trainer = Trainer.of(model, adam(self.lr, self.weight_decay, cosine=self.cosine))
         own = partial(classification, model, data.spec, data.augment)
-        peer = partial(self.exchange_loss, model, data.spec, data.augment if self.augmented else Augment())
-        private = index_batches(len(data), self.exchange_batch, client.device)
+        peer = partial(self.exchange_loss, model, data.spec, self.augment(data) if self.augmented else Augment())
+        private = index_batches(len(data), batch, client.device)
         steps = range(max(self.exchange_steps, iterations))
         for step in client.track(steps):
             if self.local_review:
@@ -342,6 +345,11 @@ class DFFKE(Algorithm[Hub, Trader]):
             for source in sources:
                 trainer.step(peer, *next(source), *client.docking.values())
             trainer.anneal((step + 1) / len(steps))
+
+    def augment(self, data: Images) -> Augment:
+        """The changes that private images undergo in training, for images of the size that they are drawn in."""
+        drawn = min(32, data.spec.width) if self.transfer == "decoder" else data.spec.width
+        return replace(data.augment, crop=data.augment.crop * drawn // data.pixels.shape[-1])
 
     def exchange_loss(
         self, model: Classifier, spec: Spec, augment: Augment, images: Tensor, target: Tensor, *docked: Tensor

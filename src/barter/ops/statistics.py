@@ -31,6 +31,8 @@ def renew(model: Classifier, data: Images, batch_size: int) -> None:
     norms = _norms(model)
     momenta = [layer.momentum for layer in norms]
     model.eval()
+    if not norms:
+        return
     for layer in norms:
         layer.train()
         layer.reset_running_stats()

@@ -238,7 +238,7 @@ def _identity(loss: Any, depth: int = 4) -> Hashable:
     """What makes two losses the same: their code and what they hold, also through functions that they hold."""
     code, held = _held(loss)
     inner = [code, *held] if isinstance(loss, partial) else held
-    parts = tuple(_identity(item, depth - 1) if _is_code(item) and depth else item for item in inner)
+    parts = tuple(_identity(item, depth - 1) if _is_code(item) and depth else item for item in _flat(inner))
     return parts if isinstance(loss, partial) else (code, *parts)
 
 

@@ -74,6 +74,7 @@ def drawn(entries: Sequence[Entry], pages: Sequence[Page], draw: Draw) -> list[T
 def batches(rows: Sequence[Sequence[Tensor]], size: int) -> Iterator[list[Tensor]]:
     """Shuffled batches, for ever, of these rows of equally long tensors, one below the other."""
     tensors = [torch.cat(column) for column in zip(*rows, strict=True)]
+    del rows  # or everything would be held twice
     for index in index_batches(len(tensors[0]), size, tensors[0].device):
         yield [tensor[index] for tensor in tensors]
 
