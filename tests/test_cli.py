@@ -83,6 +83,16 @@ def test_images_that_cannot_be_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "columns" in said(str(tmp_path / "b"), "--columns", "0")
 
 
+def test_images_go_where_a_folder_can_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert main(["run", "--out", str(run), *QUICK, "--set", "rounds=1"]) == 0
+    assert main(["show", "images", str(run), "--out", str(tmp_path / "new" / "folder")]) == 0
+    assert (tmp_path / "new" / "folder" / "round-001.png").exists()
+    capsys.readouterr()
+    assert main(["show", "images", str(run), "--out", str(run / "config.toml")]) == 2
+    assert "cannot be made" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("what", ["algorithms", "models", "families", "datasets", "partitions"])
 def test_lists(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", what]) == 0

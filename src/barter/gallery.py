@@ -43,10 +43,18 @@ def sheets(run: Path, out: Path, columns: int) -> Iterator[Path]:
         if rows:
             found += 1
             title = f"{name}, round {t}: private images, and below what others see of them. Experimenter's view only"
+            _make(out)
             sheet(rows, title, out / f"round-{t:03d}.png")
             yield out / f"round-{t:03d}.png"
     if not found:
         raise ConfigError(f"{run}: {name} as configured made no images of private ones, or remembers none")
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error}") from error
 
 
 def _row(experiment: Experiment, client: Client, t: int, columns: int) -> Iterator[Row]:

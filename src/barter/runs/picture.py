@@ -26,7 +26,6 @@ def _pyplot() -> Any:
 
 def _save(figure: Any, path: Path) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be written: {error}") from error
