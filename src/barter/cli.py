@@ -358,10 +358,7 @@ def show_images(
     out: Annotated[Path | None, typer.Option(help="Where to save the sheets; without it, RUN/images.")] = None,
     columns: Annotated[int, typer.Option(min=1, max=100, help="Images of each client.")] = 10,
 ) -> None:
-    """Save a sheet for every round of RUN: private images beside what the round made of them, for every client.
-
-    Only the experimenter can see this: no party of a federation has both.
-    """
+    """Save a sheet per round of RUN: private images beside what was made of them. No party of a run sees both."""
     for path in sheets(run, out or run / "images", columns):
         _console().print(f"picture: {path}")
 
