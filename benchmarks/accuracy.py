@@ -47,11 +47,11 @@ SUITES: dict[str, Variants] = {
         "dffke, whiten=1": ("dffke", ["algorithm.whiten=1"]),
         **{
             f"dffke, without {name}": ("dffke", [f"algorithm.{name}=false"])
-            for name in ("mixed", "warm_decoder", "cosine", "augmented", "renewed", "continued", "local_review")
+            for name in ("mixed", "warm_decoder", "cosine", "augmented", "renewed", "local_review")
         },
+        "dffke, memory=0": ("dffke", ["algorithm.memory=0"]),
         "dffke, share=0.15": ("dffke", ["algorithm.share=0.15"]),
-        "dffke, later_epochs=30": ("dffke", ["algorithm.later_epochs=30"]),
-        "dffke, statistics=0.1": ("dffke", ["algorithm.statistics=0.1"]),
+        "dffke, later_epochs=6": ("dffke", ["algorithm.later_epochs=6"]),
         "dffke, with embedding_loss": ("dffke", ["algorithm.embedding_loss=true"]),
         "dffke, with logit_loss": ("dffke", ["algorithm.logit_loss=true"]),
         "dffke, embeddings=noise": ("dffke", ["algorithm.embeddings=noise"]),

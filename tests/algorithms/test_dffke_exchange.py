@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from barter import DFFKE, Classifier, Experiment, Local
-from barter.algorithms.dffke import Hub, Trader, sample
+from barter.algorithms.dffke import Hub, Trader
 from barter.core.images import Augment, Images, Spec
 from barter.core.payload import isolate, nbytes
 from barter.ops.fit import Trainer
+from barter.ops.inversion import drawn_loss
+from barter.ops.transfer import Lesson, heard
 from tests.conftest import TINY, federation, same, state, tiny
 
 
@@ -47,7 +49,7 @@ def rows(tensor: Tensor) -> set[tuple[float, ...]]:
 
 @pytest.mark.parametrize("floor", [0, 11])
 def test_a_mixed_step_of_the_exchange_is_on_images_of_all_peers(floor: int) -> None:
-    experiment, steps, lessons = watched(exchange_epochs=2, exchange_batch=20, exchange_steps=floor)
+    experiment, steps, lessons = watched(exchange_epochs=2, batch_size=20, exchange_steps=floor)
     list(experiment.rounds(1))
     for k, lesson in lessons.items():
         said = {i: rows(targets["logits"]) for i, (targets,) in lesson.items()}
@@ -65,7 +67,7 @@ def test_a_mixed_step_of_the_exchange_is_on_images_of_all_peers(floor: int) -> N
 
 @pytest.mark.parametrize("floor", [0, 9])
 def test_every_student_makes_the_passes_of_the_largest_set(floor: int) -> None:
-    experiment, steps, lessons = watched(mixed=False, exchange_batch=10, exchange_epochs=2, exchange_steps=floor)
+    experiment, steps, lessons = watched(mixed=False, batch_size=10, exchange_epochs=2, exchange_steps=floor)
     list(experiment.rounds(1))
     largest = max(-(-len(client.data) // 10) for client in experiment.engine.clients.values())
     passes = max(floor, 2 * -(-largest // 10))
@@ -112,42 +114,15 @@ def test_one_peer_is_one_lesson_and_another_over_rounds() -> None:
     assert all(len(set(peers)) > 1 for peers in taught.values())
 
 
-@given(st.lists(st.integers(0, 99), unique=True, max_size=9), st.none() | st.integers(0, 12), st.integers(0, 9))
-def test_a_sample_is_so_many_of_the_items_in_order(items: list[int], size: int | None, seed: int) -> None:
+@given(st.lists(st.integers(0, 99), unique=True, max_size=9), st.none() | st.integers(1, 12), st.integers(0, 9))
+def test_each_hears_so_many_others_in_order(ids: list[int], peers: int | None, seed: int) -> None:
     torch.manual_seed(seed)
-    items = sorted(items)
-    chosen = sample(items, size)
-    assert chosen == sorted(set(chosen))
-    assert set(chosen) <= set(items)
-    assert len(chosen) == (len(items) if size is None else min(size, len(items)))
-
-
-@pytest.mark.parametrize("continued", [True, False])
-def test_the_exchange_goes_on_from_the_last_one_or_from_what_was_trained(continued: bool) -> None:
-    trained: dict[int, Any] = {}
-    started: dict[int, Any] = {}
-
-    class Watched(DFFKE):
-        def learn(self, client: Trader) -> Any:
-            offer = super().learn(client)
-            trained[client.id] = isolate(dict(client.model.state_dict()))
-            return offer
-
-        def study(self, client: Trader, *arguments: Any) -> None:
-            started[client.id] = isolate(dict(client.model.state_dict()))
-            super().study(client, *arguments)
-
-    experiment = federation(Watched(**{**TINY["dffke"], "continued": continued}))
-    clients, ended = experiment.engine.clients, {}
-    for t, _ in enumerate(experiment.rounds(3), start=1):
-        for k, client in clients.items():
-            assert isinstance(client, Trader)
-            after_the_last = continued and t > 1
-            assert same(started[k], ended[k] if after_the_last else trained[k])
-            assert not (after_the_last and same(started[k], trained[k]))
-            ended[k] = isolate(dict(client.model.state_dict()))
-            assert not same(started[k], ended[k])
-            assert same(client.learned, ended[k] if continued else {})
+    lessons: dict[int, Lesson] = {i: [] for i in sorted(ids)}
+    for k, others in heard(lessons, peers).items():
+        assert list(others) == sorted(set(others) - {k})
+        assert all(others[i] is lessons[i] for i in others)
+        assert len(others) == (len(ids) - 1 if peers is None else min(peers, len(ids) - 1))
+    assert heard(lessons, peers).keys() == lessons.keys()
 
 
 @pytest.mark.parametrize("renewed", [True, False])
@@ -170,28 +145,40 @@ def test_normalisation_ends_with_the_statistics_of_private_data(renewed: bool) -
 
 
 @pytest.mark.parametrize("warm", [True, False])
-def test_a_warm_decoder_starts_where_the_last_rounds_ended(warm: bool) -> None:
-    begun: list[bool] = []
+def test_a_warm_decoder_starts_where_the_last_rounds_ended(warm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     starts: list[Any] = []
 
-    class Watched(DFFKE):
-        def train_decoder(self, *arguments: Any) -> Any:
-            begun.append(True)
-            return super().train_decoder(*arguments)
+    def noted(decoder: Any, *arguments: Any) -> Any:
+        if len(starts) < experiment.round + 1:
+            starts.append(isolate(dict(decoder.state_dict())))
+        return drawn_loss(decoder, *arguments)
 
-        def decoder_loss(self, decoder: nn.Module, *arguments: Any) -> Any:  # type: ignore[override]
-            if begun:
-                begun.pop()
-                starts.append(isolate(dict(decoder.state_dict())))
-            return super().decoder_loss(decoder, *arguments)  # type: ignore[arg-type]
-
-    experiment = federation(Watched(**{**TINY["dffke"], "warm_decoder": warm}))
+    monkeypatch.setattr("barter.ops.inversion.drawn_loss", noted)
+    experiment = federation(tiny("dffke", warm_decoder=warm))
     list(experiment.rounds(3))
     assert isinstance(experiment.server, Hub)
     ends = [entry["decoder"] for entry in experiment.server.buffer]
     assert [same(start, end) for start, end in zip(starts[1:], ends[:-1], strict=True)] == [warm, warm]
     assert not any(same(start, end) for start, end in zip(starts, ends, strict=True))
     assert same(experiment.server.decoder, ends[-1] if warm else {}), "kept only where it is needed"
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_decoder_draws_for_networks_that_see_images_moved_by_half_as_much(
+    on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[Augment] = set()
+
+    def noted(decoder: Any, spec: Any, viewers: Any, *arguments: Any) -> Any:
+        seen.update(viewer.augment for viewer in viewers)
+        return drawn_loss(decoder, spec, viewers, *arguments)
+
+    monkeypatch.setattr("barter.ops.inversion.drawn_loss", noted)
+    experiment = federation(tiny("dffke", augmented=on), clients=2, models="small-mlp")
+    for client in experiment.engine.clients.values():
+        client.data.augment = Augment(crop=3, flip=True)
+    list(experiment.rounds(1))
+    assert seen == {Augment(crop=1, flip=True) if on else Augment()}
 
 
 @pytest.mark.parametrize("cosine", [True, False])
@@ -213,10 +200,19 @@ def test_learning_rates_fall_to_zero_within_each_phase(cosine: bool, monkeypatch
 
 
 @pytest.mark.parametrize("memory", [None, 1, 0])
-def test_after_the_first_exchange_local_training_is_shorter(memory: int | None) -> None:
-    experiment = federation(tiny("dffke", tau=1.0, max_epochs=3, later_epochs=1, memory=memory))
-    epochs = [[record.clients[k]["epochs"] for k in range(3)] for record in experiment.rounds(3)]
-    assert epochs == [[3, 3, 3], [1, 1, 1], [1, 1, 1]]
+@pytest.mark.parametrize("later", [0, 1, None])
+def test_after_the_first_exchange_local_training_has_a_length_of_its_own(later: int | None, memory: int | None) -> None:
+    experiment = federation(tiny("dffke", tau=1.0, max_epochs=3, later_epochs=later, memory=memory), clients=2)
+    epochs = [[record.clients[k]["epochs"] for k in range(2)] for record in experiment.rounds(3)]
+    expected = 3 if later is None else later
+    assert epochs == [[3, 3], [expected, expected], [expected, expected]]
+
+
+def test_without_local_training_clients_teach_as_they_left_the_last_exchange() -> None:
+    first, second = federation(tiny("dffke", later_epochs=0)).rounds(2)
+    for k in first.clients:
+        assert second.clients[k]["before_global"] == first.clients[k]["global"]
+        assert second.clients[k]["before_local"] == first.clients[k]["local"]
 
 
 CHANGES: list[dict[str, Any]] = [
@@ -234,15 +230,12 @@ CHANGES: list[dict[str, Any]] = [
     {"decoder_steps": 3},
     {"decoder_batch": 20},
     {"warm_decoder": False},
-    {"statistics": 0.1},
     {"exchange_epochs": 3},
     {"exchange_steps": 3},
-    {"exchange_batch": 50},
     {"mixed": False},
     {"augmented": False},
     {"cosine": False},
     {"renewed": False},
-    {"continued": False},
     {"peers": 1},
     {"memory": 0},
     {"lr": 2e-3},
@@ -258,7 +251,7 @@ CHANGES: list[dict[str, Any]] = [
     {"embedding_loss": True},
     {"logit_loss": True},
 ]
-LATER = {"later_epochs", "warm_decoder", "continued", "memory"}  # options of the second round
+LATER = {"later_epochs", "warm_decoder", "memory"}  # options of the second round
 
 
 def outcome(rounds: int, **changes: Any) -> dict[str, Tensor]:
@@ -287,11 +280,11 @@ def test_no_option_was_forgotten() -> None:
 
 def test_the_papers_preset_is_the_paper() -> None:
     paper, code = DFFKE.preset("paper"), DFFKE.preset("code")
-    off = "mixed whiten statistics cosine renewed continued augmented warm_decoder local_review"
+    off = "mixed whiten cosine renewed augmented warm_decoder local_review"
     assert {name: bool(getattr(paper, name)) for name in off.split()} == dict.fromkeys(off.split(), False)
     assert (paper.share, paper.decoder_epochs, paper.exchange_epochs) == (0.15, 6, 4)
     assert (paper.decoder_steps, paper.exchange_steps) == (0, 0), "no floors"
-    assert (paper.batch_size, paper.decoder_batch, paper.exchange_batch) == (100, None, None)
+    assert (paper.batch_size, paper.decoder_batch) == (100, None)
     assert (paper.max_epochs, paper.later_epochs) == (100, None), "as good as no limit"
     assert (paper.tau, paper.lr, paper.code_dim, paper.docking_epochs) == (0.98, 1e-3, 512, 100)
     assert (paper.peers, paper.memory, paper.direction) == (None, None, "teacher")
@@ -302,8 +295,8 @@ def test_the_papers_preset_is_the_paper() -> None:
 
 
 def test_without_sizes_of_their_own_all_phases_have_that_of_local_training() -> None:
-    same_size = {"later_epochs": None, "decoder_batch": None, "exchange_batch": None, "batch_size": 20}
-    spelled = {"later_epochs": 2, "decoder_batch": 20, "exchange_batch": 20, "batch_size": 20}
+    same_size = {"later_epochs": None, "decoder_batch": None, "batch_size": 20}
+    spelled = {"later_epochs": 2, "decoder_batch": 20, "batch_size": 20}
     one, other = (federation(tiny("dffke", **sizes)) for sizes in (same_size, spelled))
     for experiment in (one, other):
         list(experiment.rounds(2))

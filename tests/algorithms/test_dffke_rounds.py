@@ -13,6 +13,8 @@ from barter.core.errors import ConfigError
 from barter.core.payload import nbytes
 from barter.data.task import Data
 from barter.models.generators import Decoder
+from barter.ops.docking import unify
+from barter.ops.fit import adam
 from barter.ops.transfer import review
 from tests.conftest import TINY, federation, tiny
 
@@ -28,7 +30,7 @@ def test_a_round_crosses_what_it_says_and_no_more() -> None:
     clients = experiment.engine.clients
     shared = {k: max(2, -(-len(c.data) // 10)) for k, c in clients.items()}
     weights = {k: nbytes(c.model.state_dict()) for k, c in clients.items()}
-    learn = sum(8 + weights[k] + n * clients[k].model.feature_dim * 4 + n * 8 for k, n in shared.items())
+    learn = sum(17 + weights[k] + n * clients[k].model.feature_dim * 4 + n * 8 for k, n in shared.items())
     entry = 8 + sum(shared.values()) * 16 * 4 + nbytes(Decoder(16, spec).state_dict())
     lesson = {k: 8 + n * 10 * 4 for k, n in shared.items()}
     assert record.bytes["learn"] == {"up": learn, "down": 0}
@@ -85,7 +87,7 @@ def test_review_takes_as_much_of_the_past_as_there_is_fresh() -> None:
 
 
 def test_who_missed_rounds_is_sent_their_entries() -> None:
-    experiment = federation(tiny("dffke", participation=0.5), clients=4)
+    experiment = federation(tiny("dffke", participation=0.5, memory=None), clients=4)
     buffers: dict[int, list[int]] = {}
     last: dict[int, int] = {}
     decoder = nbytes(Decoder(16, experiment.task.spec).state_dict())
@@ -113,14 +115,14 @@ def test_collaboration_is_a_fixed_group_and_the_rest_train_alone() -> None:
 def test_noise_in_place_of_embeddings_sends_weights_alone() -> None:
     experiment, records = exchanged(2, embeddings="noise")
     weights = sum(nbytes(c.model.state_dict()) for c in experiment.engine.clients.values())
-    assert records[0].bytes["learn"]["up"] == weights + 3 * 8
+    assert records[0].bytes["learn"]["up"] == weights + 3 * 17
     assert records[0].mean("global") > 0
 
 
 def test_public_data_takes_the_place_of_decoder_embeddings_and_weights() -> None:
     experiment = federation(tiny("dffke", transfer="public"), data=Data(public="digits"))
     records = list(experiment.rounds(2))
-    assert records[0].bytes["learn"]["up"] == 3 * 8
+    assert records[0].bytes["learn"]["up"] == 3 * 17, "how many images, and how they are augmented"
     shared = sum(max(2, -(-len(c.data) // 10)) for c in experiment.engine.clients.values())
     assert records[0].bytes["teach"]["down"] == 3 * (8 + shared * 8)
     with pytest.raises(ConfigError, match=r"data\.public"):
@@ -137,11 +139,9 @@ def test_docking_layers_are_kept_over_rounds(whiten: float) -> None:
     assert sorted(hub.docking) == [0, 1, 2]
     embeddings = {k: torch.randn(4, hub.docking[k]["weight"].shape[1]) for k in hub.docking}
     labels = {k: torch.zeros(4, dtype=torch.long) for k in hub.docking}
-    algorithm: Any = DFFKE(code_dim=16, docking_epochs=1, lr=1e-12, docking_weight_decay=0, whiten=whiten)
-    before = {k: layer["weight"].clone() for k, layer in hub.docking.items()}
-    algorithm.unify(hub, embeddings, labels)
-    for k, weight in before.items():
-        assert torch.allclose(hub.docking[k]["weight"], weight, atol=1e-9)
+    *_, states = unify(hub, embeddings, labels, hub.docking, 16, 1, adam(1e-12), whiten)
+    for k, layer in hub.docking.items():
+        assert torch.allclose(states[k]["weight"], layer["weight"], atol=1e-9)
 
 
 @pytest.mark.parametrize("mixed", [True, False])

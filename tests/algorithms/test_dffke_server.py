@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from barter import DFFKE
 from barter.algorithms.dffke import Hub
 from barter.core.images import Spec
 from barter.models.generators import Decoder, resized
+from barter.ops.docking import unify
+from barter.ops.fit import Trainer, adam
+from barter.ops.inversion import Schedule, Terms, Viewer, fit_decoder
 from barter.ops.statistics import whitening
 from tests.conftest import federation, same, tiny
 
@@ -50,34 +52,32 @@ def test_unification_separates_classes_of_different_clients() -> None:
     torch.manual_seed(0)
     y = torch.arange(40) % 2
     e = torch.randn(40, 6) * 0.1 + (2.0 * y[:, None] - 1)
-    algorithm: Any = DFFKE(code_dim=8, lr=1e-2, whiten=0)
-    _, codes = algorithm.unify(hub(), {0: e, 1: -e}, {0: y, 1: y})
+    _, codes, _ = unify(hub(), {0: e, 1: -e}, {0: y, 1: y}, {}, 8, 100, adam(1e-2, 1e-3))
     means = {(k, c): codes[k][y == c].mean(0) for k in (0, 1) for c in (0, 1)}
     across = (means[0, 0] - means[1, 0]).norm() + (means[0, 1] - means[1, 1]).norm()
     between = (means[0, 0] - means[0, 1]).norm() + (means[1, 0] - means[1, 1]).norm()
     assert between > 3 * across
 
 
-def unified(whiten: float) -> tuple[Hub, dict[int, Tensor], dict[int, nn.Linear], dict[int, Tensor]]:
-    """The same embeddings of two clients in one space."""
+def unified(floor: float) -> tuple[dict[int, Any], dict[int, Tensor], dict[int, nn.Linear], dict[int, Tensor]]:
+    """The same embeddings of two clients in one space: what is kept of the layers, embeddings, layers and codes."""
     torch.manual_seed(0)
     embeddings = {0: torch.randn(120, 6) * torch.arange(1.0, 7.0) + 2, 1: torch.randn(200, 5) - 1}
     labels = {k: torch.arange(len(e)) % 10 for k, e in embeddings.items()}
-    server, algorithm = hub(), DFFKE(code_dim=4, docking_epochs=5, lr=1e-2, whiten=whiten)
     torch.manual_seed(1)
-    z, codes = algorithm.unify(server, embeddings, labels)
-    return server, embeddings, z, codes
+    z, codes, states = unify(hub(), embeddings, labels, {}, 4, 5, adam(1e-2), floor)
+    return states, embeddings, z, codes
 
 
 @pytest.mark.parametrize("whiten", [0.0, 1e-6, 0.5])
-def test_docking_layers_make_exactly_the_codes_and_the_server_keeps_them_as_trained(whiten: float) -> None:
+def test_docking_layers_make_exactly_the_codes_and_are_kept_as_trained(whiten: float) -> None:
     plain, _, _, unwhitened = unified(0.0)
-    server, embeddings, z, codes = unified(whiten)
+    kept, embeddings, z, codes = unified(whiten)
     for k, e in embeddings.items():
         assert torch.equal(z[k](e), codes[k])
         assert not codes[k].requires_grad
-        assert same(server.docking[k], plain.docking[k])
-        assert same(dict(z[k].state_dict()), server.docking[k]) == (whiten == 0)
+        assert same(kept[k], plain[k])
+        assert same(dict(z[k].state_dict()), kept[k]) == (whiten == 0)
     if whiten:
         mean, matrix = whitening(torch.cat(list(unwhitened.values())), whiten)
         for k in embeddings:
@@ -92,25 +92,27 @@ def test_whitened_codes_of_all_clients_together_vary_alike() -> None:
         assert torch.allclose(codes.mean(0), torch.zeros(4), atol=1e-4) != off
 
 
-def decoder_steps(**options: Any) -> tuple[list[list[tuple[int, Tensor]]], dict[int, Tensor]]:
+def decoder_steps(mixed: bool, epochs: int, floor: int) -> tuple[list[list[tuple[int, Tensor]]], dict[int, Tensor]]:
     """Whose codes each step of the decoder was on, of clients with 10, 20 and 60 of them."""
     steps: list[list[tuple[int, Tensor]]] = []
 
-    class Watched(DFFKE):
-        def decoder_loss(self, decoder: Any, spec: Any, viewers: Any, *batch: Tensor) -> Any:
-            owners = [next(k for k, model in models.items() if model is viewer[0]) for viewer in viewers]
-            assert all(viewer[1] is z[k] for viewer, k in zip(viewers, owners, strict=True))
+    class Watched(Trainer):
+        def step(self, loss: Any, *batch: Tensor) -> Any:
+            _, _, looking, others, _ = loss.args
+            owners = [next(k for k, viewer in viewers.items() if viewer is one) for one in looking]
+            assert others == tuple(viewers[k].model for k in owners), "nobody else is asked"
             steps.append(list(zip(owners, batch[::2], strict=True)))
-            return super().decoder_loss(decoder, spec, viewers, *batch)
+            return super().step(loss, *batch)
 
     experiment = federation(tiny("dffke"))
-    server = experiment.server
-    assert isinstance(server, Hub)
-    algorithm = Watched(code_dim=4, docking_epochs=1, decoder_batch=6, **options)
-    models = {k: server.replica(k, dict(c.model.state_dict())) for k, c in experiment.engine.clients.items()}
+    models = {k: client.model.eval().requires_grad_(False) for k, client in experiment.engine.clients.items()}
+    viewers = {k: Viewer(model, nn.Linear(model.feature_dim, 4)) for k, model in models.items()}
     embeddings = {k: torch.randn(n, models[k].feature_dim) for k, n in zip(models, (10, 20, 60), strict=True)}
-    z, codes = algorithm.unify(server, embeddings, {k: torch.arange(len(e)) % 10 for k, e in embeddings.items()})
-    algorithm.train_decoder(server, models, z, embeddings, codes)
+    codes = {k: viewers[k].translate(e).detach() for k, e in embeddings.items()}
+    schedule = Schedule(epochs, floor, 6, mixed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("barter.ops.inversion.Trainer", Watched)
+        fit_decoder(experiment.server, {}, viewers, codes, embeddings, adam(1e-3), schedule, Terms())
     return steps, codes
 
 
@@ -120,7 +122,7 @@ def passes(parts: list[Tensor], codes: Tensor) -> bool:
 
 
 def test_a_mixed_step_of_the_decoder_holds_every_clients_codes_in_proportion() -> None:
-    steps, codes = decoder_steps(mixed=True, decoder_epochs=2, decoder_steps=0)
+    steps, codes = decoder_steps(mixed=True, epochs=2, floor=0)
     # 6 on average, so 2, 4 and 12; then an epoch is five steps for everybody.
     assert [[(k, len(part)) for k, part in step] for step in steps] == 10 * [[(0, 2), (1, 4), (2, 12)]]
     for epoch in (steps[:5], steps[5:]):
@@ -129,7 +131,7 @@ def test_a_mixed_step_of_the_decoder_holds_every_clients_codes_in_proportion() -
 
 
 def test_in_the_paper_a_step_of_the_decoder_is_on_one_clients_codes() -> None:
-    steps, codes = decoder_steps(mixed=False, decoder_epochs=1, decoder_steps=0)
+    steps, codes = decoder_steps(mixed=False, epochs=1, floor=0)
     # An epoch of the largest offer is ten steps of 6, and the others make as many.
     assert [[(k, len(part)) for k, part in step] for step in steps] == 10 * [[(0, 6)], [(1, 6)], [(2, 6)]]
     assert passes([step[0][1] for step in steps[2::3]], codes[2])
@@ -138,5 +140,5 @@ def test_in_the_paper_a_step_of_the_decoder_is_on_one_clients_codes() -> None:
 @pytest.mark.parametrize("mixed", [True, False])
 def test_the_decoder_makes_at_least_so_many_steps(mixed: bool) -> None:
     for floor in (3, 13):
-        steps, _ = decoder_steps(mixed=mixed, decoder_epochs=1, decoder_steps=floor)
+        steps, _ = decoder_steps(mixed=mixed, epochs=1, floor=floor)
         assert len(steps) == (max(floor, 5) if mixed else 3 * max(floor, 10))

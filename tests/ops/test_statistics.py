@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from barter.core.images import Images, Spec
 from barter.core.model import SplitClassifier
-from barter.ops.statistics import gaps, renew, whitening
+from barter.ops.statistics import renew, whitening
 
 SPEC = Spec(1, 2, 2, 2, (0.0,), (1.0 / 255,))
 
@@ -58,70 +58,6 @@ def test_weights_stay_and_layers_without_statistics_too() -> None:
     renew(model, numbers(6), 3)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert plain.momentum == 0.1
-
-
-X = np.array([[[[1.0, 3.0]], [[0.0, -2.0]]], [[[5.0, 7.0]], [[4.0, 2.0]]]])  # two images, two channels, 1 x 2 pixels
-
-
-def with_statistics(mean: list[float], variance: list[float]) -> nn.BatchNorm2d:
-    layer = nn.BatchNorm2d(2, eps=1e-12)
-    layer.running_mean, layer.running_var = torch.tensor(mean), torch.tensor(variance)
-    return layer.eval()
-
-
-def test_gaps_by_hand() -> None:
-    # Channel by channel: means 4 and 1, variances (9 + 1 + 1 + 9) / 4 = 5 and (1 + 9 + 9 + 1) / 4 = 5.
-    model = nn.Sequential(with_statistics([1.0, 5.0], [4.0, 2.0]), with_statistics([0.0, 0.0], [1.0, 1.0]))
-    x = torch.tensor(X).float().requires_grad_()
-    with gaps(model) as found:
-        seen = model(x)
-        assert len(found) == 2
-    # The second layer sees them shifted and scaled: means 3 / 2 and -4 / sqrt 2, variances 5 / 4 and 5 / 2.
-    first = np.hypot(4 - 1, 1 - 5) + np.hypot(5 - 4, 5 - 2)
-    second = np.hypot(1.5, -4 / np.sqrt(2)) + np.hypot(1 / 4, 3 / 2)
-    assert [gap.item() for gap in found] == pytest.approx([first, second], rel=1e-5)
-    assert torch.equal(seen, model(x)), "nothing else changes"
-    # Of the first gap's mean part, by the chain rule: (3, -4) / 5 / 4 to every pixel of a channel; of its variance part
-    # (1, 3) / sqrt 10 times 2 (x - mean) / 4.
-    (slope,) = torch.autograd.grad(found[0], x)
-    by_mean = np.array([3, -4]).reshape(1, 2, 1, 1) / 5 / 4
-    by_variance = (
-        np.array([1, 3]).reshape(1, 2, 1, 1) / np.sqrt(10) * 2 * (X - np.array([4, 1]).reshape(1, 2, 1, 1)) / 4
-    )
-    assert slope.numpy() == pytest.approx(by_mean + by_variance, abs=1e-5)
-
-
-def test_rows_of_numbers_have_gaps_too() -> None:
-    layer = nn.BatchNorm1d(2).eval()
-    x = np.array([[1.0, 0.0], [3.0, 1.0], [8.0, -4.0]])
-    with gaps(layer) as found:
-        layer(torch.tensor(x).float())
-    gap = np.linalg.norm(x.mean(0)) + np.linalg.norm(x.var(0) - 1)
-    assert [value.item() for value in found] == pytest.approx([gap], rel=1e-5)
-
-
-def hooks(model: nn.Module) -> int:
-    return sum(len(layer._forward_pre_hooks) for layer in model.modules())
-
-
-def test_nothing_listens_afterwards_even_if_something_goes_wrong() -> None:
-    model = nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm2d(2), nn.BatchNorm2d(2, track_running_stats=False)).eval()
-    x = torch.tensor(X).float()
-    with gaps(model) as found:
-        assert hooks(model) == 2
-        model(x)
-    assert hooks(model) == 0
-    model(x)
-    assert len(found) == 2
-    with pytest.raises(RuntimeError, match="size"), gaps(model):
-        model(torch.zeros(1, 5, 1, 1))
-    assert hooks(model) == 0
-
-
-def test_nobody_is_measured_where_there_is_no_model() -> None:
-    with gaps(None) as found:
-        nn.BatchNorm2d(2)(torch.tensor(X).float())
-    assert found == []
 
 
 POINTS = torch.tensor([[2.0, 0.0], [-2.0, 0.0], [0.0, 1.0], [0.0, -1.0]], dtype=torch.float64)  # variances 2 and 1/2

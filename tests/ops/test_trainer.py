@@ -10,6 +10,7 @@ from barter import DFFKE, Local
 from barter.core import lanes
 from barter.core.images import Augment, Spec
 from barter.ops.fit import adam, classification, sgd
+from barter.ops.inversion import Terms, Viewer, drawn_loss
 from barter.ops.trainer import _contents, _identity, _modules, _objection
 from tests.conftest import federation, tiny
 
@@ -44,7 +45,7 @@ def test_partials_and_methods_are_known_by_value() -> None:
     for make in (
         lambda: partial(classification, model, Spec(1, 8, 8, 10, (0.5,), (0.5,)), Augment(2, True)),
         lambda: partial(DFFKE(share=0.5).exchange_loss, model, SPEC, Augment(2, True)),
-        lambda: partial(DFFKE(share=0.5).decoder_loss, model, SPEC, ((model, model, model),)),
+        lambda: partial(drawn_loss, model, SPEC, (Viewer(model, model, Augment(1)),), (model,), Terms(differ="kl")),
     ):
         assert _identity(make()) == _identity(make())
         assert not _objection(make())
@@ -129,6 +130,7 @@ def test_a_client_learns_from_so_many_peers_in_an_iteration(
 
     monkeypatch.setattr(DFFKE, "exchange_loss", counted)
     options = {"mixed": mixed, "peers": peers, "exchange_epochs": 3, "exchange_steps": 0, "max_epochs": 1}
+    options["batch_size"] = 250  # so that an epoch is one step
     list(federation(tiny("dffke", **options), clients=4).rounds(2))
     each = 1 if mixed else peers  # mixed, they share one step
     assert len(steps) == 4 * 3 * (each + 2 * each), "fresh in round 1; fresh and remembered in round 2"

@@ -35,6 +35,10 @@ class Augment:
     crop: int = 0
     flip: bool = False
 
+    def resized(self, before: int, after: int) -> Augment:
+        """The same changes for images of another width."""
+        return Augment(self.crop * after // before, self.flip)
+
 
 class Images:
     """Images (uint8, NCHW) with labels, resident on one device."""

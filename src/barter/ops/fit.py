@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -18,16 +19,20 @@ from barter.core.nodes import Client
 from barter.ops.trainer import Recipe, Trainer, adam, sgd
 
 __all__ = [
+    "Course",
     "Fitted",
     "Recipe",
     "Trainer",
     "adam",
+    "alternate",
     "classification",
     "epoch_length",
     "fit",
     "index_batches",
     "sgd",
 ]
+
+Course: TypeAlias = tuple[Callable[..., Any], Iterator[Sequence[Tensor]]]
 
 
 def index_batches(n: int, size: int, device: torch.device) -> Iterator[Tensor]:
@@ -115,3 +120,12 @@ def fit(
         if goal is not None and fitted.accuracy >= goal:
             break
     return fitted
+
+
+def alternate(client: Client, courses: Sequence[Course], steps: int, recipe: Recipe) -> None:
+    """Train the client's model on several things at once: in every step on a batch of each, by its loss."""
+    trainer = Trainer.of(client.model.train(), recipe)
+    for step in client.track(range(steps)):
+        for loss, batches in courses:
+            trainer.step(loss, *next(batches))
+        trainer.anneal((step + 1) / steps)

@@ -1,29 +1,108 @@
-"""Turning embeddings back into images: how far what a network sees in an image is from what it was made of."""
+"""Turning embeddings back into images: a decoder that draws what networks map back to the codes it drew from."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from barter.core import lanes
+from barter.core.images import Augment, Spec, augmented
 from barter.core.model import Classifier
+from barter.core.nodes import Server
+from barter.core.payload import State, isolate
+from barter.models.generators import Decoder, resized
 from barter.ops.distill import kl
-from barter.ops.statistics import gaps
+from barter.ops.fit import Trainer, epoch_length
+from barter.ops.trainer import Recipe
+from barter.ops.transfer import batches
 
-__all__ = ["Discrepancy", "Viewer", "discrepancy", "inversion_loss"]
+__all__ = ["Discrepancy", "Schedule", "Terms", "Viewer", "discrepancy", "drawn_loss", "fit_decoder", "inversion_loss"]
 
 Discrepancy: TypeAlias = Literal["none", "kl", "mae", "mse"]
 
 
 class Viewer(NamedTuple):
-    """Who looks at some of the images: the network they are for, the layer behind its features, another network."""
+    """Who looks at some of the images: a network, the layer behind its features, and how it is used to see images."""
 
     model: Classifier
     translate: nn.Module
-    other: Classifier
+    augment: Augment = Augment()
+
+
+class Terms(NamedTuple):
+    """What an image is asked for beside being mapped back to its code."""
+
+    logits: bool = False  # the same logits as of the embedding
+    differ: Discrepancy = "none"  # that the viewer and another network differ about it
+
+
+class Schedule(NamedTuple):
+    """Passes over the largest set of codes, in at least so many steps.
+
+    A step is on codes of all viewers, of each by its share and `batch` of them on average, if `mixed`; otherwise on so
+    many of one's.
+    """
+
+    epochs: int
+    steps: int
+    batch: int
+    mixed: bool
+
+
+def fit_decoder(
+    server: Server,
+    start: State,
+    viewers: Mapping[int, Viewer],
+    codes: Mapping[int, Tensor],
+    embeddings: Mapping[int, Tensor],
+    recipe: Recipe,
+    schedule: Schedule,
+    terms: Terms,
+) -> tuple[State, float]:
+    """A decoder such that every viewer maps the images of its codes back to them, and its loss in the last pass.
+
+    It goes on from the state `start`; a new one from none.
+    """
+    ids, mean = list(codes), sum(map(len, codes.values())) / len(codes)
+    decoder = lanes.keep("decoder", Decoder(codes[ids[0]].shape[1], server.spec).to(server.device))
+    if start:
+        decoder.load_state_dict(start)
+    trainer = Trainer.of(decoder, recipe)
+    epochs, steps, batch, mixed = schedule
+    size = {k: round(batch * len(codes[k]) / mean) if mixed else batch for k in ids}
+    source = {k: batches([[codes[k], embeddings[k]]], size[k]) for k in ids}
+    longest = max(epoch_length(len(codes[k]), size[k]) for k in ids)
+    groups, total = [ids] if mixed else [[k] for k in ids], torch.zeros((), device=server.device)
+    passes = range(max(steps, epochs * longest))
+    for step in server.track("decoder", passes):
+        for group in groups:
+            shift = 0 if terms.differ == "none" else int(torch.randint(1, len(ids), ()))
+            others = tuple(viewers[ids[(ids.index(k) + shift) % len(ids)]].model for k in group)
+            loss = partial(drawn_loss, decoder, server.spec, tuple(viewers[k] for k in group), others, terms)
+            _, bare = trainer.step(loss, *(part for k in group for part in next(source[k])))
+            total += bare if step >= len(passes) - longest else 0
+        trainer.anneal((step + 1) / len(passes))
+    return isolate(dict(decoder.state_dict())), float(total) / (longest * len(groups))
+
+
+def drawn_loss(
+    decoder: Decoder,
+    spec: Spec,
+    viewers: tuple[Viewer, ...],
+    others: tuple[Classifier, ...],
+    terms: Terms,
+    *batch: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The loss on codes and embeddings of some viewers, each of whom sees its images as it is used to."""
+    codes, embeddings = batch[::2], batch[1::2]
+    drawn = torch.split(decoder(torch.cat(codes)), [len(code) for code in codes])
+    images = [resized(augmented(x, viewer.augment), spec) for x, viewer in zip(drawn, viewers, strict=True)]
+    return inversion_loss(viewers, others, images, codes, embeddings, terms)
 
 
 def discrepancy(choice: Discrepancy, teacher: Tensor, student: Tensor) -> Tensor:
@@ -36,30 +115,22 @@ def discrepancy(choice: Discrepancy, teacher: Tensor, student: Tensor) -> Tensor
 
 def inversion_loss(
     viewers: Sequence[Viewer],
+    others: Sequence[Classifier],
     images: Sequence[Tensor],
     codes: Sequence[Tensor],
     embeddings: Sequence[Tensor],
-    statistics: float = 0.0,
-    logits: bool = False,
-    differ: Discrepancy = "none",
+    terms: Terms,
 ) -> tuple[Tensor, Tensor]:
-    """The mean square between each image's code and what its viewer makes of it, with what else is asked for; and bare.
-
-    Asked for can be natural `statistics` in the viewer's normalisations, by this weight; the same `logits` as of the
-    embedding; images on which viewer and other `differ`.
-    """
+    """The mean square between each image's code and what its viewer makes of it, with the terms asked for; and bare."""
     total = sum(map(len, codes))
     losses, bare = torch.zeros((), device=codes[0].device), torch.zeros((), device=codes[0].device)
-    for (model, translate, other), x, code, e in zip(viewers, images, codes, embeddings, strict=True):
-        with gaps(model if statistics else None) as found:
-            features = model.features(x)
+    for (model, translate, _), other, x, code, e in zip(viewers, others, images, codes, embeddings, strict=True):
+        features = model.features(x)
         loss = F.mse_loss(translate(features), code)
         bare = bare + loss.detach() * len(code) / total
-        if found:
-            loss = loss + statistics * torch.stack(found).mean()
-        if logits:
+        if terms.logits:
             loss = loss + kl(model.logits(e), model.logits(features))
-        if differ != "none":
-            loss = loss - discrepancy(differ, model.logits(features), other(x))
+        if terms.differ != "none":
+            loss = loss - discrepancy(terms.differ, model.logits(features), other(x))
         losses = losses + loss * len(code) / total
     return losses, bare

@@ -1,10 +1,8 @@
-"""The statistics that batch normalisation keeps: renewed on data, and as a measure of how natural images look."""
+"""Means and variances: those that batch normalisation keeps, renewed on data; whitening by them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterable
 from itertools import pairwise
 
 import torch
@@ -15,7 +13,7 @@ from barter.core import lanes, precision
 from barter.core.images import Images
 from barter.core.model import Classifier
 
-__all__ = ["gaps", "renew", "whiten", "whitening"]
+__all__ = ["renew", "whiten", "whitening"]
 
 
 def _norms(model: nn.Module) -> list[_BatchNorm]:
@@ -46,31 +44,6 @@ def renew(model: Classifier, data: Images, batch_size: int) -> None:
     for layer, momentum in zip(norms, momenta, strict=True):
         layer.momentum = momentum
     model.eval()
-
-
-def _measure(found: list[Tensor], layer: _BatchNorm, inputs: tuple[Tensor]) -> None:
-    assert layer.running_mean is not None
-    assert layer.running_var is not None
-    x = inputs[0].float()
-    variance, mean = torch.var_mean(x, [0, *range(2, x.ndim)], correction=0)
-    found.append((mean - layer.running_mean).norm() + (variance - layer.running_var).norm())
-
-
-@contextmanager
-def gaps(model: nn.Module | None) -> Iterator[list[Tensor]]:
-    """Inside, each normalisation that is passed adds how far what it sees is from what it was trained on.
-
-    That is the norm of the gap between the channels' means, and that between their variances (DeepInversion, Yin et al.
-    2020).
-    """
-    found: list[Tensor] = []
-    norms = [] if model is None else _norms(model)
-    hooks = [layer.register_forward_pre_hook(partial(_measure, found)) for layer in norms]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def whitening(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:

@@ -8,10 +8,26 @@ from typing import Any, NotRequired, TypeAlias, TypedDict
 import torch
 from torch import Tensor
 
+from barter.core.evaluation import predict
+from barter.core.nodes import Client
 from barter.core.payload import State
+from barter.models.generators import Decoder
 from barter.ops.fit import index_batches
 
-__all__ = ["Entry", "Lesson", "Page", "Targets", "batches", "drawn", "lesson", "newest", "review", "taught"]
+__all__ = [
+    "Entry",
+    "Lesson",
+    "Page",
+    "Targets",
+    "batches",
+    "draw",
+    "drawn",
+    "heard",
+    "lesson",
+    "newest",
+    "review",
+    "taught",
+]
 
 
 class Entry(TypedDict):
@@ -35,6 +51,15 @@ Lesson: TypeAlias = list[Targets]  # on the last round's images, then on some of
 Page: TypeAlias = tuple[int, int, Tensor | None]  # a round, a client, and which of its images then; none is all
 Draw: TypeAlias = Callable[[Entry, Tensor], Tensor]
 Say: TypeAlias = Callable[[Tensor], Mapping[str, Tensor]]
+
+
+def draw(client: Client, entry: Entry, codes: Tensor) -> Tensor:
+    """The transfer images that these codes of a round stand for."""
+    if not entry["decoder"]:
+        assert client.public is not None
+        return client.public.batch(codes)
+    decoder = Decoder.restored(entry["decoder"], client.data.spec)
+    return predict(decoder, lambda part: codes[part], torch.arange(len(codes), device=client.device))
 
 
 def newest(entries: Sequence[Entry], limit: int | None) -> list[Entry]:
@@ -91,6 +116,14 @@ def lesson(entries: Sequence[Entry], owner: int, draw: Draw, say: Say) -> Lesson
         which = {} if index is None else {"index": index}
         lesson.append({"round": t, **which, **{name: parts[at] for name, parts in said.items()}})
     return lesson
+
+
+def heard(lessons: Mapping[int, Lesson], peers: int | None) -> dict[int, dict[int, Lesson]]:
+    """What each client hears: the lessons of all others, or of so many of them, drawn at random."""
+    others = {k: [i for i in lessons if i != k] for k in lessons}
+    if peers is not None:
+        others = {k: sorted(ids[i] for i in torch.randperm(len(ids))[:peers].tolist()) for k, ids in others.items()}
+    return {k: {i: lessons[i] for i in ids} for k, ids in others.items()}
 
 
 def taught(
