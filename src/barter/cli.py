@@ -1,4 +1,4 @@
-"""The command line: barter run | resume | list | show | flower | site."""
+"""The command line: barter run | resume | compare | list | show | flower | site."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,10 +15,13 @@ from typing import Annotated, Any
 import click
 import torch
 import typer
+from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from barter.algorithms import ALGORITHMS
+from barter.comparison import Comparison, named_variants, run_all, seeds_of, variants_of, varied
 from barter.config import Config, algorithm_named, read, resolve, with_settings
 from barter.core.errors import BarterError, CheckpointError, ConfigError
 from barter.core.params import describe
@@ -29,8 +33,9 @@ from barter.gallery import sheets
 from barter.models.families import FAMILIES
 from barter.models.zoo import ZOO
 from barter.runs.picture import bubbles
-from barter.runs.progress import Watcher
+from barter.runs.progress import ManyRuns, Watcher
 from barter.runs.record import Round
+from barter.runs.summary import cells
 from barter.runs.tables import class_table, closing_table
 from barter.version import __version__
 
@@ -152,10 +157,75 @@ def run(
 @app.command()
 def resume(
     run: Annotated[Path, typer.Argument(metavar="RUN")],
+    rounds: Annotated[int | None, typer.Option(min=1, help="Until so many are done; without, as configured.")] = None,
 ) -> None:
     """Continue the run in the folder RUN behind its last finished round, as if it had never been interrupted."""
     simulated = (run / "flower").is_dir() and not (run / "flower" / "sites").exists()
-    _drive(resolve(read(run / "config.toml")), run, resume=True, simulate=simulated)
+    config = resolve(read(run / "config.toml"))
+    _drive(config if rounds is None else replace(config, rounds=rounds), run, resume=True, simulate=simulated)
+
+
+@app.command()
+def compare(
+    what: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CONFIG.toml | DIR]", help="A configuration for all runs, or a comparison to look at."),
+    ] = None,
+    algorithms: Annotated[
+        str, typer.Option(help="Methods, with fields if need be: local,dffke,dffke:preset=paper:share=0.3")
+    ] = "",
+    seeds: Annotated[str | None, typer.Option(help="Such as 0-4 or 0,3,7-9; 0-2 if nothing is said.")] = None,
+    settings: Settings = None,
+    vary: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=A,B", help="Every method with each value: algorithm.tau=0.8,0.9")
+    ] = None,
+    baseline: Annotated[str | None, typer.Option(help="The method to compare others with, seed by seed.")] = None,
+    metric: Annotated[str | None, typer.Option(help="Of curves and differences: global, own or server.")] = None,
+    target: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Count the rounds until this accuracy, such as 0.8.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="How many runs at a time.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="The folder; without one, a new one under runs/.")] = None,
+) -> None:
+    """Compare methods over seeds: run what is not there yet, then a table and curves; of DIR, of what is there."""
+    given = {"baseline": baseline, "metric": metric, "target": target}
+    if what is not None and what.is_dir():
+        if algorithms or seeds or settings or vary or out:
+            raise ConfigError(f"{what} is looked at; to go on, give the command that began it with --out {what}")
+        comparison = Comparison.at(what)
+        comparison.options |= {key: item for key, item in given.items() if item is not None}
+        comparison.check([])
+        _print_comparison(comparison)
+        return
+    named, table, rest = named_variants({} if what is None else read(what))
+    options = {key: table.get(key) if item is None else item for key, item in given.items()}
+    methods = {name: [*(settings or []), *own] for name, own in {**named, **variants_of(algorithms)}.items()}
+    chosen = varied(methods, [*table.get("vary", []), *(vary or [])])
+    wanted = seeds_of(seeds or str(table.get("seeds", "0-2")))
+    folder = out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
+    comparison, runs = Comparison.planned(folder, rest, chosen, wanted, options)
+    console = _console()
+    console.print(f"{len(chosen)} methods, {len(wanted)} seeds, {len(runs)} runs; folder {folder}")
+    with ManyRuns(console) as many:
+        try:
+            failed = run_all(runs, jobs, many.show, many.tell)
+        except KeyboardInterrupt:
+            raise Interrupted(f"stopped; the same command with --out {folder} continues") from None
+    _print_comparison(comparison)
+    if failed:
+        raise BarterError(f"{len(failed)} of {len(runs)} runs failed: {'; '.join(map(str, failed))}")
+
+
+def _print_comparison(comparison: Comparison) -> None:
+    compared, missing, paths = comparison.write()
+    headings, rows = cells(compared)
+    table = Table(*headings, box=box.SIMPLE_HEAD)
+    for row in rows:
+        table.add_row(*(f"[bold]{escape(text)}[/bold]" if best else escape(text) for text, best in row))
+    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+    if missing:
+        _console().print(f"not finished: {'; '.join(missing)}")
+    _console().print(f"table and curves: {', '.join(map(str, paths))}")
 
 
 def _tree(config: Path | None, algorithm: str | None, settings: Sequence[str] | None) -> dict[str, Any]:

@@ -208,11 +208,23 @@ def test_after_the_first_exchange_local_training_has_a_length_of_its_own(later: 
     assert epochs == [[3, 3], [expected, expected], [expected, expected]]
 
 
-def test_without_local_training_clients_teach_as_they_left_the_last_exchange() -> None:
-    first, second = federation(tiny("dffke", later_epochs=0)).rounds(2)
-    for k in first.clients:
-        assert second.clients[k]["before_global"] == first.clients[k]["global"]
-        assert second.clients[k]["before_local"] == first.clients[k]["local"]
+def test_without_local_training_clients_offer_what_the_last_exchange_left() -> None:
+    offered: dict[int, Any] = {}
+
+    class Watched(DFFKE):
+        def learn(self, client: Trader) -> Any:
+            offer = super().learn(client)
+            offered[client.id] = isolate(dict(offer["weights"]))
+            return offer
+
+    experiment = federation(Watched(**{**TINY["dffke"], "later_epochs": 0}))
+    left: dict[int, Any] = {}
+    reached: dict[int, float] = {}
+    for record in experiment.rounds(3):
+        for k, client in experiment.engine.clients.items():
+            assert same(offered[k], left.get(k, {})) == (record.round > 1)
+            assert record.clients[k]["before_global"] == reached.get(k, record.clients[k]["before_global"])
+            left[k], reached[k] = isolate(dict(client.model.state_dict())), record.clients[k]["global"]
 
 
 CHANGES: list[dict[str, Any]] = [

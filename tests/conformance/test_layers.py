@@ -10,7 +10,7 @@ import barter
 ROOT = Path(barter.__file__).parent
 MAY_IMPORT = {
     "core": {"core"},
-    "ops": {"ops", "core"},
+    "ops": {"ops", "models", "core"},
     "models": {"models", "core"},
     "data": {"data", "core"},
     "runs": {"runs", "core"},
@@ -24,8 +24,9 @@ MAY_IMPORT = {
     "deploy": {"config", "experiment", "sites", "supervise", "engines", "runs", "core"},
     "loopback": {"config", "data", "deploy", "supervise", "runs", "core"},
     "gallery": {"config", "experiment", "engines", "runs", "core"},
+    "comparison": {"config", "runs", "core"},
     "gate": set(),
-    "cli": {"config", "experiment", "gallery", "runs", "data", "models", "algorithms", "core", "version"},
+    "cli": {"config", "experiment", "gallery", "comparison", "runs", "data", "models", "algorithms", "core", "version"},
     "__init__": {"experiment", "runs", "algorithms", "core", "version"},
     "__main__": {"cli"},
     "version": set(),

@@ -20,7 +20,7 @@ ROUNDS = 3
 SETTINGS = [
     "clients=3", f"rounds={ROUNDS}", "algorithm.max_epochs=2", "algorithm.share=0.1", "algorithm.code_dim=16",
     "algorithm.docking_epochs=3", "algorithm.decoder_epochs=1", "algorithm.decoder_steps=2",
-    "algorithm.exchange_epochs=1",
+    "algorithm.exchange_epochs=1", "algorithm.exchange_steps=2",
 ]  # fmt: skip
 
 # Runs the command line, and ends it with SIGKILL the n-th time the named function is entered or left.

@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import tomllib
 from pathlib import Path
 
+import tomli_w
 import torch
 
 from barter.core.errors import CheckpointError
@@ -59,6 +61,12 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / METRICS
+
+    def lengthen(self, rounds: int) -> None:
+        """From now on the run is one of so many rounds, if it was one of fewer."""
+        config = tomllib.loads(self.config.read_text())
+        if config["rounds"] < rounds:
+            self._replace(self.config, tomli_w.dumps({**config, "rounds": rounds}))
 
     def release(self) -> None:
         """Let another experiment have the folder."""

@@ -1,8 +1,9 @@
-"""Pictures: of a partition, as papers show it, and of what a round made of private images."""
+"""Pictures: of a partition, as papers show it, of methods by round, and of what was made of private images."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from barter.core.errors import ConfigError
 
-__all__ = ["Row", "bubbles", "sheet"]
+__all__ = ["Curve", "Row", "bubbles", "curves", "sheet"]
 
 Row: TypeAlias = tuple[str, Tensor, Tensor, Sequence[str]]  # client; its images, real and made, in 0..1; their classes
 
@@ -84,6 +85,39 @@ def sheet(rows: Sequence[Row], title: str, path: Path) -> None:
     figure.subplots_adjust(left=0.14, right=0.99, bottom=0.01, wspace=0.05, hspace=0.2)
     figure.subplots_adjust(top=1 - 0.55 / figure.get_figheight())
     _save(figure, path)
+
+
+# Okabe and Ito's colours, which most people can tell apart, then the same dashed.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+Curve: TypeAlias = Sequence[tuple[int, float | None]]  # round and accuracy
+
+
+def curves(lines: Mapping[str, Mapping[int, Curve]], label: str, path: Path) -> None:
+    """A line per method by round: the mean over seeds, and a band of one standard deviation to each side."""
+    plt = _pyplot()
+    with plt.rc_context({"pdf.fonttype": 42, "svg.fonttype": "none", "font.size": 9}):
+        figure, axes = plt.subplots(figsize=(5.2, 3.4), layout="constrained")
+        for i, (name, seeds) in enumerate(lines.items()):
+            values: dict[int, list[float]] = {}
+            for curve in seeds.values():
+                for t, value in curve:
+                    if value is not None:
+                        values.setdefault(t, []).append(100 * value)
+            rounds = sorted(values)
+            means = [statistics.fmean(values[t]) for t in rounds]
+            spread = [statistics.stdev(values[t]) if len(values[t]) > 1 else 0.0 for t in rounds]
+            colour, style = COLOURS[i % len(COLOURS)], ("-", "--", ":")[i // len(COLOURS) % 3]
+            dots = "o" if len(rounds) <= 20 else None
+            axes.plot(rounds, means, style, color=colour, marker=dots, markersize=3, linewidth=1.4, label=_plain(name))
+            edges = [[m + way * s for m, s in zip(means, spread, strict=True)] for way in (-1, 1)]
+            axes.fill_between(rounds, *edges, color=colour, alpha=0.18, linewidth=0)
+        axes.set(xlabel="round", ylabel=label)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(alpha=0.25, linewidth=0.5)
+        axes.spines[["top", "right"]].set_visible(False)
+        below = len(lines) > 4
+        figure.legend(loc="outside lower center", ncols=2, frameon=False) if below else axes.legend(frameon=False)
+        _save(figure, path)
 
 
 def _plain(text: str) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from barter.core.nodes import Monitor
 from barter.runs.record import Round
@@ -125,3 +125,37 @@ class _Lines(_Phase):
             self.last = now
             left = (now - self.start) * (self.total - self.done) / self.done
             self.console.print(f"{self.title}: {self.done / self.total:.0%}, about {duration(left)} left")
+
+
+class ManyRuns:
+    """Several runs at once: a bar for each that runs and one for all, on a terminal; a line when one is done."""
+
+    def __init__(self, console: Console) -> None:
+        self.console, self.tasks = console, dict[str, TaskID]()
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f} of {task.total:.0f}"),
+        )
+        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        self.progress = Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal)
+
+    def __enter__(self) -> ManyRuns:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def show(self, running: Mapping[str, tuple[int, int]], finished: int, total: int) -> None:
+        """How many rounds of how many each of the running ones has done, and how many runs are finished."""
+        for gone in self.tasks.keys() - running.keys() - {"runs"}:
+            self.progress.remove_task(self.tasks.pop(gone))
+        for name, (done, of) in {"runs": (finished, total), **running}.items():
+            if name not in self.tasks:
+                self.tasks[name] = self.progress.add_task(name, total=of)
+            self.progress.update(self.tasks[name], completed=done)
+
+    def tell(self, line: str) -> None:
+        """A run has ended."""
+        self.console.print(line)

@@ -1,0 +1,212 @@
+"""Several runs in one table: what each method reaches over seeds, what it costs, and how sure a difference is."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from scipy.stats import t as student
+
+from barter.runs.progress import duration, size
+from barter.runs.record import Round
+
+__all__ = [
+    "FEW",
+    "METRICS",
+    "Column",
+    "Comparative",
+    "Question",
+    "Results",
+    "Summary",
+    "cells",
+    "paired",
+    "summarise",
+    "to_csv",
+    "to_latex",
+    "to_markdown",
+    "value",
+]
+
+Results = Mapping[str, Mapping[int, Sequence[Round]]]  # method -> seed -> the rounds of a finished run
+
+METRICS = {"global": "global", "own": "own", "server": "server's model"}  # of accuracy, and how they are called
+FEW = 3  # seeds below which no interval is given
+
+
+def value(record: Round, metric: str) -> float | None:
+    """The clients' mean accuracy on the global test set or on their own, or that of the server's model."""
+    if metric == "server":
+        return record.server.get("global")
+    name = {"global": "global", "own": "local"}[metric]
+    return record.mean(name) if any(name in client for client in record.clients.values()) else None
+
+
+@dataclass(frozen=True)
+class Column:
+    """A quantity over seeds: one value for each that has it."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float | None:
+        return statistics.fmean(self.values) if self.values else None
+
+    @property
+    def deviation(self) -> float | None:
+        return statistics.stdev(self.values) if len(self.values) > 1 else None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One method: accuracies after the last round, and what they cost."""
+
+    name: str
+    seeds: tuple[int, ...]
+    accuracies: dict[str, Column]
+    bytes: Column
+    seconds: Column
+    reached: Column  # rounds until the target was reached, of the seeds that did
+    difference: Column  # to the baseline, seed by seed
+
+
+@dataclass(frozen=True)
+class Question:
+    """What else is asked of the runs: rounds until an accuracy, and the difference to one of the methods."""
+
+    metric: str = "global"
+    baseline: str | None = None
+    target: float | None = None
+
+
+@dataclass(frozen=True)
+class Comparative:
+    """All methods, and what was asked."""
+
+    rows: tuple[Summary, ...]
+    question: Question
+
+
+def paired(values: Sequence[float]) -> tuple[float, float] | None:
+    """The 95 % confidence interval of a mean of differences (Student's t); none for too few."""
+    if len(values) < FEW:
+        return None
+    half = float(student.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    mean = statistics.fmean(values)
+    return mean - half, mean + half
+
+
+def summarise(results: Results, question: Question) -> Comparative:
+    """A summary of every method, in their order."""
+    metric, baseline, target = question.metric, question.baseline, question.target
+
+    def column(values: Iterable[float | None]) -> Column:
+        return Column(tuple(v for v in values if v is not None))
+
+    def reached(rounds: Sequence[Round]) -> float | None:
+        return next((r.round for r in rounds if target is not None and (value(r, metric) or 0.0) >= target), None)
+
+    def gap(name: str, seed: int) -> float | None:
+        if baseline in (None, name) or seed not in results[str(baseline)]:
+            return None
+        mine, theirs = (value(results[one][seed][-1], metric) for one in (name, str(baseline)))
+        return None if mine is None or theirs is None else mine - theirs
+
+    rows = []
+    for name, runs in results.items():
+        accuracies = {key: column(value(rounds[-1], key) for rounds in runs.values()) for key in METRICS}
+        traffic = column(float(sum(r.traffic("up") + r.traffic("down") for r in rounds)) for rounds in runs.values())
+        seconds = column(sum(r.seconds["round"] for r in rounds) for rounds in runs.values())
+        arrived, gaps = column(map(reached, runs.values())), column(gap(name, seed) for seed in runs)
+        rows.append(Summary(name, tuple(runs), accuracies, traffic, seconds, arrived, gaps))
+    return Comparative(tuple(rows), question)
+
+
+def _percent(column: Column) -> str:
+    if column.mean is None:
+        return "-"
+    spread = "" if column.deviation is None else f" ± {100 * column.deviation:.1f}"
+    return f"{100 * column.mean:.1f}{spread}"
+
+
+def _difference(column: Column) -> str:
+    if column.mean is None:
+        return "-"
+    interval = paired(column.values)
+    if interval is None:
+        return f"{100 * column.mean:+.1f} (too few seeds)"
+    return f"{100 * column.mean:+.1f} [{100 * interval[0]:+.1f}, {100 * interval[1]:+.1f}]"
+
+
+def _reached(summary: Summary) -> str:
+    if summary.reached.mean is None:
+        return "never"
+    some, all_ = len(summary.reached.values), len(summary.seeds)
+    return f"{summary.reached.mean:.1f}" + ("" if some == all_ else f" ({some} of {all_})")
+
+
+def cells(compared: Comparative) -> tuple[list[str], list[list[tuple[str, bool]]]]:
+    """Headings and rows; a cell says whether it is the best of its column."""
+    summaries, asked = compared.rows, compared.question
+    shown = [key for key in METRICS if any(s.accuracies[key].values for s in summaries)]
+    best = {key: max(s.accuracies[key].mean or 0.0 for s in summaries) for key in shown}
+    headings = ["method", "seeds", *(METRICS[key] for key in shown), "bytes", "seconds"]
+    if asked.target is not None:
+        headings.append(f"rounds to {asked.target:.0%} {METRICS[asked.metric]}")
+    if asked.baseline is not None:
+        headings.append(f"{METRICS[asked.metric]} above {asked.baseline} (95 %)")
+    rows = []
+    for s in summaries:
+        row = [(s.name, False), (str(len(s.seeds)), False)]
+        row += [(_percent(s.accuracies[key]), s.accuracies[key].mean == best[key]) for key in shown]
+        row += [(size(s.bytes.mean or 0.0), False), (duration(s.seconds.mean or 0.0), False)]
+        row += [] if asked.target is None else [(_reached(s), False)]
+        row += [] if asked.baseline is None else [(_difference(s.difference), False)]
+        rows.append(row)
+    return headings, rows
+
+
+def to_markdown(compared: Comparative) -> str:
+    """The table for a README; the best of each accuracy is bold."""
+    headings, rows = cells(compared)
+    lines = [headings, ["---"] * len(headings)]
+    lines += [[f"**{text}**" if best else text for text, best in row] for row in rows]
+    return "".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |\n" for line in lines)
+
+
+def to_latex(compared: Comparative) -> str:
+    """The table for a paper, with booktabs; the best of each accuracy is bold."""
+    headings, rows = cells(compared)
+    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
+    special |= {character: "\\" + character for character in "&%$#_{}"}
+
+    def escaped(text: str) -> str:
+        return re.sub(r"(?<!\w)-(?=\d)", "$-$", "".join(special.get(character, character) for character in text))
+
+    body = [[rf"\textbf{{{escaped(text)}}}" if best else escaped(text) for text, best in row] for row in rows]
+    lines = [rf"\begin{{tabular}}{{l{'r' * (len(headings) - 1)}}}", r"\toprule"]
+    lines += [" & ".join(map(escaped, headings)) + r" \\", r"\midrule"]
+    lines += [" & ".join(row) + r" \\" for row in body]
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def to_csv(compared: Comparative) -> str:
+    """All numbers as they are: accuracies between 0 and 1, bytes, seconds."""
+    fields = ["method", "seeds"]
+    fields += [f"{key}_{part}" for key in METRICS for part in ("mean", "std")]
+    fields += ["bytes", "seconds", "rounds_to_target", "reached", "difference", "low", "high"]
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(fields)
+    for s in compared.rows:
+        accuracies = [part for key in METRICS for part in (s.accuracies[key].mean, s.accuracies[key].deviation)]
+        target = compared.question.target
+        reached = [None, None] if target is None else [s.reached.mean, len(s.reached.values)]
+        difference = [s.difference.mean, *(paired(s.difference.values) or (None, None))]
+        row = [s.name, len(s.seeds), *accuracies, s.bytes.mean, s.seconds.mean, *reached, *difference]
+        writer.writerow(["" if field is None else field for field in row])
+    return file.getvalue()

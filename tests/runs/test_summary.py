@@ -1,0 +1,113 @@
+"""Tables over seeds, against numbers derived by hand."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from barter.runs.record import Round
+from barter.runs.summary import Column, Question, cells, paired, summarise, to_csv, to_latex, to_markdown, value
+
+
+def rounds(*accuracies: float, server: float | None = None) -> list[Round]:
+    """A run of two clients whose mean on the global test is this, round by round; their own is 0.1 above."""
+    made = []
+    for t, accuracy in enumerate(accuracies, start=1):
+        clients = {k: {"global": accuracy + shift, "local": accuracy + 0.1} for k, shift in ((0, 0.05), (1, -0.05))}
+        reported = {} if server is None else {"global": server}
+        made.append(Round(t, clients, reported, {"round": 2.0, "learn": 1.0}, {"learn": {"up": 3, "down": 4}}, []))
+    return made
+
+
+RESULTS = {
+    "alone": {0: rounds(0.2, 0.30), 1: rounds(0.2, 0.32), 2: rounds(0.2, 0.31)},
+    "good": {0: rounds(0.5, 0.61, server=0.7), 1: rounds(0.3, 0.64, server=0.8), 2: rounds(0.3, 0.61, server=0.9)},
+    "short": {1: rounds(0.1, 0.2)},
+}
+
+
+def test_what_a_round_is_worth() -> None:
+    record = rounds(0.4, server=0.9)[0]
+    assert value(record, "global") == pytest.approx(0.4)
+    assert value(record, "own") == pytest.approx(0.5)
+    assert value(record, "server") == 0.9
+    assert value(rounds(0.4)[0], "server") is None
+    assert value(Round(1, {0: {"epochs": 3.0}}, {}, {}, {}, []), "own") is None
+
+
+def test_means_and_deviations_by_hand() -> None:
+    alone, good, short = summarise(RESULTS, Question("global", "alone", 0.35)).rows
+    assert alone.accuracies["global"].mean == pytest.approx(0.31)
+    assert alone.accuracies["global"].deviation == pytest.approx(0.01)  # of -0.01, 0.01, 0
+    assert good.accuracies["own"].mean == pytest.approx(0.72)
+    assert good.accuracies["server"].mean == pytest.approx(0.8)
+    assert alone.accuracies["server"].mean is None
+    assert (good.bytes.mean, good.seconds.mean) == (14, 4)  # two rounds of 7 bytes and 2 seconds
+    assert (alone.reached.values, good.reached.values, short.reached.values) == ((), (1, 2, 2), ())
+    assert alone.difference.values == ()
+    assert good.difference.values == pytest.approx((0.31, 0.32, 0.30))
+    assert short.difference.values == pytest.approx((-0.12,)), "of the one seed that both have"
+
+
+def test_the_interval_is_students() -> None:
+    # Differences 1, 2, 3: mean 2, deviation 1, and the 97.5 % quantile of t with two degrees of freedom is 4.302653.
+    assert paired([1.0, 2.0, 3.0]) == pytest.approx((2 - 4.302653 / 3**0.5, 2 + 4.302653 / 3**0.5), rel=1e-6)
+    # With 4 degrees of freedom it is 2.776445; the deviation of 0, 0, 0, 0, 5 is the root of 5.
+    assert paired([0.0, 0.0, 0.0, 0.0, 5.0]) == pytest.approx((1 - 2.776445, 1 + 2.776445), rel=1e-6)
+    assert paired([1.0, 2.0]) is None
+    assert paired([]) is None
+
+
+@given(st.lists(st.floats(-1, 1), min_size=3, max_size=9), st.floats(-1, 1))
+def test_an_interval_holds_its_mean_and_moves_with_it(values: list[float], shift: float) -> None:
+    low, high = paired(values) or (0.0, 0.0)
+    mean = Column(tuple(values)).mean
+    assert mean is not None
+    assert low <= mean + 1e-12
+    assert mean <= high + 1e-12
+    assert paired([v + shift for v in values]) == pytest.approx((low + shift, high + shift), abs=1e-9)
+
+
+def test_cells_say_what_is_best_and_what_is_not_sure() -> None:
+    headings, rows = cells(summarise(RESULTS, Question("global", "alone", 0.35)))
+    assert headings == [
+        *("method", "seeds", "global", "own", "server's model", "bytes", "seconds"),
+        *("rounds to 35% global", "global above alone (95 %)"),
+    ]
+    text = {row[0][0]: [cell for cell, _ in row[1:]] for row in rows}
+    assert text["alone"] == ["3", "31.0 ± 1.0", "41.0 ± 1.0", "-", "14 B", "4 s", "never", "-"]
+    # 0.31, 0.32, 0.30: mean 0.31, deviation 0.01, so 4.302653 * 0.01 / 3 ** 0.5 = 0.0248 to each side.
+    good = ["3", "62.0 ± 1.7", "72.0 ± 1.7", "80.0 ± 10.0", "14 B", "4 s", "1.7", "+31.0 [+28.5, +33.5]"]
+    assert text["good"] == good
+    assert text["short"] == ["1", "20.0", "30.0", "-", "14 B", "4 s", "never", "-12.0 (too few seeds)"]
+    assert [[cell for cell, best in row if best] for row in rows] == [[], good[1:4], []]
+
+
+def test_without_baseline_and_target_there_are_no_such_columns() -> None:
+    headings, rows = cells(summarise({"alone": RESULTS["alone"]}, Question()))
+    assert headings == ["method", "seeds", "global", "own", "bytes", "seconds"]
+    assert {len(row) for row in rows} == {len(headings)}
+
+
+def test_the_same_table_in_markdown_latex_and_csv() -> None:
+    compared = summarise({**RESULTS, "a_b|50% $x$ \\": {0: rounds(0.2)}}, Question("global", "alone", 0.35))
+    lines = to_markdown(compared).splitlines()
+    assert lines[2].startswith("| alone | 3 | 31.0 ± 1.0 |")
+    assert lines[3].startswith("| good | 3 | **62.0 ± 1.7** |")
+    assert lines[5].startswith(r"| a_b\|50% $x$ \ | 1 |")
+    assert len({line.replace(r"\|", "").count("|") for line in lines}) == 1
+    latex = to_latex(compared)
+    assert r"good & 3 & \textbf{62.0 $\pm$ 1.7} &" in latex
+    assert r"$-$12.0 (too few seeds) \\" in latex
+    assert r"a\_b|50\% \$x\$ \textbackslash{} & 1 &" in latex
+    assert latex.startswith("\\begin{tabular}{lrrrrrrrr}\n\\toprule\n")
+    assert latex.endswith("\\bottomrule\n\\end{tabular}\n")
+    table = list(csv.DictReader(io.StringIO(to_csv(compared))))
+    assert [row["method"] for row in table] == ["alone", "good", "short", "a_b|50% $x$ \\"]
+    assert float(table[1]["global_mean"]) == pytest.approx(0.62)
+    assert float(table[1]["low"]) == pytest.approx(0.31 - 4.302653 * 0.01 / 3**0.5, abs=1e-6)
+    assert (table[1]["reached"], table[0]["difference"], table[2]["low"]) == ("3", "", "")

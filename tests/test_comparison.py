@@ -1,0 +1,251 @@
+"""Comparisons: which runs there are, that each is run once, and what stands in the folder afterwards."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from barter import comparison
+from barter.cli import main
+from barter.comparison import Comparison, Job, named_variants, run_all, seeds_of, variants_of, varied
+from barter.core.errors import CheckpointError, ConfigError
+from barter.runs.folder import records
+
+FAST = ["rounds=2", "algorithm.max_epochs=1", "models=small-mlp", "clients=2"]
+
+
+def test_seeds() -> None:
+    assert seeds_of("0-4") == [0, 1, 2, 3, 4]
+    assert seeds_of("3, 7-9,3") == [3, 7, 8, 9]
+    for wrong in ("", "a", "4-2", "1,", "-3", "1.5"):
+        with pytest.raises(ConfigError, match="such as 0-4"):
+            seeds_of(wrong)
+
+
+@given(st.lists(st.integers(0, 99), unique=True, min_size=1, max_size=9))
+def test_seeds_come_back_as_they_were_written(seeds: list[int]) -> None:
+    assert seeds_of(",".join(map(str, seeds))) == seeds
+
+
+def test_variants_of_methods_and_fields() -> None:
+    assert variants_of("local, dffke:preset=paper:share=0.3,my.module:Method:tau=1,dffke:partition.alpha=1") == {
+        "local": ["algorithm.name=local"],
+        "dffke, preset=paper, share=0.3": ["algorithm.name=dffke", "algorithm.preset=paper", "algorithm.share=0.3"],
+        "my.module:Method, tau=1": ["algorithm.name=my.module:Method", "algorithm.tau=1"],
+        "dffke, partition.alpha=1": ["algorithm.name=dffke", "partition.alpha=1"],
+    }
+    with pytest.raises(ConfigError, match="twice"):
+        variants_of("local,local")
+
+
+def test_sweeps_are_variants_too() -> None:
+    both = varied({"dffke": ["algorithm.name=dffke"]}, ["algorithm.tau=0.8,0.9", "partition.alpha=1"])
+    assert both == {
+        f"dffke, tau={tau}, partition.alpha=1": ["algorithm.name=dffke", f"algorithm.tau={tau}", "partition.alpha=1"]
+        for tau in ("0.8", "0.9")
+    }
+    assert varied({"a": ["b"]}, []) == {"a": ["b"]}
+    for wrong in ("tau", "algorithm.tau=", "=1", "algorithm.tau=1,,2"):
+        with pytest.raises(ConfigError, match="--vary"):
+            varied({}, [wrong])
+
+
+def test_a_file_may_name_variants() -> None:
+    tree = {"clients": 3, "compare": {"seeds": "0-1", "variants": {"mine": ["algorithm.share=0.1"]}}}
+    assert named_variants(tree) == ({"mine": ["algorithm.share=0.1"]}, tree["compare"], {"clients": 3})
+    assert named_variants({}) == ({}, {}, {})
+    for wrong, message in (
+        ({"compare": {"seedz": 1}}, "unknown seedz"),
+        ({"compare": 3}, "unknown 3"),
+        ({"compare": {"variants": {"mine": "algorithm.share=0.1"}}}, "lists of settings"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            named_variants(wrong)
+
+
+def planned(folder: Path, methods: str = "local", seeds: str = "0-1", **options: Any) -> tuple[Comparison, list[Job]]:
+    base = comparison.with_settings({}, ["rounds=2", "clients=2"])
+    return Comparison.planned(folder, base, variants_of(methods), seeds_of(seeds), options)
+
+
+def test_every_variant_with_every_seed_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    plan, jobs = planned(tmp_path / "c", "local,dffke:share=0.3,dffke:share=0.30", baseline="local")
+    assert [(job.variant, job.seed, job.config.seed) for job in jobs] == [
+        (name, seed, seed) for name in ("local", "dffke, share=0.3", "dffke, share=0.30") for seed in (0, 1)
+    ]
+    assert len({job.folder for job in jobs}) == 6
+    again = Comparison.at(tmp_path / "c")
+    assert (again.variants, again.options) == (plan.variants, {"baseline": "local"})
+    more, _ = planned(tmp_path / "c", "fedavg")
+    assert list(more.variants) == ["local", "dffke, share=0.3", "dffke, share=0.30", "fedavg"]
+    assert more.options == {"baseline": "local"}
+    # Names that differ only in what a folder's name does not show.
+    _, odd = planned(tmp_path / "d", "dffke:share=0.3,dffke:partition.alpha=1")
+    assert len({job.folder.parent for job in odd}) == 2
+    _, alike = Comparison.planned(tmp_path / "e", {}, {"A b": [], "a-b": []}, [0], {})
+    assert len({job.folder for job in alike}) == 2
+
+
+def test_what_cannot_be_compared_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown algorithm 'fedawg'.*fedavg"):
+        planned(tmp_path / "a", "fedawg")
+    with pytest.raises(ConfigError, match="nothing to compare"):
+        planned(tmp_path / "a", "")
+    with pytest.raises(ConfigError, match="different data.*digits, mnist"):
+        planned(tmp_path / "a", "local,local:data.source=mnist")
+    with pytest.raises(ConfigError, match="baseline 'fedavg' is not compared"):
+        planned(tmp_path / "a", "local", baseline="fedavg")
+    with pytest.raises(ConfigError, match="metric 'loss'"):
+        planned(tmp_path / "a", "local", metric="loss")
+    assert not (tmp_path / "a").exists(), "and nothing is written"
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("dear")
+    with pytest.raises(CheckpointError, match="is no comparison"):
+        planned(tmp_path / "full")
+    with pytest.raises(CheckpointError, match="not the folder of a comparison"):
+        Comparison.at(tmp_path / "full")
+    planned(tmp_path / "b")
+    with pytest.raises(CheckpointError, match="no finished run"):
+        Comparison.at(tmp_path / "b").write()
+
+
+def test_a_run_that_was_begun_otherwise_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    _, jobs = planned(tmp_path)
+    jobs[0].folder.mkdir(parents=True)
+    (jobs[0].folder / "config.toml").write_text(comparison.to_toml(jobs[0].config))
+    planned(tmp_path)
+    with pytest.raises(CheckpointError, match=r"begun with another partition\.alpha"):
+        Comparison.planned(
+            tmp_path, {"rounds": 2, "clients": 2, "partition": {"alpha": 9.0}}, variants_of("local"), [0], {}
+        )
+    with pytest.raises(ConfigError, match="different data"):
+        Comparison.planned(tmp_path, {"data": {"source": "mnist"}}, variants_of("fedavg"), [0], {})
+
+
+SCRIPT = """
+import json, pathlib, sys, time
+folder, rounds, fails = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "True"
+folder.mkdir(parents=True, exist_ok=True)
+(folder / "config.toml").write_text(sys.stdin.read())
+for t in range(1, rounds + 1):
+    clients = {k: {"global": 0.1 * t, "local": 0.2 * t} for k in (0, 1)}
+    line = {"round": t, "clients": clients, "server": {}, "seconds": {"round": 1.0}, "bytes": {}, "failures": []}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\\n")
+    time.sleep(0.3)
+    if fails:
+        sys.exit("out of luck")
+"""
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Runs that take no time; that of seed 3 fails in its first round. Gives the names of those that were started."""
+    started: list[str] = []
+
+    def start(job: Job, threads: int) -> subprocess.Popen[bytes]:
+        started.append(str(job))
+        command = [sys.executable, "-c", SCRIPT, str(job.folder), str(job.config.rounds), str(job.seed == 3)]
+        job.folder.parent.mkdir(parents=True, exist_ok=True)
+        with comparison._log(job).open("ab") as log:
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=log, start_new_session=True)
+        assert process.stdin is not None
+        process.stdin.write(comparison.to_toml(job.config).encode())
+        process.stdin.close()
+        return process
+
+    monkeypatch.setattr(comparison, "_start", start)
+    return started
+
+
+def test_each_runs_once_so_many_at_a_time_and_failures_do_not_stop_the_rest(
+    tmp_path: Path, pretended: list[str]
+) -> None:
+    _, jobs = planned(tmp_path, "local,fedavg", "2-4")
+    seen: list[tuple[dict[str, tuple[int, int]], int, int]] = []
+    told: list[str] = []
+    failed = run_all(jobs, 2, lambda running, done, total: seen.append((dict(running), done, total)), told.append)
+    assert sorted(pretended) == sorted(map(str, jobs))
+    assert sorted(map(str, failed)) == ["fedavg, seed 3", "local, seed 3"]
+    assert max(len(running) for running, _, _ in seen) == 2
+    assert {total for *_, total in seen} == {6}
+    assert {done for _, done, _ in seen} <= set(range(6))
+    assert any(rounds == (1, 2) for running, _, _ in seen for rounds in running.values()), "progress by round"
+    assert len(told) == 6
+    assert "local, seed 2: 20.0% global, 40.0% own; " in " ".join(told)
+    assert sum("failed" in line and line.endswith("out of luck") for line in told) == 2
+    pretended.clear()
+    told.clear()
+    run_all([job for job in jobs if job.seed != 3], 1, lambda *_: None, told.append)
+    assert pretended == []
+    assert told == ["4 of 4 runs are finished already"]
+    results, missing = Comparison.at(tmp_path).results()
+    assert {name: list(runs) for name, runs in results.items()} == {"local": [2, 4], "fedavg": [2, 4]}
+    assert missing == ["local, seed 3", "fedavg, seed 3"]
+
+
+def test_an_interrupt_leaves_nothing_running(tmp_path: Path, pretended: list[str]) -> None:
+    _, jobs = planned(tmp_path, seeds="0-9")
+
+    def impatient(running: Any, *_: int) -> None:
+        if any(done for done, _ in running.values()):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_all(jobs, 2, impatient, lambda line: None)
+    before = [len(records(job.folder)) for job in jobs]
+    assert 0 < sum(before) < 20
+    subprocess.run([sys.executable, "-c", "import time; time.sleep(0.6)"], check=True)
+    assert [len(records(job.folder)) for job in jobs] == before
+
+
+def test_from_the_command_line_to_tables_and_curves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], pretended: list[str]
+) -> None:
+    out = str(tmp_path / "c")
+    command = ["compare", "--algorithms", "local,fedavg", "--seeds", "0-2", "--set", "rounds=2", "--out", out]
+    assert main([*command, "--baseline", "local", "--target", "0.15", "--jobs", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 methods, 3 seeds, 6 runs" in printed
+    assert "+0.0 [+0.0, +0.0]" in printed
+    assert "rounds to 15% global" in printed
+    for name in ("table.md", "table.tex", "table.csv", "curves.svg", "curves.pdf", "curves.png"):
+        assert (tmp_path / "c" / name).stat().st_size > 100
+    assert "fedavg" in (tmp_path / "c" / "curves.svg").read_text(), "text stays text"
+    assert main(["compare", out, "--metric", "own"]) == 0
+    assert "own above local" in capsys.readouterr().out
+    assert main([*command, "--seeds", "0-3"]) == 1
+    assert "2 of 8 runs failed: local, seed 3; fedavg, seed 3" in " ".join(capsys.readouterr().err.split())
+    assert main(["compare", out, "--seeds", "0"]) == 2
+    assert "give the command that began it" in capsys.readouterr().err
+    assert main(["compare", str(tmp_path / "nowhere")]) == 2
+    assert main(["compare"]) == 2
+    assert "nothing to compare" in capsys.readouterr().err
+
+
+def test_real_runs_and_one_that_was_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "plan.toml"
+    config.write_text('[compare]\nseeds = "5"\n[compare.variants]\nalone = ["algorithm.name=local"]\n')
+    settings = [part for setting in FAST for part in ("--set", setting)]
+    folder = tmp_path / "c"
+    first = [part if part != "rounds=2" else "rounds=1" for part in settings]
+    assert main(["compare", str(config), *first, "--out", str(folder)]) == 0
+    assert len(records(folder / "alone" / "seed-5")) == 1
+    assert main(["compare", str(config), *settings, "--out", str(folder)]) == 0
+    resumed = records(folder / "alone" / "seed-5")
+    assert len(resumed) == 2
+    begun = tmp_path / "plain"
+    assert main(["run", "--algorithm", "local", *settings, "--set", "seed=5", "--out", str(begun)]) == 0
+    assert [r.clients for r in resumed] == [r.clients for r in records(begun)], "the same as without a stop"
+    assert "rounds = 2" in (folder / "alone" / "seed-5" / "config.toml").read_text()
+    capsys.readouterr()
+    assert main(["resume", str(begun), "--rounds", "1"]) == 2
+    assert "has done 2 already" in capsys.readouterr().err
+    assert json.loads((begun / "metrics.jsonl").read_text().splitlines()[-1])["round"] == 2
