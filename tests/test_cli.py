@@ -359,3 +359,25 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
 def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "Usage: barter" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["compare", "--help"], ["--version"], ["rum"], ["list", "modles"]])
+def test_help_and_mistakes_do_not_wait_for_torch(arguments: list[str]) -> None:
+    script = f"import sys; from barter.cli import main; main({arguments!r}); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "advice"),
+    [
+        ("--rounds", "there is no --rounds: write --set rounds=..."),
+        ("--max-epochs", "write --set algorithm.max_epochs=..."),
+        ("--alpha", "--set algorithm.alpha=... or --set partition.alpha=..."),
+        ("--nonsense", "No such option"),
+    ],
+)
+def test_an_option_that_is_a_key_says_how_to_set_it(
+    option: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", option, "3"]) == 2
+    assert advice in " ".join(capsys.readouterr().err.split())

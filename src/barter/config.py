@@ -23,6 +23,7 @@ __all__ = [
     "Config",
     "algorithm_named",
     "first_difference",
+    "known_keys",
     "partition_named",
     "plain",
     "read",
@@ -159,8 +160,8 @@ def _rank(setting: tuple[list[str], Any]) -> int:
     return {"name": 0, "preset": 1}.get(setting[0][-1], 2)
 
 
-def _refuse_unknown(path: list[str]) -> None:
-    """A key that no configuration has: name its nearest neighbour among all there are."""
+def known_keys() -> set[str]:
+    """Every key that a configuration can have, with whatever algorithm and partition."""
     kinds: dict[str, list[type[Any]]] = {
         "algorithm": list(ALGORITHMS.values()),
         "partition": list(PARTITIONS.values()),
@@ -169,9 +170,13 @@ def _refuse_unknown(path: list[str]) -> None:
     known = {field.name for field in dataclasses.fields(Config)} - kinds.keys()
     for table, members in kinds.items():
         known |= {f"{table}.{field.name}" for kind in members for field in dataclasses.fields(kind)}
-    known |= {"algorithm.name", "algorithm.preset", "partition.name"}
-    if ".".join(path) not in known:
-        raise ConfigError(f"unknown key {'.'.join(path)!r}: {did_you_mean('.'.join(path), known)}")
+    return known | {"algorithm.name", "algorithm.preset", "partition.name"}
+
+
+def _refuse_unknown(path: list[str]) -> None:
+    """A key that no configuration has: name its nearest neighbour among all there are."""
+    if ".".join(path) not in known_keys():
+        raise ConfigError(f"unknown key {'.'.join(path)!r}: {did_you_mean('.'.join(path), known_keys())}")
 
 
 def _value(text: str) -> Any:

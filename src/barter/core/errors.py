@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["BarterError", "CheckpointError", "ClientError", "ConfigError", "PayloadError"]
+__all__ = ["BarterError", "CheckpointError", "ClientError", "ConfigError", "Interrupted", "PayloadError"]
 
 
 class BarterError(Exception):
@@ -23,3 +23,7 @@ class ClientError(BarterError):
 
 class CheckpointError(BarterError):
     """A run folder that cannot be written, read or continued."""
+
+
+class Interrupted(BarterError):
+    """The user pressed Ctrl-C."""

@@ -1,0 +1,296 @@
+"""What the commands of the command line do. Importing this loads torch: `cli` does so when there is something to do."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from barter.algorithms import ALGORITHMS
+from barter.comparison import Comparison, named_variants, run_all, seeds_of, variants_of, varied
+from barter.config import Config, algorithm_named, read, resolve, with_settings
+from barter.core.errors import BarterError, ConfigError, Interrupted
+from barter.core.params import describe
+from barter.data.partition import PARTITIONS
+from barter.data.sources import PATH_SOURCES, SOURCES
+from barter.data.task import SITES, Task, make_task
+from barter.experiment import Experiment, names_of
+from barter.gallery import sheets
+from barter.models.families import FAMILIES
+from barter.models.zoo import ZOO
+from barter.runs.picture import bubbles
+from barter.runs.progress import ManyRuns, Watcher
+from barter.runs.record import Round
+from barter.runs.summary import cells
+from barter.runs.tables import class_table, closing_table
+
+__all__ = [
+    "compare",
+    "flower_init",
+    "flower_start",
+    "list_",
+    "resume",
+    "run",
+    "show_algorithm",
+    "show_images",
+    "show_partition",
+    "site",
+]
+
+Settings = Sequence[str] | None
+
+
+def _console(*, wide: bool = False) -> Console:
+    """Names and paths are printed as they are; outside of a terminal tables may be wide."""
+    width = 140 if wide and not sys.stdout.isatty() else None
+    return Console(highlight=False, markup=False, width=width, soft_wrap=not sys.stdout.isatty() and not wide)
+
+
+def run(
+    config: Path | None,
+    algorithm: str | None,
+    settings: Settings,
+    out: Path | None,
+    chosen: Mapping[str, object],
+    *,
+    simulate: bool,
+) -> None:
+    tree = _tree(config, algorithm, settings) | {key: value for key, value in chosen.items() if value is not None}
+    resolved = resolve(tree)
+    if out is None:
+        name = str(tree.get("algorithm", {}).get("name", "dffke")).replace(":", "-")
+        source = resolved.data.source.partition(":")[0]
+        out = Path("runs") / f"{name}-{source}-seed{resolved.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if simulate and resolved.engine != "flower":
+        raise ConfigError("--simulate is Flower's simulation: add --engine flower")
+    _drive(resolved, out, resume=False, simulate=simulate)
+
+
+def resume(run: Path, rounds: int | None) -> None:
+    simulated = (run / "flower").is_dir() and not (run / "flower" / "sites").exists()
+    config = resolve(read(run / "config.toml"))
+    _drive(config if rounds is None else replace(config, rounds=rounds), run, resume=True, simulate=simulated)
+
+
+def compare(
+    what: Path | None,
+    algorithms: str,
+    seeds: str | None,
+    settings: Settings,
+    vary: Settings,
+    out: Path | None,
+    asked: Mapping[str, object],
+    jobs: int,
+) -> None:
+    if what is not None and what.is_dir():
+        if algorithms or seeds or settings or vary or out:
+            raise ConfigError(f"{what} is looked at; to go on, give the command that began it with --out {what}")
+        comparison = Comparison.at(what)
+        comparison.options |= {key: item for key, item in asked.items() if item is not None}
+        comparison.check([])
+        _print_comparison(comparison)
+        return
+    named, table, rest = named_variants({} if what is None else read(what))
+    options = {key: table.get(key) if item is None else item for key, item in asked.items()}
+    methods = {name: [*(settings or []), *own] for name, own in {**named, **variants_of(algorithms)}.items()}
+    chosen = varied(methods, [*table.get("vary", []), *(vary or [])])
+    wanted = seeds_of(seeds or str(table.get("seeds", "0-2")))
+    folder = out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
+    comparison, runs = Comparison.planned(folder, rest, chosen, wanted, options)
+    console = _console()
+    console.print(f"{len(chosen)} methods, {len(wanted)} seeds, {len(runs)} runs; folder {folder}")
+    with ManyRuns(console) as many:
+        try:
+            failed = run_all(runs, jobs, many.show, many.tell)
+        except KeyboardInterrupt:
+            raise Interrupted(f"stopped; the same command with --out {folder} continues") from None
+    _print_comparison(comparison)
+    if failed:
+        raise BarterError(f"{len(failed)} of {len(runs)} runs failed: {'; '.join(map(str, failed))}")
+
+
+def _print_comparison(comparison: Comparison) -> None:
+    compared, missing, paths = comparison.write()
+    headings, rows = cells(compared)
+    table = Table(*headings, box=box.SIMPLE_HEAD)
+    for row in rows:
+        table.add_row(*(f"[bold]{escape(text)}[/bold]" if best else escape(text) for text, best in row))
+    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+    if missing:
+        _console().print(f"not finished: {'; '.join(missing)}")
+    _console().print(f"table and curves: {', '.join(map(str, paths))}")
+
+
+def _tree(config: Path | None, algorithm: str | None, settings: Sequence[str] | None) -> dict[str, Any]:
+    first = [] if algorithm is None else [f"algorithm.name={algorithm}"]
+    return with_settings({} if config is None else read(config), [*first, *(settings or [])])
+
+
+def _drive(config: Config, out: Path, *, resume: bool, simulate: bool = False) -> None:
+    console = _console()
+    watcher = Watcher(console, config.rounds)
+    if config.engine == "flower":
+        _drive_flower(config, out, watcher, resume=resume, simulate=simulate)
+        return
+    experiment = Experiment.from_config(config, out, resume=resume, monitor=watcher)
+    assert experiment.folder is not None
+    architectures = len(set(experiment.architectures))
+    console.print(
+        f"{type(config.algorithm).__name__} on {config.data.source}: {config.clients} clients, "
+        f"{architectures} architecture{'s' * (architectures > 1)}, {config.rounds} rounds, "
+        f"{experiment.device.type}; folder {out}"
+    )
+    if experiment.round:
+        console.print(f"{experiment.round} of {config.rounds} rounds are done already")
+    records = experiment.folder.records()
+    watcher.begin(experiment.round)
+    try:
+        for record in experiment.rounds(config.rounds):
+            records.append(record)
+            watcher.finish(record)
+    except KeyboardInterrupt:
+        raise Interrupted(f"stopped in round {experiment.round + 1}; `barter resume {out}` continues") from None
+    _close(records, experiment.architectures, experiment.task, out)
+
+
+def _close(records: Sequence[Round], architectures: Sequence[str], task: Task, out: Path) -> None:
+    held = [[c for c, n in enumerate(row) if n] for row in task.class_table().tolist()]
+    samples = [len(images) for images in task.train]
+    _console(wide=True).print(closing_table(records, architectures, samples, held))
+    _console().print(f"run folder: {out}")
+
+
+def _drive_flower(config: Config, out: Path, watcher: Watcher, *, resume: bool, simulate: bool) -> None:
+    """A SuperLink and a site for each client, all on this machine; or Flower's simulation of them."""
+    loopback = _flower("loopback")
+    if simulate:
+        _flower("ray")
+    task = make_task(config.data, config.partition, config.clients, config.seed, torch.device("cpu"))
+    names = names_of(config.algorithm, config.models, config.clients)
+    place = "clients in Flower's simulation" if simulate else "Flower sites on this machine"
+    watcher.console.print(
+        f"{type(config.algorithm).__name__} on {config.data.source}: {config.clients} {place}, {config.rounds} rounds; "
+        f"folder {out}"
+    )
+    try:
+        records = (loopback.simulate if simulate else loopback.run_here)(config, out, watcher, resume=resume)
+    except KeyboardInterrupt:
+        raise Interrupted(f"stopped; `barter resume {out}` continues") from None
+    _close(records, names, task, out)
+
+
+def _flower(module: str) -> Any:
+    """A module that needs Flower, or Ray, on which Flower simulates."""
+    try:
+        return importlib.import_module(module if module == "ray" else f"barter.{module}")
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("flwr", "cryptography", "ray"):
+            raise
+        what, extra = ("Ray", "simulation") if missing == "ray" else ("Flower", "flower")
+        raise ConfigError(f"{what} is not installed here: pip install 'barter-fl[{extra}]'") from None
+
+
+def flower_init(
+    folder: Path, sites: str, address: str, config: Path | None, algorithm: str | None, settings: Settings
+) -> None:
+    tree = _tree(config, algorithm, settings)
+    names = [name.strip() for name in sites.split(",")]
+    shared = tree.get("data", {}).get("source", SITES) != SITES
+    if not shared:
+        tree = with_settings(tree, [f"data.source={SITES}"])
+    resolved = resolve({**tree, "clients": len(names), "engine": "flower"})
+    own = [
+        {"data": "folder:/path/to/images", "model": "small-cnn"} if not shared else {"share": k}
+        for k in range(len(names))
+    ]
+    _flower("deploy").init(folder, resolved, [{"name": n, **s} for n, s in zip(names, own, strict=True)], address)
+    _console().print(f"{folder / 'README.md'} says how to go on")
+
+
+def flower_start(folder: Path, host: str, *, insecure: bool) -> None:
+    config = resolve(read(folder / "run.toml"))
+    watcher = Watcher(_console(), config.rounds)
+    try:
+        _flower("loopback").coordinate(folder, host, watcher, insecure=insecure)
+    except KeyboardInterrupt:
+        raise Interrupted(f"stopped; `barter flower start {folder}` continues") from None
+    watcher.console.print(f"run folder: {folder / 'run'}")
+
+
+def site(file: Path, worker: Path | None) -> None:
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
+    supervise = _flower("supervise")
+    supervise.site(file) if worker is None else supervise.work(file, worker)
+
+
+def list_(what: str) -> None:
+    rows: dict[str, list[tuple[str, str]]] = {
+        "algorithms": [(name, (kind.__doc__ or "").split("\n")[0]) for name, kind in ALGORITHMS.items()],
+        "models": [(name, "in " + ", ".join(f for f, m in FAMILIES.items() if name in m)) for name in ZOO],
+        "families": [(name, ", ".join(members)) for name, members in FAMILIES.items()],
+        "datasets": [(name, text) for name, (_, text) in [*SOURCES.items(), *PATH_SOURCES.items()]],
+        "partitions": [(name, kind.summary) for name, kind in PARTITIONS.items()],
+    }
+    console = _console(wide=True)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, text in rows[what]:
+        table.add_row(name, "" if text == "in " else text)
+    console.print(table)
+
+
+def show_algorithm(name: str) -> None:
+    kind, console = algorithm_named(name), _console(wide=True)
+    console.print(kind.citation())
+    console.print("\nWhat crosses the wire:")
+    for method, what in kind.crosses.items():
+        console.print(f"  {method}: {what}")
+    _fields(console, kind, "algorithm.")
+    for preset, values in kind.presets.items():
+        changes = ", ".join(f"{key}={value}" for key, value in values.items()) or "the defaults"
+        console.print(f"preset {preset}: {changes}")
+
+
+def _fields(console: Console, kind: type, where: str) -> None:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for field in describe(kind):
+        default = "none" if field.default is None else str(field.default)
+        table.add_row(f"{where}{field.name} = {default}", f"{field.meaning} [{field.kind}]")
+    console.print()
+    console.print(table)
+    console.print()
+
+
+def show_partition(name: str | None, config: Path | None, settings: Settings, out: Path) -> None:
+    first = [] if name is None else [f"partition.name={name}"]
+    resolved = resolve(_tree(config, None, [*first, *(settings or [])]))
+    task = make_task(resolved.data, resolved.partition, resolved.clients, resolved.seed, torch.device("cpu"))
+    console, counts = _console(wide=True), task.class_table().tolist()
+    console.print(class_table(counts, task.classes))
+    _fields(console, type(resolved.partition), "partition.")
+    rule = ", ".join(f"{f.name} {getattr(resolved.partition, f.name)}" for f in describe(type(resolved.partition)))
+    bubbles(
+        counts,
+        task.classes,
+        f"{type(resolved.partition).__name__} on {resolved.data.source}, seed {resolved.seed}\n{rule}",
+        out,
+    )
+    console.print(f"picture: {out}")
+
+
+def show_images(run: Path, out: Path | None, columns: int) -> None:
+    for path in sheets(run, out or run / "images", columns):
+        _console().print(f"picture: {path}")
