@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from barter import FedAvg
 from barter.cli import main
+from barter.config import read, resolve
 
 QUICK = [
     "--set", "clients=3", "--set", "rounds=2", "--set", "algorithm.max_epochs=1", "--set", "algorithm.decoder_steps=2",
@@ -129,8 +131,26 @@ def test_show_partition(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         str(picture),
     ]
     assert main(arguments) == 0
-    assert "1433" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "1433" in printed
+    assert "partition.alpha = 0.5" in printed, "what was chosen, not the default"
     assert min(Image.open(picture).size) > 300
+
+
+def test_show_config_is_a_file_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = ["--algorithm", "fedavg", "--set", "clients=3", "--set", "algorithm.lr=0.5"]
+    assert main(["show", "config", *chosen]) == 0
+    written = capsys.readouterr().out
+    (tmp_path / "all.toml").write_text(written)
+    config = resolve(read(tmp_path / "all.toml"))
+    assert (config.clients, config.algorithm) == (3, FedAvg(lr=0.5))
+    assert main(["show", "config", str(tmp_path / "all.toml")]) == 0
+    assert capsys.readouterr().out == written
+
+
+def test_list_alone_says_what_there_is_to_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    assert "barter list datasets" in capsys.readouterr().out.splitlines()
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,7 +247,6 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["resume", "none"], "none/config.toml: there is no such file"),
     (["resume", "full"], "full/config.toml: there is no such file"),
     (["resume", "stale"], "unknown algorithm 'gone'"),
-    (["list"], "Missing argument"),
     (["list", "clients"], "is not one of"),
     (["show", "algorithm", "fedavgg"], "did you mean 'fedavg'"),
     (["show", "partition", "dirchlet"], "did you mean 'dirichlet'"),

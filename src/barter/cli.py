@@ -26,7 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-show = typer.Typer(help="Show an algorithm, a partition of a data set, or a run's images.", no_args_is_help=True)
+show = typer.Typer(help="Show an algorithm, a configuration, a split, or a run's images.", no_args_is_help=True)
 app.add_typer(show, name="show")
 flower = typer.Typer(help="Federations across machines, on Flower.", no_args_is_help=True)
 app.add_typer(flower, name="flower")
@@ -198,9 +198,12 @@ def site(
 
 @app.command("list")
 def list_(
-    what: Annotated[Listing, typer.Argument(metavar="WHAT")],
+    what: Annotated[Listing | None, typer.Argument(metavar="WHAT")] = None,
 ) -> None:
     """List algorithms, models, families, datasets or partitions."""
+    if what is None:
+        click.echo("\n".join(f"barter list {choice}" for choice in Listing))
+        return
     from barter import commands
 
     commands.list_(what.value)
@@ -227,6 +230,20 @@ def show_partition(
     from barter import commands
 
     commands.show_partition(name, config, settings, out)
+
+
+@show.command("config")
+def show_config(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG.toml]")] = None,
+    algorithm: Annotated[
+        str | None, typer.Option(help="A name from `barter list algorithms`, or module:Class.")
+    ] = None,
+    settings: Settings = None,
+) -> None:
+    """Every value that a run would have, also those nobody set, as a file that `barter run` takes."""
+    from barter import commands
+
+    commands.show_config(config, algorithm, settings)
 
 
 @show.command("images")

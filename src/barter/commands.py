@@ -19,7 +19,7 @@ from rich.table import Table
 
 from barter.algorithms import ALGORITHMS
 from barter.comparison import Comparison, named_variants, run_all, seeds_of, variants_of, varied
-from barter.config import Config, algorithm_named, read, resolve, with_settings
+from barter.config import Config, algorithm_named, read, resolve, to_toml, with_settings
 from barter.core.errors import BarterError, ConfigError, Interrupted
 from barter.core.params import describe
 from barter.data.partition import PARTITIONS
@@ -43,6 +43,7 @@ __all__ = [
     "resume",
     "run",
     "show_algorithm",
+    "show_config",
     "show_images",
     "show_partition",
     "site",
@@ -262,13 +263,14 @@ def show_algorithm(name: str) -> None:
         console.print(f"preset {preset}: {changes}")
 
 
-def _fields(console: Console, kind: type, where: str) -> None:
+def _fields(console: Console, kind: type, where: str, chosen: object = None) -> None:
+    """The fields of a kind, with their defaults or with the values of one that was chosen."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column()
     for field in describe(kind):
-        default = "none" if field.default is None else str(field.default)
-        table.add_row(f"{where}{field.name} = {default}", f"{field.meaning} [{field.kind}]")
+        value = field.default if chosen is None else getattr(chosen, field.name)
+        table.add_row(f"{where}{field.name} = {'none' if value is None else value}", f"{field.meaning} [{field.kind}]")
     console.print()
     console.print(table)
     console.print()
@@ -280,7 +282,7 @@ def show_partition(name: str | None, config: Path | None, settings: Settings, ou
     task = make_task(resolved.data, resolved.partition, resolved.clients, resolved.seed, torch.device("cpu"))
     console, counts = _console(wide=True), task.class_table().tolist()
     console.print(class_table(counts, task.classes))
-    _fields(console, type(resolved.partition), "partition.")
+    _fields(console, type(resolved.partition), "partition.", resolved.partition)
     rule = ", ".join(f"{f.name} {getattr(resolved.partition, f.name)}" for f in describe(type(resolved.partition)))
     bubbles(
         counts,
@@ -289,6 +291,10 @@ def show_partition(name: str | None, config: Path | None, settings: Settings, ou
         out,
     )
     console.print(f"picture: {out}")
+
+
+def show_config(config: Path | None, algorithm: str | None, settings: Settings) -> None:
+    sys.stdout.write(to_toml(resolve(_tree(config, algorithm, settings))))
 
 
 def show_images(run: Path, out: Path | None, columns: int) -> None:
