@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,7 @@ from hypothesis import strategies as st
 
 from barter import comparison
 from barter.cli import main
-from barter.comparison import Comparison, Job, named_variants, run_all, seeds_of, variants_of, varied
+from barter.comparison import Comparison, Job, Request, run_all, seeds_of, variants_of, varied
 from barter.core.errors import CheckpointError, ConfigError
 from barter.runs.folder import records
 
@@ -41,6 +45,9 @@ def test_variants_of_methods_and_fields() -> None:
         "my.module:Method, tau=1": ["algorithm.name=my.module:Method", "algorithm.tau=1"],
         "dffke, partition.alpha=1": ["algorithm.name=dffke", "partition.alpha=1"],
     }
+    assert variants_of("local:data.source=folder:/tmp/x") == {
+        "local, data.source=folder:/tmp/x": ["algorithm.name=local", "data.source=folder:/tmp/x"]
+    }
     with pytest.raises(ConfigError, match="twice"):
         variants_of("local,local")
 
@@ -57,22 +64,49 @@ def test_sweeps_are_variants_too() -> None:
             varied({}, [wrong])
 
 
-def test_a_file_may_name_variants() -> None:
-    tree = {"clients": 3, "compare": {"seeds": "0-1", "variants": {"mine": ["algorithm.share=0.1"]}}}
-    assert named_variants(tree) == ({"mine": ["algorithm.share=0.1"]}, tree["compare"], {"clients": 3})
-    assert named_variants({}) == ({}, {}, {})
+def asked(tree: dict[str, Any] | None = None, methods: str = "", **given: Any) -> Request:
+    rest = {"seeds": None, "settings": [], "sweeps": [], "asked": {}} | given
+    return Request.of(tree or {}, methods, **rest)
+
+
+def test_a_file_may_name_variants_and_the_command_line_wins() -> None:
+    table = {"seeds": "0-1", "target": 0.5, "baseline": "mine", "variants": {"mine": ["algorithm.share=0.1"]}}
+    request = asked({"clients": 3, "seed": 9, "compare": table}, asked={"target": 0.7, "metric": None})
+    assert (request.variants, request.seeds, request.base) == (table["variants"], [0, 1], {"clients": 3})
+    assert request.question == {"baseline": "mine", "target": 0.7}
+    assert asked({"seed": 9}, "local").seeds == [9]
+    assert asked({}, "local").seeds == [0, 1, 2]
+    assert asked({"seed": 9, "compare": table}, seeds="4").seeds == [4]
+    assert list(asked({"compare": table | {"vary": ["algorithm.lr=1,2"]}}).variants) == ["mine, lr=1", "mine, lr=2"]
     for wrong, message in (
         ({"compare": {"seedz": 1}}, "unknown seedz"),
-        ({"compare": 3}, "unknown 3"),
+        ({"compare": 3}, "is a table"),
+        ({"compare": {"target": "80%"}}, "compare.target='80%': must be a number"),
+        ({"compare": {"vary": "algorithm.lr=1"}}, "must be a list"),
+        ({"compare": {"seeds": [0, 1]}}, "must be a text"),
         ({"compare": {"variants": {"mine": "algorithm.share=0.1"}}}, "lists of settings"),
+        ({"compare": {"variants": {"mine": ["rounds=3"]}}}, "the same rounds"),
+        ({"compare": {"variants": {"mine": ["seed=3"]}}}, "--seeds"),
     ):
         with pytest.raises(ConfigError, match=message):
-            named_variants(wrong)
+            asked(wrong)
+    with pytest.raises(ConfigError, match="--seeds"):
+        asked({}, "local", settings=["seed=3"])
+    with pytest.raises(ConfigError, match="--seeds"):
+        asked({}, "local", sweeps=["seed=3,4"])
+
+
+def test_the_file_of_the_tutorial_can_be_compared(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "tutorial.md").read_text().split("## Compare methods")[1]
+    tree = tomllib.loads(text.split("```toml")[1].split("```")[0])
+    comparison, jobs = Comparison.planned(tmp_path / "c", asked(tree))
+    assert list(comparison.variants) == ["alone", "fewer embeddings"]
+    assert len(jobs) == 10
 
 
 def planned(folder: Path, methods: str = "local", seeds: str = "0-1", **options: Any) -> tuple[Comparison, list[Job]]:
-    base = comparison.with_settings({}, ["rounds=2", "clients=2"])
-    return Comparison.planned(folder, base, variants_of(methods), seeds_of(seeds), options)
+    settings = options.pop("settings", ["rounds=2", "clients=2"])
+    return Comparison.planned(folder, asked({}, methods, seeds=seeds, settings=settings, asked=options))
 
 
 def test_every_variant_with_every_seed_has_a_folder_of_its_own(tmp_path: Path) -> None:
@@ -82,28 +116,35 @@ def test_every_variant_with_every_seed_has_a_folder_of_its_own(tmp_path: Path) -
     ]
     assert len({job.folder for job in jobs}) == 6
     again = Comparison.at(tmp_path / "c")
-    assert (again.variants, again.options) == (plan.variants, {"baseline": "local"})
-    more, _ = planned(tmp_path / "c", "fedavg")
+    assert (again.variants, again.question, again.seeds) == (plan.variants, {"baseline": "local"}, [0, 1])
+    more, _ = planned(tmp_path / "c", "fedavg", "1-2", target=None, baseline=None)
     assert list(more.variants) == ["local", "dffke, share=0.3", "dffke, share=0.30", "fedavg"]
-    assert more.options == {"baseline": "local"}
-    # Names that differ only in what a folder's name does not show.
-    _, odd = planned(tmp_path / "d", "dffke:share=0.3,dffke:partition.alpha=1")
-    assert len({job.folder.parent for job in odd}) == 2
-    _, alike = Comparison.planned(tmp_path / "e", {}, {"A b": [], "a-b": []}, [0], {})
-    assert len({job.folder for job in alike}) == 2
+    assert (more.question, more.seeds) == ({"baseline": "local"}, [0, 1, 2]), "nothing is forgotten"
+
+
+@given(st.lists(st.text(min_size=1, max_size=90), unique=True, min_size=1, max_size=5))
+def test_folders_of_oddly_named_variants_are_different_and_inside(names: list[str]) -> None:
+    comparison = Comparison(Path("c"), {})
+    for name in names:
+        comparison.variants[name] = comparison._slug(name)
+    slugs = list(comparison.variants.values())
+    assert len(set(slugs)) == len(names)
+    assert all(Path(slug).name == slug and slug.strip(".") and len(slug) < 80 for slug in slugs)
 
 
 def test_what_cannot_be_compared_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="unknown algorithm 'fedawg'.*fedavg"):
+    with pytest.raises(ConfigError, match=r"unknown algorithm 'fedawg'.*fedavg"):
         planned(tmp_path / "a", "fedawg")
     with pytest.raises(ConfigError, match="nothing to compare"):
         planned(tmp_path / "a", "")
-    with pytest.raises(ConfigError, match="different data.*digits, mnist"):
+    with pytest.raises(ConfigError, match="different data do not go"):
         planned(tmp_path / "a", "local,local:data.source=mnist")
-    with pytest.raises(ConfigError, match="baseline 'fedavg' is not compared"):
+    with pytest.raises(ConfigError, match="baseline 'fedavg' is not compared: there are 'local'"):
         planned(tmp_path / "a", "local", baseline="fedavg")
     with pytest.raises(ConfigError, match="metric 'loss'"):
         planned(tmp_path / "a", "local", metric="loss")
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        planned(tmp_path / "a", "local", target=80)
     assert not (tmp_path / "a").exists(), "and nothing is written"
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("dear")
@@ -114,19 +155,28 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(tmp_path: Path)
     planned(tmp_path / "b")
     with pytest.raises(CheckpointError, match="no finished run"):
         Comparison.at(tmp_path / "b").write()
+    for text, message in (("", "names no variants"), ('rounds = "many"', "not what barter wrote")):
+        (tmp_path / "b" / "comparison.toml").write_text(text)
+        with pytest.raises(CheckpointError, match=message):
+            Comparison.at(tmp_path / "b")
 
 
-def test_a_run_that_was_begun_otherwise_is_not_taken_for_this_one(tmp_path: Path) -> None:
-    _, jobs = planned(tmp_path)
+def test_runs_that_were_begun_otherwise_do_not_go_into_the_table(tmp_path: Path) -> None:
+    _, jobs = planned(tmp_path, "local:max_epochs=3")
     jobs[0].folder.mkdir(parents=True)
     (jobs[0].folder / "config.toml").write_text(comparison.to_toml(jobs[0].config))
-    planned(tmp_path)
-    with pytest.raises(CheckpointError, match=r"begun with another partition\.alpha"):
-        Comparison.planned(
-            tmp_path, {"rounds": 2, "clients": 2, "partition": {"alpha": 9.0}}, variants_of("local"), [0], {}
-        )
-    with pytest.raises(ConfigError, match="different data"):
-        Comparison.planned(tmp_path, {"data": {"source": "mnist"}}, variants_of("fedavg"), [0], {})
+    planned(tmp_path, "local:max_epochs=3", "0-4", settings=["rounds=5", "clients=2", "device=cpu"])
+    assert Comparison.at(tmp_path).rounds == 5, "more seeds and more rounds are welcome"
+    with pytest.raises(CheckpointError, match=r"another partition\.alpha"):
+        planned(tmp_path, "fedavg", settings=["rounds=2", "clients=2", "partition.alpha=9"])
+    with pytest.raises(CheckpointError, match="another clients"):
+        planned(tmp_path, "fedavg", settings=["rounds=2", "clients=3"])
+    with pytest.raises(CheckpointError, match=r"begun with another algorithm\.lr"):
+        planned(tmp_path, "local:max_epochs=3", settings=["rounds=2", "clients=2", "algorithm.lr=0.5"])
+    (jobs[0].folder / "config.toml").write_text(
+        comparison.to_toml(jobs[0].config).replace('root = "data"', f'root = "{Path("data").absolute()}"')
+    )
+    planned(tmp_path, "local:max_epochs=3")  # the same folder by another name
 
 
 SCRIPT = """
@@ -189,20 +239,28 @@ def test_each_runs_once_so_many_at_a_time_and_failures_do_not_stop_the_rest(
     results, missing = Comparison.at(tmp_path).results()
     assert {name: list(runs) for name, runs in results.items()} == {"local": [2, 4], "fedavg": [2, 4]}
     assert missing == ["local, seed 3", "fedavg, seed 3"]
+    longer, _ = planned(tmp_path, "local", "2", settings=["rounds=3", "clients=2"])
+    assert longer.results() == ({}, [f"{name}, seed {seed}" for name in ("local", "fedavg") for seed in (2, 3, 4)])
+    shorter, _ = planned(tmp_path, "local", "2", settings=["rounds=1", "clients=2"])
+    found, missing = shorter.results()
+    assert {len(rounds) for runs in found.values() for rounds in runs.values()} == {1}, "all of one length"
+    assert missing == []
 
 
-def test_an_interrupt_leaves_nothing_running(tmp_path: Path, pretended: list[str]) -> None:
-    _, jobs = planned(tmp_path, seeds="0-9")
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_leaves_nothing_running(tmp_path: Path, pretended: list[str], sign: signal.Signals) -> None:
+    _, jobs = planned(tmp_path, seeds="0-2,4-9")
 
     def impatient(running: Any, *_: int) -> None:
         if any(done for done, _ in running.values()):
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), sign)
+            time.sleep(0.1)
 
     with pytest.raises(KeyboardInterrupt):
         run_all(jobs, 2, impatient, lambda line: None)
     before = [len(records(job.folder)) for job in jobs]
     assert 0 < sum(before) < 20
-    subprocess.run([sys.executable, "-c", "import time; time.sleep(0.6)"], check=True)
+    time.sleep(0.6)
     assert [len(records(job.folder)) for job in jobs] == before
 
 
@@ -223,6 +281,13 @@ def test_from_the_command_line_to_tables_and_curves(
     assert "own above local" in capsys.readouterr().out
     assert main([*command, "--seeds", "0-3"]) == 1
     assert "2 of 8 runs failed: local, seed 3; fedavg, seed 3" in " ".join(capsys.readouterr().err.split())
+    assert main(["compare", "--algorithms", "local", "--seeds", "3", "--out", f"{out}-3", "--set", "rounds=2"]) == 1
+    assert "1 of 1 runs failed" in capsys.readouterr().err
+    odd = ["compare", "--algorithms", "local", "--seeds", "0", "--set", "rounds=2", "--out", f"{out}-odd"]
+    (tmp_path / "odd.toml").write_text('[compare.variants]\n"local [/big]" = ["algorithm.name=local"]\n_under = []\n')
+    assert main([odd[0], str(tmp_path / "odd.toml"), *odd[1:], "--baseline", "local [/big]"]) == 0
+    assert "global above local [/big]" in " ".join(capsys.readouterr().out.split())
+    assert "_under" in (tmp_path / "c-odd" / "curves.svg").read_text()
     assert main(["compare", out, "--seeds", "0"]) == 2
     assert "give the command that began it" in capsys.readouterr().err
     assert main(["compare", str(tmp_path / "nowhere")]) == 2

@@ -170,3 +170,11 @@ def test_methods_choose_networks_that_they_can_use() -> None:
         experiment = Experiment(algorithm, clients=3, device="cpu")
         assert len(set(experiment.architectures)) == expected
     assert experiment.server.model_or_none is not None, "FedZGE's server has a model of its own"
+
+
+def test_a_run_longer_than_configured_can_be_resumed(tmp_path: Path) -> None:
+    """The loop is the caller's, and so is the number of rounds."""
+    list(federation(tiny("local"), out=tmp_path, rounds=2).rounds(3))
+    resumed = federation(tiny("local"), out=tmp_path, rounds=2, resume=True)
+    assert [record.round for record in resumed.rounds(4)] == [4]
+    assert "rounds = 2" in (tmp_path / "config.toml").read_text()

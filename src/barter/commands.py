@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from barter.algorithms import ALGORITHMS
-from barter.comparison import Comparison, named_variants, run_all, seeds_of, variants_of, varied
+from barter.comparison import Comparison, Request, run_all
 from barter.config import Config, algorithm_named, read, resolve, to_toml, with_settings
 from barter.core.errors import BarterError, ConfigError, Interrupted
 from barter.core.params import describe
@@ -29,6 +29,7 @@ from barter.experiment import Experiment, names_of
 from barter.gallery import sheets
 from barter.models.families import FAMILIES
 from barter.models.zoo import ZOO
+from barter.runs.folder import records
 from barter.runs.picture import bubbles
 from barter.runs.progress import ManyRuns, Watcher
 from barter.runs.record import Round
@@ -81,6 +82,10 @@ def run(
 def resume(run: Path, rounds: int | None) -> None:
     simulated = (run / "flower").is_dir() and not (run / "flower" / "sites").exists()
     config = resolve(read(run / "config.toml"))
+    if rounds is not None and rounds < (done := len(records(run))):
+        raise ConfigError(f"--rounds {rounds}: {run} has done {done} already")
+    if rounds is not None and rounds != config.rounds and config.engine == "flower":
+        raise ConfigError(f"--rounds {rounds}: a run on Flower keeps the {config.rounds} rounds it was begun with")
     _drive(config if rounds is None else replace(config, rounds=rounds), run, resume=True, simulate=simulated)
 
 
@@ -98,25 +103,22 @@ def compare(
         if algorithms or seeds or settings or vary or out:
             raise ConfigError(f"{what} is looked at; to go on, give the command that began it with --out {what}")
         comparison = Comparison.at(what)
-        comparison.options |= {key: item for key, item in asked.items() if item is not None}
-        comparison.check([])
+        comparison.question |= {key: item for key, item in asked.items() if item is not None}
+        comparison.check()
         _print_comparison(comparison)
         return
-    named, table, rest = named_variants({} if what is None else read(what))
-    options = {key: table.get(key) if item is None else item for key, item in asked.items()}
-    methods = {name: [*(settings or []), *own] for name, own in {**named, **variants_of(algorithms)}.items()}
-    chosen = varied(methods, [*table.get("vary", []), *(vary or [])])
-    wanted = seeds_of(seeds or str(table.get("seeds", "0-2")))
+    request = Request.of({} if what is None else read(what), algorithms, seeds, settings or [], vary or [], asked)
     folder = out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
-    comparison, runs = Comparison.planned(folder, rest, chosen, wanted, options)
+    comparison, runs = Comparison.planned(folder, request)
     console = _console()
-    console.print(f"{len(chosen)} methods, {len(wanted)} seeds, {len(runs)} runs; folder {folder}")
+    console.print(f"{len(request.variants)} methods, {len(request.seeds)} seeds, {len(runs)} runs; folder {folder}")
     with ManyRuns(console) as many:
         try:
             failed = run_all(runs, jobs, many.show, many.tell)
         except KeyboardInterrupt:
             raise Interrupted(f"stopped; the same command with --out {folder} continues") from None
-    _print_comparison(comparison)
+    if len(failed) < len(runs):
+        _print_comparison(comparison)
     if failed:
         raise BarterError(f"{len(failed)} of {len(runs)} runs failed: {'; '.join(map(str, failed))}")
 
@@ -124,12 +126,15 @@ def compare(
 def _print_comparison(comparison: Comparison) -> None:
     compared, missing, paths = comparison.write()
     headings, rows = cells(compared)
-    table = Table(*headings, box=box.SIMPLE_HEAD)
+    table = Table(*map(escape, headings), box=box.SIMPLE_HEAD)
     for row in rows:
         table.add_row(*(f"[bold]{escape(text)}[/bold]" if best else escape(text) for text, best in row))
     Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
     if missing:
-        _console().print(f"not finished: {'; '.join(missing)}")
+        more = f"; and {len(missing) - 8} more" if len(missing) > 8 else ""
+        _console().print(f"not finished: {'; '.join(missing[:8])}{more}")
+    if comparison.question.get("baseline") not in (None, compared.question.baseline):
+        _console().print(f"no run of the baseline {comparison.question['baseline']!r} is finished: no differences yet")
     _console().print(f"table and curves: {', '.join(map(str, paths))}")
 
 

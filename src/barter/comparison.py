@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,9 +20,11 @@ import tomli_w
 
 from barter.config import RESULT_FREE, Config, first_difference, plain, read, resolve, to_toml, with_settings
 from barter.core.errors import CheckpointError, ConfigError
+from barter.data.task import anchored
 from barter.runs.folder import records
 from barter.runs.picture import curves
 from barter.runs.progress import duration
+from barter.runs.record import Round
 from barter.runs.summary import (
     METRICS,
     Comparative,
@@ -34,7 +37,7 @@ from barter.runs.summary import (
     value,
 )
 
-__all__ = ["Comparison", "Job", "View", "named_variants", "run_all", "seeds_of", "variants_of", "varied"]
+__all__ = ["Comparison", "Job", "Request", "View", "run_all", "seeds_of", "variants_of", "varied"]
 
 PLAN = "comparison.toml"
 TABLE = "compare"  # of a configuration: what is compared
@@ -77,29 +80,14 @@ def variants_of(text: str) -> dict[str, list[str]]:
     """Variants from a text such as local,dffke:preset=paper:share=0.3; a field without a table is the method's."""
     variants: dict[str, list[str]] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
-        pieces = part.split(":")
-        name = ":".join(piece for piece in pieces if "=" not in piece)
-        fields = [piece for piece in pieces if "=" in piece]
+        # A colon begins a field if a key and = follow; others belong to a name such as my.module:Method, or to a value.
+        name, *fields = re.split(r":(?=[\w.]+=)", part)
         settings = [field if "." in field.partition("=")[0] else f"algorithm.{field}" for field in fields]
-        label = f"{name}, {', '.join(fields)}" if fields else name
+        label = ", ".join([name, *fields])
         if label in variants:
-            raise ConfigError(f"{label} is asked for twice")
+            raise ConfigError(f"{label!r} is asked for twice")
         variants[label] = [f"algorithm.name={name}", *settings]
     return variants
-
-
-def named_variants(tree: Mapping[str, Any]) -> tuple[dict[str, list[str]], dict[str, Any], dict[str, Any]]:
-    """Variants, other options and the rest of a configuration that has a table [compare] with [compare.variants]."""
-    rest = {key: item for key, item in tree.items() if key != TABLE}
-    table = tree.get(TABLE, {})
-    known = {"variants", "seeds", "baseline", "target", "metric", "vary"}
-    if not isinstance(table, Mapping) or table.keys() - known:
-        odd = ", ".join(sorted(table.keys() - known)) if isinstance(table, Mapping) else repr(table)
-        raise ConfigError(f"[{TABLE}] has the unknown {odd}: there are {', '.join(sorted(known))}")
-    variants = table.get("variants", {})
-    if not isinstance(variants, Mapping) or not all(isinstance(v, list) for v in variants.values()):
-        raise ConfigError(f'[{TABLE}.variants] names lists of settings, such as small = ["algorithm.share=0.1"]')
-    return {name: [str(s) for s in v] for name, v in variants.items()}, {**table}, rest
 
 
 def varied(variants: Mapping[str, Sequence[str]], sweeps: Sequence[str]) -> dict[str, list[str]]:
@@ -117,95 +105,165 @@ def varied(variants: Mapping[str, Sequence[str]], sweeps: Sequence[str]) -> dict
     }
 
 
-class Comparison:
-    """A folder of runs: which variants there are, and what they came to."""
+@dataclass(frozen=True)
+class Request:
+    """What is to be compared: variants by name with their settings, on top of one configuration."""
 
-    def __init__(self, folder: Path, variants: Mapping[str, str], options: Mapping[str, Any]) -> None:
-        self.folder, self.variants, self.options = folder, dict(variants), dict(options)
+    variants: dict[str, list[str]]
+    seeds: list[int]
+    base: dict[str, Any]  # a configuration's plain values
+    settings: list[str]  # for all variants
+    question: dict[str, Any]  # metric, baseline and target, where they are given
+
+    @classmethod
+    def of(
+        cls,
+        tree: Mapping[str, Any],
+        methods: str,
+        seeds: str | None,
+        settings: Sequence[str],
+        sweeps: Sequence[str],
+        asked: Mapping[str, Any],
+    ) -> Request:
+        """From a file's values and what the command line adds to them or puts in their place."""
+        table, base = tree.get(TABLE, {}), {key: item for key, item in tree.items() if key not in (TABLE, "seed")}
+        kinds = {dict: "a table", str: "a text", list: "a list of texts", float: "a number such as 0.8"}
+        known = {"variants": dict, "seeds": str, "vary": list, "baseline": str, "metric": str, "target": float}
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"{TABLE} is a table: write [{TABLE}] and its keys below it")
+        for key, item in table.items():
+            if key not in known:
+                raise ConfigError(f"[{TABLE}] has the unknown {key}: there are {', '.join(known)}")
+            if not isinstance(item, known[key]):
+                raise ConfigError(f"{TABLE}.{key}={item!r}: must be {kinds[known[key]]}")
+        named = table.get("variants", {})
+        if not all(isinstance(own, list) and all(isinstance(s, str) for s in own) for own in named.values()):
+            raise ConfigError(f'[{TABLE}.variants] names lists of settings, such as small = ["algorithm.share=0.1"]')
+        every = varied({**named, **variants_of(methods)}, [*map(str, table.get("vary", [])), *sweeps])
+        for setting in [*settings, *(setting for own in every.values() for setting in own)]:
+            key = setting.partition("=")[0].strip()
+            if key == "seed" or (key == "rounds" and setting not in settings):
+                raise ConfigError(f"{setting}: all methods have the same rounds (--set rounds=...) and seeds (--seeds)")
+        chosen = seeds or table.get("seeds") or (str(tree["seed"]) if "seed" in tree else "0-2")
+        question = {key: table[key] for key in ("baseline", "metric", "target") if key in table}
+        question |= {key: item for key, item in asked.items() if item is not None}
+        return cls(every, seeds_of(chosen), base, list(settings), question)
+
+
+class Comparison:
+    """A folder of runs: which there are to be, and what they came to."""
+
+    def __init__(self, folder: Path, plan: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.variants: dict[str, str] = dict(plan.get("variants", {}))  # and the folder of each
+        self.seeds: list[int] = list(plan.get("seeds", []))
+        self.rounds = int(plan.get("rounds", 0))
+        self.common: dict[str, Any] = dict(plan.get("common", {}))  # what all configurations share
+        self.question: dict[str, Any] = dict(plan.get("question", {}))
 
     @classmethod
     def at(cls, folder: Path) -> Comparison:
         """The comparison in a folder."""
         if not (folder / PLAN).is_file():
             raise CheckpointError(f"{folder} is not the folder of a comparison: there is no {PLAN} in it")
-        plan = read(folder / PLAN)
-        return cls(folder, plan["variants"], {key: item for key, item in plan.items() if key != "variants"})
+        try:
+            comparison = cls(folder, read(folder / PLAN))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{folder / PLAN} is not what barter wrote: {error}") from None
+        if not comparison.variants:
+            raise CheckpointError(f"{folder / PLAN} names no variants")
+        return comparison
 
     @classmethod
-    def planned(
-        cls,
-        folder: Path,
-        base: Mapping[str, Any],
-        variants: Mapping[str, Sequence[str]],
-        seeds: Sequence[int],
-        options: Mapping[str, Any],
-    ) -> tuple[Comparison, list[Job]]:
+    def planned(cls, folder: Path, request: Request) -> tuple[Comparison, list[Job]]:
         """A comparison and its runs; one that is in the folder already goes on, with what is new added."""
-        if not variants:
-            raise ConfigError("nothing to compare: give --algorithms local,dffke or a file with [compare.variants]")
-        old = cls.at(folder) if (folder / PLAN).exists() else cls(folder, {}, {})
-        if not old.variants and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if not request.variants:
+            raise ConfigError(f"nothing to compare: give --algorithms local,dffke or a file with [{TABLE}.variants]")
+        comparison = cls.at(folder) if (folder / PLAN).exists() else cls(folder, {})
+        if not comparison.variants and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise CheckpointError(f"{folder} exists and is no comparison: choose another --out")
-        slugs = dict(old.variants)
-        for name in variants:
-            slug = re.sub(r"[^a-z0-9.=]+", "-", name.lower()).strip("-")
-            while name not in slugs and slug in slugs.values():
-                slug += "x"
-            slugs.setdefault(name, slug)
-        jobs = []
-        for name, settings in variants.items():
-            for seed in seeds:
-                config = replace(resolve(with_settings(base, settings)), seed=seed)
-                jobs.append(Job(name, seed, config, folder / slugs[name] / f"seed-{seed}"))
-        kept = {key: item for key, item in {**old.options, **options}.items() if item is not None}
-        comparison = cls(folder, slugs, kept)
-        comparison.check(jobs)
+        jobs = comparison._take(request)
+        comparison.check()
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / PLAN).write_text(tomli_w.dumps({**kept, "variants": slugs}))
+        comparison._save()
         return comparison, jobs
 
-    def check(self, jobs: Sequence[Job]) -> None:
-        """Refuse what cannot stand in one table, before anything runs."""
-        for job in jobs:
-            begun = job.folder / "config.toml"
-            if begun.is_file():
-                odd = first_difference(plain(resolve(read(begun))), plain(job.config), RESULT_FREE)
-                if odd is not None:
-                    raise CheckpointError(f"{job.folder} was begun with another {odd}: choose another --out")
-        sources = {config.data.source for config in [job.config for job in jobs] + self.configs()}
-        if len(sources) > 1:
-            raise ConfigError(f"runs on different data do not go into one table: {', '.join(sorted(sources))}")
-        baseline = self.options.get("baseline")
-        if baseline is not None and baseline not in self.variants:
-            raise ConfigError(f"baseline {baseline!r} is not compared: there are {', '.join(self.variants)}")
-        if self.options.get("metric", "global") not in METRICS:
-            raise ConfigError(f"metric {self.options['metric']!r}: there are {', '.join(METRICS)}")
+    def _take(self, request: Request) -> list[Job]:
+        """Add what is asked for; its runs. What cannot stand in one table with the rest is refused."""
+        general = [setting for setting in request.settings if not setting.startswith("algorithm.")]
+        base = {key: item for key, item in request.base.items() if key != "algorithm"}
+        shared = plain(_anchored(resolve(with_settings(base, general))))
+        common = {key: item for key, item in shared.items() if key not in ("algorithm", "seed", *RESULT_FREE)}
+        odd = first_difference(self.common, common, ()) if self.common else None
+        if odd is not None:
+            raise CheckpointError(f"{self.folder} compares runs with another {odd}: choose another --out")
+        self.common, self.rounds = common, shared["rounds"]
+        self.seeds = sorted({*self.seeds, *request.seeds})
+        self.question |= request.question
+        jobs = []
+        for name, settings in request.variants.items():
+            config = resolve(with_settings(request.base, [*request.settings, *settings]))
+            if config.data.source != resolve(with_settings(base, general)).data.source:
+                raise ConfigError(f"{name!r} has other data than the rest: different data do not go into one table")
+            self.variants.setdefault(name, self._slug(name))
+            self._check_begun(name, config)
+            jobs += [Job(name, seed, replace(config, seed=seed), self.run(name, seed)) for seed in request.seeds]
+        return jobs
 
-    def configs(self) -> list[Config]:
-        """Of all runs that were begun."""
-        found = [path for slug in self.variants.values() for path in (self.folder / slug).glob("seed-*/config.toml")]
-        return [resolve(read(path)) for path in sorted(found)]
+    def _slug(self, name: str) -> str:
+        """A folder's name for a variant, which no other has."""
+        slug = re.sub(r"[^a-z0-9.=]+", "-", name.lower()).strip("-.")[:60] or "variant"
+        while slug in self.variants.values():
+            slug += "x"
+        return slug
+
+    def _check_begun(self, name: str, config: Config) -> None:
+        """Runs of a variant that are there already must be of this configuration, but for their seed."""
+        for path in sorted((self.folder / self.variants[name]).glob("seed-*/config.toml")):
+            mine, theirs = plain(_anchored(config)), plain(_anchored(resolve(read(path))))
+            odd = first_difference(mine, theirs, ("seed", *RESULT_FREE))
+            if odd is not None:
+                raise CheckpointError(f"{path.parent} was begun with another {odd}: choose another --out")
+
+    def _save(self) -> None:
+        plan = {"rounds": self.rounds, "seeds": self.seeds, "question": self.question}
+        temporary = (self.folder / PLAN).with_suffix(".tmp")
+        temporary.write_text(tomli_w.dumps({**plan, "variants": self.variants, "common": self.common}))
+        temporary.rename(self.folder / PLAN)
+
+    def run(self, name: str, seed: int) -> Path:
+        """The folder of a run."""
+        return self.folder / self.variants[name] / f"seed-{seed}"
+
+    def check(self) -> None:
+        """Refuse a question that has no answer here."""
+        baseline, metric, target = (self.question.get(key) for key in ("baseline", "metric", "target"))
+        if baseline is not None and baseline not in self.variants:
+            raise ConfigError(f"baseline {baseline!r} is not compared: there are {', '.join(map(repr, self.variants))}")
+        if metric is not None and metric not in METRICS:
+            raise ConfigError(f"metric {metric!r}: there are {', '.join(METRICS)}")
+        if target is not None and not 0 <= float(target) <= 1:
+            raise ConfigError(f"target={target}: an accuracy is between 0 and 1")
 
     def results(self) -> tuple[Results, list[str]]:
         """All finished runs, and the names of those that are not."""
-        results: dict[str, dict[int, Any]] = {}
+        results: dict[str, dict[int, Sequence[Round]]] = {}
         missing = []
-        for name, slug in self.variants.items():
-            for path in sorted((self.folder / slug).glob("seed-*/config.toml")):
-                rounds, config = records(path.parent), resolve(read(path))
-                if len(rounds) >= config.rounds:
-                    results.setdefault(name, {})[config.seed] = rounds
-                else:
-                    missing.append(f"{name}, seed {config.seed}")
-        return {name: dict(sorted(runs.items())) for name, runs in results.items()}, missing
+        for name, seed in product(self.variants, self.seeds):
+            rounds = records(self.run(name, seed))
+            if len(rounds) >= self.rounds:
+                results.setdefault(name, {})[seed] = rounds[: self.rounds]
+            else:
+                missing.append(f"{name}, seed {seed}")
+        return results, missing
 
     def write(self) -> tuple[Comparative, list[str], list[Path]]:
         """The table as Markdown, CSV and LaTeX and the curves as SVG, PDF and PNG, of what is finished."""
         results, missing = self.results()
         if not results:
             raise CheckpointError(f"{self.folder} has no finished run yet")
-        metric, baseline = self.options.get("metric", "global"), self.options.get("baseline")
-        question = Question(metric, baseline if baseline in results else None, self.options.get("target"))
+        metric, baseline = self.question.get("metric", "global"), self.question.get("baseline")
+        question = Question(metric, baseline if baseline in results else None, self.question.get("target"))
         compared = summarise(results, question)
         files = {"md": to_markdown(compared), "tex": to_latex(compared), "csv": to_csv(compared)}
         paths = []
@@ -222,6 +280,11 @@ class Comparison:
         return compared, missing, paths
 
 
+def _anchored(config: Config) -> Config:
+    """The same configuration wherever it is read."""
+    return replace(config, data=anchored(config.data))
+
+
 View = Callable[[Mapping[str, tuple[int, int]], int, int], None]  # running: rounds done, of; runs finished, in all
 
 
@@ -236,7 +299,7 @@ def run_all(jobs: Sequence[Job], parallel: int, view: View, tell: Callable[[str]
     total, threads = len(jobs), max(1, (os.cpu_count() or 1) // parallel)
     if len(waiting) < total:
         tell(f"{total - len(waiting)} of {total} runs are finished already")
-    with _stopped(running):
+    with _terminated_as_interrupted(), _stopped(running):
         while waiting or running:
             while waiting and len(running) < parallel:
                 job = waiting.pop(0)
@@ -269,8 +332,10 @@ def _start(job: Job, threads: int) -> subprocess.Popen[bytes]:
     begun = (job.folder / "config.toml").is_file()
     wanted = job.folder.with_suffix(".toml")
     wanted.write_text(to_toml(job.config))
-    again = ["resume", str(job.folder), "--rounds", str(job.config.rounds)]
-    command = again if begun else ["run", str(wanted), "--out", str(job.folder)]
+    command = ["run", str(wanted), "--out", str(job.folder)]
+    if begun:
+        longer = resolve(read(job.folder / "config.toml")).rounds < job.config.rounds
+        command = ["resume", str(job.folder), *(["--rounds", str(job.config.rounds)] if longer else [])]
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
     with _log(job).open("ab") as log:
         return subprocess.Popen(
@@ -289,8 +354,24 @@ def _last_line(job: Job) -> str:
 
 
 @contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Who ends this process or closes its terminal presses Ctrl-C."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    ours = threading.current_thread() is threading.main_thread()
+    before = {sign: signal.signal(sign, interrupt) for sign in (signal.SIGTERM, signal.SIGHUP) if ours}
+    try:
+        yield
+    finally:
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
+
+
+@contextlib.contextmanager
 def _stopped(running: Mapping[Job, tuple[subprocess.Popen[bytes], float]]) -> Iterator[None]:
-    """Whatever happens, nothing runs on afterwards."""
+    """However this ends, nothing runs on afterwards, unless it is killed outright."""
     try:
         yield
     finally:

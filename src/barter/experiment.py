@@ -216,8 +216,6 @@ class Experiment:
                 self.engine.recall(state["clients"])
             except (KeyError, RuntimeError) as error:
                 raise CheckpointError(f"{path} holds the checkpoint of another experiment: {error}") from error
-        if self.config.rounds < self.round:
-            raise ConfigError(f"rounds={self.config.rounds}: {path} has done {self.round} already")
         folder.lengthen(self.config.rounds)
         return folder
 

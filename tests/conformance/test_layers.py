@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "deploy": {"config", "experiment", "sites", "supervise", "engines", "runs", "core"},
     "loopback": {"config", "data", "deploy", "supervise", "runs", "core"},
     "gallery": {"config", "experiment", "engines", "runs", "core"},
-    "comparison": {"config", "runs", "core"},
+    "comparison": {"config", "runs", "data", "core"},
     "gate": set(),
     "commands": {"config", "experiment", "gallery", "comparison", "runs", "data", "models", "algorithms", "core"},
     "cli": {"commands", "config", "core", "version"},

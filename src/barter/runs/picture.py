@@ -108,7 +108,8 @@ def curves(lines: Mapping[str, Mapping[int, Curve]], label: str, path: Path) -> 
             spread = [statistics.stdev(values[t]) if len(values[t]) > 1 else 0.0 for t in rounds]
             colour, style = COLOURS[i % len(COLOURS)], ("-", "--", ":")[i // len(COLOURS) % 3]
             dots = "o" if len(rounds) <= 20 else None
-            axes.plot(rounds, means, style, color=colour, marker=dots, markersize=3, linewidth=1.4, label=_plain(name))
+            shown = _plain(name if not name.startswith("_") else f" {name}")  # matplotlib hides what begins with one
+            axes.plot(rounds, means, style, color=colour, marker=dots, markersize=3, linewidth=1.4, label=shown)
             edges = [[m + way * s for m, s in zip(means, spread, strict=True)] for way in (-1, 1)]
             axes.fill_between(rounds, *edges, color=colour, alpha=0.18, linewidth=0)
         axes.set(xlabel="round", ylabel=label)

@@ -133,7 +133,7 @@ class ManyRuns:
     def __init__(self, console: Console) -> None:
         self.console, self.tasks = console, dict[str, TaskID]()
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.completed:.0f} of {task.total:.0f}"),
         )

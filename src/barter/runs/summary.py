@@ -133,13 +133,15 @@ def _percent(column: Column) -> str:
     return f"{100 * column.mean:.1f}{spread}"
 
 
-def _difference(column: Column) -> str:
+def _difference(summary: Summary) -> str:
+    column, pairs = summary.difference, len(summary.difference.values)
     if column.mean is None:
         return "-"
     interval = paired(column.values)
     if interval is None:
         return f"{100 * column.mean:+.1f} (too few seeds)"
-    return f"{100 * column.mean:+.1f} [{100 * interval[0]:+.1f}, {100 * interval[1]:+.1f}]"
+    fewer = "" if pairs == len(summary.seeds) else f", {pairs} seeds"
+    return f"{100 * column.mean:+.1f} [{100 * interval[0]:+.1f}, {100 * interval[1]:+.1f}]{fewer}"
 
 
 def _reached(summary: Summary) -> str:
@@ -156,7 +158,7 @@ def cells(compared: Comparative) -> tuple[list[str], list[list[tuple[str, bool]]
     best = {key: max(s.accuracies[key].mean or 0.0 for s in summaries) for key in shown}
     headings = ["method", "seeds", *(METRICS[key] for key in shown), "bytes", "seconds"]
     if asked.target is not None:
-        headings.append(f"rounds to {asked.target:.0%} {METRICS[asked.metric]}")
+        headings.append(f"rounds to {100 * asked.target:g}% {METRICS[asked.metric]}")
     if asked.baseline is not None:
         headings.append(f"{METRICS[asked.metric]} above {asked.baseline} (95 %)")
     rows = []
@@ -165,7 +167,7 @@ def cells(compared: Comparative) -> tuple[list[str], list[list[tuple[str, bool]]
         row += [(_percent(s.accuracies[key]), s.accuracies[key].mean == best[key]) for key in shown]
         row += [(size(s.bytes.mean or 0.0), False), (duration(s.seconds.mean or 0.0), False)]
         row += [] if asked.target is None else [(_reached(s), False)]
-        row += [] if asked.baseline is None else [(_difference(s.difference), False)]
+        row += [] if asked.baseline is None else [(_difference(s), False)]
         rows.append(row)
     return headings, rows
 
