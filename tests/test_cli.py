@@ -400,3 +400,10 @@ def test_an_option_that_is_a_key_says_how_to_set_it(
 ) -> None:
     assert main(["run", option, "3"]) == 2
     assert advice in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run_on_flower_is_not_made_longer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "config", "--set", "engine=flower", "--set", "rounds=2"]) == 0
+    (tmp_path / "config.toml").write_text(capsys.readouterr().out)
+    assert main(["resume", str(tmp_path), "--rounds", "3"]) == 2
+    assert "keeps the 2 rounds it was begun with" in " ".join(capsys.readouterr().err.split())
