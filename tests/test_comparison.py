@@ -229,6 +229,7 @@ def test_each_runs_once_so_many_at_a_time_and_failures_do_not_stop_the_rest(
     assert {done for _, done, _ in seen} <= set(range(6))
     assert any(rounds == (1, 2) for running, _, _ in seen for rounds in running.values()), "progress by round"
     assert len(told) == 6
+    assert all(job.done == len(records(job.folder)) for job in jobs)
     assert "local, seed 2: 20.0% global, 40.0% own; " in " ".join(told)
     assert sum("failed" in line and line.endswith("out of luck") for line in told) == 2
     pretended.clear()

@@ -21,7 +21,7 @@ import tomli_w
 from barter.config import RESULT_FREE, Config, first_difference, plain, read, resolve, to_toml, with_settings
 from barter.core.errors import CheckpointError, ConfigError
 from barter.data.task import anchored
-from barter.runs.folder import records
+from barter.runs.folder import records, rounds_done
 from barter.runs.picture import curves
 from barter.runs.progress import duration
 from barter.runs.record import Round
@@ -54,8 +54,8 @@ class Job:
 
     @property
     def done(self) -> int:
-        """How many rounds are finished."""
-        return len(records(self.folder))
+        """How many rounds are finished; asked for often, so nothing is parsed."""
+        return rounds_done(self.folder)
 
     @property
     def finished(self) -> bool:
@@ -192,7 +192,8 @@ class Comparison:
         """Add what is asked for; its runs. What cannot stand in one table with the rest is refused."""
         general = [setting for setting in request.settings if not setting.startswith("algorithm.")]
         base = {key: item for key, item in request.base.items() if key != "algorithm"}
-        shared = plain(_anchored(resolve(with_settings(base, general))))
+        plainly = resolve(with_settings(base, general))
+        shared = plain(_anchored(plainly))
         common = {key: item for key, item in shared.items() if key not in ("algorithm", "seed", *RESULT_FREE)}
         odd = first_difference(self.common, common, ()) if self.common else None
         if odd is not None:
@@ -203,7 +204,7 @@ class Comparison:
         jobs = []
         for name, settings in request.variants.items():
             config = resolve(with_settings(request.base, [*request.settings, *settings]))
-            if config.data.source != resolve(with_settings(base, general)).data.source:
+            if config.data.source != plainly.data.source:
                 raise ConfigError(f"{name!r} has other data than the rest: different data do not go into one table")
             self.variants.setdefault(name, self._slug(name))
             self._check_begun(name, config)

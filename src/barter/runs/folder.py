@@ -16,7 +16,7 @@ from barter.core.payload import Payload
 from barter.runs.checkpoint import flush, read, write
 from barter.runs.record import Round
 
-__all__ = ["RunFolder", "last_checkpoint", "records"]
+__all__ = ["RunFolder", "last_checkpoint", "records", "rounds_done"]
 
 METRICS = "metrics.jsonl"
 
@@ -118,6 +118,12 @@ def records(run: Path) -> list[Round]:
         except (ValueError, KeyError, TypeError):
             break
     return found
+
+
+def rounds_done(run: Path) -> int:
+    """How many rounds a run's folder has recorded."""
+    metrics = run / METRICS
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
 def last_checkpoint(run: Path, device: torch.device) -> tuple[int, Payload] | None:
