@@ -77,7 +77,7 @@ class Hub(Server):
     """The data-free module."""
 
     docking: dict[int, State] = {}
-    decoder: State = {}
+    decoder: State = {}  # the last round's, if the next goes on from it
     buffer: list[Entry] = []
     held: dict[int, int] = {}  # the last round whose entry a client was sent
 
@@ -210,10 +210,10 @@ class DFFKE(Algorithm[Hub, Trader]):
 
     def train_decoder(self, server: Hub, viewers: dict[int, Viewer], codes: Tensors, e: Tensors) -> State:
         """The decoder Dec, which makes of each code an image that its client's encoder maps back to it (Eq. 12)."""
-        batch, start = self.decoder_batch or self.batch_size, server.decoder if self.warm_decoder else {}
+        batch = self.decoder_batch or self.batch_size
         schedule = Schedule(self.decoder_epochs, self.decoder_steps, batch, self.mixed)
         recipe, terms = adam(self.lr, cosine=self.cosine), Terms(self.logit_loss, self.discrepancy)
-        decoder, loss = fit_decoder(server, start, viewers, codes, e, recipe, schedule, terms)
+        decoder, loss = fit_decoder(server, server.decoder, viewers, codes, e, recipe, schedule, terms)
         server.report["decoder_loss"], server.decoder = loss, decoder if self.warm_decoder else {}
         return decoder
 
