@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from barter.core.clients import Clients
 from barter.core.errors import CheckpointError, ConfigError
 from barter.core.evaluation import accuracy
 from barter.core.images import Images, Spec
-from barter.core.model import Classifier, split, verify_split
+from barter.core.model import Classifier
 from barter.core.nodes import Client, Monitor, Server, as_numbers
 from barter.core.precision import resolved, using
 from barter.data.partition import Partition
@@ -30,6 +31,7 @@ from barter.engines.local import LocalEngine
 from barter.engines.parking import budget
 from barter.models import families, zoo
 from barter.models.fused import fuse
+from barter.models.zoo import Own
 from barter.runs.folder import RunFolder
 from barter.runs.record import Round
 
@@ -54,7 +56,7 @@ class Experiment:
         data: str | Data = "digits",
         partition: str | Partition = "dirichlet",
         clients: int = 5,
-        models: str | nn.Module | Sequence[nn.Module] = "auto",
+        models: str | Own | Sequence[str | Own] = "auto",
         seed: int = 0,
         device: str = "auto",
         precision: str = "auto",
@@ -66,12 +68,16 @@ class Experiment:
         resume: bool = False,
         monitor: Monitor | None = None,
     ) -> None:
+        if models == BY_PYTHON:
+            raise ConfigError("this run's models were given in Python: resume it there, with out=... and resume=True")
+        listed = [(models, None)] if isinstance(models, str) else _listed(models)
+        by_name = all(own is None for _, own in listed)
         config = Config(
             algorithm=algorithm,
             data=Data(source=data) if isinstance(data, str) else data,
             partition=partition_named(partition)() if isinstance(partition, str) else partition,
             clients=clients,
-            models=models if isinstance(models, str) else BY_PYTHON,
+            models=",".join(name for name, _ in listed) if by_name else BY_PYTHON,
             rounds=rounds,
             seed=seed,
             device=device,  # type: ignore[arg-type]  # checked by Config
@@ -80,14 +86,13 @@ class Experiment:
             device_memory=device_memory,
             min_clients=min_clients,
         )
-        if models == BY_PYTHON:
-            raise ConfigError("this run's models were given in Python: resume it there, with out=... and resume=True")
         where = device_named(device)
         memory = budget(where, device_memory)
         self.task = make_task(config.data, config.partition, clients, seed, where)
-        given = [models] if isinstance(models, nn.Module) else models
-        names, networks = _networks(algorithm, given, self.task.spec, clients, seed)
-        parts = cut(config, names, networks, self.task.spec)
+        called = names_of(algorithm, config.models, clients) if by_name else [name for name, _ in listed]
+        names = {k: called[k % len(called)] for k in range(clients)}
+        built = {name: initial(name, self.task.spec, seed, dict(listed).get(name)) for name in dict.fromkeys(called)}
+        parts = cut(config, names, {k: built[name] for k, name in names.items()}, self.task.spec)
         self.architectures = [parts.names[k] for k in range(clients)]
         members = {k: make_client(config, k, parts.own[k], parts.names[k], self.task, where) for k in parts.own}
         server = make_server(config, names, parts, self.task.spec, self.task.public, where)
@@ -231,18 +236,20 @@ class Parts:
 
 def cut(config: Config, names: Mapping[int, str], networks: Mapping[int, Classifier], spec: Spec) -> Parts:
     """The parties' networks from those of their architectures; equal ones are one."""
-    algorithm, made = config.algorithm, dict[tuple[Classifier, float], Classifier]()
+    algorithm, made = config.algorithm, dict[tuple[str, float], Classifier]()
 
-    def part(network: Classifier, share: float) -> Classifier:
-        if (network, share) not in made:
-            narrower = algorithm.network(copy.deepcopy(network), share, spec)
-            made[network, share] = narrower.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        return made[network, share]
+    def part(k: int, share: float) -> Classifier:
+        key = names[k], share
+        if key not in made:
+            with seeds.scope(config.seed, "network", *key):
+                narrower = algorithm.network(copy.deepcopy(networks[k]), share, spec)
+            made[key] = narrower.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return made[key]
 
     shares = {k: algorithm.budget(k, config.clients) for k in names}
-    own = {k: part(network, shares[k]) for k, network in networks.items()}
+    own = {k: part(k, shares[k]) for k in networks}
     called = {k: name if shares[k] == 1 else f"{name}@{shares[k]:g}" for k, name in names.items()}
-    return Parts(called, own, part(networks[0], 1.0) if 0 in networks else None)
+    return Parts(called, own, part(0, 1.0) if 0 in networks else None)
 
 
 def make_client(
@@ -281,11 +288,11 @@ def device_named(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def initial(name: str, spec: Spec, seed: int) -> Classifier:
+def initial(name: str, spec: Spec, seed: int, own: Own | None = None) -> Classifier:
     """The network of an architecture as it is before the first round: clients of one architecture start from the same
     weights, and so does a model of the server's."""
     with seeds.scope(seed, "weights", name):
-        return zoo.build(name, spec)
+        return zoo.build(name, spec, own)
 
 
 def names_of(algorithm: Algorithm[Any, Any], models: str, clients: int) -> list[str]:
@@ -295,22 +302,25 @@ def names_of(algorithm: Algorithm[Any, Any], models: str, clients: int) -> list[
     return families.members(models, clients)
 
 
-def _networks(
-    algorithm: Algorithm[Any, Any], models: str | Sequence[nn.Module], spec: Spec, clients: int, seed: int
-) -> tuple[dict[int, str], dict[int, Classifier]]:
-    """The architecture of each client and a network of it in its initial state; equal names are one network."""
-    if isinstance(models, str):
-        names = names_of(algorithm, models, clients)
-        built = {name: initial(name, spec, seed) for name in dict.fromkeys(names)}
-        return dict(enumerate(names)), {k: built[name] for k, name in enumerate(names)}
-    if not models:
-        raise ConfigError("models: give at least one module; client i gets module i mod n")
-    ready = []
-    for module in models:
-        if not isinstance(module, nn.Module):
-            raise ConfigError(f"models: {module!r} is no module; names go into one string, with commas between them")
-        classifier = split(module)
-        verify_split(module, classifier, spec.shape, spec.classes)
-        ready.append(classifier)
-    chosen = {k: k % len(ready) for k in range(clients)}
-    return {k: f"{type(models[i]).__name__}-{i}" for k, i in chosen.items()}, {k: ready[i] for k, i in chosen.items()}
+def _listed(models: Own | Sequence[str | Own]) -> list[tuple[str, Own | None]]:
+    """The name of each model, and what is behind it where a name alone does not lead there."""
+    listed: list[tuple[str, Own | None]] = []
+    for i, model in enumerate(models if isinstance(models, Sequence) else [models]):
+        if isinstance(model, str):
+            listed.append((model, None))
+        elif callable(model):
+            kind = type(model) if isinstance(model, nn.Module) else model
+            place = f"{kind.__module__}:{getattr(kind, '__qualname__', '')}"
+            found = kind is model and kind.__module__ != "__main__" and _at(place) is model
+            listed.append((place, None) if found else (f"{getattr(kind, '__name__', 'model')}-{i}", model))
+        else:
+            raise ConfigError(f"models: {model!r} is no name, no module and no factory of one")
+    if not listed:
+        raise ConfigError("models: give at least one; client i gets number i mod n")
+    return listed
+
+
+def _at(place: str) -> object:
+    """What module:name leads to; nothing if it leads nowhere."""
+    module, _, name = place.partition(":")
+    return getattr(sys.modules.get(module), name, None)
