@@ -61,6 +61,7 @@ class Config:
     streams: Count = 10  # how many clients compute at the same time on a CUDA device
     device_memory: Positive | None = None  # GiB of a CUDA device's memory to stay within; none means all there is
     min_clients: Count | None = None  # how many clients must answer a call; none means all that were asked
+    start: str = ""  # the folder of a run whose networks the parties start from; empty: from the seed
 
     engine: Literal["local", "flower"] = "local"  # where the clients live: in this process, or at Flower's sites
     timeout: Positive = 3600.0  # seconds that a Flower site has to answer a call
@@ -69,6 +70,8 @@ class Config:
         check(self)
         if self.min_clients is not None and self.min_clients > self.clients:
             raise ConfigError(f"min_clients={self.min_clients}: there are only {self.clients} clients")
+        if self.start and self.engine == "flower":
+            raise ConfigError(f"start={self.start!r}: sites of a run on Flower start from the seed; use engine=local")
 
 
 def algorithm_named(name: str) -> type[Algorithm[Any, Any]]:

@@ -22,7 +22,8 @@ from barter.core.errors import CheckpointError, ConfigError
 from barter.core.evaluation import accuracy
 from barter.core.images import Images, Spec
 from barter.core.model import Classifier
-from barter.core.nodes import Client, Monitor, Server, as_numbers
+from barter.core.nodes import Client, Monitor, Node, Server, as_numbers
+from barter.core.payload import Payload
 from barter.core.precision import resolved, using
 from barter.data.partition import Partition
 from barter.data.task import Data, Task, make_task
@@ -32,10 +33,21 @@ from barter.engines.parking import budget
 from barter.models import families, zoo
 from barter.models.fused import fuse
 from barter.models.zoo import Own
-from barter.runs.folder import RunFolder
+from barter.runs.folder import RunFolder, finished, has_checkpoint
 from barter.runs.record import Round
 
-__all__ = ["Experiment", "Parts", "cut", "device_named", "initial", "make_client", "make_server", "names_of"]
+__all__ = [
+    "BY_PYTHON",
+    "Experiment",
+    "Parts",
+    "cut",
+    "described",
+    "device_named",
+    "initial",
+    "make_client",
+    "make_server",
+    "names_of",
+]
 
 ELSEWHERE = ("engine", "timeout")  # of a configuration: only for clients that live elsewhere
 BY_PYTHON = "(given in Python)"
@@ -63,6 +75,7 @@ class Experiment:
         streams: int = 10,
         device_memory: float | None = None,
         min_clients: int | None = None,
+        start: str | Path = "",
         rounds: int = 5,
         out: str | Path | None = None,
         resume: bool = False,
@@ -85,6 +98,7 @@ class Experiment:
             streams=streams,
             device_memory=device_memory,
             min_clients=min_clients,
+            start=str(start),
         )
         where = device_named(device)
         memory = budget(where, device_memory)
@@ -106,15 +120,24 @@ class Experiment:
             device_memory=memory,
             tune=fuse,
         )
-        self._begin(config, server, engine, self.task.global_test, out, resume)
+        networks = described(self.task.spec, self.task.classes, names)
+        self._begin(config, server, engine, self.task.global_test, networks, out, resume)
 
     @classmethod
     def across(
-        cls, config: Config, server: Server, engine: BaseEngine, test: Images | None, out: Path, *, resume: bool
+        cls,
+        config: Config,
+        server: Server,
+        engine: BaseEngine,
+        test: Images | None,
+        networks: Payload,
+        out: Path,
+        *,
+        resume: bool,
     ) -> Experiment:
         """The experiment of a server whose clients live elsewhere; `test` is what a model of its own is judged by."""
         experiment = cls.__new__(cls)
-        experiment._begin(config, server, engine, test, out, resume)
+        experiment._begin(config, server, engine, test, networks, out, resume)
         return experiment
 
     def _begin(
@@ -123,19 +146,17 @@ class Experiment:
         server: Server,
         engine: BaseEngine,
         test: Images | None,
+        networks: Payload,
         out: str | Path | None,
         resume: bool,
     ) -> None:
-        self.config, self.algorithm, self.server, self.engine, self.test = (
-            config,
-            config.algorithm,
-            server,
-            engine,
-            test,
-        )
+        self.config, self.algorithm, self.server, self.engine = config, config.algorithm, server, engine
+        self.test, self.networks = test, networks
         self.device, self.precision = server.device, resolved(config.precision, server.device)
         server.monitor = engine
         self.round, self._unfinished = 0, False
+        if config.start and not (resume and out is not None and has_checkpoint(Path(out))):
+            self._start_from(Path(config.start))
         self.folder = None if out is None else self._open(Path(out), resume)
 
     @classmethod
@@ -204,7 +225,28 @@ class Experiment:
         return Round(t, clients, server, seconds, by_method, failures)
 
     def _state(self) -> dict[str, Any]:
-        return {"server": self.server.memory(), "clients": self.engine.memory()}
+        return {"server": self.server.memory(), "clients": self.engine.memory(), "networks": self.networks}
+
+    def _start_from(self, run: Path) -> None:
+        """Every party takes over the weights that its counterpart in another run ended with."""
+        assert isinstance(self.engine, LocalEngine)
+        _, state = finished(run)
+        there, here = state["networks"]["architectures"], self.networks["architectures"]
+        parties: list[tuple[str, int, Node, Payload]] = [
+            (f"client {k}", k, client, state["clients"].get(k, {})) for k, client in self.engine.clients.items()
+        ]
+        if self.server.model_or_none is not None:
+            parties.append(("the server", 0, self.server, state["server"]))
+        for who, k, party, memory in parties:
+            if "model" not in memory:
+                raise ConfigError(f"start={str(run)!r}: {who} has no network there to start from")
+            try:
+                party.model.load_state_dict(memory["model"])
+            except RuntimeError:
+                task = " for images or classes of another number" if there[k] == here[k] else ""
+                raise ConfigError(
+                    f"start={str(run)!r}: the network of {who} is {there[k]}{task} there and {here[k]} here"
+                ) from None
 
     def _open(self, path: Path, resume: bool) -> RunFolder:
         if not resume:
@@ -223,6 +265,11 @@ class Experiment:
                 raise CheckpointError(f"{path} holds the checkpoint of another experiment: {error}") from error
         folder.lengthen(self.config.rounds)
         return folder
+
+
+def described(spec: Spec, classes: Sequence[str], names: Mapping[int, str]) -> Payload:
+    """What a checkpoint says of the networks in it, so that they can be used without the data."""
+    return {"spec": spec.plain(), "classes": list(classes), "architectures": dict(names)}
 
 
 @dataclass(frozen=True)

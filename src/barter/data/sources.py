@@ -38,6 +38,8 @@ class Dataset:
     domains: list[str]
     domain_train: Tensor
     domain_test: Tensor
+    held_out: bool = False  # whether the test images are a part of what was given for training
+    numbered: bool = False  # whether nobody named the classes: they are called by their numbers
 
     @property
     def may_flip(self) -> bool:
@@ -58,9 +60,10 @@ class Request:
 Arrays: TypeAlias = tuple[Any, Any, Any, Any]
 
 
-def _dataset(request: Request, arrays: Arrays, classes: list[str] | None = None) -> Dataset:
+def _dataset(request: Request, arrays: Arrays, classes: list[str] | None = None, *, held_out: bool = False) -> Dataset:
     """A data set of one domain from NHWC arrays."""
     x_train, y_train, x_test, y_test = (torch.as_tensor(np.ascontiguousarray(a)) for a in arrays)
+    numbered = classes is None
     if classes is None:
         classes = [str(c) for c in range(int(max(y_train.max(), y_test.max())) + 1)]
     return Dataset(
@@ -73,6 +76,8 @@ def _dataset(request: Request, arrays: Arrays, classes: list[str] | None = None)
         domains=["all"],
         domain_train=torch.zeros(len(y_train), dtype=torch.long),
         domain_test=torch.zeros(len(y_test), dtype=torch.long),
+        held_out=held_out,
+        numbered=numbered,
     )
 
 
@@ -181,7 +186,7 @@ def _folder(request: Request) -> Dataset:
     classes = [folder.name for folder in _subfolders(path, "class")]
     x, y = _read_classes(path, classes, request.size)
     test = _held_out(y)
-    return _dataset(request, (x[~test], y[~test], x[test], y[test]), classes)
+    return _dataset(request, (x[~test], y[~test], x[test], y[test]), classes, held_out=True)
 
 
 def _domains(request: Request) -> Dataset:
@@ -191,7 +196,7 @@ def _domains(request: Request) -> Dataset:
     x, y = np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
     domain = np.repeat(np.arange(len(parts)), [len(y) for _, y in parts])
     test = _held_out(domain * len(classes) + y)
-    whole = _dataset(request, (x[~test], y[~test], x[test], y[test]), classes)
+    whole = _dataset(request, (x[~test], y[~test], x[test], y[test]), classes, held_out=True)
     fields = {**whole.__dict__, "domains": [folder.name for folder in domains]}
     fields |= {"domain_train": torch.as_tensor(domain[~test]), "domain_test": torch.as_tensor(domain[test])}
     return Dataset(**fields)
