@@ -23,9 +23,10 @@ from barter.core.evaluation import accuracy
 from barter.core.images import Images, Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Monitor, Node, Server, as_numbers
+from barter.core.params import BY_PYTHON
 from barter.core.payload import Payload
 from barter.core.precision import resolved, using
-from barter.data.partition import Partition
+from barter.data.partition import Dirichlet, Domains, Listed, Partition
 from barter.data.task import Data, Task, make_task
 from barter.engines.base import BaseEngine
 from barter.engines.local import LocalEngine
@@ -37,7 +38,6 @@ from barter.runs.folder import RunFolder, finished, has_checkpoint
 from barter.runs.record import Round
 
 __all__ = [
-    "BY_PYTHON",
     "Experiment",
     "Parts",
     "cut",
@@ -50,7 +50,6 @@ __all__ = [
 ]
 
 ELSEWHERE = ("engine", "timeout")  # of a configuration: only for clients that live elsewhere
-BY_PYTHON = "(given in Python)"
 EVALUATION = Algorithm.evaluate.__name__
 
 
@@ -65,9 +64,9 @@ class Experiment:
         self,
         algorithm: Algorithm[Any, Any],
         *,
-        data: str | Data = "digits",
-        partition: str | Partition = "dirichlet",
-        clients: int = 5,
+        data: str | Data | Any = "digits",
+        partition: str | Partition | Sequence[Sequence[int]] | None = None,
+        clients: int | None = None,
         models: str | Own | Sequence[str | Own] = "auto",
         seed: int = 0,
         device: str = "auto",
@@ -85,10 +84,12 @@ class Experiment:
             raise ConfigError("this run's models were given in Python: resume it there, with out=... and resume=True")
         listed = [(models, None)] if isinstance(models, str) else _listed(models)
         by_name = all(own is None for _, own in listed)
+        data = data if isinstance(data, Data) else Data(source=data)
+        partition, clients = _shared(data, partition, clients)
         config = Config(
             algorithm=algorithm,
-            data=Data(source=data) if isinstance(data, str) else data,
-            partition=partition_named(partition)() if isinstance(partition, str) else partition,
+            data=data,
+            partition=partition,
             clients=clients,
             models=",".join(name for name, _ in listed) if by_name else BY_PYTHON,
             rounds=rounds,
@@ -347,6 +348,22 @@ def names_of(algorithm: Algorithm[Any, Any], models: str, clients: int) -> list[
     if models == "auto":
         models = "small-cnn" if algorithm.one_architecture else "small-5"
     return families.members(models, clients)
+
+
+def _shared(
+    data: Data, partition: str | Partition | Sequence[Sequence[int]] | None, clients: int | None
+) -> tuple[Partition, int]:
+    """Who gets what, and how many they are; where Python has data or a list for each client, nothing need be said."""
+    several = data.given is not None and len(data.given.domains) > 1
+    if partition is None:
+        partition = Domains() if several else Dirichlet()
+        clients = len(data.given.domains) if clients is None and several and data.given else clients
+    elif isinstance(partition, str):
+        partition = partition_named(partition)()
+    elif not isinstance(partition, Partition):
+        clients = len(partition) if clients is None else clients
+        partition = Listed.of(partition)
+    return partition, 5 if clients is None else clients
 
 
 def _listed(models: Own | Sequence[str | Own]) -> list[tuple[str, Own | None]]:

@@ -14,9 +14,10 @@ from barter.core.errors import CheckpointError, ConfigError
 from barter.core.evaluation import accuracy
 from barter.core.images import Augment, Images, Spec, prepared
 from barter.core.model import Classifier
+from barter.core.params import BY_PYTHON
 from barter.core.payload import Payload
-from barter.data.sources import Dataset
-from barter.experiment import BY_PYTHON, cut, initial
+from barter.data.dataset import Dataset
+from barter.experiment import cut, initial
 from barter.models.zoo import Own
 from barter.runs.folder import finished
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import nn
 from torchvision import models as tv
 
@@ -22,34 +21,42 @@ WITHOUT_AUXILIARY = {"googlenet": 32, "inception_v3": 75}
 
 
 def made(name: str, side: int, **options: Any) -> nn.Module:
-    torch.manual_seed(0)
     extra = {"image_size": side} if name.startswith("vit") else {}
     module: nn.Module = tv.get_model(name, weights=None, num_classes=3, **extra, **options)
     return module
 
 
 def federation(
-    algorithm: Algorithm[Any, Any], module: nn.Module, side: int, folder: Path, resume: bool = False
+    algorithm: Algorithm[Any, Any], name: str, side: int, folder: Path, *, resume: bool = False, **options: Any
 ) -> Experiment:
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 256, (12, 4, 4, 3), dtype=np.uint8), np.arange(12) % 3
     np.savez(folder / "few.npz", x_train=x[:6], y_train=y[:6], x_test=x[6:], y_test=y[6:])
     data = Data(source=f"npz:{folder / 'few.npz'}", size=side)
-    out = folder / "run"
     return Experiment(
-        algorithm, data=data, partition="iid", clients=1, models=module, device="cpu", out=out, resume=resume
+        algorithm,
+        data=data,
+        partition="iid",
+        clients=1,
+        models=lambda spec: made(name, side, **options),
+        device="cpu",
+        out=folder / "run",
+        resume=resume,
     )
 
 
-def goes_on_from_its_checkpoint(algorithm: Algorithm[Any, Any], module: nn.Module, side: int, folder: Path) -> None:
-    first = federation(algorithm, module, side, folder)
-    for _ in first.rounds(1):
-        pass
+def goes_on_from_its_checkpoint(
+    algorithm: Algorithm[Any, Any], name: str, side: int, folder: Path, **options: Any
+) -> None:
+    first = federation(algorithm, name, side, folder, **options)
+    next(first.rounds(1))
     kept = state(first)
     assert first.folder is not None
     first.folder.release()
-    second = federation(algorithm, module, side, folder, resume=True)
+    del first  # the largest networks have 2.5 GB of weights
+    second = federation(algorithm, name, side, folder, resume=True, **options)
     assert same(kept, state(second))
+    del kept
     assert [r.round for r in second.rounds(2)] == [2]
 
 
@@ -58,13 +65,13 @@ STEP = {"max_epochs": 1, "optimizer": "sgd", "lr": 1e-6, "batch_size": 6}
 
 @pytest.mark.parametrize("name", ["local", "dffke", "fedavg"])
 def test_layers_that_ask_for_their_version_get_it(name: str, tmp_path: Path) -> None:
-    goes_on_from_its_checkpoint(tiny(name), made("mnasnet0_5", 32), 32, tmp_path)
+    goes_on_from_its_checkpoint(tiny(name), "mnasnet0_5", 32, tmp_path)
 
 
 @pytest.mark.parametrize(("name", "side"), [("googlenet", 32), ("inception_v3", 299)])
 def test_auxiliary_classifiers_are_refused_with_the_way_out(name: str, side: int, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Outputs instead of logits while it is trained.*aux_logits=False"):
-        federation(tiny("local", **STEP), made(name, side, init_weights=False), side, tmp_path)
+        federation(tiny("local", **STEP), name, side, tmp_path, init_weights=False)
 
 
 @pytest.mark.slow
@@ -74,10 +81,9 @@ def test_every_classifier_trains_and_goes_on(name: str, tmp_path: Path) -> None:
     side = LARGER.get(name, 32)
     if name in WITHOUT_AUXILIARY:
         side, options = WITHOUT_AUXILIARY[name], {"aux_logits": False, "init_weights": False}
-    module = made(name, side, **options)
     if name.startswith("squeezenet"):  # ends in a convolution
         with pytest.raises(ConfigError, match="SqueezeNet has no Linear layer"):
-            federation(tiny("local", **STEP), module, side, tmp_path)
+            federation(tiny("local", **STEP), name, side, tmp_path)
         return
-    goes_on_from_its_checkpoint(tiny("local", **STEP), module, side, tmp_path)
-    (tmp_path / "run" / "checkpoints" / "round-000002.safetensors").unlink()  # up to 2.5 GB
+    goes_on_from_its_checkpoint(tiny("local", **STEP), name, side, tmp_path, **options)
+    (tmp_path / "run" / "checkpoints" / "round-000002.safetensors").unlink()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
@@ -15,7 +14,7 @@ from torchvision.models.resnet import BasicBlock, ResNet
 from barter.core.errors import ConfigError
 from barter.core.images import Spec
 from barter.core.model import Classifier, split, verify_split
-from barter.core.params import did_you_mean
+from barter.core.params import did_you_mean, imported
 from barter.models import small
 
 __all__ = ["ZOO", "Own", "build"]
@@ -109,7 +108,7 @@ ZOO: dict[str, Callable[[Spec], Classifier]] = {
 def build(name: str, spec: Spec, own: Own | None = None) -> Classifier:
     """A network for this task: of the zoo, by a factory `package.module:function` of a spec, or of one's own."""
     outside = own is not None or ":" in name
-    make = partial(_split, name, own or _imported(name)) if outside else ZOO.get(name)
+    make = partial(_split, name, own or imported(name, "model")) if outside else ZOO.get(name)
     if make is None:
         raise ConfigError(f"unknown model {name!r}: {did_you_mean(name, ZOO)}")
     try:
@@ -120,15 +119,6 @@ def build(name: str, spec: Spec, own: Own | None = None) -> Classifier:
         hint = "too small for it; set data.size to enlarge them" if small else "set another data.size"
         raise ConfigError(f"{name} cannot take images of {_size(spec)}: {hint} ({error})") from error
     return model
-
-
-def _imported(name: str) -> Own:
-    module, _, attribute = name.partition(":")
-    try:
-        make: Own = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"model {name!r} cannot be imported: {error}") from error
-    return make
 
 
 def _split(name: str, own: Own, spec: Spec) -> Classifier:
