@@ -1,4 +1,4 @@
-"""The command line: barter run | resume | compare | evaluate | export | list | show | flower | site.
+"""The command line: barter run | resume | compare | evaluate | export | check | list | show | flower | site.
 
 What can be asked is here, what is done then in `commands`, which loads torch: help and mistakes must not wait for it.
 """
@@ -182,6 +182,17 @@ def export(
     from barter import commands
 
     commands.export(run, to, client)
+
+
+@app.command()
+def check(
+    name: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help="A method of your own, or one that is listed.")],
+    settings: Settings = None,
+) -> None:
+    """Run a method through what all of them keep to: wire, seeds, resumption, order, documentation."""
+    from barter import commands
+
+    commands.check(name, settings)
 
 
 @flower.command("init")

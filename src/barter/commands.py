@@ -20,6 +20,7 @@ from rich.table import Table
 from barter.algorithms import ALGORITHMS
 from barter.comparison import Comparison, Request, run_all
 from barter.config import Config, algorithm_named, read, resolve, to_toml, with_settings
+from barter.conformance import CHECKS, examined
 from barter.core.errors import BarterError, ConfigError, Interrupted
 from barter.core.params import describe
 from barter.data.partition import PARTITIONS
@@ -40,6 +41,7 @@ from barter.runs.summary import cells
 from barter.runs.tables import accuracy_table, class_table, closing_table
 
 __all__ = [
+    "check",
     "compare",
     "evaluate",
     "export",
@@ -157,6 +159,15 @@ def export(run: Path, to: Path, client: int | None) -> None:
     kept = load(run, client)
     write_network(kept, to)
     _console().print(f"{kept.owner} of {run}, {kept.architecture} after round {kept.round}: {to}")
+
+
+def check(name: str, settings: Settings) -> None:
+    algorithm, failed, console = resolve(_tree(None, name, settings)).algorithm, 0, _console()
+    for what, problem in examined(algorithm):
+        failed += bool(problem)
+        console.print(f"no  {what}\n    {problem}" if problem else f"ok  {what}")
+    if failed:
+        raise BarterError(f"{name} does not keep to {failed} of {len(CHECKS)}")
 
 
 def _tree(config: Path | None, algorithm: str | None, settings: Sequence[str] | None) -> dict[str, Any]:
