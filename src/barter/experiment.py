@@ -354,10 +354,10 @@ def _shared(
     data: Data, partition: str | Partition | Sequence[Sequence[int]] | None, clients: int | None
 ) -> tuple[Partition, int]:
     """Who gets what, and how many they are; where Python has data or a list for each client, nothing need be said."""
-    several = data.given is not None and len(data.given.domains) > 1
+    domains = 1 if data.given is None else len(data.given.domains)
     if partition is None:
-        partition = Domains() if several else Dirichlet()
-        clients = len(data.given.domains) if clients is None and several and data.given else clients
+        partition = Domains() if domains > 1 else Dirichlet()
+        clients = domains if clients is None and domains > 1 else clients
     elif isinstance(partition, str):
         partition = partition_named(partition)()
     elif not isinstance(partition, Partition):
