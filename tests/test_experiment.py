@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from barter import DFFKE, Algorithm, Client, Clients, Experiment, Local, Server
+from barter import DFFKE, Algorithm, Classifier, Client, Clients, Experiment, Local, Server
 from barter.config import read, resolve
 from barter.core.errors import CheckpointError, ClientError, ConfigError
+from barter.core.images import Spec
 from barter.data.partition import Iid
 from barter.runs.tables import closing_table
 from tests.conftest import federation, same, state, tiny
@@ -34,10 +35,51 @@ def test_own_modules_take_part() -> None:
     assert experiment.architectures == ["Sequential-0", "Sequential-1", "Sequential-0"]
     assert record.mean("global") > 0.05
     assert federation(tiny("local"), models=modules[0]).architectures == ["Sequential-0"] * 3
-    with pytest.raises(ConfigError, match="at least one module"):
+    with pytest.raises(ConfigError, match="give at least one"):
         federation(tiny("local"), models=[])
-    with pytest.raises(ConfigError, match="'small-cnn' is no module"):
-        federation(tiny("local"), models=["small-cnn", "small-mlp"])
+    with pytest.raises(ConfigError, match="3 is no name, no module and no factory"):
+        federation(tiny("local"), models=["small-cnn", 3])
+
+
+def perceptron(spec: Spec) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 20), nn.ReLU(), nn.Linear(20, spec.classes))
+
+
+def test_one_seed_is_one_run_whatever_the_models_are(tmp_path: Path) -> None:
+    for models in ([perceptron, "small-mlp"], [lambda spec: perceptron(spec), perceptron], perceptron):
+        one, again, other = (federation(tiny("dffke"), models=models, seed=seed) for seed in (1, 1, 2))
+        for experiment in (one, again, other):
+            list(experiment.rounds(1))
+            torch.rand(1)  # what else is drawn in this process changes nothing
+        assert same(state(one), state(again))
+        assert not same(state(one), state(other))
+
+
+def test_functions_that_can_be_imported_are_named_in_the_configuration(tmp_path: Path) -> None:
+    here = f"{__name__}:perceptron"
+    first = federation(tiny("local"), models=[perceptron, "small-mlp"], out=tmp_path / "run", rounds=1)
+    assert first.architectures == [here, "small-mlp", here]
+    list(first.rounds(1))
+    again = Experiment.from_config(resolve(read(tmp_path / "run" / "config.toml")))
+    list(again.rounds(1))
+    assert same(state(first), state(again))
+    assert federation(tiny("local"), models=[lambda spec: perceptron(spec)]).config.models == "(given in Python)"
+    with pytest.raises(ConfigError, match="did not make a network of it: .*argument"):
+        federation(tiny("local"), models=lambda: perceptron)
+
+
+class Redrawn(Local):
+    """Parties whose networks are drawn anew."""
+
+    def network(self, network: Classifier, share: float, spec: Spec) -> Classifier:
+        nn.init.normal_(next(network.parameters()))
+        return network
+
+
+def test_what_a_method_makes_of_a_network_comes_from_the_seed() -> None:
+    one, again, other = (state(federation(Redrawn(), seed=seed)) for seed in (1, 1, 2))
+    assert same(one, again)
+    assert not same(one, other)
 
 
 def test_partitions_and_models_by_name() -> None:

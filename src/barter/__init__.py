@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 from barter.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from barter.algorithms import ALGORITHMS, DFFKE, Central, FedAvg, Local
+    from barter.algorithms import ALGORITHMS, DFFKE, FedAvg, Local
     from barter.core.algorithm import Algorithm
     from barter.core.clients import Clients, Replies
     from barter.core.errors import BarterError
     from barter.core.model import Classifier, split
     from barter.core.nodes import Client, Server
     from barter.experiment import Experiment
+    from barter.kept import load
     from barter.runs.record import Round
 
 __all__ = [
@@ -22,7 +23,6 @@ __all__ = [
     "DFFKE",
     "Algorithm",
     "BarterError",
-    "Central",
     "Classifier",
     "Client",
     "Clients",
@@ -32,6 +32,7 @@ __all__ = [
     "Replies",
     "Round",
     "Server",
+    "load",
     "split",
 ]
 
@@ -43,8 +44,9 @@ _MODULES = {
     "core.model": {"Classifier", "split"},
     "core.nodes": {"Client", "Server"},
     "experiment": {"Experiment"},
+    "kept": {"load"},
     "runs.record": {"Round"},
-    "algorithms": {"ALGORITHMS", "DFFKE", "Central", "FedAvg", "Local"},
+    "algorithms": {"ALGORITHMS", "DFFKE", "FedAvg", "Local"},
 }
 
 

@@ -1,4 +1,4 @@
-"""The command line: barter run | resume | compare | list | show | flower | site.
+"""The command line: barter run | resume | compare | evaluate | export | check | list | show | flower | site.
 
 What can be asked is here, what is done then in `commands`, which loads torch: help and mistakes must not wait for it.
 """
@@ -94,6 +94,9 @@ def run(
     ] = None,
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder; without one, a new one under runs/.")] = None,
+    start: Annotated[
+        Path | None, typer.Option("--from", metavar="RUN", help="Start from the networks that another run ended with.")
+    ] = None,
     device: Annotated[Device | None, typer.Option(help="Where to compute.")] = None,
     precision: Annotated[
         Arithmetic | None, typer.Option(help="How to compute; without it, bf16 on CUDA and fp32 on the CPU.")
@@ -111,7 +114,8 @@ def run(
     """Run a federation, as CONFIG.toml says or by the defaults, and keep its metrics and checkpoint in a folder."""
     from barter import commands
 
-    chosen = {"device": device, "precision": precision, "device_memory": device_memory, "engine": engine}
+    where = {"start": start and str(start), "device": device, "engine": engine}
+    chosen = {**where, "precision": precision, "device_memory": device_memory}
     values = {key: getattr(value, "value", value) for key, value in chosen.items()}
     commands.run(config, algorithm, settings, out, values, simulate=simulate)
 
@@ -154,6 +158,41 @@ def compare(
 
     asked = {"baseline": baseline, "metric": metric, "target": target}
     commands.compare(what, algorithms, seeds, settings, vary, out, asked, jobs)
+
+
+@app.command()
+def evaluate(
+    run: Annotated[Path, typer.Argument(metavar="RUN")],
+    data: Annotated[str, typer.Option(metavar="SOURCE", help="A data set's name, npz:PATH or folder:PATH.")],
+    client: Annotated[int | None, typer.Option(min=0, help="Only this client's network.")] = None,
+) -> None:
+    """The accuracy of RUN's networks on other data: on its test images or, where it has no such part, on all of it."""
+    from barter import commands
+
+    commands.evaluate(run, data, client)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN")],
+    to: Annotated[Path, typer.Option(metavar="FILE", help="Ends in .safetensors, .onnx or .pt2.")],
+    client: Annotated[int | None, typer.Option(min=0, help="Whose network; without it, the server's model.")] = None,
+) -> None:
+    """Write a network of RUN into a file that says how images are to be prepared for it."""
+    from barter import commands
+
+    commands.export(run, to, client)
+
+
+@app.command()
+def check(
+    name: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help="A method of your own, or one that is listed.")],
+    settings: Settings = None,
+) -> None:
+    """Run a method through what all of them keep to: wire, seeds, resumption, order, documentation."""
+    from barter import commands
+
+    commands.check(name, settings)
 
 
 @flower.command("init")

@@ -20,13 +20,17 @@ from rich.table import Table
 from barter.algorithms import ALGORITHMS
 from barter.comparison import Comparison, Request, run_all
 from barter.config import Config, algorithm_named, read, resolve, to_toml, with_settings
+from barter.conformance import CHECKS, examined
 from barter.core.errors import BarterError, ConfigError, Interrupted
 from barter.core.params import describe
 from barter.data.partition import PARTITIONS
 from barter.data.sources import PATH_SOURCES, SOURCES
-from barter.data.task import SITES, Task, make_task
-from barter.experiment import Experiment, names_of
+from barter.data.sources import load as load_data
+from barter.data.task import SITES, Task, anchored, make_task
+from barter.experiment import Experiment, device_named, names_of
+from barter.export import export as write_network
 from barter.gallery import sheets
+from barter.kept import judged, load, load_all
 from barter.models.families import FAMILIES
 from barter.models.zoo import ZOO
 from barter.runs.folder import records
@@ -34,10 +38,13 @@ from barter.runs.picture import bubbles
 from barter.runs.progress import ManyRuns, Watcher
 from barter.runs.record import Round
 from barter.runs.summary import cells
-from barter.runs.tables import class_table, closing_table
+from barter.runs.tables import accuracy_table, class_table, closing_table
 
 __all__ = [
+    "check",
     "compare",
+    "evaluate",
+    "export",
     "flower_init",
     "flower_start",
     "list_",
@@ -136,6 +143,31 @@ def _print_comparison(comparison: Comparison) -> None:
     if comparison.question.get("baseline") not in (None, compared.question.baseline):
         _console().print(f"no run of the baseline {comparison.question['baseline']!r} is finished: no differences yet")
     _console().print(f"table and curves: {', '.join(map(str, paths))}")
+
+
+def evaluate(run: Path, source: str, client: int | None) -> None:
+    networks = load_all(run) if client is None else [load(run, client)]
+    spec, own = networks[0].spec, resolve(read(run / "config.toml")).data
+    dataset = load_data(source, root=own.root, size=spec.height if spec.height == spec.width else None)
+    new = anchored(replace(own, source=source)).source != anchored(own).source
+    count, values = judged(networks, dataset, new=new, device=device_named("auto"))
+    _console().print(f"accuracy in % on {count:,} images of {source}\n")
+    _console(wide=True).print(accuracy_table([(kept.owner, kept.architecture) for kept in networks], values))
+
+
+def export(run: Path, to: Path, client: int | None) -> None:
+    kept = load(run, client)
+    write_network(kept, to)
+    _console().print(f"{kept.owner} of {run}, {kept.architecture} after round {kept.round}: {to}")
+
+
+def check(name: str, settings: Settings) -> None:
+    algorithm, failed, console = resolve(_tree(None, name, settings)).algorithm, 0, _console()
+    for what, problem in examined(algorithm):
+        failed += bool(problem)
+        console.print(f"no  {what}\n    {problem}" if problem else f"ok  {what}")
+    if failed:
+        raise BarterError(f"{name} does not keep to {failed} of {len(CHECKS)}")
 
 
 def _tree(config: Path | None, algorithm: str | None, settings: Sequence[str] | None) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ import tomli_w
 from barter.algorithms import ALGORITHMS
 from barter.core.algorithm import Algorithm
 from barter.core.errors import ConfigError
-from barter.core.params import Count, Positive, Whole, build, check, did_you_mean
+from barter.core.params import Count, Positive, Whole, build, check, did_you_mean, imported
 from barter.data.partition import PARTITIONS, Dirichlet, Partition
 from barter.data.task import Data
 
@@ -61,6 +60,7 @@ class Config:
     streams: Count = 10  # how many clients compute at the same time on a CUDA device
     device_memory: Positive | None = None  # GiB of a CUDA device's memory to stay within; none means all there is
     min_clients: Count | None = None  # how many clients must answer a call; none means all that were asked
+    start: str = ""  # the folder of a run whose networks the parties start from; empty: from the seed
 
     engine: Literal["local", "flower"] = "local"  # where the clients live: in this process, or at Flower's sites
     timeout: Positive = 3600.0  # seconds that a Flower site has to answer a call
@@ -69,29 +69,32 @@ class Config:
         check(self)
         if self.min_clients is not None and self.min_clients > self.clients:
             raise ConfigError(f"min_clients={self.min_clients}: there are only {self.clients} clients")
+        if self.start and self.engine == "flower":
+            raise ConfigError(f"start={self.start!r}: sites of a run on Flower start from the seed; use engine=local")
 
 
 def algorithm_named(name: str) -> type[Algorithm[Any, Any]]:
     """The algorithm of this name in the registry or, as package.module:Class, anywhere else."""
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         if name not in ALGORITHMS:
             raise ConfigError(f"unknown algorithm {name!r}: {did_you_mean(name, ALGORITHMS)}")
         return ALGORITHMS[name]
-    try:
-        kind = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise ConfigError(f"algorithm {name!r} cannot be imported: {error}") from error
+    kind = imported(name, "algorithm")
     if not (isinstance(kind, type) and issubclass(kind, Algorithm)) or kind.round is Algorithm.round:
         raise ConfigError(f"{name} is no Algorithm with a round of its own")
     return kind
 
 
 def partition_named(name: str) -> type[Partition]:
-    """The partition of this name."""
-    if name not in PARTITIONS:
-        raise ConfigError(f"unknown partition {name!r}: {did_you_mean(name, PARTITIONS)}")
-    return PARTITIONS[name]
+    """The partition of this name in the registry or, as package.module:Class, anywhere else."""
+    if ":" not in name:
+        if name not in PARTITIONS:
+            raise ConfigError(f"unknown partition {name!r}: {did_you_mean(name, PARTITIONS)}")
+        return PARTITIONS[name]
+    kind = imported(name, "partition")
+    if not (isinstance(kind, type) and issubclass(kind, Partition)) or kind.split is Partition.split:
+        raise ConfigError(f"{name} is no Partition with a split of its own")
+    return kind
 
 
 def resolve(tree: Mapping[str, Any]) -> Config:
@@ -131,9 +134,8 @@ def with_settings(tree: Mapping[str, Any], settings: Iterable[str]) -> dict[str,
     """The values with `key=value` settings put in; a dot in the key leads into a table."""
     changed = {key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
     for path, value in sorted(map(_setting, settings), key=_rank):
-        algorithm = changed.get("algorithm")
-        imported = isinstance(algorithm, dict) and ":" in str(algorithm.get("name"))
-        if not (imported and path[0] == "algorithm"):
+        chosen = changed.get(path[0])
+        if not (isinstance(chosen, dict) and ":" in str(chosen.get("name"))):  # whose fields are known when it is
             _refuse_unknown(path)
         table = changed.setdefault(path[0], {}) if len(path) == 2 else changed
         if not isinstance(table, dict):

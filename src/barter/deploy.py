@@ -30,11 +30,11 @@ from barter.core.errors import BarterError, ConfigError
 from barter.core.images import Spec
 from barter.core.payload import Payload
 from barter.engines.flower import POLL_SECONDS, FlowerEngine, Hellos, Member
-from barter.experiment import Experiment
+from barter.experiment import Experiment, described
 from barter.runs.checkpoint import flush
 from barter.runs.folder import RunFolder
 from barter.runs.journal import Journal
-from barter.sites import Hello, agree, federation, new_attempt, spec_tree
+from barter.sites import Hello, agree, federation, new_attempt
 from barter.supervise import FLOWER, Child, free_port
 
 __all__ = ["Coordinator", "app", "conduct", "init", "site_folder", "write_app"]
@@ -96,8 +96,9 @@ def conduct(grid: Grid, config: Config, out: Path, journal: Journal) -> Experime
         timeout=config.timeout,
     )
     engine.rejoin = lambda strangers: _names(hellos, strangers)
-    experiment = Experiment.across(config, server, engine, test, out, resume=True)
-    about = roster.begin(out, experiment.round) | {"config": toml, "spec": spec_tree(roster.spec)}
+    networks = described(roster.spec, ids[0].classes, {k: said.architecture for k, said in ids.items()})
+    experiment = Experiment.across(config, server, engine, test, networks, out, resume=True)
+    about = roster.begin(out, experiment.round) | {"config": toml, "spec": roster.spec.plain()}
     journal.note("begin", experiment.round)
     for record in experiment.rounds(config.rounds):
         journal.note("round", record.to_json())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,23 +21,35 @@ from barter.core.clients import Clients
 from barter.core.errors import CheckpointError, ConfigError
 from barter.core.evaluation import accuracy
 from barter.core.images import Images, Spec
-from barter.core.model import Classifier, split, verify_split
-from barter.core.nodes import Client, Monitor, Server, as_numbers
+from barter.core.model import Classifier
+from barter.core.nodes import Client, Monitor, Node, Server, as_numbers
+from barter.core.params import BY_PYTHON
+from barter.core.payload import Payload
 from barter.core.precision import resolved, using
-from barter.data.partition import Partition
+from barter.data.partition import Dirichlet, Domains, Listed, Partition
 from barter.data.task import Data, Task, make_task
 from barter.engines.base import BaseEngine
 from barter.engines.local import LocalEngine
 from barter.engines.parking import budget
 from barter.models import families, zoo
 from barter.models.fused import fuse
-from barter.runs.folder import RunFolder
+from barter.models.zoo import Own
+from barter.runs.folder import RunFolder, finished, has_checkpoint
 from barter.runs.record import Round
 
-__all__ = ["Experiment", "Parts", "cut", "device_named", "initial", "make_client", "make_server", "names_of"]
+__all__ = [
+    "Experiment",
+    "Parts",
+    "cut",
+    "described",
+    "device_named",
+    "initial",
+    "make_client",
+    "make_server",
+    "names_of",
+]
 
 ELSEWHERE = ("engine", "timeout")  # of a configuration: only for clients that live elsewhere
-BY_PYTHON = "(given in Python)"
 EVALUATION = Algorithm.evaluate.__name__
 
 
@@ -51,27 +64,34 @@ class Experiment:
         self,
         algorithm: Algorithm[Any, Any],
         *,
-        data: str | Data = "digits",
-        partition: str | Partition = "dirichlet",
-        clients: int = 5,
-        models: str | nn.Module | Sequence[nn.Module] = "auto",
+        data: str | Data | Any = "digits",
+        partition: str | Partition | Sequence[Sequence[int]] | None = None,
+        clients: int | None = None,
+        models: str | Own | Sequence[str | Own] = "auto",
         seed: int = 0,
         device: str = "auto",
         precision: str = "auto",
         streams: int = 10,
         device_memory: float | None = None,
         min_clients: int | None = None,
+        start: str | Path = "",
         rounds: int = 5,
         out: str | Path | None = None,
         resume: bool = False,
         monitor: Monitor | None = None,
     ) -> None:
+        if models == BY_PYTHON:
+            raise ConfigError("this run's models were given in Python: resume it there, with out=... and resume=True")
+        listed = [(models, None)] if isinstance(models, str) else _listed(models)
+        by_name = all(own is None for _, own in listed)
+        data = data if isinstance(data, Data) else Data(source=data)
+        partition, clients = _shared(data, partition, clients)
         config = Config(
             algorithm=algorithm,
-            data=Data(source=data) if isinstance(data, str) else data,
-            partition=partition_named(partition)() if isinstance(partition, str) else partition,
+            data=data,
+            partition=partition,
             clients=clients,
-            models=models if isinstance(models, str) else BY_PYTHON,
+            models=",".join(name for name, _ in listed) if by_name else BY_PYTHON,
             rounds=rounds,
             seed=seed,
             device=device,  # type: ignore[arg-type]  # checked by Config
@@ -79,15 +99,15 @@ class Experiment:
             streams=streams,
             device_memory=device_memory,
             min_clients=min_clients,
+            start=str(start),
         )
-        if models == BY_PYTHON:
-            raise ConfigError("this run's models were given in Python: resume it there, with out=... and resume=True")
         where = device_named(device)
         memory = budget(where, device_memory)
         self.task = make_task(config.data, config.partition, clients, seed, where)
-        given = [models] if isinstance(models, nn.Module) else models
-        names, networks = _networks(algorithm, given, self.task.spec, clients, seed)
-        parts = cut(config, names, networks, self.task.spec)
+        called = names_of(algorithm, config.models, clients) if by_name else [name for name, _ in listed]
+        names = {k: called[k % len(called)] for k in range(clients)}
+        built = {name: initial(name, self.task.spec, seed, dict(listed).get(name)) for name in dict.fromkeys(called)}
+        parts = cut(config, names, {k: built[name] for k, name in names.items()}, self.task.spec)
         self.architectures = [parts.names[k] for k in range(clients)]
         members = {k: make_client(config, k, parts.own[k], parts.names[k], self.task, where) for k in parts.own}
         server = make_server(config, names, parts, self.task.spec, self.task.public, where)
@@ -101,15 +121,24 @@ class Experiment:
             device_memory=memory,
             tune=fuse,
         )
-        self._begin(config, server, engine, self.task.global_test, out, resume)
+        networks = described(self.task.spec, self.task.classes, names)
+        self._begin(config, server, engine, self.task.global_test, networks, out, resume)
 
     @classmethod
     def across(
-        cls, config: Config, server: Server, engine: BaseEngine, test: Images | None, out: Path, *, resume: bool
+        cls,
+        config: Config,
+        server: Server,
+        engine: BaseEngine,
+        test: Images | None,
+        networks: Payload,
+        out: Path,
+        *,
+        resume: bool,
     ) -> Experiment:
         """The experiment of a server whose clients live elsewhere; `test` is what a model of its own is judged by."""
         experiment = cls.__new__(cls)
-        experiment._begin(config, server, engine, test, out, resume)
+        experiment._begin(config, server, engine, test, networks, out, resume)
         return experiment
 
     def _begin(
@@ -118,19 +147,17 @@ class Experiment:
         server: Server,
         engine: BaseEngine,
         test: Images | None,
+        networks: Payload,
         out: str | Path | None,
         resume: bool,
     ) -> None:
-        self.config, self.algorithm, self.server, self.engine, self.test = (
-            config,
-            config.algorithm,
-            server,
-            engine,
-            test,
-        )
+        self.config, self.algorithm, self.server, self.engine = config, config.algorithm, server, engine
+        self.test, self.networks = test, networks
         self.device, self.precision = server.device, resolved(config.precision, server.device)
         server.monitor = engine
         self.round, self._unfinished = 0, False
+        if config.start and not (resume and out is not None and has_checkpoint(Path(out))):
+            self._start_from(Path(config.start))
         self.folder = None if out is None else self._open(Path(out), resume)
 
     @classmethod
@@ -199,7 +226,28 @@ class Experiment:
         return Round(t, clients, server, seconds, by_method, failures)
 
     def _state(self) -> dict[str, Any]:
-        return {"server": self.server.memory(), "clients": self.engine.memory()}
+        return {"server": self.server.memory(), "clients": self.engine.memory(), "networks": self.networks}
+
+    def _start_from(self, run: Path) -> None:
+        """Every party takes over the weights that its counterpart in another run ended with."""
+        assert isinstance(self.engine, LocalEngine)
+        _, state = finished(run)
+        there, here = state["networks"]["architectures"], self.networks["architectures"]
+        parties: list[tuple[str, int, Node, Payload]] = [
+            (f"client {k}", k, client, state["clients"].get(k, {})) for k, client in self.engine.clients.items()
+        ]
+        if self.server.model_or_none is not None:
+            parties.append(("the server", 0, self.server, state["server"]))
+        for who, k, party, memory in parties:
+            if "model" not in memory:
+                raise ConfigError(f"start={str(run)!r}: {who} has no network there to start from")
+            try:
+                party.model.load_state_dict(memory["model"])
+            except RuntimeError:
+                task = " for images or classes of another number" if there[k] == here[k] else ""
+                raise ConfigError(
+                    f"start={str(run)!r}: the network of {who} is {there[k]}{task} there and {here[k]} here"
+                ) from None
 
     def _open(self, path: Path, resume: bool) -> RunFolder:
         if not resume:
@@ -220,6 +268,11 @@ class Experiment:
         return folder
 
 
+def described(spec: Spec, classes: Sequence[str], names: Mapping[int, str]) -> Payload:
+    """What a checkpoint says of the networks in it, so that they can be used without the data."""
+    return {"spec": spec.plain(), "classes": list(classes), "architectures": dict(names)}
+
+
 @dataclass(frozen=True)
 class Parts:
     """Each client's network, as wide as it can afford, with a name that says so; and the server's, at full width."""
@@ -231,18 +284,20 @@ class Parts:
 
 def cut(config: Config, names: Mapping[int, str], networks: Mapping[int, Classifier], spec: Spec) -> Parts:
     """The parties' networks from those of their architectures; equal ones are one."""
-    algorithm, made = config.algorithm, dict[tuple[Classifier, float], Classifier]()
+    algorithm, made = config.algorithm, dict[tuple[str, float], Classifier]()
 
-    def part(network: Classifier, share: float) -> Classifier:
-        if (network, share) not in made:
-            narrower = algorithm.network(copy.deepcopy(network), share, spec)
-            made[network, share] = narrower.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        return made[network, share]
+    def part(k: int, share: float) -> Classifier:
+        key = names[k], share
+        if key not in made:
+            with seeds.scope(config.seed, "network", *key):
+                narrower = algorithm.network(copy.deepcopy(networks[k]), share, spec)
+            made[key] = narrower.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return made[key]
 
     shares = {k: algorithm.budget(k, config.clients) for k in names}
-    own = {k: part(network, shares[k]) for k, network in networks.items()}
+    own = {k: part(k, shares[k]) for k in networks}
     called = {k: name if shares[k] == 1 else f"{name}@{shares[k]:g}" for k, name in names.items()}
-    return Parts(called, own, part(networks[0], 1.0) if 0 in networks else None)
+    return Parts(called, own, part(0, 1.0) if 0 in networks else None)
 
 
 def make_client(
@@ -281,11 +336,11 @@ def device_named(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def initial(name: str, spec: Spec, seed: int) -> Classifier:
+def initial(name: str, spec: Spec, seed: int, own: Own | None = None) -> Classifier:
     """The network of an architecture as it is before the first round: clients of one architecture start from the same
     weights, and so does a model of the server's."""
     with seeds.scope(seed, "weights", name):
-        return zoo.build(name, spec)
+        return zoo.build(name, spec, own)
 
 
 def names_of(algorithm: Algorithm[Any, Any], models: str, clients: int) -> list[str]:
@@ -295,22 +350,41 @@ def names_of(algorithm: Algorithm[Any, Any], models: str, clients: int) -> list[
     return families.members(models, clients)
 
 
-def _networks(
-    algorithm: Algorithm[Any, Any], models: str | Sequence[nn.Module], spec: Spec, clients: int, seed: int
-) -> tuple[dict[int, str], dict[int, Classifier]]:
-    """The architecture of each client and a network of it in its initial state; equal names are one network."""
-    if isinstance(models, str):
-        names = names_of(algorithm, models, clients)
-        built = {name: initial(name, spec, seed) for name in dict.fromkeys(names)}
-        return dict(enumerate(names)), {k: built[name] for k, name in enumerate(names)}
-    if not models:
-        raise ConfigError("models: give at least one module; client i gets module i mod n")
-    ready = []
-    for module in models:
-        if not isinstance(module, nn.Module):
-            raise ConfigError(f"models: {module!r} is no module; names go into one string, with commas between them")
-        classifier = split(module)
-        verify_split(module, classifier, spec.shape, spec.classes)
-        ready.append(classifier)
-    chosen = {k: k % len(ready) for k in range(clients)}
-    return {k: f"{type(models[i]).__name__}-{i}" for k, i in chosen.items()}, {k: ready[i] for k, i in chosen.items()}
+def _shared(
+    data: Data, partition: str | Partition | Sequence[Sequence[int]] | None, clients: int | None
+) -> tuple[Partition, int]:
+    """Who gets what, and how many they are; where Python has data or a list for each client, nothing need be said."""
+    domains = 1 if data.given is None else len(data.given.domains)
+    if partition is None:
+        partition = Domains() if domains > 1 else Dirichlet()
+        clients = domains if clients is None and domains > 1 else clients
+    elif isinstance(partition, str):
+        partition = partition_named(partition)()
+    elif not isinstance(partition, Partition):
+        clients = len(partition) if clients is None else clients
+        partition = Listed.of(partition)
+    return partition, 5 if clients is None else clients
+
+
+def _listed(models: Own | Sequence[str | Own]) -> list[tuple[str, Own | None]]:
+    """The name of each model, and what is behind it where a name alone does not lead there."""
+    listed: list[tuple[str, Own | None]] = []
+    for i, model in enumerate(models if isinstance(models, Sequence) else [models]):
+        if isinstance(model, str):
+            listed.append((model, None))
+        elif callable(model):
+            kind = type(model) if isinstance(model, nn.Module) else model
+            place = f"{kind.__module__}:{getattr(kind, '__qualname__', '')}"
+            found = kind is model and kind.__module__ != "__main__" and _at(place) is model
+            listed.append((place, None) if found else (f"{getattr(kind, '__name__', 'model')}-{i}", model))
+        else:
+            raise ConfigError(f"models: {model!r} is no name, no module and no factory of one")
+    if not listed:
+        raise ConfigError("models: give at least one; client i gets number i mod n")
+    return listed
+
+
+def _at(place: str) -> object:
+    """What module:name leads to; nothing if it leads nowhere."""
+    module, _, name = place.partition(":")
+    return getattr(sys.modules.get(module), name, None)

@@ -16,7 +16,7 @@ from barter.core.images import Images, statistics
 from barter.core.nodes import Client
 from barter.engines.local import LocalEngine
 from barter.experiment import Experiment
-from barter.runs.folder import last_checkpoint
+from barter.runs.folder import finished
 from barter.runs.picture import Row, sheet
 
 __all__ = ["sheets"]
@@ -28,9 +28,7 @@ def sheets(run: Path, out: Path, columns: int) -> Iterator[Path]:
     name = type(config.algorithm).__name__
     if config.engine == "flower":
         raise ConfigError(f"{run} ran on Flower: its clients' images are at their sites, not here")
-    last = last_checkpoint(run, torch.device("cpu"))
-    if last is None:
-        raise CheckpointError(f"{run} has no finished round yet")
+    last = finished(run)
     experiment, found = Experiment.from_config(config), 0
     engine = experiment.engine
     assert isinstance(engine, LocalEngine)

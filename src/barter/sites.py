@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -28,7 +28,7 @@ from barter.engines.site import Site
 from barter.experiment import cut, device_named, initial, make_client, make_server, names_of
 from barter.models.fused import fuse
 
-__all__ = ["Hello", "Setup", "agree", "federation", "introduce", "make_site", "new_attempt", "settle", "spec_tree"]
+__all__ = ["Hello", "Setup", "agree", "federation", "introduce", "make_site", "new_attempt", "settle"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +68,13 @@ class Hello:
 
     def payload(self) -> Payload:
         tree = dataclasses.asdict(self)
-        return {**tree, "classes": list(self.classes), "spec": spec_tree(self.spec)}
+        return {**tree, "classes": list(self.classes), "spec": self.spec.plain()}
 
     @classmethod
     def read(cls, tree: Payload) -> Hello:
         """From what came over the wire."""
         try:
-            said = cls(**{**tree, "classes": tuple(tree["classes"]), "spec": _spec(tree["spec"])})
+            said = cls(**{**tree, "classes": tuple(tree["classes"]), "spec": Spec.of(tree["spec"])})
         except (TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"a site said hello in a way that is not understood: {error}") from error
         spec = said.spec
@@ -86,16 +86,6 @@ class Hello:
         if not sound or not all(type(x) is float and math.isfinite(x) for x in (*spec.mean, *spec.std)):
             raise ConfigError(f"a site said hello with values that cannot be: {tree}")
         return said
-
-
-def spec_tree(spec: Spec) -> dict[str, Any]:
-    """A spec as it travels."""
-    return {key: list(v) if isinstance(v, tuple) else v for key, v in dataclasses.asdict(spec).items()}
-
-
-def _spec(tree: Mapping[str, Any]) -> Spec:
-    fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in tree.items()}
-    return Spec(**fields)
 
 
 @cache
@@ -131,7 +121,7 @@ def _require_share(setup: Setup, config: Config) -> None:
 
 def settle(setup: Setup, session: Payload) -> tuple[LocalEngine, Precision]:
     """The client that a site is in a run."""
-    config, spec, k = _config(session["config"]), _spec(session["spec"]), int(session["client"])
+    config, spec, k = _config(session["config"]), Spec.of(session["spec"]), int(session["client"])
     device = device_named(setup.device)
     named = {k: str(session["architecture"])}
     parts = cut(config, named, {k: initial(named[k], spec, config.seed)}, spec)

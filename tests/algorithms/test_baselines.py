@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from barter import DFFKE, Central, FedAvg, Local
+from barter import DFFKE, FedAvg, Local
+from barter.algorithms import Central
 from barter.core.errors import ConfigError
 from barter.core.payload import nbytes
 from tests.conftest import federation, same, state, tiny

@@ -23,12 +23,16 @@ MAY_IMPORT = {
     "supervise": {"config", "sites", "engines", "core"},
     "deploy": {"config", "experiment", "sites", "supervise", "engines", "runs", "core"},
     "loopback": {"config", "data", "deploy", "supervise", "runs", "core"},
+    "conformance": {"experiment", "engines", "data", "core"},
+    "kept": {"config", "experiment", "runs", "data", "models", "core"},
+    "export": {"kept", "core", "version"},
     "gallery": {"config", "experiment", "engines", "runs", "core"},
     "comparison": {"config", "runs", "data", "core"},
     "gate": set(),
-    "commands": {"config", "experiment", "gallery", "comparison", "runs", "data", "models", "algorithms", "core"},
+    "commands": {"config", "runs", "data", "models", "algorithms", "core"}
+    | {"experiment", "comparison", "conformance", "export", "gallery", "kept"},
     "cli": {"commands", "config", "core", "version"},
-    "__init__": {"experiment", "runs", "algorithms", "core", "version"},
+    "__init__": {"experiment", "kept", "runs", "algorithms", "core", "version"},
     "__main__": {"cli"},
     "version": set(),
 }

@@ -48,13 +48,21 @@ def test_npz(tmp_path: Path) -> None:
     assert data.x_train.shape == (20, 3, 6, 5)
     assert np.array_equal(data.x_train.permute(0, 2, 3, 1).numpy(), np.load(path)["x_train"])
     assert len(data.classes) == 4
-    assert data.may_flip
+    assert not data.may_flip, "nobody knows what is on them"
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"y_test": None}, "lacks y_test"),
+        ({"x_train": None}, "lacks x_train"),
+        ({"class_names": np.array(["a"])}, "unknown array 'class_names': did you mean 'classes'"),
+        ({"classes": np.array(["a", "b"])}, "y_train holds class number 3, but there are 2 names"),
+        ({"domains": np.array(["a", "b"])}, "lacks domain_test, domain_train"),
+        (
+            {"domains": np.array(["a"]), "domain_train": np.arange(20) % 2, "domain_test": np.zeros(8, int)},
+            "domain_train holds domain number 1, but there are 1 names",
+        ),
         ({"x_train": np.zeros((20, 6, 5, 3))}, "float64"),
         ({"x_train": np.zeros((20, 6, 5), dtype=np.uint8)}, "NHWC"),
         ({"y_train": np.zeros(3, dtype=int)}, "y_train"),
@@ -66,6 +74,22 @@ def test_npz(tmp_path: Path) -> None:
 def test_bad_npz_says_what_is_wrong(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(save(tmp_path / "a.npz", **changes))
+
+
+def test_npz_with_names_and_domains_and_without_a_test_part(tmp_path: Path) -> None:
+    names = {"classes": np.array(list("abcd")), "domains": np.array(["day", "night"])}
+    numbers = {"domain_train": np.arange(20) // 10, "domain_test": np.arange(8) // 4}
+    whole = load(save(tmp_path / "a.npz", **names, **numbers))
+    assert (whole.classes, whole.domains, whole.held_out) == (["a", "b", "c", "d"], ["day", "night"], False)
+    assert whole.domain_test.tolist() == [0] * 4 + [1] * 4
+    numbers.pop("domain_test")
+    parts = load(save(tmp_path / "b.npz", **names, **numbers, x_test=None, y_test=None))
+    assert parts.held_out
+    assert len(parts.y_test) == 8, "one of each class in each domain"
+    assert sorted(zip(parts.y_test.tolist(), parts.domain_test.tolist(), strict=True)) == [
+        (c, d) for c in range(4) for d in range(2)
+    ]
+    assert len(parts.y_train) == 12
 
 
 def test_a_file_that_is_no_npz(tmp_path: Path) -> None:

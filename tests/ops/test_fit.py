@@ -56,6 +56,19 @@ def test_two_adam_steps_with_little_first_momentum_by_hand() -> None:
     assert weight.item() == pytest.approx(1.0 - 0.1, abs=1e-6)
 
 
+def test_a_loss_of_ones_own_is_trained_on() -> None:
+    def reversed_labels(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(logits, 9 - labels)
+
+    fitted = []
+    for loss in (nn.functional.cross_entropy, reversed_labels, nn.CrossEntropyLoss(label_smoothing=0.5)):
+        client = federation(Local(), clients=1, models="small-mlp").engine.clients[0]  # type: ignore[attr-defined]
+        fitted.append(fit(client, epochs=3, batch_size=50, recipe=adam(1e-2), loss=loss))
+    assert fitted[0].accuracy > 0.8
+    assert fitted[1].accuracy < 0.2, "accuracy is of the labels, whatever the loss makes of them"
+    assert fitted[2].loss > fitted[0].loss + 0.5
+
+
 def test_masked_cross_entropy_by_hand() -> None:
     class Says(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from functools import cache
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +28,16 @@ class Spec:
     @property
     def shape(self) -> tuple[int, int, int]:
         return self.channels, self.height, self.width
+
+    def plain(self) -> dict[str, Any]:
+        """As it travels and is kept."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+
+    @classmethod
+    def of(cls, tree: Mapping[str, Any]) -> Self:
+        """From what `plain` made of it."""
+        fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in tree.items()}
+        return cls(**fields)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +30,14 @@ class Classifier(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.logits(self.features(x))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As every module's; a tree that crossed or was kept, which has no versions of layers, is of this network's."""
+        if not hasattr(state_dict, "_metadata"):
+            state_dict = OrderedDict(state_dict)
+            parts = self.named_modules(remove_duplicate=False)
+            state_dict._metadata = {at: {"version": part._version} for at, part in parts}  # type: ignore[attr-defined]
+        return super().load_state_dict(state_dict, strict, assign)
 
 
 class SplitClassifier(Classifier):
@@ -86,6 +97,7 @@ def verify_split(original: nn.Module, classifier: Classifier, shape: tuple[int, 
                 and isinstance(whole, Tensor)
                 and torch.allclose(whole, classifier.logits(features), atol=1e-5)
             )
+            in_training = _in_training(classifier, probe)
     except (RuntimeError, ValueError, AttributeError, TypeError) as error:
         size = "x".join(map(str, shape))
         raise ConfigError(
@@ -100,3 +112,19 @@ def verify_split(original: nn.Module, classifier: Classifier, shape: tuple[int, 
         raise ConfigError(
             f"{name} cannot be split at its last Linear layer: what follows or bypasses it matters too; {BY_HAND}"
         )
+    if not isinstance(in_training, Tensor):
+        raise ConfigError(
+            f"{name} gives {type(in_training).__name__} instead of logits while it is trained: build it without "
+            "auxiliary classifiers (torchvision: aux_logits=False)"
+        )
+
+
+def _in_training(classifier: Classifier, probe: Tensor) -> object:
+    """What the body gives while it is trained; the classifier and the random state stay as they are."""
+    before = [buffer.clone() for buffer in classifier.buffers()]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return classifier.train().features(probe)
+    finally:
+        for buffer, value in zip(classifier.buffers(), before, strict=True):
+            buffer.copy_(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import inspect
 import math
 import textwrap
@@ -20,6 +21,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from barter.core.errors import ConfigError
 
 __all__ = [
+    "BY_PYTHON",
     "Count",
     "Field",
     "Fraction",
@@ -31,7 +33,10 @@ __all__ = [
     "check",
     "describe",
     "did_you_mean",
+    "imported",
 ]
+
+BY_PYTHON = "(given in Python)"  # stands in a configuration for what a file cannot hold
 
 T = TypeVar("T")
 
@@ -81,6 +86,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     if not near:
         near = difflib.get_close_matches(name.lower().rpartition(".")[2], lowered, n=1, cutoff=0.6)
     return f"did you mean {lowered[near[0]]!r}?" if near else f"there are: {', '.join(known) or 'none'}"
+
+
+def imported(place: str, what: str) -> Any:
+    """What package.module:name leads to."""
+    module, _, name = place.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ConfigError(f"{what} {place!r} cannot be imported: {error}") from error
 
 
 def _kind(hint: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -10,7 +12,7 @@ import numpy as np
 from barter.core.errors import ConfigError
 from barter.core.params import Count, Positive, check
 
-__all__ = ["PARTITIONS", "Classes", "Dirichlet", "Domains", "Dominant", "Iid", "Partition", "Quantity"]
+__all__ = ["PARTITIONS", "Classes", "Dirichlet", "Domains", "Dominant", "Iid", "Listed", "Partition", "Quantity"]
 
 Indices: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 TRIES = 20
@@ -38,6 +40,7 @@ class Partition:
                 f"samples, there are {len(labels)}: ask for fewer clients or a smaller partition.min_samples"
             )
         parts = self.split(labels, domains, clients, np.random.default_rng(seed))
+        self._require_sound(parts, clients, len(labels))
         smallest = min(len(part) for part in parts)
         if smallest < self.min_samples:
             raise ConfigError(
@@ -45,6 +48,16 @@ class Partition:
                 "asked for: lower partition.min_samples or take fewer clients"
             )
         return [np.sort(part) for part in parts]
+
+    def _require_sound(self, parts: Sequence[Indices], clients: int, samples: int) -> None:
+        if len(parts) != clients:
+            raise ConfigError(f"{self}: there are {len(parts)} lists of indices for {clients} clients")
+        every = np.concatenate(parts)
+        if not np.issubdtype(every.dtype, np.integer) or (len(every) and not 0 <= every.min() <= every.max() < samples):
+            raise ConfigError(f"{self}: indices must be whole numbers from 0 to {samples - 1}")
+        values, counts = np.unique(every, return_counts=True)
+        if len(values) < len(every):
+            raise ConfigError(f"{self}: sample {values[counts > 1][0]} is given away more than once")
 
 
 def _shuffled_by_class(labels: Indices, rng: np.random.Generator) -> list[Indices]:
@@ -222,6 +235,30 @@ class Domains(Partition):
             shares = np.array_split(rng.permutation(np.flatnonzero(domains == d)), len(mine))
             for k, share in zip(mine, shares, strict=True):
                 parts[k] = share.astype(np.int64)
+        return parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed(Partition):
+    """Lists of indices, one for each client, from Python."""
+
+    summary = "lists of indices from Python"
+
+    lists: str = ""  # a short name for exactly these lists
+
+    @classmethod
+    def of(cls, lists: Sequence[Sequence[int]]) -> Listed:
+        """The partition into these lists."""
+        parts = [np.asarray(part, dtype=None if len(part) else np.int64) for part in lists]
+        whole = "/".join(",".join(map(str, part.tolist())) for part in parts)
+        listed = cls(min_samples=1, lists=hashlib.blake2b(whole.encode(), digest_size=8).hexdigest())
+        object.__setattr__(listed, "parts", parts)
+        return listed
+
+    def split(self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator) -> list[Indices]:
+        parts: list[Indices] | None = getattr(self, "parts", None)
+        if parts is None:
+            raise ConfigError("this run's lists of indices were given in Python: resume it there, with resume=True")
         return parts
 
 

@@ -7,42 +7,19 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
-from torch import Tensor
 
 from barter.core.errors import ConfigError
-from barter.core.params import did_you_mean
+from barter.core.params import BY_PYTHON, did_you_mean, imported
+from barter.data.dataset import NEEDED, Dataset, assembled, from_arrays, from_python, held_out
 
-__all__ = ["PATH_SOURCES", "SOURCES", "Dataset", "load"]
+__all__ = ["PATH_SOURCES", "SOURCES", "load"]
 
-HELD_OUT = 5  # where a source has no test set of its own, every fifth image of a class is held out
-UPRIGHT = {"digits", "mnist", "emnist", "svhn"}  # a mirrored digit is another sign
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 FOLDER_SIZE = 64  # the side that photographs of different sizes are brought to when data.size says nothing
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """Images (uint8, NCHW) and labels, for training and for testing; the domain of each where there are several."""
-
-    name: str
-    x_train: Tensor
-    y_train: Tensor
-    x_test: Tensor
-    y_test: Tensor
-    classes: list[str]
-    domains: list[str]
-    domain_train: Tensor
-    domain_test: Tensor
-
-    @property
-    def may_flip(self) -> bool:
-        """Whether a mirror image shows the same thing."""
-        return self.name not in UPRIGHT
 
 
 @dataclass(frozen=True)
@@ -55,43 +32,14 @@ class Request:
     size: int | None
 
 
-Arrays: TypeAlias = tuple[Any, Any, Any, Any]
-
-
-def _dataset(request: Request, arrays: Arrays, classes: list[str] | None = None) -> Dataset:
-    """A data set of one domain from NHWC arrays."""
-    x_train, y_train, x_test, y_test = (torch.as_tensor(np.ascontiguousarray(a)) for a in arrays)
-    if classes is None:
-        classes = [str(c) for c in range(int(max(y_train.max(), y_test.max())) + 1)]
-    return Dataset(
-        name=request.name,
-        x_train=x_train.permute(0, 3, 1, 2).contiguous(),
-        y_train=y_train.long(),
-        x_test=x_test.permute(0, 3, 1, 2).contiguous(),
-        y_test=y_test.long(),
-        classes=classes,
-        domains=["all"],
-        domain_train=torch.zeros(len(y_train), dtype=torch.long),
-        domain_test=torch.zeros(len(y_test), dtype=torch.long),
-    )
-
-
-def _held_out(groups: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Which samples are for testing: every fifth of each group, in the order they come."""
-    chosen = np.zeros(len(groups), dtype=bool)
-    for group in np.unique(groups):
-        chosen[np.flatnonzero(groups == group)[::HELD_OUT]] = True
-    return chosen
-
-
 def _digits(request: Request) -> Dataset:
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
     x = (bunch.images * (255 / 16)).round().astype(np.uint8)[..., None]
     y = bunch.target
-    test = _held_out(y)
-    return _dataset(request, (x[~test], y[~test], x[test], y[test]))
+    test = held_out(y)
+    return assembled(request.name, (x[~test], y[~test], x[test], y[test]))
 
 
 def _torchvision(name: str, request: Request) -> Dataset:
@@ -102,12 +50,12 @@ def _torchvision(name: str, request: Request) -> Dataset:
         if name == "svhn":
             train, test = (datasets.SVHN(root, split, download=download) for split in ("train", "test"))
             arrays = (train.data.transpose(0, 2, 3, 1), train.labels, test.data.transpose(0, 2, 3, 1), test.labels)
-            return _dataset(request, arrays)
+            return assembled(request.name, arrays)
         if name == "food101":
             train, test = (datasets.Food101(root, split, download=download) for split in ("train", "test"))
             pictures = [[_picture(path, request.size) for path in part._image_files] for part in (train, test)]
             arrays = (np.stack(pictures[0]), train._labels, np.stack(pictures[1]), test._labels)
-            return _dataset(request, arrays, list(train.classes))
+            return assembled(request.name, arrays, list(train.classes))
         if name == "emnist":
             train, test = (datasets.EMNIST(root, "balanced", train=t, download=download) for t in (True, False))
         else:
@@ -131,7 +79,7 @@ def _torchvision(name: str, request: Request) -> Dataset:
     # The files of EMNIST hold every letter on its side.
     images = [image.transpose(0, 2, 1, 3) for image in images] if name == "emnist" else images
     classes = [str(c) for c in train.classes]
-    return _dataset(request, (images[0], np.asarray(train.targets), images[1], np.asarray(test.targets)), classes)
+    return assembled(request.name, (images[0], np.asarray(train.targets), images[1], np.asarray(test.targets)), classes)
 
 
 def _picture(path: Path, size: int | None) -> np.ndarray[Any, Any]:
@@ -177,11 +125,11 @@ def _folder(request: Request) -> Dataset:
     if (path / "train").is_dir() and (path / "test").is_dir():
         classes = [folder.name for folder in _subfolders(path / "train", "class")]
         parts = [_read_classes(path / part, classes, request.size) for part in ("train", "test")]
-        return _dataset(request, (*parts[0], *parts[1]), classes)
+        return assembled(request.name, (*parts[0], *parts[1]), classes)
     classes = [folder.name for folder in _subfolders(path, "class")]
     x, y = _read_classes(path, classes, request.size)
-    test = _held_out(y)
-    return _dataset(request, (x[~test], y[~test], x[test], y[test]), classes)
+    test = held_out(y)
+    return assembled(request.name, (x[~test], y[~test], x[test], y[test]), classes, held_out=True)
 
 
 def _domains(request: Request) -> Dataset:
@@ -190,11 +138,10 @@ def _domains(request: Request) -> Dataset:
     parts = [_read_classes(domain, classes, request.size) for domain in domains]
     x, y = np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
     domain = np.repeat(np.arange(len(parts)), [len(y) for _, y in parts])
-    test = _held_out(domain * len(classes) + y)
-    whole = _dataset(request, (x[~test], y[~test], x[test], y[test]), classes)
-    fields = {**whole.__dict__, "domains": [folder.name for folder in domains]}
-    fields |= {"domain_train": torch.as_tensor(domain[~test]), "domain_test": torch.as_tensor(domain[test])}
-    return Dataset(**fields)
+    test = held_out(domain * len(classes) + y)
+    numbered = ([folder.name for folder in domains], domain[~test], domain[test])
+    arrays = (x[~test], y[~test], x[test], y[test])
+    return assembled(request.name, arrays, classes, numbered, held_out=True)
 
 
 def _tiny_imagenet(request: Request) -> Dataset:
@@ -209,36 +156,21 @@ def _tiny_imagenet(request: Request) -> Dataset:
     x_train, y_train = _read_classes(root / "train", classes, request.size)
     rows = [line.split("\t") for line in (root / "val" / "val_annotations.txt").read_text().splitlines() if line]
     x_test = np.stack([_picture(root / "val" / "images" / row[0], request.size) for row in rows])
-    return _dataset(request, (x_train, y_train, x_test, np.array([classes.index(row[1]) for row in rows])), classes)
+    return assembled(
+        request.name, (x_train, y_train, x_test, np.array([classes.index(row[1]) for row in rows])), classes
+    )
 
 
 def _npz(request: Request) -> Dataset:
-    names = ("x_train", "y_train", "x_test", "y_test")
     try:
         archive = np.load(request.path, allow_pickle=False)
         if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise ConfigError(f"{request.path} holds one array; an npz file with {', '.join(names)} is expected")
+            raise ConfigError(f"{request.path} holds one array; an npz file with {', '.join(NEEDED)} is expected")
         with archive:
-            missing = [name for name in names if name not in archive]
-            if missing:
-                raise ConfigError(
-                    f"{request.path} lacks {', '.join(missing)}; it has {', '.join(archive) or 'nothing'}"
-                )
-            x_train, y_train, x_test, y_test = (archive[name] for name in names)
+            arrays = dict(archive)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ConfigError(f"{request.path} cannot be read as an npz file: {error}") from error
-    for name, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
-        if x.dtype != np.uint8 or x.ndim != 4:
-            raise ConfigError(f"{request.path}: x_{name} is {x.dtype} of shape {x.shape}, uint8 NHWC is expected")
-        if y.shape != (len(x),) or not np.issubdtype(y.dtype, np.integer) or len(y) == 0 or y.min() < 0:
-            raise ConfigError(
-                f"{request.path}: y_{name} must hold a class number from 0 on for each of {len(x)} images"
-            )
-        if y.max() >= len(x_train):
-            raise ConfigError(f"{request.path}: class number {y.max()} in y_{name}, but only {len(x_train)} images")
-    if x_train.shape[1:] != x_test.shape[1:]:
-        raise ConfigError(f"{request.path}: training images are {x_train.shape[1:]}, test images {x_test.shape[1:]}")
-    return _dataset(request, (x_train, y_train.astype(np.int64), x_test, y_test.astype(np.int64)))
+    return from_arrays(arrays, request.name, str(request.path))
 
 
 def _named(name: str) -> Callable[[Request], Dataset]:
@@ -257,21 +189,35 @@ SOURCES: dict[str, tuple[Callable[[Request], Dataset], str]] = {
     "tiny-imagenet": (_tiny_imagenet, "110,000 photographs, brought to data.size (64), 200 classes; no download"),
 }
 PATH_SOURCES: dict[str, tuple[Callable[[Request], Dataset], str]] = {
-    "npz": (_npz, "npz:PATH, a file with x_train, y_train, x_test, y_test (uint8 NHWC)"),
+    "npz": (_npz, "npz:PATH, a file with x_train, y_train (uint8 NHWC); if need be x_test, y_test, classes, domains"),
     "folder": (_folder, "folder:PATH, one folder per class, or train/ and test/ with one each"),
     "domains": (_domains, "domains:PATH, one folder per domain, in it one per class: feature skew"),
 }
 
 
 def load(source: str, *, root: str = "data", download: bool = False, size: int | None = None) -> Dataset:
-    """The data set of this name, or at this path."""
+    """The data set of this name, at this path, or from this function of one's own."""
     kind, colon, path = source.partition(":")
+    if colon and kind not in PATH_SOURCES:
+        return _from_function(source, size)
     if colon:
-        if kind not in PATH_SOURCES:
-            raise ConfigError(f"unknown kind of data {kind + ':'!r}: {did_you_mean(kind, PATH_SOURCES)}")
         if not Path(path).exists():
             raise ConfigError(f"{source}: {path or 'the path'} does not exist")
         return PATH_SOURCES[kind][0](Request(source, Path(path), download, size))
+    if source.startswith(BY_PYTHON):
+        raise ConfigError("this run's data were given in Python: resume it there, with out=... and resume=True")
     if source not in SOURCES:
         raise ConfigError(f"unknown data set {source!r}: {did_you_mean(source, [*SOURCES, *PATH_SOURCES])}")
     return SOURCES[source][0](Request(source, Path(root), download, size))
+
+
+def _from_function(source: str, size: int | None) -> Dataset:
+    kind = source.partition(":")[0]
+    try:
+        make = imported(source, "data")
+    except ConfigError as error:
+        if getattr(error.__cause__, "name", None) != kind:
+            raise
+        guess = did_you_mean(kind, PATH_SOURCES)
+        raise ConfigError(f"unknown kind of data {kind + ':'!r}, and no module either: {guess}") from None
+    return from_python(make() if callable(make) else make, source, size)

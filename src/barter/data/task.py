@@ -12,10 +12,11 @@ from torch import Tensor
 
 from barter.core.errors import ConfigError
 from barter.core.images import Augment, Images, Spec
-from barter.core.params import Count, check
+from barter.core.params import BY_PYTHON, Count, check
 from barter.core.seeds import stream_seed
-from barter.data.partition import Partition
-from barter.data.sources import Dataset, load
+from barter.data.dataset import Dataset, fingerprint, from_python
+from barter.data.partition import Listed, Partition
+from barter.data.sources import PATH_SOURCES, load
 
 __all__ = ["SITES", "Data", "Task", "anchored", "make_task", "own_data", "public_data"]
 
@@ -26,15 +27,30 @@ SITES = "sites"  # the source of a run to which every client brings its own data
 class Data:
     """Which data, and in which form."""
 
-    source: str = "digits"  # a name from `barter list datasets`, or npz:PATH, folder:PATH, domains:PATH, or sites
+    source: str | Any = "digits"  # a name from `barter list datasets`, npz:PATH, folder:PATH, domains:PATH, sites, or
+    # module:function for one's own; in Python also the data themselves
     root: str = "data"  # the folder that holds named data sets
     download: bool = False  # whether to download what is missing
     size: Count | None = None  # side of the square that images are resized to; none keeps theirs
-    augment: bool = True  # random crops and, where a mirror image means the same, flips
+    augment: bool = True  # random changes to training images: crops, and mirror images where `flip` has them
+    flip: bool | None = None  # mirror images; none means where they are known to show the same, not of one's own data
     public: str = ""  # a source whose training images everybody has, for methods that want public data
 
     def __post_init__(self) -> None:
+        if not isinstance(self.source, str):
+            given = from_python(self.source, BY_PYTHON, self.size)
+            object.__setattr__(self, "_given", given)
+            object.__setattr__(self, "source", f"{BY_PYTHON} {fingerprint(given)}")
         check(self, "data.")
+
+    @property
+    def given(self) -> Dataset | None:
+        """The images themselves, where they came from Python."""
+        return self.__dict__.get("_given")
+
+    def load(self) -> Dataset:
+        """The images, wherever they come from."""
+        return self.given or load(self.source, root=self.root, download=self.download, size=self.size)
 
 
 def anchored(data: Data) -> Data:
@@ -42,7 +58,7 @@ def anchored(data: Data) -> Data:
 
     def absolute(source: str) -> str:
         kind, colon, path = source.partition(":")
-        return f"{kind}:{Path(path).absolute()}" if colon else source
+        return f"{kind}:{Path(path).absolute()}" if kind in PATH_SOURCES and colon else source
 
     return replace(
         data, root=str(Path(data.root).absolute()), source=absolute(data.source), public=absolute(data.public)
@@ -69,7 +85,12 @@ def make_task(data: Data, partition: Partition, clients: int, seed: int, device:
     """Load the data, split it, and put it on the device."""
     if data.source == SITES:
         raise ConfigError("data.source='sites': every site brings its own data, which takes --engine flower")
-    dataset = load(data.source, root=data.root, download=data.download, size=data.size)
+    dataset = data.load()
+    if dataset.held_out and isinstance(partition, Listed):
+        raise ConfigError(
+            "partition: lists of indices count training images, and here some of them are held out for "
+            "testing: give a test part too"
+        )
     spec, augment = _spec(dataset, data.size), _augment(dataset, data)
     parts = partition(dataset.y_train.numpy(), dataset.domain_train.numpy(), clients, stream_seed(seed, "partition"))
     global_test = Images(dataset.x_test.to(device), dataset.y_test.to(device), spec)
@@ -87,13 +108,14 @@ def make_task(data: Data, partition: Partition, clients: int, seed: int, device:
 
 def own_data(data: Data, source: str) -> tuple[Dataset, Spec, Augment]:
     """The whole of a source, which is one client's own; other clients may make another spec of it."""
-    dataset = load(source, root=data.root, download=data.download, size=data.size)
+    dataset = replace(data, source=source).load()
     return dataset, _spec(dataset, data.size), _augment(dataset, data)
 
 
 def _augment(dataset: Dataset, data: Data) -> Augment:
     # Padding by an eighth of the side: 4 pixels at 32, as usual for CIFAR.
-    return Augment(dataset.x_train.shape[-1] // 8, dataset.may_flip) if data.augment else Augment()
+    crop = dataset.x_train.shape[-1] // 8 if data.augment else 0
+    return Augment(crop, data.augment and dataset.may_flip if data.flip is None else data.flip)
 
 
 def _spec(dataset: Dataset, size: int | None) -> Spec:
@@ -111,7 +133,7 @@ def public_data(data: Data, spec: Spec, device: torch.device) -> Images | None:
     """What everybody has."""
     if not data.public:
         return None
-    dataset = load(data.public, root=data.root, download=data.download, size=data.size)
+    dataset = replace(data, source=data.public).load()
     if dataset.x_train.shape[1] != spec.channels:
         raise ConfigError(
             f"data.public={data.public!r} has {dataset.x_train.shape[1]} channels, the task {spec.channels}"

@@ -36,8 +36,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 
 
 def members(name: str, clients: int) -> list[str]:
-    """The architecture of each client; a family is a name from above, or models with commas between them."""
-    family = FAMILIES.get(name) or tuple(part.strip() for part in name.split(","))
+    """The architecture of each client: of a family from above, of a model, or of several with commas between them."""
+    family = [member for part in name.split(",") for member in FAMILIES.get(part.strip(), (part.strip(),))]
     for part in family:
         if part not in ZOO and ":" not in part:
             raise ConfigError(f"unknown family or model {part!r}: {did_you_mean(part, [*FAMILIES, *ZOO])}")

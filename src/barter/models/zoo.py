@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -14,10 +14,12 @@ from torchvision.models.resnet import BasicBlock, ResNet
 from barter.core.errors import ConfigError
 from barter.core.images import Spec
 from barter.core.model import Classifier, split, verify_split
-from barter.core.params import did_you_mean
+from barter.core.params import did_you_mean, imported
 from barter.models import small
 
-__all__ = ["ZOO", "build"]
+__all__ = ["ZOO", "Own", "build"]
+
+Own: TypeAlias = nn.Module | Callable[[Spec], nn.Module]  # a network with the weights that it has, or how to make one
 
 
 def _torchvision(make: Callable[..., nn.Module], spec: Spec) -> Classifier:
@@ -103,9 +105,10 @@ ZOO: dict[str, Callable[[Spec], Classifier]] = {
 }
 
 
-def build(name: str, spec: Spec) -> Classifier:
-    """A freshly initialised network for this task: of the zoo, or by a factory `package.module:function` of a spec."""
-    make = _factory(name) if ":" in name else ZOO.get(name)
+def build(name: str, spec: Spec, own: Own | None = None) -> Classifier:
+    """A network for this task: of the zoo, by a factory `package.module:function` of a spec, or of one's own."""
+    outside = own is not None or ":" in name
+    make = partial(_split, name, own or imported(name, "model")) if outside else ZOO.get(name)
     if make is None:
         raise ConfigError(f"unknown model {name!r}: {did_you_mean(name, ZOO)}")
     try:
@@ -118,22 +121,16 @@ def build(name: str, spec: Spec) -> Classifier:
     return model
 
 
-def _factory(name: str) -> Callable[[Spec], Classifier]:
-    module, _, attribute = name.partition(":")
+def _split(name: str, own: Own, spec: Spec) -> Classifier:
     try:
-        make = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"model {name!r} cannot be imported: {error}") from error
-
-    def network(spec: Spec) -> Classifier:
-        made = make(spec)
-        if not isinstance(made, nn.Module):
-            raise ConfigError(f"{name} made a {type(made).__name__} of the task's spec, not a module")
-        classifier = split(made)
-        verify_split(made, classifier, spec.shape, spec.classes)
-        return classifier
-
-    return network
+        made = own if isinstance(own, nn.Module) else own(spec)
+    except TypeError as error:
+        raise ConfigError(f"{name} is called with the task's spec and did not make a network of it: {error}") from error
+    if not isinstance(made, nn.Module):
+        raise ConfigError(f"{name} made a {type(made).__name__} of the task's spec, not a module")
+    classifier = split(made)
+    verify_split(made, classifier, spec.shape, spec.classes)
+    return classifier
 
 
 def _try_out(model: Classifier, spec: Spec) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "sgd",
 ]
 
+Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 Course: TypeAlias = tuple[Callable[..., Any], Iterator[Sequence[Tensor]]]
 
 
@@ -58,16 +59,23 @@ def _batch_size(n: int, size: int) -> int:
 
 
 def classification(
-    model: Classifier, spec: Spec, augment: Augment, pixels: Tensor, labels: Tensor, present: Tensor | None = None
+    model: Classifier,
+    spec: Spec,
+    augment: Augment,
+    pixels: Tensor,
+    labels: Tensor,
+    present: Tensor | None = None,
+    *,
+    loss: Loss = F.cross_entropy,
 ) -> tuple[Tensor, Tensor]:
-    """Cross entropy on a batch of labelled bytes, and how many of them the model names rightly.
+    """The loss on a batch of labelled bytes, and how many of them the model names rightly.
 
     Where `present` is zero, a class's logits count as zero (the masked cross entropy of HeteroFL).
     """
     logits = model(prepared(pixels, spec, augment))
     if present is not None:
         logits = logits * present
-    return F.cross_entropy(logits, labels), (logits.detach().argmax(1) == labels).sum()
+    return loss(logits, labels), (logits.detach().argmax(1) == labels).sum()
 
 
 @dataclass(frozen=True)
@@ -90,14 +98,16 @@ def fit(
     steps: int | None = None,
     present: Tensor | None = None,
     seen: Tensor | None = None,
+    loss: Loss = F.cross_entropy,
 ) -> Fitted:
-    """Train the client's model by cross entropy for so many epochs, or until an epoch's accuracy reaches the goal.
+    """Train the client's model for so many epochs, or until an epoch's accuracy reaches the goal.
 
-    An epoch is a pass over the data, or so many `steps`. How often each class came up is added to `seen`.
+    An epoch is a pass over the data, or so many `steps`. How often each class came up is added to `seen`. The `loss` is
+    one of logits and labels.
     """
     data = data or client.data
     trainer = Trainer.of(client.model.train(), recipe)
-    loss = partial(classification, client.model, data.spec, data.augment)
+    judge = partial(classification, client.model, data.spec, data.augment, loss=loss)
     batches = index_batches(len(data), batch_size, data.device)
     per_epoch = steps or epoch_length(len(data), batch_size)
     masked = () if present is None else (present,)
@@ -108,7 +118,7 @@ def fit(
         count = 0
         for index in islice(batches, per_epoch):
             labels = data.labels[index]
-            value, right = trainer.step(loss, data.pixels[index], labels, *masked)
+            value, right = trainer.step(judge, data.pixels[index], labels, *masked)
             total += value
             hits += right
             count += len(index)

@@ -16,7 +16,7 @@ from barter.core.payload import Payload
 from barter.runs.checkpoint import flush, read, write
 from barter.runs.record import Round
 
-__all__ = ["RunFolder", "last_checkpoint", "records", "rounds_done"]
+__all__ = ["RunFolder", "finished", "has_checkpoint", "last_checkpoint", "records", "rounds_done"]
 
 METRICS = "metrics.jsonl"
 
@@ -128,9 +128,28 @@ def rounds_done(run: Path) -> int:
 
 def last_checkpoint(run: Path, device: torch.device) -> tuple[int, Payload] | None:
     """The last finished round of a run's folder and its state; nothing if no round was finished."""
-    folder = run / "checkpoints"
-    found = sorted(path for path in folder.iterdir() if CHECKPOINT.fullmatch(path.name)) if folder.is_dir() else []
+    found = _checkpoints(run)
     if not found:
         return None
     state, notes = read(found[-1], device)
     return int(notes["round"]), state
+
+
+def finished(run: Path) -> tuple[int, Payload]:
+    """The last finished round of a run's folder and its state, to look at; an error if there is none."""
+    if not (run / "config.toml").is_file():
+        raise CheckpointError(f"{run} is not the folder of a run: there is no config.toml in it")
+    found = last_checkpoint(run, torch.device("cpu"))
+    if found is None:
+        raise CheckpointError(f"{run} has no finished round yet")
+    return found
+
+
+def has_checkpoint(run: Path) -> bool:
+    """Whether a run has finished a round."""
+    return bool(_checkpoints(run))
+
+
+def _checkpoints(run: Path) -> list[Path]:
+    folder = run / "checkpoints"
+    return sorted(path for path in folder.iterdir() if CHECKPOINT.fullmatch(path.name)) if folder.is_dir() else []

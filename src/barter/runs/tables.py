@@ -10,7 +10,7 @@ from rich.table import Table
 from barter.runs.progress import size
 from barter.runs.record import Round
 
-__all__ = ["class_table", "closing_table"]
+__all__ = ["accuracy_table", "class_table", "closing_table"]
 
 
 HEADINGS = ("alone\nglobal", "alone\nown", "after\nglobal", "after\nown")
@@ -48,6 +48,20 @@ def closing_table(
     table.add_row("mean, or sum", f"{sum(samples):,}", "", *map(_percent, means), *map(size, totals))
     if "global" in last.server:
         table.add_row("server's model", "", "", "", "", _percent(last.server["global"]), "", "", "")
+    return table
+
+
+def accuracy_table(networks: Sequence[tuple[str, str]], values: Sequence[float]) -> Table:
+    """How right each of some networks is, in percent; each has an owner and an architecture."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    for heading in ("network", "architecture", "accuracy"):
+        table.add_column(heading, justify="right" if heading == "accuracy" else "left")
+    for (owner, architecture), value in zip(networks, values, strict=True):
+        table.add_row(owner, architecture, _percent(value))
+    clients = [value for (owner, _), value in zip(networks, values, strict=True) if owner != "server"]
+    if len(clients) > 1:
+        table.add_section()
+        table.add_row("mean of clients", "", _percent(sum(clients) / len(clients)))
     return table
 
 

@@ -1,0 +1,223 @@
+"""What a data set is, and how one is made of arrays, of PyTorch's data sets, and of one of these for each client."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from barter.core.errors import ConfigError
+from barter.core.params import did_you_mean
+
+__all__ = ["Dataset", "assembled", "fingerprint", "from_arrays", "from_python", "held_out"]
+
+HELD_OUT = 5  # where a source has no test set of its own, every fifth image of a class is held out
+MIRRORED = {"fashion-mnist", "cifar10", "cifar100", "food101", "tiny-imagenet"}  # not signs: a mirrored 3 is none
+NEEDED, OPTIONAL = ("x_train", "y_train"), ("x_test", "y_test", "classes", "domains", "domain_train", "domain_test")
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Images (uint8, NCHW) and labels, for training and for testing; the domain of each where there are several."""
+
+    name: str
+    x_train: Tensor
+    y_train: Tensor
+    x_test: Tensor
+    y_test: Tensor
+    classes: list[str]
+    domains: list[str]
+    domain_train: Tensor
+    domain_test: Tensor
+    held_out: bool = False  # whether the test images are a part of what was given for training
+    numbered: bool = False  # whether nobody named the classes: they are called by their numbers
+
+    @property
+    def may_flip(self) -> bool:
+        """Whether a mirror image is known to show the same thing."""
+        return self.name in MIRRORED
+
+
+def assembled(
+    name: str,
+    arrays: tuple[Any, Any, Any, Any],
+    classes: list[str] | None = None,
+    domains: tuple[list[str], Any, Any] | None = None,
+    *,
+    held_out: bool = False,
+) -> Dataset:
+    """A data set from NHWC arrays: images and labels, for training and for testing; names and numbers of domains."""
+    x_train, y_train, x_test, y_test = (torch.as_tensor(np.ascontiguousarray(a)) for a in arrays)
+    one = (["all"], np.zeros(len(y_train)), np.zeros(len(y_test)))
+    names, domain_train, domain_test = one if domains is None else domains
+    return Dataset(
+        name=name,
+        x_train=x_train.permute(0, 3, 1, 2).contiguous(),
+        y_train=y_train.long(),
+        x_test=x_test.permute(0, 3, 1, 2).contiguous(),
+        y_test=y_test.long(),
+        classes=classes or [str(c) for c in range(int(max(y_train.max(), y_test.max())) + 1)],
+        domains=names,
+        domain_train=torch.as_tensor(domain_train).long(),
+        domain_test=torch.as_tensor(domain_test).long(),
+        held_out=held_out,
+        numbered=classes is None,
+    )
+
+
+def held_out(groups: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Which samples are for testing: every fifth of each group, in the order they come."""
+    chosen = np.zeros(len(groups), dtype=bool)
+    for group in np.unique(groups):
+        chosen[np.flatnonzero(groups == group)[::HELD_OUT]] = True
+    return chosen
+
+
+def from_arrays(source: Mapping[str, Any], name: str, where: str) -> Dataset:
+    """A data set from named arrays, as an npz file holds them; without a test part, some images are held out."""
+    given = {key: np.asarray(value) for key, value in source.items()}
+    needed = {*NEEDED, *(("x_test", "y_test") if {"x_test", "y_test"} & given.keys() else ())}
+    needed |= {f"domain_{part}" for part in ("train", "test") if "domains" in given and f"x_{part}" in given}
+    missing = sorted(needed - given.keys())
+    if missing:
+        raise ConfigError(f"{where} lacks {', '.join(missing)}; it has {', '.join(given) or 'nothing'}")
+    for key in given.keys() - {*NEEDED, *OPTIONAL}:
+        raise ConfigError(f"{where}: unknown array {key!r}: {did_you_mean(key, [*NEEDED, *OPTIONAL])}")
+    classes, domains = ([str(item) for item in given[key]] if key in given else None for key in ("classes", "domains"))
+    for part in ("train", "test")[: 1 + ("x_test" in given)]:
+        x = given[f"x_{part}"]
+        if x.dtype != np.uint8 or x.ndim != 4:
+            raise ConfigError(f"{where}: x_{part} is {x.dtype} of shape {x.shape}, uint8 NHWC is expected")
+        _require_numbers(given[f"y_{part}"], len(x), classes, "class", f"{where}: y_{part}")
+        if given[f"y_{part}"].max() >= max(len(given["x_train"]), len(classes or ())):
+            worst = given[f"y_{part}"].max()
+            raise ConfigError(f"{where}: class number {worst} in y_{part}, but only {len(given['x_train'])} images")
+        if domains is not None:
+            _require_numbers(given[f"domain_{part}"], len(x), domains, "domain", f"{where}: domain_{part}")
+        if x.shape[1:] != given["x_train"].shape[1:]:
+            raise ConfigError(f"{where}: training images are {given['x_train'].shape[1:]}, test images {x.shape[1:]}")
+    without_test = "x_test" not in given
+    if without_test:
+        groups = given["y_train"].astype(np.int64)
+        test = held_out(groups if domains is None else groups * len(domains) + given["domain_train"])
+        for key in ("x", "y", *(("domain",) if domains is not None else ())):
+            whole = given[f"{key}_train"]
+            given |= {f"{key}_train": whole[~test], f"{key}_test": whole[test]}
+    numbered = None if domains is None else (domains, given["domain_train"], given["domain_test"])
+    arrays = given["x_train"], given["y_train"], given["x_test"], given["y_test"]
+    return assembled(name, arrays, classes, numbered, held_out=without_test)
+
+
+def _require_numbers(y: np.ndarray[Any, Any], n: int, names: list[str] | None, what: str, where: str) -> None:
+    if y.shape != (n,) or not np.issubdtype(y.dtype, np.integer) or n == 0 or y.min() < 0:
+        raise ConfigError(f"{where} must hold a {what} number from 0 on for each of {n} images")
+    if names is not None and y.max() >= len(names):
+        raise ConfigError(f"{where} holds {what} number {y.max()}, but there are {len(names)} names")
+
+
+def from_python(given: Any, name: str, size: int | None = None) -> Dataset:
+    """A data set from what Python has; a list has one for each client, which is a domain of its own."""
+    if isinstance(given, Dataset):
+        return replace(given, name=name)
+    if isinstance(given, list) and given:
+        return _joined([from_python(one, f"{name}, client {k}", size) for k, one in enumerate(given)], name)
+    if isinstance(given, tuple) and len(given) in (2, 4) and all(isinstance(a, np.ndarray | Tensor) for a in given):
+        given = dict(zip(("x_train", "y_train", "x_test", "y_test"), given, strict=False))
+    if isinstance(given, Mapping):
+        return from_arrays({key: _channels_last(value) for key, value in given.items()}, name, "the data")
+    pair = given if isinstance(given, tuple) and len(given) == 2 else (given,)
+    if not all(hasattr(part, "__getitem__") and hasattr(part, "__len__") for part in pair) or isinstance(given, list):
+        raise ConfigError(
+            f"data: a {type(given).__name__} is none; give arrays (x_train, y_train, x_test, y_test), a dict of them, "
+            "a PyTorch data set with a length, a pair (train, test) of those, or a list with one of them per client"
+        )
+    arrays: dict[str, Any] = {}
+    for part, source in zip(("train", "test"), pair, strict=False):
+        samples = [source[i] for i in range(len(source))]
+        images, labels = [_bytes(sample[0], size) for sample in samples], [int(sample[1]) for sample in samples]
+        arrays |= {f"x_{part}": _stacked(images), f"y_{part}": np.array(labels)}
+    if getattr(pair[0], "classes", None):
+        arrays["classes"] = np.array([str(name) for name in pair[0].classes])
+    return from_arrays(arrays, name, "the data")
+
+
+def _channels_last(value: Any) -> Any:
+    """Images of a tensor have their channels first, those of an array last."""
+    return value.permute(0, 2, 3, 1) if isinstance(value, Tensor) and value.ndim == 4 else value
+
+
+def _bytes(image: Any, size: int | None) -> np.ndarray[Any, Any]:
+    """An image as bytes (H, W, C): a picture, a tensor (C, H, W) or an array (H, W, C), of bytes or between 0 and 1."""
+    if isinstance(image, Image.Image):
+        picture = image if image.mode == "L" else image.convert("RGB")
+        picture = picture if size is None else picture.resize((size, size), Image.Resampling.BILINEAR)
+        array = np.asarray(picture)
+    elif isinstance(image, Tensor):
+        array = image.permute(1, 2, 0).numpy() if image.ndim == 3 else image.numpy()
+    else:
+        array = np.asarray(image)
+    if array.ndim == 2:
+        array = array[..., None]
+    if np.issubdtype(array.dtype, np.floating) and array.size and array.min() >= 0 and array.max() <= 1:
+        array = (array * 255).round().astype(np.uint8)
+    if array.dtype != np.uint8 or array.ndim != 3:
+        raise ConfigError(
+            f"the data: an image is {array.dtype} of shape {array.shape}, between {array.min():g} and {array.max():g}; "
+            "give bytes, or numbers between 0 and 1, and leave normalising to the run"
+        )
+    return array
+
+
+def _stacked(images: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    shapes = sorted({image.shape for image in images})
+    if len(shapes) > 1:
+        raise ConfigError(f"the data: images of {shapes[0]} and of {shapes[-1]}; bring them to one size")
+    if not images:
+        raise ConfigError("the data: there are no images")
+    return np.stack(images)
+
+
+def _joined(parts: Sequence[Dataset], name: str) -> Dataset:
+    """One data set of which every part is a domain."""
+    first = parts[0]
+    longest = max((part.classes for part in parts), key=len)
+    for k, part in enumerate(parts):
+        if part.x_train.shape[1:] != first.x_train.shape[1:]:
+            sizes = f"{tuple(first.x_train.shape[1:])}, client {k} {tuple(part.x_train.shape[1:])}"
+            raise ConfigError(f"the data: client 0 has images of {sizes}; bring them to one size")
+        if part.numbered != first.numbered or (not part.numbered and part.classes != longest):
+            raise ConfigError(f"the data: client {k} has other classes than client 0: give all of them the same names")
+
+    def joined(field: str) -> Tensor:
+        return torch.cat([getattr(part, field) for part in parts])
+
+    def numbers(field: str) -> Tensor:
+        return torch.repeat_interleave(torch.arange(len(parts)), torch.tensor([len(getattr(p, field)) for p in parts]))
+
+    return Dataset(
+        name=name,
+        x_train=joined("x_train"),
+        y_train=joined("y_train"),
+        x_test=joined("x_test"),
+        y_test=joined("y_test"),
+        classes=longest,
+        domains=[f"client {k}" for k in range(len(parts))],
+        domain_train=numbers("y_train"),
+        domain_test=numbers("y_test"),
+        held_out=any(part.held_out for part in parts),
+        numbered=first.numbered,
+    )
+
+
+def fingerprint(dataset: Dataset) -> str:
+    """A short name for exactly these images and labels."""
+    digest = hashlib.blake2b(digest_size=8)
+    for field in ("x_train", "y_train", "domain_train", "x_test", "y_test", "domain_test"):
+        digest.update(np.ascontiguousarray(getattr(dataset, field).numpy()).data)
+    return digest.hexdigest()

@@ -1,0 +1,159 @@
+"""Methods that break one rule each, and what `barter check` says of them."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from barter import Algorithm, Client, Clients, Server, conformance
+from barter.cli import main
+from barter.conformance import CHECKS, Trial, problem
+from barter.core.params import Count
+from barter.core.payload import State
+from barter.ops.fit import fit, sgd
+from tests.conftest import tiny
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sound(Algorithm):
+    """Clients train, and tell how many they are."""
+
+    crosses = {"learn": "down: a number; up: another"}
+
+    epochs: Count = 1  # E: local epochs
+
+    def round(self, server: Server, clients: Clients, t: int) -> None:
+        clients.run(self.learn, t)
+
+    def learn(self, client: Client, t: int) -> float:
+        self.change(client)
+        return 1.0
+
+    def change(self, client: Client) -> None:
+        fit(client, epochs=self.epochs, batch_size=50, recipe=sgd(0.05))
+
+    def add(self, client: Client, value: float) -> None:
+        with torch.no_grad():
+            next(client.model.parameters()).add_(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forgets(Sound):
+    """What a client counts is annotated nowhere."""
+
+    def change(self, client: Client) -> None:
+        client.count = getattr(client, "count", 0) + 1  # type: ignore[attr-defined]
+        self.add(client, client.count)  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gambles(Sound):
+    """Draws where no seed reaches."""
+
+    def change(self, client: Client) -> None:
+        self.add(client, random.random())
+
+
+seen: list[int] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whispers(Sound):
+    """Clients tell each other something behind the wire's back."""
+
+    def round(self, server: Server, clients: Clients, t: int) -> None:
+        seen.clear()
+        clients.run(self.learn, t)
+
+    def change(self, client: Client) -> None:
+        seen.append(client.id)
+        self.add(client, len(seen))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conceals(Sound):
+    """Says that nothing comes up."""
+
+    crosses = {"learn": "down: a number"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promises(Sound):
+    """Returns something else than it says."""
+
+    def learn(self, client: Client, t: int) -> State:
+        return torch.zeros(3)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breaks(Sound):
+    """Raises at a client."""
+
+    def change(self, client: Client) -> None:
+        raise ValueError("too tired")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sends(Sound):
+    """Returns what cannot travel."""
+
+    def learn(self, client: Client, t: int) -> Any:
+        return client
+
+
+@dataclass(frozen=True, kw_only=True)
+class Silent(Sound):
+    """With a field that nobody explains."""
+
+    mystery: int = 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "check", "message"),
+    [
+        (Forgets, "resumes", "annotated on its class, with a default\\): clients.0.model.* differs, by up to"),
+        (Gambles, "follows_the_seed", "draw with torch only\\): clients.0.model.* differs, by up to"),
+        (Whispers, "ignores_the_order", "share something that does not cross\\?\\): clients.0"),
+        (Whispers, "runs_side_by_side", "something that is not its client's"),
+        (Conceals, "crosses_what_it_says", "learn: 72 bytes go up, crosses says 'down: a number'"),
+        (Promises, "survives_the_wire", "learn is a Tensor, asked for was dict"),
+        (Breaks, "runs", "client 0 failed in 'learn', round 1: ValueError: too tired.*test_checks.py\", line"),
+        (Sends, "runs", "a barter.core.nodes.Client cannot travel"),
+        (Silent, "is_documented", "mystery has no comment behind it"),
+    ],
+)
+def test_a_broken_rule_is_named(kind: type[Algorithm[Any, Any]], check: str, message: str) -> None:
+    said = problem(getattr(conformance, check), Trial(kind()))
+    assert re.search(message, said), said
+    assert "\n" not in said
+    assert len(said) < 400, "no tensors are printed"
+
+
+def test_a_wire_that_isolates_nobody_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = Trial(tiny("fedavg"))
+    assert problem(conformance.isolates_parties, trial) == ""
+    monkeypatch.setattr(conformance, "isolate", lambda tree, device=None, path="": tree)
+    assert "beside a vandal: server.model" in problem(conformance.isolates_parties, trial)
+
+
+def test_the_example_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent.parent / "examples")
+    assert main(["check", "own_algorithm:ClassLogits", "--set", "algorithm.epochs=1"]) == 0
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{__name__}:Sound"]) == 0
+    said = capsys.readouterr()
+    assert said.out.count("ok  ") == len(CHECKS)
+    assert main(["check", f"{__name__}:Breaks"]) == 1
+    said = capsys.readouterr()
+    assert "no  it runs" in said.out
+    assert "too tired" in said.out
+    assert f"Breaks does not keep to 1 of {len(CHECKS)}" in said.err
+    assert main(["check", f"{__name__}:Nobody"]) == 2
