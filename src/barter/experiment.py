@@ -33,7 +33,18 @@ from barter.models.fused import fuse
 from barter.runs.folder import RunFolder
 from barter.runs.record import Round
 
-__all__ = ["Experiment", "Parts", "cut", "device_named", "initial", "make_client", "make_server", "names_of"]
+__all__ = [
+    "BY_PYTHON",
+    "Experiment",
+    "Parts",
+    "cut",
+    "device_named",
+    "initial",
+    "make_client",
+    "make_server",
+    "names_of",
+    "narrowed",
+]
 
 ELSEWHERE = ("engine", "timeout")  # of a configuration: only for clients that live elsewhere
 BY_PYTHON = "(given in Python)"
@@ -241,7 +252,7 @@ def cut(config: Config, names: Mapping[int, str], networks: Mapping[int, Classif
 
     shares = {k: algorithm.budget(k, config.clients) for k in names}
     own = {k: part(network, shares[k]) for k, network in networks.items()}
-    called = {k: name if shares[k] == 1 else f"{name}@{shares[k]:g}" for k, name in names.items()}
+    called = {k: narrowed(name, shares[k]) for k, name in names.items()}
     return Parts(called, own, part(networks[0], 1.0) if 0 in networks else None)
 
 
@@ -286,6 +297,11 @@ def initial(name: str, spec: Spec, seed: int) -> Classifier:
     weights, and so does a model of the server's."""
     with seeds.scope(seed, "weights", name):
         return zoo.build(name, spec)
+
+
+def narrowed(name: str, share: float) -> str:
+    """What a network is called that has this share of its architecture's width."""
+    return name if share == 1 else f"{name}@{share:g}"
 
 
 def names_of(algorithm: Algorithm[Any, Any], models: str, clients: int) -> list[str]:

@@ -19,11 +19,21 @@ from barter.experiment import Experiment
 from barter.runs.folder import last_checkpoint
 from barter.runs.picture import Row, sheet
 
-__all__ = ["sheets"]
+__all__ = ["pictures", "sheets"]
 
 
 def sheets(run: Path, out: Path, columns: int) -> Iterator[Path]:
     """A sheet for every round that the run's clients remember: real images beside what was made of them."""
+    name = type(resolve(read(run / "config.toml")).algorithm).__name__
+    for t, rows in pictures(run, columns):
+        title = f"{name}, round {t}: private images, and below what others see of them. Experimenter's view only"
+        _make(out)
+        sheet(rows, title, out / f"round-{t:03d}.png")
+        yield out / f"round-{t:03d}.png"
+
+
+def pictures(run: Path, columns: int) -> Iterator[tuple[int, list[Row]]]:
+    """Every round that the run's clients remember, with a row for each client: its images and what was made of them."""
     config = dataclasses.replace(resolve(read(run / "config.toml")), device="cpu", precision="auto")
     name = type(config.algorithm).__name__
     if config.engine == "flower":
@@ -42,10 +52,7 @@ def sheets(run: Path, out: Path, columns: int) -> Iterator[Path]:
         rows = [row for client in engine.clients.values() for row in _row(experiment, client, t, columns)]
         if rows:
             found += 1
-            title = f"{name}, round {t}: private images, and below what others see of them. Experimenter's view only"
-            _make(out)
-            sheet(rows, title, out / f"round-{t:03d}.png")
-            yield out / f"round-{t:03d}.png"
+            yield t, rows
     if not found:
         raise ConfigError(f"{run}: {name} as configured made no images of private ones, or remembers none")
 

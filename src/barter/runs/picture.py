@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from barter.core.errors import ConfigError
 
-__all__ = ["Curve", "Row", "bubbles", "curves", "sheet"]
+__all__ = ["COLOURS", "Curve", "Row", "band", "bubbles", "curves", "sheet"]
 
 Row: TypeAlias = tuple[str, Tensor, Tensor, Sequence[str]]  # client; its images, real and made, in 0..1; their classes
 
@@ -92,25 +93,38 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#0
 Curve: TypeAlias = Sequence[tuple[int, float | None]]  # round and accuracy
 
 
+def band(curves: Iterable[Curve]) -> tuple[list[int], list[float], list[float]]:
+    """Rounds, and over the curves in each of them the mean and the standard deviation."""
+    values: dict[int, list[float]] = {}
+    for t, value in chain.from_iterable(curves):
+        if value is not None:
+            values.setdefault(t, []).append(value)
+    rounds = sorted(values)
+    spread = [statistics.stdev(values[t]) if len(values[t]) > 1 else 0.0 for t in rounds]
+    return rounds, [statistics.fmean(values[t]) for t in rounds], spread
+
+
 def curves(lines: Mapping[str, Mapping[int, Curve]], label: str, path: Path) -> None:
     """A line per method by round: the mean over seeds, and a band of one standard deviation to each side."""
     plt = _pyplot()
     with plt.rc_context({"pdf.fonttype": 42, "svg.fonttype": "none", "font.size": 9}):
         figure, axes = plt.subplots(figsize=(5.2, 3.4), layout="constrained")
         for i, (name, seeds) in enumerate(lines.items()):
-            values: dict[int, list[float]] = {}
-            for curve in seeds.values():
-                for t, value in curve:
-                    if value is not None:
-                        values.setdefault(t, []).append(100 * value)
-            rounds = sorted(values)
-            means = [statistics.fmean(values[t]) for t in rounds]
-            spread = [statistics.stdev(values[t]) if len(values[t]) > 1 else 0.0 for t in rounds]
+            rounds, means, spread = band(seeds.values())
             colour, style = COLOURS[i % len(COLOURS)], ("-", "--", ":")[i // len(COLOURS) % 3]
             dots = "o" if len(rounds) <= 20 else None
             shown = _plain(name if not name.startswith("_") else f" {name}")  # matplotlib hides what begins with one
-            axes.plot(rounds, means, style, color=colour, marker=dots, markersize=3, linewidth=1.4, label=shown)
-            edges = [[m + way * s for m, s in zip(means, spread, strict=True)] for way in (-1, 1)]
+            axes.plot(
+                rounds,
+                [100 * m for m in means],
+                style,
+                color=colour,
+                marker=dots,
+                markersize=3,
+                linewidth=1.4,
+                label=shown,
+            )
+            edges = [[100 * (m + way * s) for m, s in zip(means, spread, strict=True)] for way in (-1, 1)]
             axes.fill_between(rounds, *edges, color=colour, alpha=0.18, linewidth=0)
         axes.set(xlabel="round", ylabel=label)
         axes.xaxis.get_major_locator().set_params(integer=True)
