@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "loopback": {"config", "data", "deploy", "supervise", "runs", "core"},
     "gallery": {"config", "experiment", "engines", "runs", "core"},
     "comparison": {"config", "runs", "data", "core"},
+    "report": {"report", "comparison", "gallery", "config", "experiment", "runs", "data", "core", "version"},
     "gate": set(),
     "commands": {"config", "experiment", "gallery", "comparison", "runs", "data", "models", "algorithms", "core"},
     "cli": {"commands", "config", "core", "version"},

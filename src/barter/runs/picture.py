@@ -110,21 +110,13 @@ def curves(lines: Mapping[str, Mapping[int, Curve]], label: str, path: Path) -> 
     with plt.rc_context({"pdf.fonttype": 42, "svg.fonttype": "none", "font.size": 9}):
         figure, axes = plt.subplots(figsize=(5.2, 3.4), layout="constrained")
         for i, (name, seeds) in enumerate(lines.items()):
-            rounds, means, spread = band(seeds.values())
+            rounds, *shares = band(seeds.values())
+            means, spread = ([100 * share for share in column] for column in shares)
             colour, style = COLOURS[i % len(COLOURS)], ("-", "--", ":")[i // len(COLOURS) % 3]
             dots = "o" if len(rounds) <= 20 else None
             shown = _plain(name if not name.startswith("_") else f" {name}")  # matplotlib hides what begins with one
-            axes.plot(
-                rounds,
-                [100 * m for m in means],
-                style,
-                color=colour,
-                marker=dots,
-                markersize=3,
-                linewidth=1.4,
-                label=shown,
-            )
-            edges = [[100 * (m + way * s) for m, s in zip(means, spread, strict=True)] for way in (-1, 1)]
+            axes.plot(rounds, means, style, color=colour, marker=dots, markersize=3, linewidth=1.4, label=shown)
+            edges = [[m + way * s for m, s in zip(means, spread, strict=True)] for way in (-1, 1)]
             axes.fill_between(rounds, *edges, color=colour, alpha=0.18, linewidth=0)
         axes.set(xlabel="round", ylabel=label)
         axes.xaxis.get_major_locator().set_params(integer=True)
