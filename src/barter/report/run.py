@@ -31,7 +31,8 @@ __all__ = ["RunReport", "Split", "cited", "phases"]
 
 TESTS = {"global": "on the global test set", "local": "on the client's own mix of classes"}
 TOLD = {*TESTS, *(f"before_{name}" for name in TESTS), "bytes_up", "bytes_down", "device_memory"}  # in other sections
-SHOWN, COLUMNS, SIDE = 5, 8, 64  # rounds and clients with images, images of each, pixels: so that the page stays small
+# So that the page stays small: rounds and parties with images, images of each, pixels, and how many are kept exactly.
+SHOWN, COLUMNS, SIDE, EXACT = 5, 8, 48, 16
 
 
 class Split:
@@ -233,12 +234,12 @@ def _gallery(run: Path) -> Section:
     except BarterError as error:
         return Section("Images", [text(str(error))])
     note = (
-        "Private images, and below each what others see of it. No party of the run sees both: this is for the "
-        "experimenter's eyes, and `barter report --no-images` leaves it out."
+        "Private images and below each what was made of it; a single row was made of no single image. "
+        "No party of the run sees all of this: it is for the experimenter's eyes, and --no-images leaves it out."
     )
     parts = [text(note)]
     for t, rows in found:
-        some = f", the first {SHOWN} of {len(rows)} clients" if len(rows) > SHOWN else ""
+        some = f", the first {SHOWN} of {len(rows)} parties" if len(rows) > SHOWN else ""
         strips = [strip(row[0], *_drawn(row), row[3]) for row in rows[:SHOWN]]
         parts.append(folded(f"Round {t}{some}", side_by_side(*strips), unfolded=t == found[-1][0]))
     return Section("Images", parts)
@@ -247,14 +248,15 @@ def _gallery(run: Path) -> Section:
 def _drawn(row: Row) -> tuple[str, bytes]:
     """Real images above those made of them, with gaps; small ones exactly."""
     _, real, made, _ = row
-    lines = [np.concatenate([_framed(image) for image in images], axis=1) for images in (real, made)]
-    sheet = np.concatenate(lines)
+    lines = [images for images in (real, made) if images is not None]
+    sheet = np.concatenate([np.concatenate([_framed(image) for image in images], axis=1) for images in lines])
     image = Image.fromarray(sheet[..., 0] if sheet.shape[-1] == 1 else sheet)
-    shrink = SIDE / max(real.shape[1:3])
+    side = max(made.shape[1:3])
+    shrink = SIDE / side
     if shrink < 1:
         image = image.resize((round(image.width * shrink), round(image.height * shrink)), Image.Resampling.LANCZOS)
-    kind, file = "jpeg" if max(real.shape[1:3]) > 32 else "png", io.BytesIO()
-    image.save(file, kind, quality=85)
+    kind, file = "png" if side <= EXACT else "jpeg", io.BytesIO()
+    image.save(file, kind, quality=80)
     return kind, file.getvalue()
 
 
