@@ -48,8 +48,9 @@ class Browser:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._process.kill()
-        self._process.wait()
+        self._session = ""
+        self.call("Browser.close")
+        self._process.wait(timeout=20)
         os.close(self._in)
         os.close(self._out)
 

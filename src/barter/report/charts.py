@@ -20,6 +20,7 @@ __all__ = ["bars", "by_round", "by_seed", "gains", "learning", "methods", "price
 
 INK, GREY, GRID = "#1f2933", "#8794a3", "#e6eaef"
 FEW = len(COLOURS)  # lines that can be told apart by their colours
+SHARE = ".0%"  # how accuracies are written along an axis
 TITLE = {"standoff": 6, "font": {"size": 12, "color": "#5f6c7b"}}
 PARTS = {"up": COLOURS[0], "down": COLOURS[5], "the rest": "#c3ccd6"}  # what has the same colour everywhere
 STYLE = {
@@ -51,8 +52,8 @@ STYLE = {
 def learning(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.Figure:
     """A line for each client by round and a strong one for their mean; dotted, what they knew alone."""
     few = len(names) <= FEW
-    figure = _figure("round", ".0%", hovermode="x unified" if few else "closest")
-    figure.update_layout(legend={"entrywidth": 0.3, "entrywidthmode": "fraction"})
+    figure = _figure("round", SHARE, len(records), hovermode="x unified" if few else "closest")
+    figure.update_layout(legend={"entrywidth": 0.33, "entrywidthmode": "fraction"})
     shown = {
         "x0": records[0].round,
         "dx": 1,
@@ -83,8 +84,7 @@ def gains(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.Fig
     before = [alone(records, k).get(f"before_{metric}") for k in range(len(names))]
     after = [records[-1].clients[k].get(metric) for k in range(len(names))]
     many = len(names) > 30
-    figure = _figure("client", ".0%")
-    figure.update_xaxes(dtick=None if many else 1, zeroline=False)
+    figure = _figure("client", SHARE, len(names))
     moved = [(k, a, b) for k, (a, b) in enumerate(zip(before, after, strict=True)) if a is not None and b is not None]
     for name, colour, chosen in (
         ("gained", "#8fcbb7", [(k, a, b) for k, a, b in moved if b >= a]),
@@ -110,7 +110,7 @@ def split(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> go.Figure:
     """Clients by classes: the darker, the more images."""
     table = np.array(counts, dtype=np.int32).T
     small = table.size <= 150
-    figure = _figure("client", "", height=min(720, max(260, 110 + 24 * len(classes))))
+    figure = _figure("client", "", len(counts), height=min(720, max(260, 110 + 24 * len(classes))))
     figure.add_heatmap(
         z=table,
         y=[escape(name) for name in classes],
@@ -122,19 +122,19 @@ def split(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> go.Figure:
         hovertemplate="client %{x}, class %{y}: %{z:,} images<extra></extra>",
         colorbar={"thickness": 10, "outlinewidth": 0},
     )
-    figure.update_xaxes(showgrid=False, dtick=1 if len(counts) <= 30 else None)
+    figure.update_xaxes(showgrid=False)
     figure.update_yaxes(showgrid=False, type="category", autorange="reversed")
     return figure
 
 
 def by_round(records: Sequence[Round], parts: Mapping[str, Sequence[float]], unit: str) -> go.Figure:
     """A column for each round, made of its parts."""
-    figure = _figure("round", "~s", barmode="stack", hovermode="x unified")
+    figure = _figure("round", "~s" if unit else "", len(records), barmode="stack", hovermode="x unified")
     for name, values in parts.items():
         figure.add_bar(
             **{"x0": records[0].round, "dx": 1, "y": _column(values), "name": escape(name)},
             marker={"color": PARTS.get(name)},
-            hovertemplate=f"%{{y:.3s}}{unit}",
+            hovertemplate=f"%{{y:.3s}}{unit}" if unit else "%{y:.4~g}",
         )
     figure.update_yaxes(ticksuffix=unit, rangemode="tozero")
     return figure.update_layout(bargap=0.25 if len(records) <= 50 else 0, showlegend=len(parts) > 1)
@@ -158,7 +158,7 @@ def bars(labels: Sequence[str], parts: Mapping[str, Sequence[float]], unit: str)
 
 def methods(lines: Mapping[str, Mapping[int, Curve]]) -> go.Figure:
     """A line per method by round: the mean over seeds, and a band of one standard deviation to each side."""
-    figure = _figure("round", ".0%", height=420, hovermode="x unified")
+    figure = _figure("round", SHARE, _longest(lines), height=420, hovermode="x unified")
     for i, (name, seeds) in enumerate(lines.items()):
         rounds, means, spread = (np.array(column) for column in band(seeds.values()))
         edge = {"x": rounds, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
@@ -176,7 +176,7 @@ def methods(lines: Mapping[str, Mapping[int, Curve]]) -> go.Figure:
 
 def by_seed(results: Results, metric: str) -> go.Figure:
     """The last accuracy of every method, seed by seed."""
-    figure = _figure("seed", ".0%", hovermode="x unified")
+    figure = _figure("seed", SHARE, hovermode="x unified")
     for i, (name, runs) in enumerate(results.items()):
         figure.add_scatter(
             **{"x": [str(seed) for seed in runs], "y": _column(value(rounds[-1], metric) for rounds in runs.values())},
@@ -193,7 +193,7 @@ def by_seed(results: Results, metric: str) -> go.Figure:
 
 def price(results: Results, metric: str) -> go.Figure:
     """What every run reached, and the bytes that it took."""
-    figure = _figure("bytes, both ways", ".0%")
+    figure = _figure("bytes, both ways", SHARE)
     totals = {
         name: [sum(r.traffic("up") + r.traffic("down") for r in rounds) for rounds in runs.values()]
         for name, runs in results.items()
@@ -211,10 +211,17 @@ def price(results: Results, metric: str) -> go.Figure:
     return figure.update_xaxes(tickformat="~s", ticksuffix="B", type="log" if wide else "linear", nticks=6)
 
 
-def _figure(x: str, tickformat: str, **layout: Any) -> go.Figure:
-    """An empty figure in the house's style; what its y is stands above it in the page."""
+def _figure(x: str, tickformat: str, count: int | None = None, **layout: Any) -> go.Figure:
+    """An empty figure in the house's style, its x counting so many; what its y is stands above it in the page."""
     figure = go.Figure(layout={"template": STYLE, **layout})
-    return figure.update_xaxes(title={"text": x} if x else None).update_yaxes(tickformat=tickformat)
+    figure.update_xaxes(title={"text": x} if x else None, dtick=1 if count is not None and count <= 20 else None)
+    if tickformat == SHARE:
+        figure.update_yaxes(autorangeoptions={"clipmin": -0.03, "clipmax": 1.03})
+    return figure.update_yaxes(tickformat=tickformat)
+
+
+def _longest(lines: Mapping[str, Mapping[int, Curve]]) -> int:
+    return max(len(curve) for seeds in lines.values() for curve in seeds.values())
 
 
 def _line(i: int) -> dict[str, str]:

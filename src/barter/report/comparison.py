@@ -9,10 +9,10 @@ from pathlib import Path
 import tomli_w
 
 from barter.comparison import Comparison
-from barter.config import Config, plain, read, resolve
+from barter.config import Config, read, resolve, to_toml
 from barter.report import charts
 from barter.report.page import Section, Tile, chart, code, folded, page, side_by_side, table, text
-from barter.report.run import Split, cited, phases
+from barter.report.run import Split, cited, failures, phases
 from barter.runs.folder import rounds_done
 from barter.runs.record import Round
 from barter.runs.summary import METRICS, Comparative, Results, cells, lines
@@ -26,7 +26,7 @@ class ComparisonReport:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.comparison = Comparison.at(folder)
-        self._split: Split | None = None
+        self._splits: dict[Path, Split] = {}
 
     @property
     def done(self) -> int:
@@ -71,14 +71,22 @@ class ComparisonReport:
         metric = compared.question.metric
         configs = {name: self._config(name, next(iter(runs))) for name, runs in results.items()}
         first, seed = next((name, next(iter(runs))) for name, runs in results.items())
-        self._split = self._split or Split(configs[first])
+        example = self.comparison.run(first, seed)
+        if example not in self._splits:
+            self._splits[example] = Split(configs[first])
         shown = [key for key in METRICS if any(row.accuracies[key].values for row in compared.rows)]
         curves = [chart(f"Accuracy, {METRICS[key]}", charts.methods(lines(results, key))) for key in shown]
         outcomes = [
             chart(f"{METRICS[metric].capitalize()} accuracy in the end, seed by seed", charts.by_seed(results, metric)),
             chart("What it took", charts.price(results, metric)),
         ]
-        own = {name: tomli_w.dumps({"algorithm": plain(config)["algorithm"]}) for name, config in configs.items()}
+        failed = [
+            [f"{name}, seed {seed}", failure]
+            for name, runs in results.items()
+            for seed, rounds in runs.items()
+            for r in rounds
+            for failure in r.failures
+        ]
         return [
             Section("Table", [_table(compared), *([text(f"Not finished: {'; '.join(missing)}.")] if missing else [])]),
             Section(
@@ -86,10 +94,10 @@ class ComparisonReport:
             ),
             Section("Seeds and bytes", [side_by_side(*outcomes)]),
             _costs(results),
-            self._split.section(f"Images by client and class: {first}, seed {seed}"),
-            _failures(results),
+            self._splits[example].section(f"Images by client and class: {first}, seed {seed}"),
+            failures("run", failed),
             cited([config.algorithm for config in configs.values()]),
-            Section("Variants", [folded(name, code(content)) for name, content in own.items()]),
+            Section("Variants", [folded(name, code(to_toml(config))) for name, config in configs.items()]),
         ]
 
     def _config(self, name: str, seed: int) -> Config:
@@ -138,14 +146,3 @@ def _peak(rounds: Sequence[Round]) -> float:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-def _failures(results: Results) -> Section:
-    failed = [
-        [f"{name}, seed {seed}", failure]
-        for name, runs in results.items()
-        for seed, rounds in runs.items()
-        for r in rounds
-        for failure in r.failures
-    ]
-    return Section("Failures", [table(["run", "what happened"], failed) if failed else text("No client failed.")])

@@ -27,7 +27,7 @@ from barter.runs.progress import duration, size
 from barter.runs.record import Round
 from barter.runs.tables import HEADINGS, alone, closing_cells
 
-__all__ = ["RunReport", "Split", "cited", "phases"]
+__all__ = ["RunReport", "Split", "cited", "failures", "phases"]
 
 TESTS = {"global": "on the global test set", "local": "on the client's own mix of classes"}
 TOLD = {*TESTS, *(f"before_{name}" for name in TESTS), "bytes_up", "bytes_down", "device_memory"}  # in other sections
@@ -110,7 +110,7 @@ class RunReport:
             _time(rounds),
             _memory(rounds),
             *_noted(rounds),
-            _failures(rounds),
+            failures("round", [[str(r.round), failure] for r in rounds for failure in r.failures]),
         ]
 
     def _clients(self, rounds: Sequence[Round]) -> str:
@@ -203,7 +203,7 @@ def _noted(rounds: Sequence[Round]) -> list[Section]:
             values = [[node[key] for node in _of(r, party) if key in node] for r in rounds]
             means = [sum(v) / len(v) if v else 0.0 for v in values]
             name = f"{key.replace('_', ' ')}, {'server' if party == 'server' else 'mean of clients'}"
-            found.append(chart(name, charts.by_round(rounds, {key: means}, "")))
+            found.append(chart(name, charts.by_round(rounds, {key: means}, "B" if "bytes" in key else "")))
     return [Section("Noted by the method", [side_by_side(*found)])] if found else []
 
 
@@ -211,11 +211,12 @@ def _of(record: Round, party: str) -> list[Mapping[str, float]]:
     return [record.server] if party == "server" else list(record.clients.values())
 
 
-def _failures(rounds: Sequence[Round]) -> Section:
-    failed = [(r.round, failure) for r in rounds for failure in r.failures]
-    if not failed:
+def failures(where: str, rows: Sequence[Sequence[str]]) -> Section:
+    """Calls that clients did not answer: where each was, and what happened."""
+    if not rows:
         return Section("Failures", [text("None: every client that was asked answered.")])
-    return Section("Failures", [table(["round", "what happened"], [[str(t), what] for t, what in failed])])
+    title = f"{len(rows)} call{'s' * (len(rows) > 1)} that a client did not answer"
+    return Section("Failures", [folded(title, table([where, "what happened"], rows), unfolded=len(rows) <= 20)])
 
 
 def cited(algorithms: Sequence[Algorithm]) -> Section:
