@@ -236,6 +236,24 @@ def test_data_that_are_not_here_cost_the_split_alone(tmp_path: Path) -> None:
     assert "Accuracy on the global test set, by round" in charts(content)
 
 
+def test_a_run_across_machines_has_a_page_without_what_is_at_its_sites(tmp_path: Path) -> None:
+    content = report(written(tmp_path / "run", 2, 3, "algorithm.name=dffke", "data.source=sites", "engine=flower"))
+    assert "every site brings its own data" in content
+    assert "images are at their sites" in content
+    assert "<td>client 1</td><td>-</td><td>-</td>" in content
+
+
+def test_networks_from_python_have_no_name_here(tmp_path: Path) -> None:
+    content = report(written(tmp_path / "run", 2, 3, "models=(given in Python)"))
+    assert named(charts(content)["Accuracy on the global test set, by round"], "client 1")["y"]
+
+
+def test_looking_downloads_nothing(tmp_path: Path) -> None:
+    run = written(tmp_path / "run", 2, 3, "data.source=mnist", f"data.root={tmp_path / 'data'}", "data.download=true")
+    assert "The split cannot be shown here." in report(run)
+    assert not (tmp_path / "data").exists()
+
+
 def test_a_live_page_follows_the_run_and_comes_to_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, seen = begun(tmp_path / "run", 2, 3), list[str]()
 
@@ -304,8 +322,9 @@ def test_in_a_browser(tmp_path: Path, browser: Browser, kind: str, width: int) -
     browser.hover("document.querySelector('.chart .nsewdrag')")
     browser.until("document.querySelector('.chart .hoverlayer').textContent.includes('%')")
     if kind == "comparison":
-        shown = browser.value("[...document.querySelectorAll('.legendtext')].map(t => t.textContent)")
-        assert ODD in shown, "as it was written"
+        for place in (".legendtext", ".ytick text"):
+            shown = browser.value(f"[...document.querySelectorAll('{place}')].map(t => t.textContent)")
+            assert ODD in shown, "as it was written"
 
 
 @needs_chromium

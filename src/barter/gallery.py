@@ -39,7 +39,9 @@ def pictures(run: Path, columns: int) -> Iterator[tuple[int, list[Row]]]:
 
     The last round also has what parties made of no single image, such as a generator's.
     """
-    config = dataclasses.replace(resolve(read(run / "config.toml")), device="cpu", precision="auto")
+    config = resolve(read(run / "config.toml"))
+    data = dataclasses.replace(config.data, download=False)  # who only looks fetches nothing
+    config = dataclasses.replace(config, data=data, device="cpu", precision="auto")
     name = type(config.algorithm).__name__
     if config.engine == "flower":
         raise ConfigError(f"{run} ran on Flower: its clients' images are at their sites, not here")

@@ -145,7 +145,11 @@ def bars(labels: Sequence[str], parts: Mapping[str, Sequence[float]], unit: str)
     figure = _figure("", "", barmode="stack", bargap=0.4, height=max(360, 110 + 36 * len(labels)))
     for name, values in parts.items():
         figure.add_bar(
-            **{"y": [escape(label) for label in labels], "x": _column(values), "name": escape(name)},
+            **{
+                "y": [escape(label).replace(", ", ",<br>") for label in labels],
+                "x": _column(values),
+                "name": escape(name),
+            },
             orientation="h",
             marker={"color": PARTS.get(name)},
             hovertemplate=f"%{{x:.3s}}{unit}",
