@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -102,11 +103,14 @@ class Browser:
         return found["result"].get("value")
 
     def until(self, condition: str, seconds: float = 20) -> None:
-        """Wait for something to be so."""
+        """Wait for something to be so; a page that is just being left cannot be asked."""
         deadline = time.monotonic() + seconds
-        while not self.value(condition):
-            assert time.monotonic() < deadline, f"after {seconds} s still not: {condition}"
+        while time.monotonic() < deadline:
+            with suppress(AssertionError):
+                if self.value(condition):
+                    return
             time.sleep(0.05)
+        raise AssertionError(f"after {seconds} s still not: {condition}")
 
     def hover(self, element: str) -> None:
         """Move the mouse to the middle of an element."""

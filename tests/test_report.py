@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,20 @@ def test_what_a_client_did_not_report_is_a_gap_and_no_zero(tmp_path: Path) -> No
     curve = named(lines["Accuracy on the global test set, by round"], "1 small-vgg")["y"]
     assert np.isnan(curve[0])
     assert curve[1] == second.clients[1]["global"]
+
+
+def test_a_method_may_report_what_it_likes(tmp_path: Path) -> None:
+    bare = Round(1, {k: {"bytes_up": 0, "bytes_down": 0} for k in (0, 1)}, {}, {"round": 1.0}, {}, [])
+    half = replace(bare, round=2, clients={k: {**bare.clients[k], "before_global": 0.1, "mood": 0.5} for k in (0, 1)})
+    content = report(go_on(begun(tmp_path / "run", 2, 2), bare, half))
+    assert "The clients report no accuracy." in content
+    assert "Nothing was exchanged." in content
+    (mood,) = charts(content)["mood, mean of clients"]
+    assert np.isnan(mood["y"][0])
+    assert mood["y"][1] == 0.5
+    full = replace(half, round=3, clients={k: {**half.clients[k], "global": 0.4, "local": 0.7} for k in (0, 1)})
+    drawn = charts(report(go_on(begun(tmp_path / "other", 2, 2), full)))
+    assert named(drawn["Accuracy on the client's own mix of classes, by client"], "after")["y"] == [0.7, 0.7]
 
 
 def test_the_page_of_a_comparison_says_what_its_runs_say(tmp_path: Path) -> None:

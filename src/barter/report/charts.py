@@ -71,7 +71,7 @@ def learning(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.
         line = {"width": 2.5, "color": COLOURS[1], "dash": "dash"}
         server = _column(r.server.get("global") for r in records)
         figure.add_scatter(y=server, name="server's model", line=line, marker={"size": 6}, **shown)
-    known = [before[f"before_{metric}"] for k in range(len(names)) if (before := alone(records, k))]
+    known = [told for k in range(len(names)) if (told := alone(records, k).get(f"before_{metric}")) is not None]
     if known:
         level = sum(known) / len(known)
         label = {"text": f"alone {level:.1%}", "textposition": "end", "yanchor": "top"}
@@ -127,7 +127,7 @@ def split(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> go.Figure:
     return figure
 
 
-def by_round(records: Sequence[Round], parts: Mapping[str, Sequence[float]], unit: str) -> go.Figure:
+def by_round(records: Sequence[Round], parts: Mapping[str, Sequence[float | None]], unit: str) -> go.Figure:
     """A column for each round, made of its parts."""
     figure = _figure("round", "~s" if unit else "", len(records), barmode="stack", hovermode="x unified")
     for name, values in parts.items():

@@ -31,7 +31,7 @@ __all__ = [
     "write",
 ]
 
-REFRESH = 5  # seconds after which a live page is read again
+REFRESH = 10  # seconds after which a live page is read again
 MARK = '<meta name="generator" content="barter'  # by which a page of ours is known
 
 

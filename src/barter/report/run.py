@@ -104,7 +104,7 @@ class RunReport:
         ]
         gains = [chart(f"Accuracy {tests[key]}, by client", charts.gains(rounds, key, self.names)) for key in tests]
         return [
-            Section("Learning", [side_by_side(*learning)]),
+            Section("Learning", [side_by_side(*learning) if tests else text("The clients report no accuracy.")]),
             Section("Alone and after", [side_by_side(*gains), self._clients(rounds)]),
             self.split.section("Images by client and class"),
             *([] if live or not self.images else [_gallery(self.run)]),
@@ -138,8 +138,8 @@ def tiles(rounds: Sequence[Round]) -> list[Tile]:
     last, found = rounds[-1], []
     for key, name in (("global", "global accuracy"), ("local", "own accuracy")):
         if any(key in client for client in last.clients.values()):
-            before = [start[f"before_{key}"] for k in last.clients if (start := alone(rounds, k))]
-            gain = f"{100 * (last.mean(key) - sum(before) / len(before)):+.1f} points to alone" if before else ""
+            before = [told for k in last.clients if (told := alone(rounds, k).get(f"before_{key}")) is not None]
+            gain = f"{100 * (last.mean(key) - sum(before) / len(before)):+.1f} points over alone" if before else ""
             found.append(Tile(name, f"{last.mean(key):.1%}", gain))
     if "global" in last.server:
         found.append(Tile("server's model", f"{last.server['global']:.1%}", "on the global test set"))
@@ -191,7 +191,7 @@ def _time(rounds: Sequence[Round]) -> Section:
 
 
 def _memory(rounds: Sequence[Round]) -> Section:
-    peaks = [r.server.get("device_memory", 0.0) for r in rounds]
+    peaks = [r.server.get("device_memory") for r in rounds]
     if not any(peaks):
         return Section("Memory", [text("The run was on a CPU: its records hold the memory of CUDA devices only.")])
     return Section("Memory", [chart("Peak of the device by round", charts.by_round(rounds, {"peak": peaks}, "B"))])
@@ -203,7 +203,7 @@ def _noted(rounds: Sequence[Round]) -> list[Section]:
     for party in ("server", "clients"):
         for key in dict.fromkeys(key for r in rounds for node in _of(r, party) for key in node if key not in TOLD):
             values = [[node[key] for node in _of(r, party) if key in node] for r in rounds]
-            means = [sum(v) / len(v) if v else 0.0 for v in values]
+            means = [sum(v) / len(v) if v else None for v in values]
             name = f"{key.replace('_', ' ')}, {'server' if party == 'server' else 'mean of clients'}"
             found.append(chart(name, charts.by_round(rounds, {key: means}, "B" if "bytes" in key else "")))
     return [Section("Noted by the method", [side_by_side(*found)])] if found else []
