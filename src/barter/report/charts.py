@@ -22,6 +22,7 @@ INK, GREY, GRID = "#1f2933", "#8794a3", "#e6eaef"
 FEW = len(COLOURS)  # lines that can be told apart by their colours
 SHARE = ".0%"  # how accuracies are written along an axis
 TITLE = {"standoff": 6, "font": {"size": 12, "color": "#5f6c7b"}}
+SPIKE = {"spikethickness": 1, "spikecolor": GREY, "spikedash": "solid"}
 PARTS = {"up": COLOURS[0], "down": COLOURS[5], "the rest": "#c3ccd6"}  # what has the same colour everywhere
 STYLE = {
     "layout": {
@@ -30,7 +31,7 @@ STYLE = {
         "plot_bgcolor": "rgba(0,0,0,0)",
         "margin": {"l": 8, "r": 8, "t": 12, "b": 8},
         "height": 360,
-        "xaxis": {"gridcolor": GRID, "zeroline": False, "automargin": True, "title": TITLE},
+        "xaxis": {"gridcolor": GRID, "zeroline": False, "automargin": True, "title": TITLE, **SPIKE},
         "yaxis": {"gridcolor": GRID, "zeroline": False, "automargin": True, "ticklabelstandoff": 4},
         "legend": {
             "orientation": "h",
@@ -218,7 +219,9 @@ def price(results: Results, metric: str) -> go.Figure:
 def _figure(x: str, tickformat: str, count: int | None = None, **layout: Any) -> go.Figure:
     """An empty figure in the house's style, its x counting so many; what its y is stands above it in the page."""
     figure = go.Figure(layout={"template": STYLE, **layout})
-    figure.update_xaxes(title={"text": x} if x else None, dtick=1 if count is not None and count <= 20 else None)
+    figure.update_xaxes(dtick=1 if count is not None and count <= 20 else None)
+    if x:
+        figure.update_xaxes(title={"text": x}, unifiedhovertitle={"text": f"{x} %{{x}}"})
     if tickformat == SHARE:
         figure.update_yaxes(autorangeoptions={"clipmin": -0.03, "clipmax": 1.03})
     return figure.update_yaxes(tickformat=tickformat)
