@@ -56,7 +56,7 @@ def random_images(folder: Path, side: int, channels: int, classes: int, train: i
 
 
 def federation(algorithm: Any, source: str, models: str, clients: int, **options: Any) -> Experiment:
-    data = Data(source=source, size=options.pop("size", None), augment=options.pop("augment", True))
+    data = Data(source=source, size=options.pop("size", None), augment=options.pop("augment", True), flip=True)
     return Experiment(algorithm, data=data, partition=Iid(), clients=clients, models=models, **options)
 
 

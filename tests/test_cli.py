@@ -11,11 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from barter import FedAvg
 from barter.cli import main
 from barter.config import read, resolve
+from barter.gallery import pictures
+from barter.ops.condense import quantised
+from tests.conftest import federation, tiny
 
 QUICK = [
     "--set", "clients=3", "--set", "rounds=2", "--set", "algorithm.max_epochs=1", "--set", "algorithm.decoder_steps=2",
@@ -79,10 +83,32 @@ def test_images_that_cannot_be_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
     local = ["--algorithm", "local", "--set", "rounds=1", "--set", "algorithm.max_epochs=1"]
     assert main(["run", "--out", str(tmp_path / "b"), *local]) == 0
     assert "Local as configured made no images" in said(str(tmp_path / "b"))
-    for checkpoint in (tmp_path / "b" / "checkpoints").iterdir():
+    for checkpoint in (tmp_path / "a" / "checkpoints").iterdir():
         checkpoint.unlink()
-    assert "no finished round" in said(str(tmp_path / "b"))
+    assert "no checkpoint of a finished round" in said(str(tmp_path / "a"))
     assert "columns" in said(str(tmp_path / "b"), "--columns", "0")
+
+
+@pytest.mark.parametrize(("name", "parties"), [("fedaf", 3), ("fedzge", 1), ("dfrd", 1)])
+def test_generators_and_condensed_sets_are_images_too(name: str, parties: int, tmp_path: Path) -> None:
+    experiment = federation(tiny(name, **({"samples": 30} if name != "fedaf" else {})), rounds=2, out=tmp_path)
+    list(experiment.rounds(2))
+    ((last, rows),) = pictures(tmp_path, 6)
+    assert last == 2, "as they are in the end"
+    assert len(rows) == parties
+    for party, real, made, classes in rows:
+        assert (party == "server") == (parties == 1)
+        assert real is None
+        assert made.shape[1:] == (8, 8, 1)
+        assert len(made) == len(classes) == 6
+        assert len(set(classes)) > 1
+        assert made.std() > 0.05
+    again = next(pictures(tmp_path, 6))[1]
+    assert all(torch.equal(one[2], other[2]) for one, other in zip(rows, again, strict=True)), "every time the same"
+    if name == "fedaf":
+        sent = quantised(experiment.engine.clients[0].images[0], experiment.task.spec)
+        shown = (255 * rows[0][2]).round().byte().permute(0, 3, 1, 2)
+        assert all(any(torch.equal(image, one) for one in sent) for image in shown), "what the server was sent"
 
 
 def test_images_go_where_a_folder_can_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,7 +76,7 @@ def test_a_servers_model_and_one_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Local's server has no model of its own: name a client"):
         barter.load(tmp_path / "alone")
     federation(tiny("local"), out=tmp_path / "begun")
-    with pytest.raises(CheckpointError, match="no finished round"):
+    with pytest.raises(CheckpointError, match="no checkpoint of a finished round"):
         barter.load(tmp_path / "begun", client=0)
     with pytest.raises(CheckpointError, match="is not the folder of a run"):
         barter.load(tmp_path, client=0)

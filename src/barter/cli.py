@@ -1,4 +1,4 @@
-"""The command line: barter run | resume | compare | evaluate | export | check | list | show | flower | site.
+"""The command line: barter run | resume | compare | report | evaluate | export | check | list | show | flower | site.
 
 What can be asked is here, what is done then in `commands`, which loads torch: help and mistakes must not wait for it.
 """
@@ -158,6 +158,23 @@ def compare(
 
     asked = {"baseline": baseline, "metric": metric, "target": target}
     commands.compare(what, algorithms, seeds, settings, vary, out, asked, jobs)
+
+
+@app.command()
+def report(
+    what: Annotated[Path, typer.Argument(metavar="RUN | COMPARISON", help="The folder of a run or of a comparison.")],
+    to: Annotated[Path | None, typer.Option(help="The page; without it, report.html in the folder.")] = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="Write the page again after every round, until all are done.")
+    ] = False,
+    images: Annotated[
+        bool, typer.Option("--images/--no-images", help="With private images and what was made of them.")
+    ] = True,
+) -> None:
+    """Write one HTML page of all there is to see: curves, clients, split, images, traffic, time, configuration."""
+    from barter import commands
+
+    commands.report(what, to, live=live, images=images)
 
 
 @app.command()

@@ -48,6 +48,7 @@ __all__ = [
     "flower_init",
     "flower_start",
     "list_",
+    "report",
     "resume",
     "run",
     "show_algorithm",
@@ -145,6 +146,23 @@ def _print_comparison(comparison: Comparison) -> None:
     _console().print(f"table and curves: {', '.join(map(str, paths))}")
 
 
+def report(what: Path, to: Path | None, *, live: bool, images: bool) -> None:
+    pages, target, console = _optional("report"), to or what / "report.html", _console()
+    subject, shown = pages.report_of(what, live=live, images=images), -1
+    try:
+        while live and not subject.finished:
+            if subject.done != shown:
+                shown = subject.done
+                pages.write(target, subject.page(live=True))
+                console.print(f"report: {target}, {subject.progress}")
+            time.sleep(1)
+    except KeyboardInterrupt:
+        pages.write(target, subject.page(live=False))
+        raise Interrupted(f"stopped; {target} shows what there is") from None
+    pages.write(target, subject.page(live=False))
+    console.print(f"report: {target}")
+
+
 def evaluate(run: Path, source: str, client: int | None) -> None:
     networks = load_all(run) if client is None else [load(run, client)]
     spec, own = networks[0].spec, resolve(read(run / "config.toml")).data
@@ -211,9 +229,9 @@ def _close(records: Sequence[Round], architectures: Sequence[str], task: Task, o
 
 def _drive_flower(config: Config, out: Path, watcher: Watcher, *, resume: bool, simulate: bool) -> None:
     """A SuperLink and a site for each client, all on this machine; or Flower's simulation of them."""
-    loopback = _flower("loopback")
+    loopback = _optional("loopback")
     if simulate:
-        _flower("ray")
+        _optional("ray")
     task = make_task(config.data, config.partition, config.clients, config.seed, torch.device("cpu"))
     names = names_of(config.algorithm, config.models, config.clients)
     place = "clients in Flower's simulation" if simulate else "Flower sites on this machine"
@@ -228,15 +246,23 @@ def _drive_flower(config: Config, out: Path, watcher: Watcher, *, resume: bool, 
     _close(records, names, task, out)
 
 
-def _flower(module: str) -> Any:
-    """A module that needs Flower, or Ray, on which Flower simulates."""
+EXTRAS = {
+    "flwr": ("Flower", "flower"),
+    "cryptography": ("Flower", "flower"),
+    "ray": ("Ray", "simulation"),
+    "plotly": ("Plotly", "report"),
+}
+
+
+def _optional(module: str) -> Any:
+    """A module of ours that needs what an extra installs, or Ray, on which Flower simulates."""
     try:
         return importlib.import_module(module if module == "ray" else f"barter.{module}")
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in ("flwr", "cryptography", "ray"):
+        if missing not in EXTRAS:
             raise
-        what, extra = ("Ray", "simulation") if missing == "ray" else ("Flower", "flower")
+        what, extra = EXTRAS[missing]
         raise ConfigError(f"{what} is not installed here: pip install 'barter-fl[{extra}]'") from None
 
 
@@ -253,7 +279,7 @@ def flower_init(
         {"data": "folder:/path/to/images", "model": "small-cnn"} if not shared else {"share": k}
         for k in range(len(names))
     ]
-    _flower("deploy").init(folder, resolved, [{"name": n, **s} for n, s in zip(names, own, strict=True)], address)
+    _optional("deploy").init(folder, resolved, [{"name": n, **s} for n, s in zip(names, own, strict=True)], address)
     _console().print(f"{folder / 'README.md'} says how to go on")
 
 
@@ -261,7 +287,7 @@ def flower_start(folder: Path, host: str, *, insecure: bool) -> None:
     config = resolve(read(folder / "run.toml"))
     watcher = Watcher(_console(), config.rounds)
     try:
-        _flower("loopback").coordinate(folder, host, watcher, insecure=insecure)
+        _optional("loopback").coordinate(folder, host, watcher, insecure=insecure)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped; `barter flower start {folder}` continues") from None
     watcher.console.print(f"run folder: {folder / 'run'}")
@@ -269,7 +295,7 @@ def flower_start(folder: Path, host: str, *, insecure: bool) -> None:
 
 def site(file: Path, worker: Path | None) -> None:
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
-    supervise = _flower("supervise")
+    supervise = _optional("supervise")
     supervise.site(file) if worker is None else supervise.work(file, worker)
 
 

@@ -30,6 +30,7 @@ from barter.runs.summary import (
     Comparative,
     Question,
     Results,
+    lines,
     summarise,
     to_csv,
     to_latex,
@@ -258,26 +259,27 @@ class Comparison:
                 missing.append(f"{name}, seed {seed}")
         return results, missing
 
+    def summary(self, results: Results) -> Comparative:
+        """What the finished runs say to the question."""
+        metric, baseline = self.question.get("metric", "global"), self.question.get("baseline")
+        question = Question(metric, baseline if baseline in results else None, self.question.get("target"))
+        return summarise(results, question)
+
     def write(self) -> tuple[Comparative, list[str], list[Path]]:
         """The table as Markdown, CSV and LaTeX and the curves as SVG, PDF and PNG, of what is finished."""
         results, missing = self.results()
         if not results:
             raise CheckpointError(f"{self.folder} has no finished run yet")
-        metric, baseline = self.question.get("metric", "global"), self.question.get("baseline")
-        question = Question(metric, baseline if baseline in results else None, self.question.get("target"))
-        compared = summarise(results, question)
+        compared = self.summary(results)
         files = {"md": to_markdown(compared), "tex": to_latex(compared), "csv": to_csv(compared)}
         paths = []
         for ending, text in files.items():
             paths.append(self.folder / f"table.{ending}")
             paths[-1].write_text(text)
-        lines = {
-            name: {seed: [(r.round, value(r, metric)) for r in rounds] for seed, rounds in runs.items()}
-            for name, runs in results.items()
-        }
+        metric = compared.question.metric
         for ending in ("svg", "pdf", "png"):
             paths.append(self.folder / f"curves.{ending}")
-            curves(lines, f"accuracy, {METRICS[metric]} (%)", paths[-1])
+            curves(lines(results, metric), f"accuracy, {METRICS[metric]} (%)", paths[-1])
         return compared, missing, paths
 
 

@@ -47,6 +47,7 @@ __all__ = [
     "make_client",
     "make_server",
     "names_of",
+    "narrowed",
 ]
 
 ELSEWHERE = ("engine", "timeout")  # of a configuration: only for clients that live elsewhere
@@ -296,7 +297,7 @@ def cut(config: Config, names: Mapping[int, str], networks: Mapping[int, Classif
 
     shares = {k: algorithm.budget(k, config.clients) for k in names}
     own = {k: part(k, shares[k]) for k in networks}
-    called = {k: name if shares[k] == 1 else f"{name}@{shares[k]:g}" for k, name in names.items()}
+    called = {k: narrowed(name, shares[k]) for k, name in names.items()}
     return Parts(called, own, part(0, 1.0) if 0 in networks else None)
 
 
@@ -341,6 +342,11 @@ def initial(name: str, spec: Spec, seed: int, own: Own | None = None) -> Classif
     weights, and so does a model of the server's."""
     with seeds.scope(seed, "weights", name):
         return zoo.build(name, spec, own)
+
+
+def narrowed(name: str, share: float) -> str:
+    """What a network is called that has this share of its architecture's width."""
+    return name if share == 1 else f"{name}@{share:g}"
 
 
 def names_of(algorithm: Algorithm[Any, Any], models: str, clients: int) -> list[str]:

@@ -11,41 +11,62 @@ import torch
 from torch import Tensor
 
 from barter.config import read, resolve
+from barter.core import seeds
+from barter.core.algorithm import Algorithm
 from barter.core.errors import CheckpointError, ConfigError
-from barter.core.images import Images, statistics
-from barter.core.nodes import Client
+from barter.core.images import Spec, statistics
+from barter.core.nodes import Client, Server
 from barter.engines.local import LocalEngine
 from barter.experiment import Experiment
 from barter.runs.folder import finished
 from barter.runs.picture import Row, sheet
 
-__all__ = ["sheets"]
+__all__ = ["pictures", "sheets"]
 
 
 def sheets(run: Path, out: Path, columns: int) -> Iterator[Path]:
     """A sheet for every round that the run's clients remember: real images beside what was made of them."""
-    config = dataclasses.replace(resolve(read(run / "config.toml")), device="cpu", precision="auto")
+    name = type(resolve(read(run / "config.toml")).algorithm).__name__
+    for t, rows in pictures(run, columns):
+        title = f"{name}, round {t}: private images and what was made of them. Experimenter's view only"
+        _make(out)
+        sheet(rows, title, out / f"round-{t:03d}.png")
+        yield out / f"round-{t:03d}.png"
+
+
+def pictures(run: Path, columns: int) -> Iterator[tuple[int, list[Row]]]:
+    """Every round that the run's parties remember, with a row for each client: its images and what was made of them.
+
+    The last round also has what parties made of no single image, such as a generator's.
+    """
+    config = resolve(read(run / "config.toml"))
+    data = dataclasses.replace(config.data, download=False)  # who only looks fetches nothing
+    config = dataclasses.replace(config, data=data, device="cpu", precision="auto")
     name = type(config.algorithm).__name__
     if config.engine == "flower":
         raise ConfigError(f"{run} ran on Flower: its clients' images are at their sites, not here")
+    kind, none = type(config.algorithm), ConfigError(f"{run}: {name} as configured made no images, or remembers none")
+    if kind.gallery is Algorithm.gallery and kind.creations is Algorithm.creations:
+        raise none
     last = finished(run)
     experiment, found = Experiment.from_config(config), 0
     engine = experiment.engine
     assert isinstance(engine, LocalEngine)
     try:
+        experiment.server.recall(last[1]["server"])
         engine.recall(last[1]["clients"])
     except (KeyError, RuntimeError) as error:
         raise CheckpointError(f"{run} holds the checkpoint of another experiment: {error}") from error
     for t in range(1, last[0] + 1):
         rows = [row for client in engine.clients.values() for row in _row(experiment, client, t, columns)]
+        if t == last[0]:
+            parties: list[Server | Client] = [experiment.server, *engine.clients.values()]
+            rows += [row for party in parties for row in _created(experiment, party, columns)]
         if rows:
             found += 1
-            title = f"{name}, round {t}: private images, and below what others see of them. Experimenter's view only"
-            _make(out)
-            sheet(rows, title, out / f"round-{t:03d}.png")
-            yield out / f"round-{t:03d}.png"
+            yield t, rows
     if not found:
-        raise ConfigError(f"{run}: {name} as configured made no images of private ones, or remembers none")
+        raise none
 
 
 def _make(folder: Path) -> None:
@@ -60,19 +81,34 @@ def _row(experiment: Experiment, client: Client, t: int, columns: int) -> Iterat
     if pictures is not None:
         places, made = pictures
         real, classes = client.data.batch(places), [experiment.task.classes[c] for c in client.data.labels[places]]
-        yield f"{client.id} {client.architecture}", _visible(real, client.data), _visible(made, client.data), classes
+        spec = experiment.task.spec
+        yield f"{client.id} {client.architecture}", _visible(real, spec), _visible(made, spec), classes
+
+
+def _created(experiment: Experiment, party: Server | Client, columns: int) -> Iterator[Row]:
+    with seeds.scope(experiment.config.seed, "gallery"):
+        created = experiment.algorithm.creations(party, lambda labels: _spread(labels, columns))
+    if created is not None:
+        labels, made = created
+        name = f"{party.id} {party.architecture}" if isinstance(party, Client) else "server"
+        yield name, None, _visible(made, experiment.task.spec), [experiment.task.classes[c] for c in labels]
 
 
 def _one_of_each_class(labels: Tensor, columns: int, places: Tensor) -> Tensor:
-    """Which of these places to show: one of every class, then a second of each, and so on."""
+    """Which of these places to show."""
+    return _spread(labels[places], columns)
+
+
+def _spread(labels: Tensor, columns: int) -> Tensor:
+    """Which of these to show: one of every class, then a second of each, and so on."""
     seen, rank = dict[int, int](), []
-    for label in labels[places].tolist():
+    for label in labels.tolist():
         seen[label] = seen.get(label, 0) + 1
         rank.append((seen[label], label))
     return torch.tensor(sorted(range(len(rank)), key=rank.__getitem__)[:columns])
 
 
-def _visible(images: Tensor, data: Images) -> Tensor:
+def _visible(images: Tensor, spec: Spec) -> Tensor:
     """Normalised images as one looks at them: between 0 and 1, channels last."""
-    mean, std = statistics(data.spec, images.device)
+    mean, std = statistics(spec, images.device)
     return (images * std + mean).clamp(0, 1).permute(0, 2, 3, 1)

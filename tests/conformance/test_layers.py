@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "export": {"kept", "core", "version"},
     "gallery": {"config", "experiment", "engines", "runs", "core"},
     "comparison": {"config", "runs", "data", "core"},
+    "report": {"report", "comparison", "gallery", "config", "experiment", "runs", "data", "core", "version"},
     "gate": set(),
     "commands": {"config", "runs", "data", "models", "algorithms", "core"}
     | {"experiment", "comparison", "conformance", "export", "gallery", "kept"},

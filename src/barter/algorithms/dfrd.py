@@ -24,7 +24,7 @@ slow generator that begins as a copy, statistics of the clients' own data (bench
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias
@@ -38,7 +38,7 @@ from barter.core import lanes
 from barter.core.clients import Clients, Replies
 from barter.core.images import Spec
 from barter.core.model import Classifier
-from barter.core.nodes import Server
+from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive
 from barter.core.payload import State, isolate
 from barter.models.generators import Merge, MergeGenerator
@@ -297,6 +297,16 @@ class DFRD(PartialTraining[Distiller]):
         if slow is not None:
             loss = loss + self.alpha * divergence(slow, *again)
         return loss * self.temperature**2 if self.square_temperature else loss
+
+    @torch.no_grad()
+    def creations(self, party: Distiller | Client, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
+        if not isinstance(party, Distiller):
+            return None
+        generator, _ = self.recalled(party)
+        z = torch.randn(self.samples, self.noise, device=party.device)
+        y = torch.randint(party.spec.classes, (self.samples,), device=party.device)
+        chosen = wanted(y)
+        return y[chosen], shown(generator.train()(z, y), party.spec, self.output)[chosen]
 
     def remember(self, server: Distiller, generator: MergeGenerator) -> None:
         """The generator, and its slow copy moved towards it."""

@@ -27,7 +27,7 @@ is trained (benchmarks/README.md).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypedDict
@@ -44,7 +44,18 @@ from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive
 from barter.core.payload import State
-from barter.ops.condense import Collaboration, Lot, averaging, condense, gathered, lot, mean_images, portions, redrawn
+from barter.ops.condense import (
+    Collaboration,
+    Lot,
+    averaging,
+    condense,
+    gathered,
+    labels_of,
+    lot,
+    mean_images,
+    portions,
+    redrawn,
+)
 from barter.ops.fit import Trainer, epoch_length, index_batches, sgd
 
 __all__ = ["Condenser", "FedAF"]
@@ -66,7 +77,7 @@ class Labelled(Lot):
 class Condenser(Client):
     """A client that condenses its images."""
 
-    images: list[Tensor] = []  # where a warm start begins
+    images: list[Tensor] = []  # its last condensed ones, where a warm start begins
 
 
 @torch.no_grad()
@@ -175,10 +186,17 @@ class FedAF(Algorithm[Server, Condenser]):
                 sampled=partial(interpolated, self.gamma),
                 collaboration=self.collaboration(client, torch.tensor(list(sizes), device=client.device), shared),
             )
-        client.images = [images] if self.warm_start and images is not None else []
+        client.images = [] if images is None else [images]
         given = lot(data, sizes, images)
         soft = F.softmax(own["logits"] / self.tau, 1)  # r_k,c of Eq. 11, of the model as it was sent
         return {**given, "soft": soft[torch.isin(own["classes"], given["classes"])]}
+
+    def creations(self, party: Server | Condenser, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
+        if not isinstance(party, Condenser) or not party.images:
+            return None
+        labels = labels_of(portions(party.data, self.ipc, self.min_samples), party.device)
+        chosen = wanted(labels)
+        return labels[chosen], party.images[0][chosen]
 
     def collaboration(self, client: Condenser, classes: Tensor, shared: Means) -> Collaboration:
         """The collaborative term of Eq. 10 for these classes."""

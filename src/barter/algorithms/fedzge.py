@@ -28,6 +28,7 @@ true gradient for the same queries (benchmarks/README.md).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -146,6 +147,14 @@ class FedZGE(Algorithm[Asked, Oracle]):
     def pictures(self, generator: LabelGenerator, spec: Spec, z: Tensor, y: Tensor) -> Tensor:
         """Generated images as the clients are shown them."""
         return shown(generator(z, y), spec, self.output)
+
+    @torch.no_grad()
+    def creations(self, party: Asked | Oracle, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
+        if not isinstance(party, Asked):
+            return None
+        generator, z, y = self.prepare(party)
+        chosen = wanted(y)
+        return y[chosen], self.pictures(generator, party.spec, z, y)[chosen]
 
     def answer(self, client: Oracle, batches: Tensor) -> Tensor:
         """Train on private data, then say what one thinks of the images and of their changed copies."""

@@ -75,6 +75,13 @@ class Algorithm(Generic[S, C]):
         """
         return None
 
+    def creations(self, party: S | C, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
+        """What a party made of no single private image, as it is after the last round: labels, and the pictures.
+
+        For the experimenter's eyes. Given the labels of all that there are, `wanted` says which of them to show.
+        """
+        return None
+
     @classmethod
     def preset(cls, name: str, overrides: Mapping[str, Any] | None = None) -> Self:
         """The algorithm with a named set of hyperparameters, some of them overridden."""

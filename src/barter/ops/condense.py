@@ -23,6 +23,7 @@ __all__ = [
     "averaging",
     "condense",
     "gathered",
+    "labels_of",
     "lot",
     "mean_images",
     "portions",

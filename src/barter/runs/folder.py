@@ -141,7 +141,7 @@ def finished(run: Path) -> tuple[int, Payload]:
         raise CheckpointError(f"{run} is not the folder of a run: there is no config.toml in it")
     found = last_checkpoint(run, torch.device("cpu"))
     if found is None:
-        raise CheckpointError(f"{run} has no finished round yet")
+        raise CheckpointError(f"{run} holds no checkpoint of a finished round")
     return found
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from barter.core.errors import ConfigError
 
-__all__ = ["Curve", "Row", "bubbles", "curves", "sheet"]
+__all__ = ["COLOURS", "Curve", "Row", "band", "bubbles", "curves", "sheet"]
 
-Row: TypeAlias = tuple[str, Tensor, Tensor, Sequence[str]]  # client; its images, real and made, in 0..1; their classes
+# A party; real images, where there are some, and those made, of each of them or of many, in 0..1; their classes.
+Row: TypeAlias = tuple[str, Tensor | None, Tensor, Sequence[str]]
 
 
 def _pyplot() -> Any:
@@ -65,22 +67,25 @@ def bubbles(counts: Sequence[Sequence[int]], names: Sequence[str], title: str, p
 
 
 def sheet(rows: Sequence[Row], title: str, path: Path) -> None:
-    """For each client, real images and below them what was made of each."""
+    """For each party, real images, if there are any, and below them those that were made."""
     plt = _pyplot()
-    columns = max(len(real) for _, real, _, _ in rows)
-    figure, axes = plt.subplots(
-        2 * len(rows), columns, figsize=(max(4.0, 0.75 * columns + 1.2), 1.55 * len(rows) + 0.9), squeeze=False
-    )
+    lines: list[tuple[str, Tensor, Sequence[str]]] = []
+    for name, real, made, classes in rows:
+        if real is not None:
+            lines += [(f"{name}\nreal", real, classes), ("made", made, [""] * len(made))]
+        else:
+            lines.append((f"{name}\nmade", made, classes))
+    columns = max(len(images) for _, images, _ in lines)
+    size = (max(4.0, 0.75 * columns + 1.2), 0.775 * len(lines) + 0.9)
+    figure, axes = plt.subplots(len(lines), columns, figsize=size, squeeze=False)
     for cell in axes.flat:
         cell.axis("off")
-    for i, (name, real, made, classes) in enumerate(rows):
-        for j in range(len(real)):
-            for cell, image in ((axes[2 * i, j], real[j]), (axes[2 * i + 1, j], made[j])):
-                grey = image.shape[-1] == 1
-                cell.imshow((image[..., 0] if grey else image).numpy(), cmap="gray" if grey else None, vmin=0, vmax=1)
-            axes[2 * i, j].set_title(_plain(classes[j])[:12], fontsize=6, pad=2)
-        for at, kind in ((2 * i, f"{name}\nreal"), (2 * i + 1, "made")):
-            axes[at, 0].text(-0.15, 0.5, kind, transform=axes[at, 0].transAxes, ha="right", va="center", fontsize=6)
+    for cells, (label, images, classes) in zip(axes, lines, strict=True):
+        for cell, image, name in zip(cells, images, classes, strict=False):
+            grey = image.shape[-1] == 1
+            cell.imshow((image[..., 0] if grey else image).numpy(), cmap="gray" if grey else None, vmin=0, vmax=1)
+            cell.set_title(_plain(name)[:12], fontsize=6, pad=2)
+        cells[0].text(-0.15, 0.5, _plain(label), transform=cells[0].transAxes, ha="right", va="center", fontsize=6)
     figure.suptitle(_plain(title), fontsize=8)
     figure.subplots_adjust(left=0.14, right=0.99, bottom=0.01, wspace=0.05, hspace=0.2)
     figure.subplots_adjust(top=1 - 0.55 / figure.get_figheight())
@@ -92,20 +97,25 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#0
 Curve: TypeAlias = Sequence[tuple[int, float | None]]  # round and accuracy
 
 
+def band(curves: Iterable[Curve]) -> tuple[list[int], list[float], list[float]]:
+    """Rounds, and over the curves in each of them the mean and the standard deviation."""
+    values: dict[int, list[float]] = {}
+    for t, value in chain.from_iterable(curves):
+        if value is not None:
+            values.setdefault(t, []).append(value)
+    rounds = sorted(values)
+    spread = [statistics.stdev(values[t]) if len(values[t]) > 1 else 0.0 for t in rounds]
+    return rounds, [statistics.fmean(values[t]) for t in rounds], spread
+
+
 def curves(lines: Mapping[str, Mapping[int, Curve]], label: str, path: Path) -> None:
     """A line per method by round: the mean over seeds, and a band of one standard deviation to each side."""
     plt = _pyplot()
     with plt.rc_context({"pdf.fonttype": 42, "svg.fonttype": "none", "font.size": 9}):
         figure, axes = plt.subplots(figsize=(5.2, 3.4), layout="constrained")
         for i, (name, seeds) in enumerate(lines.items()):
-            values: dict[int, list[float]] = {}
-            for curve in seeds.values():
-                for t, value in curve:
-                    if value is not None:
-                        values.setdefault(t, []).append(100 * value)
-            rounds = sorted(values)
-            means = [statistics.fmean(values[t]) for t in rounds]
-            spread = [statistics.stdev(values[t]) if len(values[t]) > 1 else 0.0 for t in rounds]
+            rounds, *shares = band(seeds.values())
+            means, spread = ([100 * share for share in column] for column in shares)
             colour, style = COLOURS[i % len(COLOURS)], ("-", "--", ":")[i // len(COLOURS) % 3]
             dots = "o" if len(rounds) <= 20 else None
             shown = _plain(name if not name.startswith("_") else f" {name}")  # matplotlib hides what begins with one

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from scipy.stats import t as student
 
+from barter.runs.picture import Curve
 from barter.runs.progress import duration, size
 from barter.runs.record import Round
 
@@ -24,6 +25,7 @@ __all__ = [
     "Results",
     "Summary",
     "cells",
+    "lines",
     "paired",
     "summarise",
     "to_csv",
@@ -44,6 +46,14 @@ def value(record: Round, metric: str) -> float | None:
         return record.server.get("global")
     name = {"global": "global", "own": "local"}[metric]
     return record.mean(name) if any(name in client for client in record.clients.values()) else None
+
+
+def lines(results: Results, metric: str) -> dict[str, dict[int, Curve]]:
+    """The accuracy of every run by round."""
+    return {
+        name: {seed: [(r.round, value(r, metric)) for r in rounds] for seed, rounds in runs.items()}
+        for name, runs in results.items()
+    }
 
 
 @dataclass(frozen=True)

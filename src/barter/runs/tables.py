@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.table import Table
@@ -10,44 +10,70 @@ from rich.table import Table
 from barter.runs.progress import size
 from barter.runs.record import Round
 
-__all__ = ["accuracy_table", "class_table", "closing_table"]
+__all__ = ["HEADINGS", "accuracy_table", "alone", "class_table", "closing_cells", "closing_table"]
 
 
-HEADINGS = ("alone\nglobal", "alone\nown", "after\nglobal", "after\nown")
+HEADINGS = (
+    *("client", "images", "classes"),
+    *("alone\nglobal", "alone\nown", "after\nglobal", "after\nown"),
+    *("up", "down"),
+)
 
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f}"
 
 
+def closing_cells(
+    records: Sequence[Round],
+    names: Sequence[str],
+    samples: Sequence[int] | None,
+    classes: Sequence[Sequence[int]] | None,
+) -> tuple[list[list[str]], list[list[str]]]:
+    """A row for each client, then those for all of them; what clients hold may be unknown."""
+    last = records[-1]
+    rows, numbers = [], []
+    for k, now in last.clients.items():
+        before = alone(records, k)
+        values = [before.get("before_global"), before.get("before_local"), now.get("global"), now.get("local")]
+        traffic = [sum(r.clients[k][f"bytes_{way}"] for r in records) for way in ("up", "down")]
+        numbers.append((values, traffic))
+        held = [] if classes is None else classes[k]
+        listed = " ".join(map(str, held)) if len(held) <= 10 else f"{len(held)} classes"
+        images = "-" if samples is None else f"{samples[k]:,}"
+        rows.append([names[k], images, listed or "-", *map(_percent, values), *map(size, traffic)])
+    means = []
+    for column in zip(*(values for values, _ in numbers), strict=True):
+        known = [value for value in column if value is not None]
+        means.append(sum(known) / len(known) if known else None)
+    totals = [sum(column) for column in zip(*(traffic for _, traffic in numbers), strict=True)]
+    images = "-" if samples is None else f"{sum(samples):,}"
+    together = [["mean, or sum", images, "", *map(_percent, means), *map(size, totals)]]
+    if "global" in last.server:
+        together.append(["server's model", "", "", "", "", _percent(last.server["global"]), "", "", ""])
+    return rows, together
+
+
+def alone(records: Sequence[Round], client: int) -> Mapping[str, float]:
+    """What is said of a client in the round of its first exchange, whichever that was; nothing if there was none."""
+    return next((r.clients[client] for r in records if "before_global" in r.clients[client]), {})
+
+
 def closing_table(
     records: Sequence[Round], architectures: Sequence[str], samples: Sequence[int], classes: Sequence[Sequence[int]]
 ) -> Table:
     """Per client: what it brought, what it knew alone, what it knows now, and what that cost; fits 80 columns."""
-    last = records[-1]
-    title = f"after round {last.round}, accuracy in %: on the global test set and the client's own"
+    title = f"after round {records[-1].round}, accuracy in %: on the global test set and the client's own"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    for heading in ("client", "images", "classes", *HEADINGS, "up", "down"):
+    for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading in ("client", "classes") else "right")
-    rows = []
-    for k, now in last.clients.items():
-        # What a client knew before its first exchange, in whichever round that was.
-        alone = next((r.clients[k] for r in records if "before_global" in r.clients[k]), {})
-        values = [alone.get("before_global"), alone.get("before_local"), now.get("global"), now.get("local")]
-        traffic = [sum(r.clients[k][f"bytes_{way}"] for r in records) for way in ("up", "down")]
-        rows.append((values, traffic))
-        held = " ".join(map(str, classes[k])) if len(classes[k]) <= 10 else f"{len(classes[k])} classes"
-        cells = (f"{k} {architectures[k]}", f"{samples[k]:,}", held, *map(_percent, values), *map(size, traffic))
-        table.add_row(*cells)
-    means = []
-    for column in zip(*(values for values, _ in rows), strict=True):
-        known = [value for value in column if value is not None]
-        means.append(sum(known) / len(known) if known else None)
-    totals = [sum(column) for column in zip(*(traffic for _, traffic in rows), strict=True)]
+    names = [f"{k} {architecture}" for k, architecture in enumerate(architectures)]
+    rows, together = closing_cells(records, names, samples, classes)
+    for row in rows:
+        table.add_row(*row)
     table.add_section()
-    table.add_row("mean, or sum", f"{sum(samples):,}", "", *map(_percent, means), *map(size, totals))
-    if "global" in last.server:
-        table.add_row("server's model", "", "", "", "", _percent(last.server["global"]), "", "", "")
+    for row in together:
+        table.add_row(*row)
     return table
 
 
