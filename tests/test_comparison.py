@@ -96,6 +96,24 @@ def test_a_file_may_name_variants_and_the_command_line_wins() -> None:
         asked({}, "local", sweeps=["seed=3,4"])
 
 
+def test_some_of_a_files_variants() -> None:
+    variants = {"a": ["algorithm.name=local"], "b, c": ["algorithm.name=dffke"], "d": []}
+    tree = {"compare": {"variants": variants, "baseline": "a"}}
+    request = asked(tree, only=["d", "b, c"])
+    assert list(request.variants) == ["b, c", "d"], "in the file's order"
+    assert request.question == {}, "the file's baseline was left out"
+    assert asked(tree, only=["a"]).question == {"baseline": "a"}
+    with pytest.raises(ConfigError, match="no variant 'e'"):
+        asked(tree, only=["e"])
+
+
+@pytest.mark.parametrize("suite", sorted((Path(__file__).parents[1] / "benchmarks" / "suites").glob("*.toml")))
+def test_the_suites_of_the_benchmarks_can_be_compared(suite: Path, tmp_path: Path) -> None:
+    comparison, jobs = Comparison.planned(tmp_path / "c", asked(tomllib.loads(suite.read_text())))
+    assert comparison.question["baseline"] == next(iter(comparison.variants)), "others are held against the first"
+    assert len(jobs) == 3 * len(comparison.variants)
+
+
 def test_the_file_of_the_tutorial_can_be_compared(tmp_path: Path) -> None:
     text = (Path(__file__).parents[1] / "docs" / "tutorial.md").read_text().split("## Compare methods")[1]
     tree = tomllib.loads(text.split("```toml")[1].split("```")[0])
@@ -280,7 +298,7 @@ def test_from_the_command_line_to_tables_and_curves(
     assert "2 methods, 3 seeds, 6 runs" in printed
     assert "+0.0 [+0.0, +0.0]" in printed
     assert "rounds to 15% global" in printed
-    for name in ("table.md", "table.tex", "table.csv", "curves.svg", "curves.pdf", "curves.png"):
+    for name in ("table.md", "table.tex", "table.csv", "rounds.csv", "curves.svg", "curves.pdf", "curves.png"):
         assert (tmp_path / "c" / name).stat().st_size > 100
     assert "fedavg" in (tmp_path / "c" / "curves.svg").read_text(), "text stays text"
     assert main(["compare", out, "--metric", "own"]) == 0

@@ -145,8 +145,13 @@ def compare(
     vary: Annotated[
         list[str] | None, typer.Option(metavar="KEY=A,B", help="Every method with each value: algorithm.tau=0.8,0.9")
     ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Of a file's variants this one; may be given again.")
+    ] = None,
     baseline: Annotated[str | None, typer.Option(help="The method to compare others with, seed by seed.")] = None,
-    metric: Annotated[str | None, typer.Option(help="Of curves and differences: global, own or server.")] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="Of curves and differences: global, own, trained, trained-own or server.")
+    ] = None,
     target: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="Count the rounds until this accuracy, such as 0.8.")
     ] = None,
@@ -157,7 +162,7 @@ def compare(
     from barter import commands
 
     asked = {"baseline": baseline, "metric": metric, "target": target}
-    commands.compare(what, algorithms, seeds, settings, vary, out, asked, jobs)
+    commands.compare(what, algorithms, seeds, settings, vary, only, out, asked, jobs)
 
 
 @app.command()

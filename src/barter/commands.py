@@ -103,19 +103,21 @@ def compare(
     seeds: str | None,
     settings: Settings,
     vary: Settings,
+    only: Settings,
     out: Path | None,
     asked: Mapping[str, object],
     jobs: int,
 ) -> None:
     if what is not None and what.is_dir():
-        if algorithms or seeds or settings or vary or out:
+        if algorithms or seeds or settings or vary or only or out:
             raise ConfigError(f"{what} is looked at; to go on, give the command that began it with --out {what}")
         comparison = Comparison.at(what)
         comparison.question |= {key: item for key, item in asked.items() if item is not None}
         comparison.check()
         _print_comparison(comparison)
         return
-    request = Request.of({} if what is None else read(what), algorithms, seeds, settings or [], vary or [], asked)
+    tree = {} if what is None else read(what)
+    request = Request.of(tree, algorithms, seeds, settings or [], vary or [], asked, only or [])
     folder = out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
     comparison, runs = Comparison.planned(folder, request)
     console = _console()

@@ -20,12 +20,14 @@ import tomli_w
 
 from barter.config import RESULT_FREE, Config, first_difference, plain, read, resolve, to_toml, with_settings
 from barter.core.errors import CheckpointError, ConfigError
+from barter.core.params import did_you_mean
 from barter.data.task import anchored
 from barter.runs.folder import records, rounds_done
 from barter.runs.picture import curves
 from barter.runs.progress import duration
 from barter.runs.record import Round
 from barter.runs.summary import (
+    ALWAYS,
     METRICS,
     Comparative,
     Question,
@@ -35,6 +37,7 @@ from barter.runs.summary import (
     to_csv,
     to_latex,
     to_markdown,
+    to_rounds,
     value,
 )
 
@@ -125,6 +128,7 @@ class Request:
         settings: Sequence[str],
         sweeps: Sequence[str],
         asked: Mapping[str, Any],
+        only: Sequence[str] = (),
     ) -> Request:
         """From a file's values and what the command line adds to them or puts in their place."""
         table, base = tree.get(TABLE, {}), {key: item for key, item in tree.items() if key not in (TABLE, "seed")}
@@ -141,12 +145,18 @@ class Request:
         if not all(isinstance(own, list) and all(isinstance(s, str) for s in own) for own in named.values()):
             raise ConfigError(f'[{TABLE}.variants] names lists of settings, such as small = ["algorithm.share=0.1"]')
         every = varied({**named, **variants_of(methods)}, [*map(str, table.get("vary", [])), *sweeps])
+        for name in only:
+            if name not in every:
+                raise ConfigError(f"there is no variant {name!r}: {did_you_mean(name, every)}")
+        every = {name: own for name, own in every.items() if name in only or not only}
         for setting in [*settings, *(setting for own in every.values() for setting in own)]:
             key = setting.partition("=")[0].strip()
             if key == "seed" or (key == "rounds" and setting not in settings):
                 raise ConfigError(f"{setting}: all methods have the same rounds (--set rounds=...) and seeds (--seeds)")
         chosen = seeds or table.get("seeds") or (str(tree["seed"]) if "seed" in tree else "0-2")
         question = {key: table[key] for key in ("baseline", "metric", "target") if key in table}
+        if only and question.get("baseline") not in every:
+            question.pop("baseline", None)  # the file's, which was left out
         question |= {key: item for key, item in asked.items() if item is not None}
         return cls(every, seeds_of(chosen), base, list(settings), question)
 
@@ -266,15 +276,15 @@ class Comparison:
         return summarise(results, question)
 
     def write(self) -> tuple[Comparative, list[str], list[Path]]:
-        """The table as Markdown, CSV and LaTeX and the curves as SVG, PDF and PNG, of what is finished."""
+        """The table as Markdown, CSV and LaTeX, the curves as SVG, PDF, PNG and numbers, of what is finished."""
         results, missing = self.results()
         if not results:
             raise CheckpointError(f"{self.folder} has no finished run yet")
         compared = self.summary(results)
-        files = {"md": to_markdown(compared), "tex": to_latex(compared), "csv": to_csv(compared)}
+        files = {"table.md": to_markdown(compared), "table.tex": to_latex(compared), "table.csv": to_csv(compared)}
         paths = []
-        for ending, text in files.items():
-            paths.append(self.folder / f"table.{ending}")
+        for name, text in (files | {"rounds.csv": to_rounds(results)}).items():
+            paths.append(self.folder / name)
             paths[-1].write_text(text)
         metric = compared.question.metric
         for ending in ("svg", "pdf", "png"):
@@ -322,7 +332,7 @@ def run_all(jobs: Sequence[Job], parallel: int, view: View, tell: Callable[[str]
 
 def _outcome(job: Job) -> str:
     last = records(job.folder)[-1]
-    reached = {METRICS[key]: value(last, key) for key in METRICS}
+    reached = {METRICS[key]: value(last, key) for key in ALWAYS}
     return ", ".join(f"{item:.1%} {name}" for name, item in reached.items() if item is not None)
 
 

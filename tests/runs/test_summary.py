@@ -10,7 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from barter.runs.record import Round
-from barter.runs.summary import Column, Question, cells, paired, summarise, to_csv, to_latex, to_markdown, value
+from barter.runs.summary import (
+    Column,
+    Question,
+    cells,
+    paired,
+    summarise,
+    to_csv,
+    to_latex,
+    to_markdown,
+    to_rounds,
+    value,
+)
 
 
 def rounds(*accuracies: float, server: float | None = None) -> list[Round]:
@@ -37,6 +48,8 @@ def test_what_a_round_is_worth() -> None:
     assert value(record, "server") == 0.9
     assert value(rounds(0.4)[0], "server") is None
     assert value(Round(1, {0: {"epochs": 3.0}}, {}, {}, {}, []), "own") is None
+    trained = Round(1, {0: {"before_global": 0.2, "before_local": 0.6}, 1: {"before_global": 0.4}}, {}, {}, {}, [])
+    assert (value(trained, "trained"), value(trained, "trained-own")) == (pytest.approx(0.3), pytest.approx(0.6))
 
 
 def test_means_and_deviations_by_hand() -> None:
@@ -111,3 +124,23 @@ def test_the_same_table_in_markdown_latex_and_csv() -> None:
     assert float(table[1]["global_mean"]) == pytest.approx(0.62)
     assert float(table[1]["low"]) == pytest.approx(0.31 - 4.302653 * 0.01 / 3**0.5, abs=1e-6)
     assert (table[1]["reached"], table[0]["difference"], table[2]["low"]) == ("3", "", "")
+
+
+def test_what_came_of_local_training_stands_in_the_table_if_asked_for() -> None:
+    def trained(before: float) -> list[Round]:
+        return [Round(1, {0: {"global": 0.5, "before_global": before}}, {}, {"round": 1.0}, {}, [])]
+
+    results = {"a": {0: trained(0.25)}, "b": {0: trained(0.75)}}
+    assert "trained: global" not in cells(summarise(results, Question()))[0]
+    headings, rows = cells(summarise(results, Question("trained")))
+    at = headings.index("trained: global")
+    assert [row[at] for row in rows] == [("25.0", False), ("75.0", True)]
+
+
+def test_every_round_of_every_run_is_a_line() -> None:
+    table = list(csv.DictReader(io.StringIO(to_rounds(RESULTS))))
+    assert len(table) == 7 * 2
+    first = next(line for line in table if (line["method"], line["seed"], line["round"]) == ("good", "1", "2"))
+    assert float(first["global"]) == pytest.approx(0.64)
+    assert (first["server"], first["trained"], first["trained_own"]) == ("0.8", "", "")
+    assert (first["bytes"], first["seconds"]) == ("7", "2.0")

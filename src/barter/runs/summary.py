@@ -17,6 +17,7 @@ from barter.runs.progress import duration, size
 from barter.runs.record import Round
 
 __all__ = [
+    "ALWAYS",
     "FEW",
     "METRICS",
     "Column",
@@ -31,20 +32,30 @@ __all__ = [
     "to_csv",
     "to_latex",
     "to_markdown",
+    "to_rounds",
     "value",
 ]
 
 Results = Mapping[str, Mapping[int, Sequence[Round]]]  # method -> seed -> the rounds of a finished run
 
-METRICS = {"global": "global", "own": "own", "server": "server's model"}  # of accuracy, and how they are called
+# Accuracies, and how they are called; "trained" is after a round's local training, before what the round gives back.
+METRICS = {
+    "global": "global",
+    "own": "own",
+    "trained": "trained: global",
+    "trained-own": "trained: own",
+    "server": "server's model",
+}
+ALWAYS = ("global", "own", "server")  # of these, what is told without being asked
+_FIELDS = {"global": "global", "own": "local", "trained": "before_global", "trained-own": "before_local"}
 FEW = 3  # seeds below which no interval is given
 
 
 def value(record: Round, metric: str) -> float | None:
-    """The clients' mean accuracy on the global test set or on their own, or that of the server's model."""
+    """The clients' mean accuracy of this kind, or that of the server's model."""
     if metric == "server":
         return record.server.get("global")
-    name = {"global": "global", "own": "local"}[metric]
+    name = _FIELDS[metric]
     return record.mean(name) if any(name in client for client in record.clients.values()) else None
 
 
@@ -164,7 +175,8 @@ def _reached(summary: Summary) -> str:
 def cells(compared: Comparative) -> tuple[list[str], list[list[tuple[str, bool]]]]:
     """Headings and rows; a cell says whether it is the best of its column."""
     summaries, asked = compared.rows, compared.question
-    shown = [key for key in METRICS if any(s.accuracies[key].values for s in summaries)]
+    wanted = [key for key in METRICS if key in (*ALWAYS, asked.metric)]
+    shown = [key for key in wanted if any(s.accuracies[key].values for s in summaries)]
     best = {key: max(s.accuracies[key].mean or 0.0 for s in summaries) for key in shown}
     headings = ["method", "seeds", *(METRICS[key] for key in shown), "bytes", "seconds"]
     if asked.target is not None:
@@ -209,7 +221,7 @@ def to_latex(compared: Comparative) -> str:
 def to_csv(compared: Comparative) -> str:
     """All numbers as they are: accuracies between 0 and 1, bytes, seconds."""
     fields = ["method", "seeds"]
-    fields += [f"{key}_{part}" for key in METRICS for part in ("mean", "std")]
+    fields += [f"{key.replace('-', '_')}_{part}" for key in METRICS for part in ("mean", "std")]
     fields += ["bytes", "seconds", "rounds_to_target", "reached", "difference", "low", "high"]
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
@@ -221,4 +233,18 @@ def to_csv(compared: Comparative) -> str:
         difference = [s.difference.mean, *(paired(s.difference.values) or (None, None))]
         row = [s.name, len(s.seeds), *accuracies, s.bytes.mean, s.seconds.mean, *reached, *difference]
         writer.writerow(["" if field is None else field for field in row])
+    return file.getvalue()
+
+
+def to_rounds(results: Results) -> str:
+    """Every run round by round, one line each, to draw or compute anything else from."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["method", "seed", "round", *(key.replace("-", "_") for key in METRICS), "bytes", "seconds"])
+    for name, runs in results.items():
+        for seed, rounds in runs.items():
+            for r in rounds:
+                reached = [value(r, key) for key in METRICS]
+                costs = [r.traffic("up") + r.traffic("down"), r.seconds["round"]]
+                writer.writerow([name, seed, r.round, *("" if v is None else v for v in reached), *costs])
     return file.getvalue()
