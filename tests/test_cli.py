@@ -406,7 +406,9 @@ def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Usage: barter" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["compare", "--help"], ["--version"], ["rum"], ["list", "modles"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["compare", "--help"], ["--version"], ["rum"], ["list", "modles"], ["list", "models"]]
+)
 def test_help_and_mistakes_do_not_wait_for_torch(arguments: list[str]) -> None:
     script = f"import sys; from barter.cli import main; main({arguments!r}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0

@@ -14,6 +14,7 @@ from typing import Annotated
 import click
 import typer
 
+from barter.catalogue import LISTINGS
 from barter.core.errors import BarterError, CheckpointError, ConfigError
 from barter.version import __version__
 
@@ -258,16 +259,15 @@ def site(
 
 
 @app.command("list")
-def list_(
-    what: Annotated[Listing | None, typer.Argument(metavar="WHAT")] = None,
-) -> None:
+def list_(what: Annotated[Listing | None, typer.Argument(metavar="WHAT")] = None) -> None:
     """List algorithms, models, families, datasets or partitions."""
     if what is None:
         click.echo("\n".join(f"barter list {choice}" for choice in Listing))
         return
-    from barter import commands
-
-    commands.list_(what.value)
+    rows = LISTINGS[what.value]()
+    width = max(len(name) for name, _ in rows)
+    for name, text in rows:
+        click.echo(f"{name:{width}}  {text}".rstrip())
 
 
 @show.command("algorithm")

@@ -17,22 +17,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from barter.algorithms import ALGORITHMS
 from barter.comparison import Comparison, Request, run_all
 from barter.config import Config, algorithm_named, read, resolve, to_toml, with_settings
 from barter.conformance import CHECKS, examined
 from barter.core.errors import BarterError, ConfigError, Interrupted
 from barter.core.params import describe
-from barter.data.partition import PARTITIONS
-from barter.data.sources import PATH_SOURCES, SOURCES
 from barter.data.sources import load as load_data
 from barter.data.task import SITES, Task, anchored, make_task
 from barter.experiment import Experiment, device_named, names_of
 from barter.export import export as write_network
 from barter.gallery import sheets
 from barter.kept import judged, load, load_all
-from barter.models.families import FAMILIES
-from barter.models.zoo import ZOO
 from barter.runs.folder import records
 from barter.runs.picture import bubbles
 from barter.runs.progress import ManyRuns, Watcher
@@ -47,7 +42,6 @@ __all__ = [
     "export",
     "flower_init",
     "flower_start",
-    "list_",
     "report",
     "resume",
     "run",
@@ -299,21 +293,6 @@ def site(file: Path, worker: Path | None) -> None:
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     supervise = _optional("supervise")
     supervise.site(file) if worker is None else supervise.work(file, worker)
-
-
-def list_(what: str) -> None:
-    rows: dict[str, list[tuple[str, str]]] = {
-        "algorithms": [(name, (kind.__doc__ or "").split("\n")[0]) for name, kind in ALGORITHMS.items()],
-        "models": [(name, "in " + ", ".join(f for f, m in FAMILIES.items() if name in m)) for name in ZOO],
-        "families": [(name, ", ".join(members)) for name, members in FAMILIES.items()],
-        "datasets": [(name, text) for name, (_, text) in [*SOURCES.items(), *PATH_SOURCES.items()]],
-        "partitions": [(name, kind.summary) for name, kind in PARTITIONS.items()],
-    }
-    console = _console(wide=True)
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for name, text in rows[what]:
-        table.add_row(name, "" if text == "in " else text)
-    console.print(table)
 
 
 def show_algorithm(name: str) -> None:

@@ -31,7 +31,7 @@ from barter.data.task import Data, Task, make_task
 from barter.engines.base import BaseEngine
 from barter.engines.local import LocalEngine
 from barter.engines.parking import budget
-from barter.models import families, zoo
+from barter.models import zoo
 from barter.models.fused import fuse
 from barter.models.zoo import Own
 from barter.runs.folder import RunFolder, finished, has_checkpoint
@@ -353,7 +353,7 @@ def names_of(algorithm: Algorithm[Any, Any], models: str, clients: int) -> list[
     """The architecture of each client."""
     if models == "auto":
         models = "small-cnn" if algorithm.one_architecture else "small-5"
-    return families.members(models, clients)
+    return zoo.members(models, clients)
 
 
 def _shared(

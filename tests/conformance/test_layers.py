@@ -32,7 +32,8 @@ MAY_IMPORT = {
     "gate": set(),
     "commands": {"config", "runs", "data", "models", "algorithms", "core"}
     | {"experiment", "comparison", "conformance", "export", "gallery", "kept"},
-    "cli": {"commands", "config", "core", "version"},
+    "catalogue": {"models"},
+    "cli": {"catalogue", "commands", "config", "core", "version"},
     "__init__": {"experiment", "kept", "runs", "algorithms", "core", "version"},
     "__main__": {"cli"},
     "version": set(),

@@ -5,8 +5,8 @@ import torch
 
 from barter.core.errors import ConfigError
 from barter.core.images import Spec
-from barter.models.families import FAMILIES, members
-from barter.models.zoo import ZOO, build
+from barter.models.families import FAMILIES
+from barter.models.zoo import ZOO, build, members
 
 
 def spec(channels: int, side: int, classes: int = 10) -> Spec:

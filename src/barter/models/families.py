@@ -1,12 +1,8 @@
-"""Who gets which network: client i has member i mod n of its family."""
+"""Networks that are given out together: client i has member i mod n of its family."""
 
 from __future__ import annotations
 
-from barter.core.errors import ConfigError
-from barter.core.params import did_you_mean
-from barter.models.zoo import ZOO
-
-__all__ = ["FAMILIES", "members"]
+__all__ = ["FAMILIES"]
 
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 
@@ -33,12 +29,3 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "resnets-3-3-4": ("resnet18",) * 3 + ("resnet34",) * 3 + ("resnet50",) * 4,  # FedZGE
     "small-5": ("small-cnn", "small-vgg", "small-resnet", "small-separable", "small-mlp"),
 }
-
-
-def members(name: str, clients: int) -> list[str]:
-    """The architecture of each client: of a family from above, of a model, or of several with commas between them."""
-    family = [member for part in name.split(",") for member in FAMILIES.get(part.strip(), (part.strip(),))]
-    for part in family:
-        if part not in ZOO and ":" not in part:
-            raise ConfigError(f"unknown family or model {part!r}: {did_you_mean(part, [*FAMILIES, *ZOO])}")
-    return [family[i % len(family)] for i in range(clients)]

@@ -16,8 +16,9 @@ from barter.core.images import Spec
 from barter.core.model import Classifier, split, verify_split
 from barter.core.params import did_you_mean, imported
 from barter.models import small
+from barter.models.families import FAMILIES
 
-__all__ = ["ZOO", "Own", "build"]
+__all__ = ["ZOO", "Own", "build", "members"]
 
 Own: TypeAlias = nn.Module | Callable[[Spec], nn.Module]  # a network with the weights that it has, or how to make one
 
@@ -103,6 +104,15 @@ ZOO: dict[str, Callable[[Spec], Classifier]] = {
     "small-separable": small.small_separable,
     "small-mlp": small.small_mlp,
 }
+
+
+def members(name: str, clients: int) -> list[str]:
+    """The architecture of each client: of a family, of a model, or of several with commas between them."""
+    family = [member for part in name.split(",") for member in FAMILIES.get(part.strip(), (part.strip(),))]
+    for part in family:
+        if part not in ZOO and ":" not in part:
+            raise ConfigError(f"unknown family or model {part!r}: {did_you_mean(part, [*FAMILIES, *ZOO])}")
+    return [family[i % len(family)] for i in range(clients)]
 
 
 def build(name: str, spec: Spec, own: Own | None = None) -> Classifier:

@@ -1,0 +1,21 @@
+"""Listings come from the sources; they say what the registries hold."""
+
+from __future__ import annotations
+
+from barter.algorithms import ALGORITHMS
+from barter.catalogue import LISTINGS
+from barter.data.partition import PARTITIONS
+from barter.data.sources import PATH_SOURCES, SOURCES
+from barter.models.families import FAMILIES
+from barter.models.zoo import ZOO
+
+
+def test_listings_are_the_registries() -> None:
+    listed = {what: dict(rows()) for what, rows in LISTINGS.items()}
+    assert listed["algorithms"] == {name: (kind.__doc__ or "").split("\n")[0] for name, kind in ALGORITHMS.items()}
+    assert listed["partitions"] == {name: kind.summary for name, kind in PARTITIONS.items()}
+    assert listed["datasets"] == {name: text for name, (_, text) in (SOURCES | PATH_SOURCES).items()}
+    assert listed["families"] == {name: ", ".join(members) for name, members in FAMILIES.items()}
+    assert list(listed["models"]) == list(ZOO)
+    for model, families in listed["models"].items():
+        assert {*families.removeprefix("in ").split(", ")} - {""} == {f for f, m in FAMILIES.items() if model in m}
