@@ -41,7 +41,11 @@ TINY: dict[str, dict[str, Any]] = {
     "heterofl": {"epochs": 1, "batch_size": 50},
     "feddropout": {"epochs": 1, "batch_size": 50},
     "fedrolex": {"epochs": 1, "batch_size": 50},
+    "fedproto": {"features": 48, "batch_size": 50},
+    "feddistill": {"batch_size": 50},
+    "lgfedavg": {"features": 48, "batch_size": 50},
     "fedavg": {"epochs": 1, "batch_size": 50},
+    "fedprox": {"epochs": 1, "batch_size": 50},
     "local": {"max_epochs": 2},
     "central": {"max_epochs": 1},
 }

@@ -33,6 +33,7 @@ from barter.engines.local import LocalEngine
 from barter.engines.parking import budget
 from barter.models import zoo
 from barter.models.fused import fuse
+from barter.models.pooled import pooled
 from barter.models.zoo import Own
 from barter.runs.folder import RunFolder, finished, has_checkpoint
 from barter.runs.record import Round
@@ -291,8 +292,10 @@ def cut(config: Config, names: Mapping[int, str], networks: Mapping[int, Classif
         key = names[k], share
         if key not in made:
             with seeds.scope(config.seed, "network", *key):
-                narrower = algorithm.network(copy.deepcopy(networks[k]), share, spec)
-            made[key] = narrower.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+                network = algorithm.network(copy.deepcopy(networks[k]), share, spec)
+                if algorithm.feature_width is not None:
+                    network = pooled(network, algorithm.feature_width)
+            made[key] = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return made[key]
 
     shares = {k: algorithm.budget(k, config.clients) for k in names}

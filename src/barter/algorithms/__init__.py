@@ -9,12 +9,16 @@ from barter.algorithms.dffke import DFFKE
 from barter.algorithms.dfrd import DFRD
 from barter.algorithms.fedaf import FedAF
 from barter.algorithms.fedavg import FedAvg
+from barter.algorithms.feddistill import FedDistill
 from barter.algorithms.feddm import FedDM
 from barter.algorithms.feddropout import FedDropout
 from barter.algorithms.fedfree import FedFree
+from barter.algorithms.fedproto import FedProto
+from barter.algorithms.fedprox import FedProx
 from barter.algorithms.fedrolex import FedRolex
 from barter.algorithms.fedzge import FedZGE
 from barter.algorithms.heterofl import HeteroFL
+from barter.algorithms.lgfedavg import LGFedAvg
 from barter.algorithms.local import Local
 from barter.core.algorithm import Algorithm
 
@@ -26,11 +30,15 @@ __all__ = [
     "FedAF",
     "FedAvg",
     "FedDM",
+    "FedDistill",
     "FedDropout",
     "FedFree",
+    "FedProto",
+    "FedProx",
     "FedRolex",
     "FedZGE",
     "HeteroFL",
+    "LGFedAvg",
     "Local",
 ]
 
@@ -44,7 +52,11 @@ ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
     "heterofl": HeteroFL,
     "feddropout": FedDropout,
     "fedrolex": FedRolex,
+    "fedproto": FedProto,
+    "feddistill": FedDistill,
+    "lgfedavg": LGFedAvg,
     "fedavg": FedAvg,
+    "fedprox": FedProx,
     "local": Local,
     "central": Central,
 }

@@ -40,5 +40,8 @@ class FedAvg(Algorithm):
 
     def client_update(self, client: Client, w: State) -> State:
         client.model.load_state_dict(w)
-        fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=sgd(self.lr))
+        self.train(client)
         return client.model.state_dict()
+
+    def train(self, client: Client) -> None:
+        fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=sgd(self.lr))

@@ -43,6 +43,11 @@ class Algorithm(Generic[S, C]):
         return False
 
     @property
+    def feature_width(self) -> int | None:
+        """The width that all clients' features must have; none: any. Networks with another are pooled to it."""
+        return None
+
+    @property
     def needs_public_data(self) -> bool:
         """Whether all parties must have a public data set."""
         return False

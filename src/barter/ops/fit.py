@@ -28,6 +28,7 @@ __all__ = [
     "classification",
     "epoch_length",
     "fit",
+    "fit_by",
     "index_batches",
     "sgd",
 ]
@@ -130,6 +131,22 @@ def fit(
         if goal is not None and fitted.accuracy >= goal:
             break
     return fitted
+
+
+def fit_by(
+    client: Client,
+    loss: Callable[..., Any],
+    *,
+    epochs: int,
+    batch_size: int,
+    recipe: Recipe,
+    beside: Sequence[Tensor] = (),
+) -> None:
+    """Train the client's model by a loss of bytes and labels, and of what else is given to every step beside them."""
+    data = client.data
+    index = index_batches(len(data), batch_size, data.device)
+    batches = ([data.pixels[chosen], data.labels[chosen], *beside] for chosen in index)
+    alternate(client, [(loss, batches)], epochs * epoch_length(len(data), batch_size), recipe)
 
 
 def alternate(client: Client, courses: Sequence[Course], steps: int, recipe: Recipe) -> None:

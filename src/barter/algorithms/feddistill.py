@@ -1,0 +1,82 @@
+"""FD: Jeong et al., "Communication-Efficient On-Device Machine Learning: Federated Distillation and Augmentation under
+Non-IID Private Data", NeurIPS workshop 2018, Algorithm 1 (arXiv:1811.11479).
+
+Every client tells what it answers to images of each class, on average; the others learn to answer alike. No weights
+travel, and networks may be as different as they like.
+
+- The paper averages predictions while it trains; here they are those of the trained network on its own images, as in
+  other implementations.
+- What is averaged are probabilities. HtFLlib takes raw logits as the targets of a cross entropy, which has no minimum:
+  it diverges.
+- The paper's weight γ is not given; 1 is HtFLlib's. The augmentation (FAug) is another method and not here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from barter.core.algorithm import Algorithm
+from barter.core.clients import Clients
+from barter.core.evaluation import predict
+from barter.core.images import Augment, Spec, prepared
+from barter.core.model import Classifier
+from barter.core.nodes import Client, Server
+from barter.core.params import Count, NonNegative, Positive
+from barter.ops.fit import fit_by, sgd
+from barter.ops.prototypes import ByClass, class_means, lookup, mean_of
+
+__all__ = ["FedDistill", "Register", "loss"]
+
+
+class Register(Server):
+    """What every client last answered."""
+
+    answers: dict[int, ByClass] = {}
+
+
+def loss(
+    model: Classifier,
+    spec: Spec,
+    augment: Augment,
+    gamma: float,
+    pixels: Tensor,
+    labels: Tensor,
+    answers: Tensor,
+    known: Tensor,
+) -> Tensor:
+    """Cross entropy with the labels and, γ times, with what others answer to these classes."""
+    logits = model(prepared(pixels, spec, augment))
+    distilled = -(answers[labels] * F.log_softmax(logits, 1)).sum(1) * known[labels]
+    return F.cross_entropy(logits, labels) + gamma * distilled.mean()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedDistill(Algorithm[Register]):
+    """Mean predictions of classes go up, those of the others come down."""
+
+    crosses = {"learn": "down: mean predictions of the others by class; up: the client's own"}
+
+    gamma: NonNegative = 1.0  # γ: how much the others' answers count; not in the paper
+    epochs: Count = 1  # local epochs
+    batch_size: Count = 10  # images per step
+    lr: Positive = 0.01  # η: learning rate of SGD
+
+    def round(self, server: Register, clients: Clients, t: int) -> None:
+        others = {k: [said for i, said in server.answers.items() if i != k] for k in clients}
+        server.answers |= clients.scatter(
+            self.learn, {k: [mean_of(said)] if said else [] for k, said in others.items()}
+        )
+
+    def learn(self, client: Client, others: list[ByClass]) -> ByClass:
+        data, model, classes = client.data, client.model, client.data.spec.classes
+        alike = partial(loss, model, data.spec, data.augment, self.gamma)
+        answers = lookup(others, classes, classes, client.device)
+        options = {"epochs": self.epochs, "batch_size": self.batch_size}
+        fit_by(client, alike, **options, recipe=sgd(self.lr), beside=answers)
+        everything = torch.arange(len(data), device=client.device)
+        return class_means(predict(model.eval(), data.batch, everything).softmax(1), data.labels)

@@ -1,0 +1,44 @@
+"""Means over classes: of features (prototypes) or of predictions, each client's own and those of several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+__all__ = ["ByClass", "class_means", "lookup", "mean_of", "nearest"]
+
+
+class ByClass(TypedDict):
+    """A vector for each of some classes."""
+
+    classes: Tensor  # which ones, ascending
+    vectors: Tensor  # one row for each
+
+
+def class_means(values: Tensor, labels: Tensor) -> ByClass:
+    """The mean row of every class that there is."""
+    classes, place, counts = torch.unique(labels, return_inverse=True, return_counts=True)
+    sums = values.new_zeros(len(classes), values.shape[1]).index_add(0, place, values)
+    return {"classes": classes, "vectors": sums / counts[:, None]}
+
+
+def mean_of(tables: Iterable[ByClass]) -> ByClass:
+    """The mean vector of every class, over those that have one for it; each of them counts alike."""
+    listed = list(tables)
+    return class_means(torch.cat([t["vectors"] for t in listed]), torch.cat([t["classes"] for t in listed]))
+
+
+def lookup(table: Sequence[ByClass], classes: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A row for each of all classes, and whether there is one: 1, or 0 where the row is zero; of one table or none."""
+    rows, known = torch.zeros(classes, width, device=device), torch.zeros(classes, device=device)
+    for found in table:
+        rows[found["classes"]], known[found["classes"]] = found["vectors"], 1.0
+    return rows, known
+
+
+def nearest(features: Tensor, table: ByClass) -> Tensor:
+    """The class whose vector is the closest."""
+    return table["classes"][torch.cdist(features, table["vectors"]).argmin(1)]

@@ -1,0 +1,122 @@
+"""Methods that trade one vector for each class, or one head: FedProto, FD, LG-FedAvg."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from barter.algorithms import fedproto
+from barter.algorithms.feddistill import Register
+from barter.algorithms.feddistill import loss as distilled
+from barter.algorithms.fedproto import Follower
+from barter.algorithms.lgfedavg import HeadServer
+from barter.core.images import Augment, Spec
+from barter.core.model import Classifier
+from barter.ops.prototypes import mean_of
+from tests.conftest import federation, same, tiny
+
+SPEC = Spec(1, 1, 2, 2, (0.0,), (1.0,))  # two pixels, as they are
+
+
+class Pixels(Classifier):
+    """Its features are the pixels, its logits zero."""
+
+    feature_dim = 2
+
+    def features(self, x: Tensor) -> Tensor:
+        return x.flatten(1)
+
+    def logits(self, features: Tensor) -> Tensor:
+        return 0 * features
+
+
+def test_fedprotos_loss_by_hand() -> None:
+    white = torch.tensor([255, 0], dtype=torch.uint8).view(1, 1, 1, 2)  # features (1, 0)
+    prototypes, known = torch.tensor([[0.0, 2.0], [0.0, 0.0]]), torch.tensor([1.0, 0.0])
+    rest = prototypes, known
+    of = [float(fedproto.loss(Pixels(), SPEC, Augment(), 3.0, white, torch.tensor([y]), *rest)) for y in (0, 1)]
+    assert of[0] == pytest.approx(math.log(2) + 3 * (1 + 4) / 2)
+    assert of[1] == pytest.approx(math.log(2)), "a class without a prototype pulls nowhere"
+
+
+def test_fds_loss_by_hand() -> None:
+    pixels, labels = torch.zeros(2, 1, 1, 2, dtype=torch.uint8), torch.tensor([0, 1])
+    answers, known = torch.tensor([[0.75, 0.25], [0.0, 0.0]]), torch.tensor([1.0, 0.0])
+    value = distilled(Pixels(), SPEC, Augment(), 2.0, pixels, labels, answers, known)
+    assert float(value) == pytest.approx(math.log(2) + 2 * math.log(2) / 2), "half the batch has somebody's answer"
+
+
+def test_fds_targets_are_probabilities() -> None:
+    experiment = federation(tiny("feddistill"))
+    list(experiment.rounds(1))
+    for table in cast(Register, experiment.server).answers.values():
+        assert torch.allclose(table["vectors"].sum(1), torch.ones(len(table["classes"])), atol=1e-5)
+        assert float(table["vectors"].min()) >= 0
+
+
+def test_fds_loss_is_least_where_the_prediction_is_the_target() -> None:
+    class Says(Pixels):
+        def logits(self, features: Tensor) -> Tensor:
+            return said + 0 * features
+
+    def apart() -> Tensor:
+        one, none = (distilled(Says(), SPEC, Augment(), g, pixels, labels, answers, known) for g in (1.0, 0.0))
+        return one - none
+
+    pixels, labels = torch.zeros(1, 1, 1, 2, dtype=torch.uint8), torch.tensor([0])
+    answers, known = torch.tensor([[0.75, 0.25], [0.5, 0.5]]), torch.ones(2)
+    said = answers[0].log().requires_grad_()
+    (slope,) = torch.autograd.grad(apart(), said)
+    assert torch.allclose(slope, torch.zeros(2), atol=1e-6), "raw logits as targets would pull for ever"
+
+
+def test_fd_learns_from_the_others_and_not_from_itself() -> None:
+    experiment = federation(tiny("feddistill"), clients=1)
+    list(experiment.rounds(2))
+    alone = federation(tiny("feddistill", gamma=0.0), clients=1)
+    list(alone.rounds(2))
+    models = (dict(e.engine.clients[0].model.state_dict()) for e in (experiment, alone))
+    assert same(*models)
+
+
+def test_fedproto_names_the_class_of_the_nearest_prototype() -> None:
+    experiment = federation(tiny("fedproto"))
+    (record,) = experiment.rounds(1)
+    client = cast(Follower, experiment.engine.clients[1])
+    assert client.model.feature_dim == 48
+    features = client.model.eval().features(client.tests["global"].batch(torch.arange(len(client.tests["global"]))))
+    table = client.prototypes[0]
+    distances = (features[:, None] - table["vectors"][None]).square().sum(2)
+    said = table["classes"][distances.argmin(1)]
+    right = float((said == client.tests["global"].labels).double().mean())
+    assert record.clients[1]["global"] == pytest.approx(right)
+    assert {"head_global", "head_local"} <= record.clients[1].keys()
+
+
+def test_fedproto_sends_prototypes_of_after_training() -> None:
+    experiment = federation(tiny("fedproto"))
+    (_,) = experiment.rounds(1)
+    clients = [cast(Follower, c) for c in experiment.engine.clients.values()]
+    own = [
+        fedproto.class_means(c.model.eval().features(c.data.batch(torch.arange(len(c.data)))).detach(), c.data.labels)
+        for c in clients
+    ]
+    whole = mean_of(own)
+    for client in clients:
+        assert torch.equal(client.prototypes[0]["classes"], whole["classes"])
+        assert torch.allclose(client.prototypes[0]["vectors"], whole["vectors"], atol=1e-5)
+
+
+def test_lgfedavg_averages_heads_and_nothing_else() -> None:
+    experiment = federation(tiny("lgfedavg"))
+    records = list(experiment.rounds(2))
+    head = 4 * (48 * 10 + 10)
+    assert [r.bytes["learn"] for r in records] == [{"up": 3 * head, "down": 0}, {"up": 3 * head, "down": 3 * head}]
+    sizes = [len(c.data) for c in experiment.engine.clients.values()]
+    heads = [c.model.state_dict()["head.weight"].double() for c in experiment.engine.clients.values()]
+    mean = sum(n * w for n, w in zip(sizes, heads, strict=True)) / sum(sizes)
+    assert torch.allclose(cast(HeadServer, experiment.server).head["weight"].double(), mean, atol=1e-6)
