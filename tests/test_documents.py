@@ -46,10 +46,8 @@ def test_links_lead_somewhere(document: Path) -> None:
         assert not anchor or anchor in headings(target), f"{link}: {target.name} has no such heading"
 
 
-def test_the_documents_count_rightly() -> None:
+def test_the_changelog_counts_architectures_rightly() -> None:
     assert f"{len(ZOO)} architectures" in (ROOT / "CHANGELOG.md").read_text()
-    assert f"| methods | {len(ALGORITHMS)}, " in README
-    assert f"| networks | {len(ZOO)}, " in README
 
 
 @pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
