@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow format clean
+.PHONY: help demo test test-slow docs format clean
 
 help:  ## print this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{ printf "make %-10s %s\n", $$1, $$2 }'
@@ -24,6 +24,9 @@ test: $(VENV)/installed  ## lint, types and the test suite
 
 test-slow: $(VENV)/installed  ## the tests that take minutes
 	$(BIN)/pytest -m slow
+
+docs: $(VENV)/installed  ## the reference, made of the docstrings: build/docs/index.html
+	$(BIN)/python docs/reference.py build/docs
 
 format: $(VENV)/installed  ## bring the code into shape
 	$(BIN)/ruff check --fix .

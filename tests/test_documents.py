@@ -14,6 +14,7 @@ from barter.models.zoo import ZOO
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 
 
 def test_the_readme_holds_fedavgs_file_and_the_loop_whole() -> None:
@@ -26,10 +27,23 @@ def test_the_readme_lists_every_algorithm() -> None:
         assert f"| `{name}` |" in README
 
 
-def test_links_lead_somewhere() -> None:
-    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
-            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+def headings(document: Path) -> set[str]:
+    """The anchors that GitHub gives a document's headings."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.M | re.S)
+    titles = (re.sub(r"[^\w\- ]", "", title.strip().lower()) for title in re.findall(r"^#+ (.+)$", text, re.M))
+    return {title.replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
+def test_links_lead_somewhere(document: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        path, _, anchor = link.partition("#")
+        if ":" in path:
+            assert re.match(r"https://[\w.-]+\.\w+(/\S*)?$", path), f"{link} is no address"
+            continue
+        target = document.parent / path if path else document
+        assert target.exists(), f"{link} leads nowhere"
+        assert not anchor or anchor in headings(target), f"{link}: {target.name} has no such heading"
 
 
 def test_the_changelog_counts_architectures_rightly() -> None:

@@ -58,8 +58,10 @@ EVALUATION = Algorithm.evaluate.__name__
 class Experiment:
     """A federation ready to run; the loop over its rounds is the caller's.
 
-    for r in Experiment(DFFKE(), data="digits", clients=5).rounds(10):
-        print(r.round, r.mean("global"))
+    >>> from barter import Experiment, Local
+    >>> for r in Experiment(Local(max_epochs=1), data="digits", clients=5).rounds(10):
+    ...     if r.mean("global") > 0.2:
+    ...         break
     """
 
     def __init__(

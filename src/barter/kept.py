@@ -50,6 +50,14 @@ def load(run: str | Path, client: int | None = None, *, network: Own | None = No
     """The network that a run's client ended with or, without one, the server's; also of a run that goes on.
 
     A network that was given in Python must be given again, as it was: a module or a factory.
+
+    >>> import tempfile, torch
+    >>> from barter import Experiment, Local, load
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for _ in Experiment(Local(max_epochs=1), clients=2, out=f"{folder}/run").rounds(1):
+    ...         kept = load(f"{folder}/run", client=1)
+    >>> kept.architecture, kept(torch.zeros(5, 1, 8, 8, dtype=torch.uint8)).shape
+    ('small-vgg', torch.Size([5, 10]))
     """
     return _taken(Path(run), finished(Path(run)), client, network)
 

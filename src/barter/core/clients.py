@@ -35,7 +35,13 @@ class Failure:
 
 
 class Replies(dict[int, R], Generic[R]):
-    """Who answered, in the order of their ids; who did not, and why."""
+    """Who answered, in the order of their ids; who did not, and why.
+
+    >>> from barter import Replies
+    >>> replies = Replies({2: 0.5, 0: 1.0}, num_examples={0: 30, 1: 20, 2: 10}, failures={})
+    >>> sum(replies[k] * n for k, n in replies.num_examples.items()) / sum(replies.num_examples.values())
+    0.875
+    """
 
     def __init__(self, answers: Mapping[int, R], num_examples: Mapping[int, int], failures: Mapping[int, Failure]):
         super().__init__(sorted(answers.items()))
@@ -58,7 +64,16 @@ class Engine(Protocol):
 
 
 class Clients(Sequence[int]):
-    """A group of clients, seen from the server."""
+    """A group of clients, seen from the server: `round` gets all of them.
+
+    >>> from barter import Clients, Experiment, Local
+    >>> experiment = Experiment(Local(), clients=4)
+    >>> everybody = Clients(experiment.engine, range(4))
+    >>> len(everybody.sample(0.5)), everybody.only([1, 3])
+    (2, Clients(1, 3))
+    >>> sorted(everybody.run(experiment.algorithm.evaluate)[0])
+    ['global', 'local']
+    """
 
     def __init__(self, engine: Engine, ids: Iterable[int]) -> None:
         self._engine, self._ids = engine, tuple(sorted(ids))

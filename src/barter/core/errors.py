@@ -6,7 +6,15 @@ __all__ = ["BarterError", "CheckpointError", "ClientError", "ConfigError", "Inte
 
 
 class BarterError(Exception):
-    """Base of every error that barter raises on purpose."""
+    """Base of every error that barter raises on purpose.
+
+    >>> from barter import BarterError, FedAvg
+    >>> try:
+    ...     FedAvg(fraction=2.0)
+    ... except BarterError as error:
+    ...     print(error)
+    fraction=2.0: must be float > 0 and <= 1 (C: share of clients per round)
+    """
 
 
 class ConfigError(BarterError):

@@ -16,7 +16,22 @@ __all__ = ["Classifier", "SplitClassifier", "split"]
 
 
 class Classifier(nn.Module):
-    """Images to features, features to logits: the two methods every algorithm counts on."""
+    """Images to features, features to logits: the two methods every algorithm counts on.
+
+    >>> from torch import nn
+    >>> from barter import Classifier, Experiment, Local
+    >>> class Pixels(Classifier):
+    ...     feature_dim = 64
+    ...     def __init__(self, spec):
+    ...         super().__init__()
+    ...         self.head = nn.Linear(64, spec.classes)
+    ...     def features(self, x):
+    ...         return x.flatten(1)
+    ...     def logits(self, features):
+    ...         return self.head(features)
+    >>> Experiment(Local(max_epochs=1), models=[Pixels, "small-cnn"], clients=3).architectures
+    ['Pixels-0', 'small-cnn', 'Pixels-0']
+    """
 
     feature_dim: int
 
@@ -66,7 +81,13 @@ BY_HAND = """write it by hand:
 
 
 def split(module: nn.Module) -> Classifier:
-    """Any network that ends in a Linear layer as a Classifier; the module itself is left as it is."""
+    """Any network that ends in a Linear layer as a Classifier; the module itself is left as it is.
+
+    >>> from torch import nn
+    >>> from barter import split
+    >>> split(nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))).feature_dim
+    32
+    """
     if isinstance(module, Classifier):
         return copy.deepcopy(module)
     name = type(module).__name__

@@ -121,7 +121,17 @@ class Node:
 
 
 class Client(Node):
-    """A party with private data and, for measuring only, its test sets."""
+    """A party with private data and, for measuring only, its test sets.
+
+    >>> from barter import Client, Experiment, Local
+    >>> client: Client = Experiment(Local(), clients=2).engine.clients[0]
+    >>> client.id, client.architecture, len(client.data), client.data.spec.classes
+    (0, 'small-cnn', 700, 10)
+    >>> class Counting(Client):
+    ...     asked: int = 0
+    >>> Counting.remembered()
+    ['asked']
+    """
 
     def __init__(
         self,
@@ -145,7 +155,13 @@ class Client(Node):
 
 
 class Server(Node):
-    """The coordinator. It knows the task and how each client's network is built, and holds no data."""
+    """The coordinator. It knows the task and how each client's network is built, and holds no data.
+
+    >>> from barter import Experiment, FedAvg, Server
+    >>> server: Server = Experiment(FedAvg(), clients=2, models="small-mlp").server
+    >>> server.spec.classes, server.model.feature_dim, sorted(server.memory())
+    (10, 256, ['model'])
+    """
 
     def __init__(
         self,

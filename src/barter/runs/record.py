@@ -12,7 +12,13 @@ __all__ = ["Round"]
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """One round in numbers."""
+    """One round in numbers.
+
+    >>> from barter import Experiment, Local, Round
+    >>> r: Round = Experiment(Local(max_epochs=1), clients=2).step()
+    >>> r.clients[0]["global"] < r.clients[0]["local"], r.mean("epochs"), r.traffic("down")
+    (True, 1.0, 0)
+    """
 
     round: int
     clients: dict[int, dict[str, float]]  # client -> metric -> value

@@ -1,0 +1,37 @@
+"""What is installed is all that is needed, and what messages tell people to install exists."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+from barter.commands import EXTRAS
+from barter.version import __version__
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "barter"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+OFFERED = set(PROJECT["project"]["optional-dependencies"])
+
+
+def test_a_wheel_holds_every_file() -> None:
+    files = {path for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    patterns = PROJECT["tool"]["setuptools"]["package-data"]["barter"]
+    data = {path for pattern in patterns for path in SOURCE.glob(pattern)}
+    packages = {path.parent for path in files if path.name == "__init__.py"}
+    assert not [path for path in files - data if path.suffix != ".py" or path.parent not in packages]
+
+
+def test_extras_that_are_named_exist() -> None:
+    texts = [*SOURCE.rglob("*.py"), *SOURCE.glob("templates/*"), *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    named = {extra for path in texts for extra in re.findall(r"barter-fl\[([\w,]+)\]", path.read_text())}
+    assert named >= {"onnx", "report"}
+    assert {extra for names in named for extra in names.split(",")} | {extra for _, extra in EXTRAS.values()} <= OFFERED
+
+
+def test_the_readme_says_how_to_install() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert f"dist/barter_fl-{__version__}-py3-none-any.whl" in readme
+    table = readme.split("| extra | for |")[1].split("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.M)) == OFFERED
