@@ -17,6 +17,7 @@ from torch import Tensor
 from barter.core import lanes, seeds
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Failure, Replies
+from barter.core.evaluation import knowing_alone
 from barter.core.lanes import Lane, Tune
 from barter.core.nodes import Client, Monitor
 from barter.core.payload import Payload, leaves
@@ -62,6 +63,7 @@ class LocalEngine(BaseEngine):
         for client in clients.values():
             client.monitor = self
         self._cost: dict[str, float] = {}  # seconds of a turn, by method, when last measured
+        self._alone = True  # whether the call that is answered is one to clients that nothing of others has reached
         self._took: dict[tuple[str, int], float] = {}  # and of each client's
         self.parking = Parking(clients, device_memory)
         self.lanes: list[Lane] = []
@@ -100,7 +102,9 @@ class LocalEngine(BaseEngine):
         """The order in which clients take their turns; any gives the same result."""
         return sorted(ids)
 
-    def call(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> Replies[Any]:
+    def call(self, method: str, args: Mapping[int, tuple[Any, ...]], alone: bool | None = None) -> Replies[Any]:
+        """As everywhere; a site is told whether its client is alone, for it does not know of the others."""
+        self._alone = self.alone() if alone is None else alone
         answers: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
 
@@ -146,8 +150,9 @@ class LocalEngine(BaseEngine):
         try:
             stream = seeds.scope(self.seed, *path, device=client.device)
             with self.parking.fetched(client), client.seated(), stream:
-                answer = getattr(self.algorithm, method)(client, *arrived)
-                lanes.rest()
+                with knowing_alone(client) if self._alone else nullcontext():
+                    answer = getattr(self.algorithm, method)(client, *arrived)
+                    lanes.rest()
                 return answer
         finally:
             self.watched.advance(self._credit.pop(lane))

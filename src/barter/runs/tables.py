@@ -55,8 +55,9 @@ def closing_cells(
 
 
 def alone(records: Sequence[Round], client: int) -> Mapping[str, float]:
-    """What is said of a client in the round of its first exchange, whichever that was; nothing if there was none."""
-    return next((r.clients[client] for r in records if "before_global" in r.clients[client]), {})
+    """What is said of a client in the first round that says what it knew alone; nothing if none does."""
+    told = (r.clients[client] for r in records)
+    return next((said for said in told if any(name.startswith("before_") for name in said)), {})
 
 
 def closing_table(
