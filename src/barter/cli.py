@@ -38,6 +38,9 @@ Settings = Annotated[
 ]
 
 
+TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write every round for TensorBoard, into the folder.")]
+
+
 class Device(StrEnum):
     """Where to compute."""
 
@@ -110,6 +113,7 @@ def run(
     simulate: Annotated[
         bool, typer.Option("--simulate", help="With --engine flower: in Flower's simulation, for many clients.")
     ] = False,
+    tensorboard: TensorBoard = False,
 ) -> None:
     """Run a federation, as CONFIG.toml says or by the defaults, and keep its metrics and checkpoint in a folder."""
     from barter import commands
@@ -117,18 +121,19 @@ def run(
     where = {"start": start and str(start), "device": device, "engine": engine}
     chosen = {**where, "precision": precision, "device_memory": device_memory}
     values = {key: getattr(value, "value", value) for key, value in chosen.items()}
-    commands.run(config, algorithm, settings, out, values, simulate=simulate)
+    commands.run(config, algorithm, settings, out, values, simulate=simulate, tensorboard=tensorboard)
 
 
 @app.command()
 def resume(
     run: Annotated[Path, typer.Argument(metavar="RUN")],
     rounds: Annotated[int | None, typer.Option(min=1, help="Until so many are done; without, as configured.")] = None,
+    tensorboard: TensorBoard = False,
 ) -> None:
     """Continue the run in the folder RUN behind its last finished round, as if it had never been interrupted."""
     from barter import commands
 
-    commands.resume(run, rounds)
+    commands.resume(run, rounds, tensorboard=tensorboard)
 
 
 @app.command()

@@ -75,6 +75,7 @@ def run(
     chosen: Mapping[str, object],
     *,
     simulate: bool,
+    tensorboard: bool,
 ) -> None:
     tree = _tree(config, algorithm, settings) | {key: value for key, value in chosen.items() if value is not None}
     resolved = resolve(tree)
@@ -84,17 +85,19 @@ def run(
         out = Path("runs") / f"{name}-{source}-seed{resolved.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     if simulate and resolved.engine != "flower":
         raise ConfigError("--simulate is Flower's simulation: add --engine flower")
-    _drive(resolved, out, resume=False, simulate=simulate)
+    _drive(resolved, out, resume=False, simulate=simulate, tensorboard=tensorboard)
 
 
-def resume(run: Path, rounds: int | None) -> None:
+def resume(run: Path, rounds: int | None, *, tensorboard: bool) -> None:
     simulated = (run / "flower").is_dir() and not (run / "flower" / "sites").exists()
     config = resolve(read(run / "config.toml"))
     if rounds is not None and rounds < (done := len(records(run))):
         raise ConfigError(f"--rounds {rounds}: {run} has done {done} already")
     if rounds is not None and rounds != config.rounds and config.engine == "flower":
         raise ConfigError(f"--rounds {rounds}: a run on Flower keeps the {config.rounds} rounds it was begun with")
-    _drive(config if rounds is None else replace(config, rounds=rounds), run, resume=True, simulate=simulated)
+    tensorboard = tensorboard or (run / "tensorboard").is_dir()  # a log that was begun goes on
+    config = config if rounds is None else replace(config, rounds=rounds)
+    _drive(config, run, resume=True, simulate=simulated, tensorboard=tensorboard)
 
 
 def compare(
@@ -193,9 +196,9 @@ def _tree(config: Path | None, algorithm: str | None, settings: Sequence[str] | 
     return with_settings({} if config is None else read(config), [*first, *(settings or [])])
 
 
-def _drive(config: Config, out: Path, *, resume: bool, simulate: bool = False) -> None:
+def _drive(config: Config, out: Path, *, resume: bool, simulate: bool, tensorboard: bool) -> None:
     console = _console()
-    watcher = Watcher(console, config.rounds)
+    watcher = Watcher(console, config.rounds, _optional("runs.tensorboard").TensorBoard(out) if tensorboard else None)
     if config.engine == "flower":
         _drive_flower(config, out, watcher, resume=resume, simulate=simulate)
         return
@@ -251,6 +254,7 @@ EXTRAS = {
     "cryptography": ("Flower", "flower"),
     "ray": ("Ray", "simulation"),
     "plotly": ("Plotly", "report"),
+    "tensorboard": ("TensorBoard", "tensorboard"),
 }
 
 

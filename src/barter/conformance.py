@@ -71,7 +71,7 @@ def _few_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def outcome(experiment: Experiment, rounds: int = ROUNDS) -> Outcome:
     """Run until so many rounds are done; all there is to know then."""
-    records = [(r.round, r.clients, r.server, r.bytes) for r in experiment.rounds(rounds)]
+    records = [(r.round, r.clients, r.server, r.bytes) for r in experiment.rounds(rounds, progress=False)]
     return dict(leaves(isolate(experiment._state()), "state")), records
 
 

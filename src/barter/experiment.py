@@ -22,7 +22,7 @@ from barter.core.errors import CheckpointError, ConfigError
 from barter.core.evaluation import accuracy
 from barter.core.images import Images, Spec
 from barter.core.model import Classifier
-from barter.core.nodes import Client, Monitor, Node, Server, as_numbers
+from barter.core.nodes import Client, Monitor, Node, Server, Silence, as_numbers
 from barter.core.params import BY_PYTHON
 from barter.core.payload import Payload
 from barter.core.precision import resolved, using
@@ -35,6 +35,7 @@ from barter.models import families, zoo
 from barter.models.fused import fuse
 from barter.models.zoo import Own
 from barter.runs.folder import RunFolder, finished, has_checkpoint
+from barter.runs.progress import onlooker
 from barter.runs.record import Round
 
 __all__ = [
@@ -169,10 +170,25 @@ class Experiment:
         fields = {name: getattr(config, name) for name in Config.__dataclass_fields__ if name not in ELSEWHERE}
         return cls(**fields, out=out, resume=resume, monitor=monitor)
 
-    def rounds(self, n: int) -> Iterator[Round]:
-        """Run until round n is done, and hand out each round's record on the way."""
+    def rounds(self, n: int, *, progress: bool = True) -> Iterator[Round]:
+        """Run until round n is done, and hand out each round's record on the way.
+
+        A terminal or a notebook shows how far it has come, if that is wanted and nobody watches already.
+        """
+        watcher = onlooker(n) if progress and isinstance(self.engine.watched, Silence) else None
+        if watcher is None:
+            while self.round < n:
+                yield self.step()
+            return
+        watcher.begin(self.round)
         while self.round < n:
-            yield self.step()
+            self.engine.watched = watcher
+            try:
+                record = self.step()
+            finally:
+                self.engine.watched = Silence()
+            watcher.finish(record)
+            yield record
 
     def step(self) -> Round:
         """One round."""
