@@ -161,6 +161,21 @@ def test_show_partition(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "1433" in printed
     assert "partition.alpha = 0.5" in printed, "what was chosen, not the default"
     assert min(Image.open(picture).size) > 300
+    assert main([*arguments[:-1], str(tmp_path / "bare.png"), "--title", "none"]) == 0
+    bare, titled = (Image.open(path).size for path in (tmp_path / "bare.png", picture))
+    assert bare[0] == titled[0]
+    assert bare[1] < titled[1]
+
+
+def test_show_partition_names_domains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    x, y = np.zeros((8, 8, 8, 1), dtype=np.uint8), np.arange(8) % 2
+    parts = {f"{kind}_{part}": a for part in ("train", "test") for kind, a in (("x", x), ("y", y), ("domain", y))}
+    np.savez(tmp_path / "d.npz", **parts, domains=np.array(["photo", "sketch"]))
+    settings = ["--set", f"data.source=npz:{tmp_path / 'd.npz'}", "--set", "clients=4"]
+    assert main(["show", "partition", "domains", *settings, "--out", str(tmp_path / "p.svg")]) == 0
+    printed = capsys.readouterr().out
+    assert "samples by client and domain" in printed
+    assert printed.count("sketch") == 1
 
 
 def test_show_config_is_a_file_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -286,11 +286,12 @@ def show_partition(
     config: Annotated[Path | None, typer.Option(help="Take the rest from this configuration.")] = None,
     settings: Settings = None,
     out: Annotated[Path, typer.Option(help="Where to save the bubble picture.")] = Path("partition.png"),
+    title: Annotated[str | None, typer.Option(help="Of the picture; none for none.")] = None,
 ) -> None:
     """Who gets how many samples of which class under a partition, as a table and as a picture."""
     from barter import commands
 
-    commands.show_partition(name, config, settings, out)
+    commands.show_partition(name, config, settings, out, title)
 
 
 @show.command("config")

@@ -34,11 +34,11 @@ from barter.kept import judged, load, load_all
 from barter.models.families import FAMILIES
 from barter.models.zoo import ZOO
 from barter.runs.folder import records
-from barter.runs.picture import bubbles
+from barter.runs.picture import Kinds, bubbles
 from barter.runs.progress import ManyRuns, Watcher
 from barter.runs.record import Round
 from barter.runs.summary import cells
-from barter.runs.tables import accuracy_table, class_table, closing_table
+from barter.runs.tables import accuracy_table, closing_table, count_table
 
 __all__ = [
     "check",
@@ -343,20 +343,20 @@ def _fields(console: Console, kind: type, where: str, chosen: object = None) -> 
     console.print()
 
 
-def show_partition(name: str | None, config: Path | None, settings: Settings, out: Path) -> None:
+def show_partition(name: str | None, config: Path | None, settings: Settings, out: Path, title: str | None) -> None:
     first = [] if name is None else [f"partition.name={name}"]
     resolved = resolve(_tree(config, None, [*first, *(settings or [])]))
     task = make_task(resolved.data, resolved.partition, resolved.clients, resolved.seed, torch.device("cpu"))
-    console, counts = _console(wide=True), task.class_table().tolist()
-    console.print(class_table(counts, task.classes))
+    kinds, console = [Kinds("class", task.classes, task.class_table().tolist())], _console(wide=True)
+    if len(task.domains) > 1:
+        kinds.append(Kinds("domain", task.domains, task.domain_table.tolist()))
+    for kind in kinds:
+        console.print(count_table(kind.title, kind.counts, kind.names))
     _fields(console, type(resolved.partition), "partition.", resolved.partition)
-    rule = ", ".join(f"{f.name} {getattr(resolved.partition, f.name)}" for f in describe(type(resolved.partition)))
-    bubbles(
-        counts,
-        task.classes,
-        f"{type(resolved.partition).__name__} on {resolved.data.source}, seed {resolved.seed}\n{rule}",
-        out,
-    )
+    if title is None:
+        rule = ", ".join(f"{f.name} {getattr(resolved.partition, f.name)}" for f in describe(type(resolved.partition)))
+        title = f"{type(resolved.partition).__name__} on {resolved.data.source}, seed {resolved.seed}\n{rule}"
+    bubbles(kinds, "" if title == "none" else title, out)
     console.print(f"picture: {out}")
 
 
