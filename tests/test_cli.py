@@ -448,3 +448,18 @@ def test_a_run_on_flower_is_not_made_longer(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "config.toml").write_text(capsys.readouterr().out)
     assert main(["resume", str(tmp_path), "--rounds", "3"]) == 2
     assert "keeps the 2 rounds it was begun with" in " ".join(capsys.readouterr().err.split())
+    assert main(["resume", str(tmp_path), "--threads", "3"]) == 2
+    assert "--threads 3: a run on Flower keeps those" in " ".join(capsys.readouterr().err.split())
+
+
+def test_threads_are_said_and_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, short = tmp_path / "run", ["--algorithm", "local", "--set", "algorithm.max_epochs=1", "--set", "clients=2"]
+    assert main(["run", *short, "--set", "rounds=1", "--threads", "2", "--out", str(out)]) == 0
+    assert "1 rounds, cpu, 2 threads; folder" in capsys.readouterr().out
+    assert main(["resume", str(out)]) == 0
+    assert ", cpu, 2 threads; folder" in capsys.readouterr().out
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert main(["resume", str(out)]) == 0
+    assert ", cpu, 2 of 8 threads; folder" in capsys.readouterr().out

@@ -107,6 +107,10 @@ def run(
     device_memory: Annotated[
         float | None, typer.Option(metavar="GIB", help="Stay within so much of a CUDA device's memory.")
     ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of the CPU; without it, as many as cores that nobody else uses."),
+    ] = None,
     engine: Annotated[
         Place | None, typer.Option(help="Where clients live: in this process, or each in a Flower site of its own.")
     ] = None,
@@ -119,7 +123,7 @@ def run(
     from barter import commands
 
     where = {"start": start and str(start), "device": device, "engine": engine}
-    chosen = {**where, "precision": precision, "device_memory": device_memory}
+    chosen = {**where, "precision": precision, "device_memory": device_memory, "threads": threads}
     values = {key: getattr(value, "value", value) for key, value in chosen.items()}
     commands.run(config, algorithm, settings, out, values, simulate=simulate, tensorboard=tensorboard)
 
@@ -128,12 +132,15 @@ def run(
 def resume(
     run: Annotated[Path, typer.Argument(metavar="RUN")],
     rounds: Annotated[int | None, typer.Option(min=1, help="Until so many are done; without, as configured.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Of the CPU; without, as before. With others last digits differ.")
+    ] = None,
     tensorboard: TensorBoard = False,
 ) -> None:
     """Continue the run in the folder RUN behind its last finished round, as if it had never been interrupted."""
     from barter import commands
 
-    commands.resume(run, rounds, tensorboard=tensorboard)
+    commands.resume(run, rounds, threads, tensorboard=tensorboard)
 
 
 @app.command()

@@ -23,6 +23,7 @@ from barter.config import Config, algorithm_named, read, resolve, to_toml, with_
 from barter.conformance import CHECKS, examined
 from barter.core.errors import BarterError, ConfigError, Interrupted
 from barter.core.params import describe
+from barter.core.threads import free
 from barter.data.partition import PARTITIONS
 from barter.data.sources import PATH_SOURCES, SOURCES
 from barter.data.sources import load as load_data
@@ -88,7 +89,7 @@ def run(
     _drive(resolved, out, resume=False, simulate=simulate, tensorboard=tensorboard)
 
 
-def resume(run: Path, rounds: int | None, *, tensorboard: bool) -> None:
+def resume(run: Path, rounds: int | None, threads: int | None, *, tensorboard: bool) -> None:
     simulated = (run / "flower").is_dir() and not (run / "flower" / "sites").exists()
     config = resolve(read(run / "config.toml"))
     if rounds is not None and rounds < (done := len(records(run))):
@@ -96,7 +97,9 @@ def resume(run: Path, rounds: int | None, *, tensorboard: bool) -> None:
     if rounds is not None and rounds != config.rounds and config.engine == "flower":
         raise ConfigError(f"--rounds {rounds}: a run on Flower keeps the {config.rounds} rounds it was begun with")
     tensorboard = tensorboard or (run / "tensorboard").is_dir()  # a log that was begun goes on
-    config = config if rounds is None else replace(config, rounds=rounds)
+    if threads is not None and config.engine == "flower":
+        raise ConfigError(f"--threads {threads}: a run on Flower keeps those that it was begun with")
+    config = replace(config, rounds=rounds or config.rounds, threads=threads or config.threads)
     _drive(config, run, resume=True, simulate=simulated, tensorboard=tensorboard)
 
 
@@ -208,7 +211,7 @@ def _drive(config: Config, out: Path, *, resume: bool, simulate: bool, tensorboa
     console.print(
         f"{type(config.algorithm).__name__} on {config.data.source}: {config.clients} clients, "
         f"{architectures} architecture{'s' * (architectures > 1)}, {config.rounds} rounds, "
-        f"{experiment.device.type}; folder {out}"
+        f"{experiment.device.type}{_said(experiment.config.threads)}; folder {out}"
     )
     if experiment.round:
         console.print(f"{experiment.round} of {config.rounds} rounds are done already")
@@ -223,6 +226,14 @@ def _drive(config: Config, out: Path, *, resume: bool, simulate: bool, tensorboa
     _close(records, experiment.architectures, experiment.task, out)
 
 
+def _said(threads: int | None) -> str:
+    """How many threads of the CPU there are, and whether there could be more; nothing where nobody chose."""
+    if threads is None:
+        return ""
+    most = torch.get_num_threads()
+    return f", {threads} of {most} threads" if threads < most else f", {threads} thread{'s' * (threads > 1)}"
+
+
 def _close(records: Sequence[Round], architectures: Sequence[str], task: Task, out: Path) -> None:
     held = [[c for c, n in enumerate(row) if n] for row in task.class_table().tolist()]
     samples = [len(images) for images in task.train]
@@ -235,12 +246,14 @@ def _drive_flower(config: Config, out: Path, watcher: Watcher, *, resume: bool, 
     loopback = _optional("loopback")
     if simulate:
         _optional("ray")
+    if config.threads is None and device_named(config.device).type == "cpu":
+        config = replace(config, threads=free())
     task = make_task(config.data, config.partition, config.clients, config.seed, torch.device("cpu"))
     names = names_of(config.algorithm, config.models, config.clients)
     place = "clients in Flower's simulation" if simulate else "Flower sites on this machine"
     watcher.console.print(
-        f"{type(config.algorithm).__name__} on {config.data.source}: {config.clients} {place}, {config.rounds} rounds; "
-        f"folder {out}"
+        f"{type(config.algorithm).__name__} on {config.data.source}: {config.clients} {place}, {config.rounds} rounds"
+        f"{_said(config.threads)}; folder {out}"
     )
     try:
         records = (loopback.simulate if simulate else loopback.run_here)(config, out, watcher, resume=resume)

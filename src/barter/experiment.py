@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from barter.core.nodes import Client, Monitor, Node, Server, Silence, as_numbers
 from barter.core.params import BY_PYTHON
 from barter.core.payload import Payload
 from barter.core.precision import resolved, using
+from barter.core.threads import free, threaded
 from barter.data.partition import Dirichlet, Domains, Listed, Partition
 from barter.data.task import Data, Task, make_task
 from barter.engines.base import BaseEngine
@@ -51,6 +53,8 @@ __all__ = [
     "narrowed",
 ]
 
+log = logging.getLogger("barter")
+
 ELSEWHERE = ("engine", "timeout")  # of a configuration: only for clients that live elsewhere
 EVALUATION = Algorithm.evaluate.__name__
 
@@ -75,6 +79,7 @@ class Experiment:
         precision: str = "auto",
         streams: int = 10,
         device_memory: float | None = None,
+        threads: int | None = None,
         min_clients: int | None = None,
         start: str | Path = "",
         rounds: int = 5,
@@ -100,10 +105,12 @@ class Experiment:
             precision=precision,  # type: ignore[arg-type]
             streams=streams,
             device_memory=device_memory,
+            threads=threads,
             min_clients=min_clients,
             start=str(start),
         )
         where = device_named(device)
+        config = _with_threads(config, where, out, resume=resume)
         memory = budget(where, device_memory)
         self.task = make_task(config.data, config.partition, clients, seed, where)
         called = names_of(algorithm, config.models, clients) if by_name else [name for name, _ in listed]
@@ -122,6 +129,7 @@ class Experiment:
             streams=streams,
             device_memory=memory,
             tune=fuse,
+            threads=config.threads,
         )
         networks = described(self.task.spec, self.task.classes, names)
         self._begin(config, server, engine, self.task.global_test, networks, out, resume)
@@ -140,6 +148,7 @@ class Experiment:
     ) -> Experiment:
         """The experiment of a server whose clients live elsewhere; `test` is what a model of its own is judged by."""
         experiment = cls.__new__(cls)
+        config = _with_threads(config, server.device, out, resume=resume)
         experiment._begin(config, server, engine, test, networks, out, resume)
         return experiment
 
@@ -196,7 +205,7 @@ class Experiment:
             raise CheckpointError("an error left this experiment in the middle of a round: resume it from its folder")
         self._unfinished = True
         try:
-            with using(self.precision), self.engine.at_home(), self.server.seated():
+            with threaded(self.config.threads), using(self.precision), self.engine.at_home(), self.server.seated():
                 record = self._run(self.round + 1)
         except BaseException:
             if self.folder is not None:
@@ -270,7 +279,8 @@ class Experiment:
         if not resume:
             return RunFolder.create(path, to_toml(self.config))
         folder = RunFolder.existing(path)
-        key = first_difference(plain(self.config), read(folder.config), but=RESULT_FREE)
+        begun = read(folder.config)
+        key = first_difference(plain(self.config), begun, but=RESULT_FREE)
         if key is not None:
             raise CheckpointError(f"{path} is a run of another configuration: {key} differs")
         found = folder.load(torch.device("cpu"))
@@ -281,7 +291,11 @@ class Experiment:
                 self.engine.recall(state["clients"])
             except (KeyError, RuntimeError) as error:
                 raise CheckpointError(f"{path} holds the checkpoint of another experiment: {error}") from error
-        folder.lengthen(self.config.rounds)
+        threads, before = self.config.threads, begun.get("threads")
+        if self.round and isinstance(before, int) and threads not in (None, before):
+            log.warning("%s goes on with threads=%d, begun with %d: last digits will differ", path, threads, before)
+        longer = {"rounds": max(self.config.rounds, begun["rounds"])}
+        folder.change(longer if threads is None else {**longer, "threads": threads})
         return folder
 
 
@@ -351,6 +365,15 @@ def device_named(name: str) -> torch.device:
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _with_threads(config: Config, device: torch.device, out: str | Path | None, *, resume: bool) -> Config:
+    """With a number of threads for the CPU: as asked for, as the run was begun with, or as many as cores are free."""
+    if config.threads is not None or device.type != "cpu":
+        return config
+    begun = Path(out or "") / "config.toml"
+    before = read(begun).get("threads") if resume and out is not None and begun.is_file() else None
+    return replace(config, threads=before if isinstance(before, int) else free())
 
 
 def initial(name: str, spec: Spec, seed: int, own: Own | None = None) -> Classifier:

@@ -21,6 +21,7 @@ from barter.core.evaluation import knowing_alone
 from barter.core.lanes import Lane, Tune
 from barter.core.nodes import Client, Monitor
 from barter.core.payload import Payload, leaves
+from barter.core.threads import threaded
 from barter.engines import forks
 from barter.engines.base import BaseEngine
 from barter.engines.forks import Job
@@ -57,6 +58,7 @@ class LocalEngine(BaseEngine):
         streams: int = 1,
         device_memory: int = 0,
         tune: Tune | None = None,
+        threads: int | None = None,
     ) -> None:
         super().__init__(algorithm, seed=seed, min_clients=min_clients, monitor=monitor)
         self.clients = clients
@@ -68,7 +70,7 @@ class LocalEngine(BaseEngine):
         self.parking = Parking(clients, device_memory)
         self.lanes: list[Lane] = []
         self.home: Lane | None = None
-        self.cores = torch.get_num_threads() if forks.possible() else 1
+        self.cores = threads or torch.get_num_threads() if forks.possible() else 1
         device = next(iter(clients.values())).device
         if device.type == "cuda":
             # A quarter of the memory is for modules that lanes keep; see Parking for clients between their turns.
@@ -126,7 +128,7 @@ class LocalEngine(BaseEngine):
                     settle(k, answer)
             else:
                 start = time.perf_counter()
-                with forks.one_thread() if self._by_core(len(args)) else nullcontext():
+                with threaded(1 if self._by_core(len(args)) else None):
                     for k in order:
                         settle(k, partial(self._turn, method, k, args[k]))
                 self._cost[method] = (time.perf_counter() - start) / max(1, len(args))
