@@ -74,26 +74,20 @@ def bubbles(kinds: Sequence[Kinds], title: str, path: Path) -> None:
     height = max(above + bands * cell * (lines + 0.4 * len(kinds)) + gaps, above + 1.6)
     figure = _pyplot().figure(figsize=(width, height))
     top, across = height - above, 0.9 * 72 * cell  # the largest circle almost fills its cell
+    step = next(step for step in (1, 5, 10, 50) if step * cell >= 0.25 or step == 50)  # between clients' numbers
     for band in range(bands):
         here = range(band * per_band, min(clients, (band + 1) * per_band))
         for kind, names, colour in zip(kinds, labels, (COLOURS[0], COLOURS[1]), strict=False):
             deep, last = cell * (len(names) + 0.4), kind is kinds[-1]
             box = (left / width, (top - deep) / height, cell * (len(here) + 0.4) / width, deep / height)
             axes, largest = figure.add_axes(box), max(map(max, kind.counts))
-            points = [(k, c, n) for k in here for c, n in enumerate(kind.counts[k]) if n]
-            sizes = [max(1.5, across * (n / largest) ** 0.5) ** 2 for _, _, n in points]  # areas in square points
-            where = [k for k, _, _ in points], [c for _, c, _ in points]
-            axes.scatter(*where, s=sizes, color=colour, linewidths=0, zorder=2)
+            _circles(axes, kind.counts, here, largest, across, colour)
             axes.set(xlim=(here[0] - 0.7, here[-1] + 0.7), ylim=(-0.7, len(names) - 0.3))
-            axes.set_ylabel(kind.title, fontsize=8)
-            axes.yaxis.set_label_coords(-(left - 0.3) / (cell * (len(here) + 0.4)), 0.5)
             axes.set_yticks(range(len(names)), names, fontsize=font)
-            step = next(step for step in (1, 5, 10, 50) if step * cell >= 0.25 or step == 50)
             ticks = [k for k in here if k % step == 0]
             axes.set_xticks(ticks, ticks if last else [""] * len(ticks), fontsize=8)
-            axes.grid(alpha=0.25, linewidth=0.5)
-            axes.tick_params(length=0)
-            axes.spines[:].set_visible(False)
+            axes.set_ylabel(kind.title, fontsize=8)
+            axes.yaxis.set_label_coords(-(left - 0.3) / (cell * (len(here) + 0.4)), 0.5)
             if band == 0:
                 _size_legend(figure, kind.title, largest, across, colour, left + cell * (per_band + 0.4) + 0.15, top)
             top -= deep + 0.12
@@ -101,6 +95,18 @@ def bubbles(kinds: Sequence[Kinds], title: str, path: Path) -> None:
         top -= 0.25
     figure.text(0.15 / width, 1 - 0.1 / height, _plain("\n".join(text)), fontsize=9, va="top", linespacing=1.25)
     _save(figure, path)
+
+
+def _circles(
+    axes: Any, counts: Sequence[Sequence[int]], clients: Iterable[int], largest: int, across: float, colour: str
+) -> None:
+    """Those of some clients; the largest number's is so many points across, and one can see the smallest."""
+    points = [(k, c, n) for k in clients for c, n in enumerate(counts[k]) if n]
+    areas = [max(1.5, across * (n / largest) ** 0.5) ** 2 for _, _, n in points]
+    axes.scatter([k for k, _, _ in points], [c for _, c, _ in points], s=areas, color=colour, linewidths=0, zorder=2)
+    axes.grid(alpha=0.25, linewidth=0.5)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
 
 
 def _size_legend(figure: Any, title: str, largest: int, across: float, colour: str, x: float, top: float) -> None:
