@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from barter.config import RESULT_FREE, Config, first_difference, partition_named, plain, read, to_toml
 from barter.core import seeds
@@ -89,7 +87,7 @@ class Experiment:
     ) -> None:
         if models == BY_PYTHON:
             raise ConfigError("this run's models were given in Python: resume it there, with out=... and resume=True")
-        listed = [(models, None)] if isinstance(models, str) else _listed(models)
+        listed = [(models, None)] if isinstance(models, str) else zoo.listed(models)
         by_name = all(own is None for _, own in listed)
         data = data if isinstance(data, Data) else Data(source=data)
         partition, clients = _shared(data, partition, clients)
@@ -184,20 +182,10 @@ class Experiment:
 
         A terminal or a notebook shows how far it has come, if that is wanted and nobody watches already.
         """
-        watcher = onlooker(n) if progress and isinstance(self.engine.watched, Silence) else None
-        if watcher is None:
-            while self.round < n:
-                yield self.step()
-            return
-        watcher.begin(self.round)
+        wanted = progress and self.round < n and isinstance(self.engine.watched, Silence)
+        watcher = onlooker(n, self.round) if wanted else None
         while self.round < n:
-            self.engine.watched = watcher
-            try:
-                record = self.step()
-            finally:
-                self.engine.watched = Silence()
-            watcher.finish(record)
-            yield record
+            yield self.step() if watcher is None else watcher.over(self.engine, self.step)
 
     def step(self) -> Round:
         """One round."""
@@ -409,27 +397,3 @@ def _shared(
         clients = len(partition) if clients is None else clients
         partition = Listed.of(partition)
     return partition, 5 if clients is None else clients
-
-
-def _listed(models: Own | Sequence[str | Own]) -> list[tuple[str, Own | None]]:
-    """The name of each model, and what is behind it where a name alone does not lead there."""
-    listed: list[tuple[str, Own | None]] = []
-    for i, model in enumerate(models if isinstance(models, Sequence) else [models]):
-        if isinstance(model, str):
-            listed.append((model, None))
-        elif callable(model):
-            kind = type(model) if isinstance(model, nn.Module) else model
-            place = f"{kind.__module__}:{getattr(kind, '__qualname__', '')}"
-            found = kind is model and kind.__module__ != "__main__" and _at(place) is model
-            listed.append((place, None) if found else (f"{getattr(kind, '__name__', 'model')}-{i}", model))
-        else:
-            raise ConfigError(f"models: {model!r} is no name, no module and no factory of one")
-    if not listed:
-        raise ConfigError("models: give at least one; client i gets number i mod n")
-    return listed
-
-
-def _at(place: str) -> object:
-    """What module:name leads to; nothing if it leads nowhere."""
-    module, _, name = place.partition(":")
-    return getattr(sys.modules.get(module), name, None)

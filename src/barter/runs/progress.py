@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -96,6 +96,12 @@ class Watcher(Monitor):
             self._phase.advance(amount)
 
 
+class Watched(Protocol):
+    """What has a monitor."""
+
+    watched: Monitor
+
+
 class Onlooker(Watcher):
     """Watches a loop that is the caller's, who says what came of each round: one line that moves, and no others."""
 
@@ -107,6 +113,16 @@ class Onlooker(Watcher):
             from IPython.display import display
 
             self.cell = display({"text/plain": ""}, raw=True, display_id=True)
+
+    def over(self, engine: Watched, step: Callable[[], Round]) -> Round:
+        """What a step makes that this one watches."""
+        before, engine.watched = engine.watched, self
+        try:
+            record = step()
+        finally:
+            engine.watched = before
+        self.finish(record)
+        return record
 
     def finish(self, record: Round) -> None:
         self.round, self.rest = record.round + 1, self.left(record)
@@ -122,10 +138,14 @@ class Onlooker(Watcher):
         return _Live(self.console, title, total)
 
 
-def onlooker(rounds: int) -> Onlooker | None:
-    """Who shows a loop in Python: on a terminal or in a notebook, nobody elsewhere."""
+def onlooker(rounds: int, done: int) -> Onlooker | None:
+    """Who shows a loop in Python that starts behind some rounds: on a terminal or in a notebook; nobody elsewhere."""
     console = Console(stderr=True, highlight=False)
-    return Onlooker(console, rounds) if console.is_jupyter or sys.stderr.isatty() else None
+    if not console.is_jupyter and not sys.stderr.isatty():
+        return None
+    made = Onlooker(console, rounds)
+    made.begin(done)
+    return made
 
 
 class _Phase:
