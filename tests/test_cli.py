@@ -161,6 +161,21 @@ def test_show_partition(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "1433" in printed
     assert "partition.alpha = 0.5" in printed, "what was chosen, not the default"
     assert min(Image.open(picture).size) > 300
+    assert main([*arguments[:-1], str(tmp_path / "bare.png"), "--title", "none"]) == 0
+    bare, titled = (Image.open(path).size for path in (tmp_path / "bare.png", picture))
+    assert bare[0] == titled[0]
+    assert bare[1] < titled[1]
+
+
+def test_show_partition_names_domains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    x, y = np.zeros((8, 8, 8, 1), dtype=np.uint8), np.arange(8) % 2
+    parts = {f"{kind}_{part}": a for part in ("train", "test") for kind, a in (("x", x), ("y", y), ("domain", y))}
+    np.savez(tmp_path / "d.npz", **parts, domains=np.array(["photo", "sketch"]))
+    settings = ["--set", f"data.source=npz:{tmp_path / 'd.npz'}", "--set", "clients=4"]
+    assert main(["show", "partition", "domains", *settings, "--out", str(tmp_path / "p.svg")]) == 0
+    printed = capsys.readouterr().out
+    assert "samples by client and domain" in printed
+    assert printed.count("sketch") == 1
 
 
 def test_show_config_is_a_file_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -435,3 +450,18 @@ def test_a_run_on_flower_is_not_made_longer(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "config.toml").write_text(capsys.readouterr().out)
     assert main(["resume", str(tmp_path), "--rounds", "3"]) == 2
     assert "keeps the 2 rounds it was begun with" in " ".join(capsys.readouterr().err.split())
+    assert main(["resume", str(tmp_path), "--threads", "3"]) == 2
+    assert "--threads 3: a run on Flower keeps those" in " ".join(capsys.readouterr().err.split())
+
+
+def test_threads_are_said_and_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, short = tmp_path / "run", ["--algorithm", "local", "--set", "algorithm.max_epochs=1", "--set", "clients=2"]
+    assert main(["run", *short, "--set", "rounds=1", "--threads", "2", "--out", str(out)]) == 0
+    assert "1 rounds, cpu, 2 threads; folder" in capsys.readouterr().out
+    assert main(["resume", str(out)]) == 0
+    assert ", cpu, 2 threads; folder" in capsys.readouterr().out
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert main(["resume", str(out)]) == 0
+    assert ", cpu, 2 of 8 threads; folder" in capsys.readouterr().out

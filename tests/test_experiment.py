@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from barter.config import read, resolve
 from barter.core.errors import CheckpointError, ClientError, ConfigError
 from barter.core.images import Spec
 from barter.data.partition import Iid
+from barter.engines import forks
 from barter.runs.tables import closing_table
 from tests.conftest import federation, same, state, tiny
 
@@ -220,3 +222,38 @@ def test_a_run_longer_than_configured_can_be_resumed(tmp_path: Path) -> None:
     resumed = federation(tiny("local"), out=tmp_path, rounds=2, resume=True)
     assert [record.round for record in resumed.rounds(4)] == [4]
     assert "rounds = 2" in (tmp_path / "config.toml").read_text()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counting(Algorithm):
+    """Says how many threads the server has."""
+
+    crosses = {"nothing": "nothing"}
+
+    def round(self, server: Server, clients: Clients, t: int) -> None:
+        server.report["threads"] = torch.get_num_threads()
+
+    def nothing(self, client: Client) -> None: ...
+
+
+def test_a_run_remembers_its_number_of_threads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def go_on(rounds: int, **options: Any) -> float:
+        experiment = federation(Counting(), out=tmp_path / "run", **options)
+        (record,) = experiment.rounds(rounds)
+        assert experiment.folder is not None
+        experiment.folder.release()
+        assert read(tmp_path / "run" / "config.toml")["threads"] == record.server["threads"]
+        return record.server["threads"]
+
+    before = torch.get_num_threads()
+    assert go_on(1, threads=2) == 2
+    assert go_on(2, resume=True) == 2
+    assert not caplog.messages
+    assert go_on(3, resume=True, threads=3) == 3
+    assert caplog.messages == [f"{tmp_path / 'run'} goes on with threads=3, begun with 2: last digits will differ"]
+    assert go_on(4, resume=True) == 3
+    assert torch.get_num_threads() == before
+
+
+def test_clients_stand_side_by_side_on_as_many_cores_as_there_are_threads() -> None:
+    assert [federation(tiny("local"), threads=n).engine.cores for n in (1, 3)] == [1, 3 if forks.possible() else 1]

@@ -39,6 +39,9 @@ Settings = Annotated[
 ]
 
 
+TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write every round for TensorBoard, into the folder.")]
+
+
 class Device(StrEnum):
     """Where to compute."""
 
@@ -105,31 +108,40 @@ def run(
     device_memory: Annotated[
         float | None, typer.Option(metavar="GIB", help="Stay within so much of a CUDA device's memory.")
     ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of the CPU; without it, as many as cores that nobody else uses."),
+    ] = None,
     engine: Annotated[
         Place | None, typer.Option(help="Where clients live: in this process, or each in a Flower site of its own.")
     ] = None,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="With --engine flower: in Flower's simulation, for many clients.")
     ] = False,
+    tensorboard: TensorBoard = False,
 ) -> None:
     """Run a federation, as CONFIG.toml says or by the defaults, and keep its metrics and checkpoint in a folder."""
     from barter import commands
 
     where = {"start": start and str(start), "device": device, "engine": engine}
-    chosen = {**where, "precision": precision, "device_memory": device_memory}
+    chosen = {**where, "precision": precision, "device_memory": device_memory, "threads": threads}
     values = {key: getattr(value, "value", value) for key, value in chosen.items()}
-    commands.run(config, algorithm, settings, out, values, simulate=simulate)
+    commands.run(config, algorithm, settings, out, values, simulate=simulate, tensorboard=tensorboard)
 
 
 @app.command()
 def resume(
     run: Annotated[Path, typer.Argument(metavar="RUN")],
     rounds: Annotated[int | None, typer.Option(min=1, help="Until so many are done; without, as configured.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Of the CPU; without, as before. With others last digits differ.")
+    ] = None,
+    tensorboard: TensorBoard = False,
 ) -> None:
     """Continue the run in the folder RUN behind its last finished round, as if it had never been interrupted."""
     from barter import commands
 
-    commands.resume(run, rounds)
+    commands.resume(run, rounds, threads, tensorboard=tensorboard)
 
 
 @app.command()
@@ -286,11 +298,12 @@ def show_partition(
     config: Annotated[Path | None, typer.Option(help="Take the rest from this configuration.")] = None,
     settings: Settings = None,
     out: Annotated[Path, typer.Option(help="Where to save the bubble picture.")] = Path("partition.png"),
+    title: Annotated[str | None, typer.Option(help="Of the picture; none for none.")] = None,
 ) -> None:
     """Who gets how many samples of which class under a partition, as a table and as a picture."""
     from barter import commands
 
-    commands.show_partition(name, config, settings, out)
+    commands.show_partition(name, config, settings, out, title)
 
 
 @show.command("config")

@@ -22,6 +22,7 @@ from barter.config import Config, algorithm_named, read, resolve, to_toml, with_
 from barter.conformance import CHECKS, examined
 from barter.core.errors import BarterError, ConfigError, Interrupted
 from barter.core.params import describe
+from barter.core.threads import free
 from barter.data.sources import load as load_data
 from barter.data.task import SITES, Task, anchored, make_task
 from barter.experiment import Experiment, device_named, names_of
@@ -29,11 +30,11 @@ from barter.export import export as write_network
 from barter.gallery import sheets
 from barter.kept import judged, load, load_all
 from barter.runs.folder import records
-from barter.runs.picture import bubbles
+from barter.runs.picture import Kinds, bubbles
 from barter.runs.progress import ManyRuns, Watcher
 from barter.runs.record import Round
 from barter.runs.summary import cells
-from barter.runs.tables import accuracy_table, class_table, closing_table
+from barter.runs.tables import accuracy_table, closing_table, count_table
 
 __all__ = [
     "check",
@@ -69,6 +70,7 @@ def run(
     chosen: Mapping[str, object],
     *,
     simulate: bool,
+    tensorboard: bool,
 ) -> None:
     tree = _tree(config, algorithm, settings) | {key: value for key, value in chosen.items() if value is not None}
     resolved = resolve(tree)
@@ -78,17 +80,21 @@ def run(
         out = Path("runs") / f"{name}-{source}-seed{resolved.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     if simulate and resolved.engine != "flower":
         raise ConfigError("--simulate is Flower's simulation: add --engine flower")
-    _drive(resolved, out, resume=False, simulate=simulate)
+    _drive(resolved, out, resume=False, simulate=simulate, tensorboard=tensorboard)
 
 
-def resume(run: Path, rounds: int | None) -> None:
+def resume(run: Path, rounds: int | None, threads: int | None, *, tensorboard: bool) -> None:
     simulated = (run / "flower").is_dir() and not (run / "flower" / "sites").exists()
     config = resolve(read(run / "config.toml"))
     if rounds is not None and rounds < (done := len(records(run))):
         raise ConfigError(f"--rounds {rounds}: {run} has done {done} already")
     if rounds is not None and rounds != config.rounds and config.engine == "flower":
         raise ConfigError(f"--rounds {rounds}: a run on Flower keeps the {config.rounds} rounds it was begun with")
-    _drive(config if rounds is None else replace(config, rounds=rounds), run, resume=True, simulate=simulated)
+    tensorboard = tensorboard or (run / "tensorboard").is_dir()  # a log that was begun goes on
+    if threads is not None and config.engine == "flower":
+        raise ConfigError(f"--threads {threads}: a run on Flower keeps those that it was begun with")
+    config = replace(config, rounds=rounds or config.rounds, threads=threads or config.threads)
+    _drive(config, run, resume=True, simulate=simulated, tensorboard=tensorboard)
 
 
 def compare(
@@ -189,9 +195,9 @@ def _tree(config: Path | None, algorithm: str | None, settings: Sequence[str] | 
     return with_settings({} if config is None else read(config), [*first, *(settings or [])])
 
 
-def _drive(config: Config, out: Path, *, resume: bool, simulate: bool = False) -> None:
+def _drive(config: Config, out: Path, *, resume: bool, simulate: bool, tensorboard: bool) -> None:
     console = _console()
-    watcher = Watcher(console, config.rounds)
+    watcher = Watcher(console, config.rounds, _optional("runs.tensorboard").TensorBoard(out) if tensorboard else None)
     if config.engine == "flower":
         _drive_flower(config, out, watcher, resume=resume, simulate=simulate)
         return
@@ -201,7 +207,7 @@ def _drive(config: Config, out: Path, *, resume: bool, simulate: bool = False) -
     console.print(
         f"{type(config.algorithm).__name__} on {config.data.source}: {config.clients} clients, "
         f"{architectures} architecture{'s' * (architectures > 1)}, {config.rounds} rounds, "
-        f"{experiment.device.type}; folder {out}"
+        f"{experiment.device.type}{_said(experiment.config.threads)}; folder {out}"
     )
     if experiment.round:
         console.print(f"{experiment.round} of {config.rounds} rounds are done already")
@@ -216,6 +222,14 @@ def _drive(config: Config, out: Path, *, resume: bool, simulate: bool = False) -
     _close(records, experiment.architectures, experiment.task, out)
 
 
+def _said(threads: int | None) -> str:
+    """How many threads of the CPU there are, and whether there could be more; nothing where nobody chose."""
+    if threads is None:
+        return ""
+    most = torch.get_num_threads()
+    return f", {threads} of {most} threads" if threads < most else f", {threads} thread{'s' * (threads > 1)}"
+
+
 def _close(records: Sequence[Round], architectures: Sequence[str], task: Task, out: Path) -> None:
     held = [[c for c, n in enumerate(row) if n] for row in task.class_table().tolist()]
     samples = [len(images) for images in task.train]
@@ -228,12 +242,14 @@ def _drive_flower(config: Config, out: Path, watcher: Watcher, *, resume: bool, 
     loopback = _optional("loopback")
     if simulate:
         _optional("ray")
+    if config.threads is None and device_named(config.device).type == "cpu":
+        config = replace(config, threads=free())
     task = make_task(config.data, config.partition, config.clients, config.seed, torch.device("cpu"))
     names = names_of(config.algorithm, config.models, config.clients)
     place = "clients in Flower's simulation" if simulate else "Flower sites on this machine"
     watcher.console.print(
-        f"{type(config.algorithm).__name__} on {config.data.source}: {config.clients} {place}, {config.rounds} rounds; "
-        f"folder {out}"
+        f"{type(config.algorithm).__name__} on {config.data.source}: {config.clients} {place}, {config.rounds} rounds"
+        f"{_said(config.threads)}; folder {out}"
     )
     try:
         records = (loopback.simulate if simulate else loopback.run_here)(config, out, watcher, resume=resume)
@@ -247,6 +263,7 @@ EXTRAS = {
     "cryptography": ("Flower", "flower"),
     "ray": ("Ray", "simulation"),
     "plotly": ("Plotly", "report"),
+    "tensorboard": ("TensorBoard", "tensorboard"),
 }
 
 
@@ -320,20 +337,20 @@ def _fields(console: Console, kind: type, where: str, chosen: object = None) -> 
     console.print()
 
 
-def show_partition(name: str | None, config: Path | None, settings: Settings, out: Path) -> None:
+def show_partition(name: str | None, config: Path | None, settings: Settings, out: Path, title: str | None) -> None:
     first = [] if name is None else [f"partition.name={name}"]
     resolved = resolve(_tree(config, None, [*first, *(settings or [])]))
     task = make_task(resolved.data, resolved.partition, resolved.clients, resolved.seed, torch.device("cpu"))
-    console, counts = _console(wide=True), task.class_table().tolist()
-    console.print(class_table(counts, task.classes))
+    kinds, console = [Kinds("class", task.classes, task.class_table().tolist())], _console(wide=True)
+    if len(task.domains) > 1:
+        kinds.append(Kinds("domain", task.domains, task.domain_table.tolist()))
+    for kind in kinds:
+        console.print(count_table(kind.title, kind.counts, kind.names))
     _fields(console, type(resolved.partition), "partition.", resolved.partition)
-    rule = ", ".join(f"{f.name} {getattr(resolved.partition, f.name)}" for f in describe(type(resolved.partition)))
-    bubbles(
-        counts,
-        task.classes,
-        f"{type(resolved.partition).__name__} on {resolved.data.source}, seed {resolved.seed}\n{rule}",
-        out,
-    )
+    if title is None:
+        rule = ", ".join(f"{f.name} {getattr(resolved.partition, f.name)}" for f in describe(type(resolved.partition)))
+        title = f"{type(resolved.partition).__name__} on {resolved.data.source}, seed {resolved.seed}\n{rule}"
+    bubbles(kinds, "" if title == "none" else title, out)
     console.print(f"picture: {out}")
 
 

@@ -37,6 +37,7 @@ RESULT_FREE = (
     "device",
     "streams",
     "device_memory",
+    "threads",
     "engine",
     "timeout",
 )  # may differ on resume
@@ -59,6 +60,7 @@ class Config:
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"  # of the computation; auto is bf16 on CUDA, else fp32
     streams: Count = 10  # how many clients compute at the same time on a CUDA device
     device_memory: Positive | None = None  # GiB of a CUDA device's memory to stay within; none means all there is
+    threads: Count | None = None  # of the CPU; none means as many as there are cores that nobody else uses at the start
     min_clients: Count | None = None  # how many clients must answer a call; none means all that were asked
     start: str = ""  # the folder of a run whose networks the parties start from; empty: from the seed
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias, get_type_hints
@@ -18,6 +17,7 @@ from barter.core.errors import BarterError
 from barter.core.params import describe
 from barter.core.payload import isolate, leaves, pack, unpack
 from barter.core.shapes import require_kind
+from barter.core.threads import threaded
 from barter.core.wire import Direction, Wire
 from barter.data.sources import load
 from barter.data.task import Data
@@ -71,7 +71,7 @@ def _few_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def outcome(experiment: Experiment, rounds: int = ROUNDS) -> Outcome:
     """Run until so many rounds are done; all there is to know then."""
-    records = [(r.round, r.clients, r.server, r.bytes) for r in experiment.rounds(rounds)]
+    records = [(r.round, r.clients, r.server, r.bytes) for r in experiment.rounds(rounds, progress=False)]
     return dict(leaves(isolate(experiment._state()), "state")), records
 
 
@@ -248,23 +248,13 @@ def examined(algorithm: Algorithm[Any, Any]) -> Iterator[tuple[str, str]]:
 def problem(check: Callable[[Trial], None], trial: Trial) -> str:
     """What a check finds wrong, in a line; empty if nothing is."""
     try:
-        with _one_thread():
+        with threaded(1):
             check(trial)
     except Violation as error:
         return str(error)
     except Exception as error:
         return _where(error)
     return ""
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _where(error: Exception) -> str:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-import sys
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from barter.config import RESULT_FREE, Config, first_difference, partition_named, plain, read, to_toml
 from barter.core import seeds
@@ -22,10 +21,11 @@ from barter.core.errors import CheckpointError, ConfigError
 from barter.core.evaluation import accuracy
 from barter.core.images import Images, Spec
 from barter.core.model import Classifier
-from barter.core.nodes import Client, Monitor, Node, Server, as_numbers
+from barter.core.nodes import Client, Monitor, Node, Server, Silence, as_numbers
 from barter.core.params import BY_PYTHON
 from barter.core.payload import Payload
 from barter.core.precision import resolved, using
+from barter.core.threads import free, threaded
 from barter.data.partition import Dirichlet, Domains, Listed, Partition
 from barter.data.task import Data, Task, make_task
 from barter.engines.base import BaseEngine
@@ -36,6 +36,7 @@ from barter.models.fused import fuse
 from barter.models.pooled import pooled
 from barter.models.zoo import Own
 from barter.runs.folder import RunFolder, finished, has_checkpoint
+from barter.runs.progress import onlooker
 from barter.runs.record import Round
 
 __all__ = [
@@ -50,6 +51,8 @@ __all__ = [
     "names_of",
     "narrowed",
 ]
+
+log = logging.getLogger("barter")
 
 ELSEWHERE = ("engine", "timeout")  # of a configuration: only for clients that live elsewhere
 EVALUATION = Algorithm.evaluate.__name__
@@ -77,6 +80,7 @@ class Experiment:
         precision: str = "auto",
         streams: int = 10,
         device_memory: float | None = None,
+        threads: int | None = None,
         min_clients: int | None = None,
         start: str | Path = "",
         rounds: int = 5,
@@ -86,7 +90,7 @@ class Experiment:
     ) -> None:
         if models == BY_PYTHON:
             raise ConfigError("this run's models were given in Python: resume it there, with out=... and resume=True")
-        listed = [(models, None)] if isinstance(models, str) else _listed(models)
+        listed = [(models, None)] if isinstance(models, str) else zoo.listed(models)
         by_name = all(own is None for _, own in listed)
         data = data if isinstance(data, Data) else Data(source=data)
         partition, clients = _shared(data, partition, clients)
@@ -102,10 +106,12 @@ class Experiment:
             precision=precision,  # type: ignore[arg-type]
             streams=streams,
             device_memory=device_memory,
+            threads=threads,
             min_clients=min_clients,
             start=str(start),
         )
         where = device_named(device)
+        config = _with_threads(config, where, out, resume=resume)
         memory = budget(where, device_memory)
         self.task = make_task(config.data, config.partition, clients, seed, where)
         called = names_of(algorithm, config.models, clients) if by_name else [name for name, _ in listed]
@@ -124,6 +130,7 @@ class Experiment:
             streams=streams,
             device_memory=memory,
             tune=fuse,
+            threads=config.threads,
         )
         networks = described(self.task.spec, self.task.classes, names)
         self._begin(config, server, engine, self.task.global_test, networks, out, resume)
@@ -142,6 +149,7 @@ class Experiment:
     ) -> Experiment:
         """The experiment of a server whose clients live elsewhere; `test` is what a model of its own is judged by."""
         experiment = cls.__new__(cls)
+        config = _with_threads(config, server.device, out, resume=resume)
         experiment._begin(config, server, engine, test, networks, out, resume)
         return experiment
 
@@ -172,10 +180,15 @@ class Experiment:
         fields = {name: getattr(config, name) for name in Config.__dataclass_fields__ if name not in ELSEWHERE}
         return cls(**fields, out=out, resume=resume, monitor=monitor)
 
-    def rounds(self, n: int) -> Iterator[Round]:
-        """Run until round n is done, and hand out each round's record on the way."""
+    def rounds(self, n: int, *, progress: bool = True) -> Iterator[Round]:
+        """Run until round n is done, and hand out each round's record on the way.
+
+        A terminal or a notebook shows how far it has come, if that is wanted and nobody watches already.
+        """
+        wanted = progress and self.round < n and isinstance(self.engine.watched, Silence)
+        watcher = onlooker(n, self.round) if wanted else None
         while self.round < n:
-            yield self.step()
+            yield self.step() if watcher is None else watcher.over(self.engine, self.step)
 
     def step(self) -> Round:
         """One round."""
@@ -183,7 +196,7 @@ class Experiment:
             raise CheckpointError("an error left this experiment in the middle of a round: resume it from its folder")
         self._unfinished = True
         try:
-            with using(self.precision), self.engine.at_home(), self.server.seated():
+            with threaded(self.config.threads), using(self.precision), self.engine.at_home(), self.server.seated():
                 record = self._run(self.round + 1)
         except BaseException:
             if self.folder is not None:
@@ -257,7 +270,8 @@ class Experiment:
         if not resume:
             return RunFolder.create(path, to_toml(self.config))
         folder = RunFolder.existing(path)
-        key = first_difference(plain(self.config), read(folder.config), but=RESULT_FREE)
+        begun = read(folder.config)
+        key = first_difference(plain(self.config), begun, but=RESULT_FREE)
         if key is not None:
             raise CheckpointError(f"{path} is a run of another configuration: {key} differs")
         found = folder.load(torch.device("cpu"))
@@ -268,7 +282,11 @@ class Experiment:
                 self.engine.recall(state["clients"])
             except (KeyError, RuntimeError) as error:
                 raise CheckpointError(f"{path} holds the checkpoint of another experiment: {error}") from error
-        folder.lengthen(self.config.rounds)
+        threads, before = self.config.threads, begun.get("threads")
+        if self.round and isinstance(before, int) and threads not in (None, before):
+            log.warning("%s goes on with threads=%d, begun with %d: last digits will differ", path, threads, before)
+        longer = {"rounds": max(self.config.rounds, begun["rounds"])}
+        folder.change(longer if threads is None else {**longer, "threads": threads})
         return folder
 
 
@@ -342,6 +360,15 @@ def device_named(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def _with_threads(config: Config, device: torch.device, out: str | Path | None, *, resume: bool) -> Config:
+    """With a number of threads for the CPU: as asked for, as the run was begun with, or as many as cores are free."""
+    if config.threads is not None or device.type != "cpu":
+        return config
+    begun = Path(out or "") / "config.toml"
+    before = read(begun).get("threads") if resume and out is not None and begun.is_file() else None
+    return replace(config, threads=before if isinstance(before, int) else free())
+
+
 def initial(name: str, spec: Spec, seed: int, own: Own | None = None) -> Classifier:
     """The network of an architecture as it is before the first round: clients of one architecture start from the same
     weights, and so does a model of the server's."""
@@ -375,27 +402,3 @@ def _shared(
         clients = len(partition) if clients is None else clients
         partition = Listed.of(partition)
     return partition, 5 if clients is None else clients
-
-
-def _listed(models: Own | Sequence[str | Own]) -> list[tuple[str, Own | None]]:
-    """The name of each model, and what is behind it where a name alone does not lead there."""
-    listed: list[tuple[str, Own | None]] = []
-    for i, model in enumerate(models if isinstance(models, Sequence) else [models]):
-        if isinstance(model, str):
-            listed.append((model, None))
-        elif callable(model):
-            kind = type(model) if isinstance(model, nn.Module) else model
-            place = f"{kind.__module__}:{getattr(kind, '__qualname__', '')}"
-            found = kind is model and kind.__module__ != "__main__" and _at(place) is model
-            listed.append((place, None) if found else (f"{getattr(kind, '__name__', 'model')}-{i}", model))
-        else:
-            raise ConfigError(f"models: {model!r} is no name, no module and no factory of one")
-    if not listed:
-        raise ConfigError("models: give at least one; client i gets number i mod n")
-    return listed
-
-
-def _at(place: str) -> object:
-    """What module:name leads to; nothing if it leads nowhere."""
-    module, _, name = place.partition(":")
-    return getattr(sys.modules.get(module), name, None)

@@ -52,8 +52,8 @@ def run_here(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> li
     config, folder = replace(config, data=anchored(config.data)), out / "flower"
     if not resume:
         RunFolder.create(out, to_toml(config)).release()
-        cores = torch.get_num_threads()
-        threads = {"threads": 1} if 2 * config.clients >= cores else {}  # as clients of one process share the cores
+        cores = config.threads or torch.get_num_threads()
+        threads = {"threads": 1 if 2 * config.clients >= cores else cores}  # as clients of one process share the cores
         address = f"127.0.0.1:{free_port()}"
         device = config.device
         sites = [{"name": f"client-{k}", "share": k, "device": device, **threads} for k in range(config.clients)]

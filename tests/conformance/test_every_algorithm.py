@@ -32,6 +32,20 @@ def test_runs_with_its_defaults(name: str) -> None:
     assert not record.failures
 
 
+NEVER_ALONE = {"central", "fedaf", "feddm"}  # others' data come first, or clients train no network of their own
+
+
+def test_says_what_clients_knew_alone(name: str) -> None:
+    first, second = federation(tiny(name)).rounds(2)
+    own_word = name in ("dffke", "fedfree", "fedzge")  # these say what is known before each exchange
+    for k in range(3):
+        said = {key for key in first.clients[k] if key.startswith("before_")}
+        assert said == (set() if name in NEVER_ALONE else {"before_global", "before_local"})
+        assert ("before_global" in second.clients[k]) == own_word
+        if said and not own_word:  # until the next round begins, the client's network is the one it trained alone
+            assert all(first.clients[k][key] == first.clients[k][key.removeprefix("before_")] for key in said)
+
+
 @cache
 def trial(name: str) -> Trial:
     return Trial(tiny(name))

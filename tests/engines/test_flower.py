@@ -71,7 +71,7 @@ def test_who_is_lost_on_the_way_is_asked_again_and_trains_once(grid: LoopbackGri
     def counted(session: Any) -> Any:
         engine, precision = settle(session)
         call = engine.call
-        engine.call = lambda method, args: (work.append(method), call(method, args))[1]  # type: ignore[method-assign]
+        engine.call = lambda *call_, **told: (work.append(call_[0]), call(*call_, **told))[1]  # type: ignore[method-assign]
         return engine, precision
 
     grid.sites[101].settle = counted

@@ -2,10 +2,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
 import pytest
 
-from tests.conftest import federation, tiny
+from barter.core.algorithm import Algorithm
+from barter.core.clients import Clients
+from barter.core.nodes import Client, Server
+from barter.ops.fit import fit, sgd
+from tests.conftest import federation, same, state, tiny
 
 
 class Notes:
@@ -38,3 +43,44 @@ def test_every_phase_is_shown_from_nothing_to_all() -> None:
         assert done == pytest.approx(total), name
     assert record.seconds.keys() == {name for name, _, _ in notes.phases} | {"round"}
     assert sum(record.seconds.values()) - record.seconds["round"] <= record.seconds["round"] + 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rumour(Algorithm):
+    """Clients train one after the other; what one is worth is told to the next."""
+
+    crosses = {"hear": "nothing", "train": "down: a number; up: a number"}
+
+    quiet: bool = False  # whether they train before they hear of each other
+
+    def round(self, server: Server, clients: Clients, t: int) -> None:
+        if self.quiet:
+            clients.run(self.hear)
+        clients.relay(self.train, 0.0)
+
+    def hear(self, client: Client) -> None:
+        fit(client, epochs=1, batch_size=50, recipe=sgd(0.1))
+
+    def train(self, client: Client, rumour: float) -> float:
+        self.hear(client)
+        return rumour + 1
+
+
+def test_alone_is_who_has_heard_nothing_of_others() -> None:
+    def alone(algorithm: Rumour) -> list[bool]:
+        (record,) = federation(algorithm).rounds(1)
+        return ["before_global" in record.clients[k] for k in range(3)]
+
+    assert alone(Rumour(quiet=True)) == [True, True, True]
+    assert sorted(alone(Rumour())) == [False, False, True], "only the first in the chain"
+
+
+def test_knowing_alone_costs_nothing_but_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured, unmeasured = federation(tiny("fedrolex")), federation(tiny("fedrolex"))
+    list(measured.rounds(2))
+    monkeypatch.setattr(unmeasured.engine, "alone", lambda: False)
+    (first, _) = unmeasured.rounds(2)
+    assert "before_global" not in first.clients[0]
+    assert same(state(measured), state(unmeasured))
+    modes = ([m.training for m in e.engine.clients[0].model.modules()] for e in (measured, unmeasured))
+    assert next(modes) == next(modes)

@@ -9,10 +9,10 @@ from PIL import Image
 from rich.console import Console
 
 from barter.core.errors import ConfigError
-from barter.runs.picture import bubbles
+from barter.runs.picture import COLOURS, Kinds, bubbles
 from barter.runs.progress import Watcher, duration, size
 from barter.runs.record import Round
-from barter.runs.tables import class_table, closing_table
+from barter.runs.tables import closing_table, count_table
 
 
 def record(t: int, up: int) -> Round:
@@ -50,7 +50,7 @@ def test_the_closing_table_says_it_all() -> None:
 
 
 def test_the_class_table_adds_up() -> None:
-    text = rendered(class_table([[3, 0], [1, 5]], ["a", "b"]))
+    text = rendered(count_table("class", [[3, 0], [1, 5]], ["a", "b"]))
     assert text.split()[-4:] == ["all", "4", "5", "9"]
 
 
@@ -84,16 +84,36 @@ def test_progress_in_plain_lines_and_on_a_terminal() -> None:
         assert ("100%" in text) == terminal
 
 
+def ink(path: Path, colour: str) -> np.ndarray:
+    """Where a picture has a colour."""
+    pixels = np.asarray(Image.open(path).convert("RGB")).astype(int)
+    wanted = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)])
+    return np.abs(pixels - wanted).sum(2) < 30
+
+
 def test_bubbles_show_where_samples_are(tmp_path: Path) -> None:
     path = tmp_path / "p.png"
-    bubbles([[100, 0], [0, 25]], ["a", "b"], "title", path)
-    blue = (
-        np.asarray(Image.open(path).convert("RGB")).astype(int)[..., 2]
-        - np.asarray(Image.open(path).convert("RGB")).astype(int)[..., 0]
-    ) > 60
+    kinds = [Kinds("class", ["a", "b"], [[100, 0], [0, 25]]), Kinds("domain", ["x", "y"], [[100, 0], [25, 0]])]
+    bubbles(kinds, "title", path)
+    blue, red = ink(path, COLOURS[0]), ink(path, COLOURS[1])
     columns = np.flatnonzero(blue.any(0))
     gap = int(np.argmax(np.diff(columns)))
     left, right = (blue[:, span[0] : span[-1] + 1].sum() for span in (columns[: gap + 1], columns[gap + 1 :]))
     assert left / right == pytest.approx(4, rel=0.1), "areas are in proportion to samples"
+    assert np.flatnonzero(red.any(1))[0] > np.flatnonzero(blue.any(1))[-1], "domains are below classes"
     with pytest.raises(ConfigError, match="cannot be written"):
-        bubbles([[1]], ["a"], "title", tmp_path / "none" / "p.png")
+        bubbles(kinds, "title", tmp_path / "none" / "p.png")
+    with pytest.raises(ConfigError, match="ending .png"):
+        bubbles(kinds, "title", tmp_path / "p.jpeg2")
+
+
+@pytest.mark.parametrize("clients", [1, 7, 120])
+def test_nothing_of_a_split_is_cut_off(clients: int, tmp_path: Path) -> None:
+    path, names = tmp_path / "p.png", ["a name that is much longer than one would like", "$b$"]
+    bubbles([Kinds("class", names, [[4, 9]] * clients)], "folder:/" + "a/very/long/path/" * 6 + "\nalpha 1", path)
+    image = np.asarray(Image.open(path).convert("L"))
+    edge = np.concatenate([image[:6].ravel(), image[-6:].ravel(), image[:, :6].ravel(), image[:, -6:].ravel()])
+    assert edge.min() == 255
+    assert image.shape[1] < 2200, "many clients stand in several rows"
+    rows = ink(path, COLOURS[0]).any(1).astype(int)
+    assert (np.diff(rows) == 1).sum() == 2 * (3 if clients == 120 else 1)

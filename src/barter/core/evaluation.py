@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from barter.core.images import Images
 from barter.core.model import Classifier
 from barter.core.nodes import Client
 
-__all__ = ["accuracy", "evaluate", "predict"]
+__all__ = ["accuracy", "evaluate", "knowing_alone", "predict"]
 
 CHUNK = 500  # images at a time on the CPU and of large images; small ones on a GPU go in larger chunks
 
@@ -43,3 +44,19 @@ def accuracy(model: Classifier, data: Images) -> float:
 def evaluate(client: Client) -> dict[str, float]:
     """The accuracy of a client's model on each of its test sets."""
     return {name: accuracy(client.model, data) for name, data in client.tests.items()}
+
+
+@contextmanager
+def knowing_alone(client: Client) -> Iterator[None]:
+    """Around a turn that nothing of others can reach: if it trains the client's network for the first time, the client
+    notes what that is worth, unless the method does so itself."""
+    before = [parameter.detach().clone() for parameter in client.model.parameters()]
+    yield
+    if any(name.startswith("before_") for name in client.report):
+        return
+    if all(torch.equal(old, new) for old, new in zip(before, client.model.parameters(), strict=True)):
+        return
+    modes = [part.training for part in client.model.modules()]
+    client.report |= {f"before_{name}": value for name, value in evaluate(client).items()}
+    for part, training in zip(client.model.modules(), modes, strict=True):
+        part.training = training

@@ -15,7 +15,7 @@ from barter.core.images import Images, Spec
 from barter.core.model import Classifier
 from barter.core.payload import Payload, State, isolate, leaves, nbytes
 
-__all__ = ["Client", "Monitor", "Node", "Server"]
+__all__ = ["Client", "Monitor", "Node", "Server", "Silence"]
 
 T = TypeVar("T")
 

@@ -37,6 +37,10 @@ class Wire:
         taken, self._bytes = self._bytes, Counter()
         return taken
 
+    def told(self) -> set[str]:
+        """The methods by which clients have told the server anything since then."""
+        return {method for (method, _, direction), count in self._bytes.items() if direction == "up" and count}
+
 
 def _require_finite(tree: object, method: str) -> None:
     floating = [

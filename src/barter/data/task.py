@@ -75,6 +75,8 @@ class Task:
     local_tests: list[Images]
     global_test: Images
     public: Images | None
+    domains: list[str]
+    domain_table: Tensor  # samples by client and domain
 
     def class_table(self) -> Tensor:
         """Samples by client and class."""
@@ -103,6 +105,10 @@ def make_task(data: Data, partition: Partition, clients: int, seed: int, device:
         local_tests=[_local_test(dataset, part, spec, seed, k, device) for k, part in enumerate(parts)],
         global_test=global_test,
         public=public_data(data, spec, device),
+        domains=dataset.domains,
+        domain_table=torch.stack(
+            [dataset.domain_train[part].bincount(minlength=len(dataset.domains)) for part in parts]
+        ),
     )
 
 

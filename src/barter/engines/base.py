@@ -56,6 +56,10 @@ class BaseEngine:
         """The server's place: inside, its work goes to its own stream."""
         return nullcontext()
 
+    def alone(self) -> bool:
+        """Whether nothing of one client can have reached another: the server has not been told anything yet."""
+        return self.round <= 1 and not self.wire.told() - {Algorithm.evaluate.__name__}
+
     def stream(self, name: str) -> torch.Generator:
         """A random stream of the server's own in this round."""
         return torch.Generator().manual_seed(seeds.stream_seed(self.seed, self.round, name))

@@ -149,10 +149,11 @@ class FlowerEngine(BaseEngine):
             if answers:
                 self.watched.advance(len(answers))
             requests: dict[int, Payload] = {}
+            alone = self.alone()
             for k in sorted(args.keys() - answers.keys()):
                 self._evaluations.pop(k, None)
                 try:
-                    requests[k] = self._request(method, k, args[k])
+                    requests[k] = self._request(method, k, args[k], alone)
                 except BarterError as error:
                     failures[k] = self._failure(k, method, error)
             enough = len(args) if self.min_clients is None else min(self.min_clients, len(args))
@@ -166,7 +167,7 @@ class FlowerEngine(BaseEngine):
         self.failures += [failures[k] for k in sorted(failures)]
         return Replies(answers, {k: self.members[k].examples for k in answers}, failures)
 
-    def _request(self, method: str, k: int, args: tuple[Any, ...]) -> Payload:
+    def _request(self, method: str, k: int, args: tuple[Any, ...], alone: bool) -> Payload:
         return {
             "ask": "call",
             "session": self.session(self.members[k]),
@@ -175,6 +176,7 @@ class FlowerEngine(BaseEngine):
             "before": self.asked_before(method, k),
             "args": self.wire.carry(args, method, k, "down"),
             "evaluate": method == self._last,
+            "alone": alone,
             "timeout": self.timeout,
         }
 

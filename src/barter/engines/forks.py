@@ -16,7 +16,7 @@ import struct
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from barter.core.payload import Payload, isolate, pack, unpack
 
-__all__ = ["Job", "one_thread", "possible", "side_by_side"]
+__all__ = ["Job", "possible", "side_by_side"]
 
 # Looked up here: a forked process may not wait for the loader's lock, which nobody is left to release.
 MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
@@ -52,17 +52,6 @@ def possible() -> bool:
     forked process would miss.
     """
     return sys.platform == "linux" and torch.cuda.device_count() == 0
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Inside, a kernel uses one core."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class Reporter:

@@ -17,9 +17,11 @@ from torch import Tensor
 from barter.core import lanes, seeds
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Failure, Replies
+from barter.core.evaluation import knowing_alone
 from barter.core.lanes import Lane, Tune
 from barter.core.nodes import Client, Monitor
 from barter.core.payload import Payload, leaves
+from barter.core.threads import threaded
 from barter.engines import forks
 from barter.engines.base import BaseEngine
 from barter.engines.forks import Job
@@ -56,17 +58,19 @@ class LocalEngine(BaseEngine):
         streams: int = 1,
         device_memory: int = 0,
         tune: Tune | None = None,
+        threads: int | None = None,
     ) -> None:
         super().__init__(algorithm, seed=seed, min_clients=min_clients, monitor=monitor)
         self.clients = clients
         for client in clients.values():
             client.monitor = self
         self._cost: dict[str, float] = {}  # seconds of a turn, by method, when last measured
+        self._alone = True  # whether the call that is answered is one to clients that nothing of others has reached
         self._took: dict[tuple[str, int], float] = {}  # and of each client's
         self.parking = Parking(clients, device_memory)
         self.lanes: list[Lane] = []
         self.home: Lane | None = None
-        self.cores = torch.get_num_threads() if forks.possible() else 1
+        self.cores = threads or torch.get_num_threads() if forks.possible() else 1
         device = next(iter(clients.values())).device
         if device.type == "cuda":
             # A quarter of the memory is for modules that lanes keep; see Parking for clients between their turns.
@@ -100,7 +104,9 @@ class LocalEngine(BaseEngine):
         """The order in which clients take their turns; any gives the same result."""
         return sorted(ids)
 
-    def call(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> Replies[Any]:
+    def call(self, method: str, args: Mapping[int, tuple[Any, ...]], alone: bool | None = None) -> Replies[Any]:
+        """As everywhere; a site is told whether its client is alone, for it does not know of the others."""
+        self._alone = self.alone() if alone is None else alone
         answers: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
 
@@ -122,7 +128,7 @@ class LocalEngine(BaseEngine):
                     settle(k, answer)
             else:
                 start = time.perf_counter()
-                with forks.one_thread() if self._by_core(len(args)) else nullcontext():
+                with threaded(1 if self._by_core(len(args)) else None):
                     for k in order:
                         settle(k, partial(self._turn, method, k, args[k]))
                 self._cost[method] = (time.perf_counter() - start) / max(1, len(args))
@@ -146,8 +152,9 @@ class LocalEngine(BaseEngine):
         try:
             stream = seeds.scope(self.seed, *path, device=client.device)
             with self.parking.fetched(client), client.seated(), stream:
-                answer = getattr(self.algorithm, method)(client, *arrived)
-                lanes.rest()
+                with knowing_alone(client) if self._alone else nullcontext():
+                    answer = getattr(self.algorithm, method)(client, *arrived)
+                    lanes.rest()
                 return answer
         finally:
             self.watched.advance(self._credit.pop(lane))

@@ -73,7 +73,7 @@ class Site:
         self.engine.round = round
         self.engine.repeat(method, k, request["before"])
         with using(self.precision):
-            replies = self.engine.call(method, {k: request["args"]})
+            replies = self.engine.call(method, {k: request["args"]}, alone=request["alone"])
             if k in replies:
                 reply: Payload = {"answer": replies[k]}
                 if request["evaluate"]:

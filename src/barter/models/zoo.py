@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -18,7 +19,7 @@ from barter.core.params import did_you_mean, imported
 from barter.models import small
 from barter.models.families import FAMILIES
 
-__all__ = ["ZOO", "Own", "build", "members"]
+__all__ = ["ZOO", "Own", "build", "listed", "members"]
 
 Own: TypeAlias = nn.Module | Callable[[Spec], nn.Module]  # a network with the weights that it has, or how to make one
 
@@ -153,3 +154,27 @@ def _try_out(model: Classifier, spec: Spec) -> None:
 
 def _size(spec: Spec) -> str:
     return f"{spec.height}x{spec.width}"
+
+
+def listed(models: Own | Sequence[str | Own]) -> list[tuple[str, Own | None]]:
+    """The name of each model, and what is behind it where a name alone does not lead there."""
+    listed: list[tuple[str, Own | None]] = []
+    for i, model in enumerate(models if isinstance(models, Sequence) else [models]):
+        if isinstance(model, str):
+            listed.append((model, None))
+        elif callable(model):
+            kind = type(model) if isinstance(model, nn.Module) else model
+            place = f"{kind.__module__}:{getattr(kind, '__qualname__', '')}"
+            found = kind is model and kind.__module__ != "__main__" and _at(place) is model
+            listed.append((place, None) if found else (f"{getattr(kind, '__name__', 'model')}-{i}", model))
+        else:
+            raise ConfigError(f"models: {model!r} is no name, no module and no factory of one")
+    if not listed:
+        raise ConfigError("models: give at least one; client i gets number i mod n")
+    return listed
+
+
+def _at(place: str) -> object:
+    """What module:name leads to; nothing if it leads nowhere."""
+    module, _, name = place.partition(":")
+    return getattr(sys.modules.get(module), name, None)

@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 
 import tomli_w
@@ -62,11 +63,11 @@ class RunFolder:
     def metrics(self) -> Path:
         return self.path / METRICS
 
-    def lengthen(self, rounds: int) -> None:
-        """From now on the run is one of so many rounds, if it was one of fewer."""
+    def change(self, values: Mapping[str, int]) -> None:
+        """From now on the run has these values of its configuration."""
         config = tomllib.loads(self.config.read_text())
-        if config["rounds"] < rounds:
-            self._replace(self.config, tomli_w.dumps({**config, "rounds": rounds}))
+        if config != {**config, **values}:
+            self._replace(self.config, tomli_w.dumps({**config, **values}))
 
     def release(self) -> None:
         """Let another experiment have the folder."""

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from barter.core.errors import ConfigError
 
-__all__ = ["COLOURS", "Curve", "Row", "band", "bubbles", "curves", "sheet"]
+__all__ = ["COLOURS", "Curve", "Kinds", "Row", "band", "bubbles", "curves", "sheet"]
+
+WIDE = 50  # clients that stand in one row of a split's picture
+TALL = 30  # classes and domains that leave room for several such rows
+
+# Okabe and Ito's colours, which most people can tell apart, then the same dashed.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
 # A party; real images, where there are some, and those made, of each of them or of many, in 0..1; their classes.
 Row: TypeAlias = tuple[str, Tensor | None, Tensor, Sequence[str]]
@@ -36,34 +44,90 @@ def _save(figure: Any, path: Path) -> None:
         _pyplot().close(figure)
 
 
-def bubbles(counts: Sequence[Sequence[int]], names: Sequence[str], title: str, path: Path) -> None:
-    """A circle per client and class; its area is the number of samples."""
+@dataclass(frozen=True)
+class Kinds:
+    """What samples are counted by: classes, or domains; their names, and for each client how many it has of each."""
+
+    title: str
+    names: Sequence[str]
+    counts: Sequence[Sequence[int]]
+
+
+def bubbles(kinds: Sequence[Kinds], title: str, path: Path) -> None:
+    """A circle per client and class, and below them per client and domain; its area is the number of samples.
+
+    Many clients stand in several rows. All lengths are in inches, so that circles never touch and nothing is cut off.
+    """
     if path.suffix.lower() not in (".png", ".pdf", ".svg"):
         raise ConfigError(f"{path} cannot be written: give it the ending .png, .pdf or .svg")
-    plt = _pyplot()
-    clients, classes = len(counts), len(names)
-    cell = 0.45 if max(clients, classes) <= 25 else 0.22
-    figure, axes = plt.subplots(figsize=(max(4.0, cell * clients + 1.6), max(3.0, cell * classes + 1.4)))
-    largest = max(max(row) for row in counts)
-    across = 0.9 * 72 * cell  # the largest circle almost fills its cell; sizes are areas in square points
-    points = [(k, c, n) for k, row in enumerate(counts) for c, n in enumerate(row) if n]
-    axes.scatter(
-        [k for k, _, _ in points],
-        [c for _, c, _ in points],
-        s=[across**2 * n / largest for _, _, n in points],
-        color="#2a6f97",
-        alpha=0.85,
-        linewidths=0,
-    )
-    axes.set(xlabel="client", ylabel="class", xlim=(-0.7, clients - 0.3), ylim=(-0.7, classes - 0.3))
-    axes.set_title(_plain(title), fontsize=9)
-    axes.set_xticks(range(clients))
-    if classes <= 25:
-        axes.set_yticks(range(classes), [_plain(name) for name in names])
-    axes.grid(alpha=0.25, linewidth=0.5)
-    axes.set_axisbelow(True)
-    figure.tight_layout()
+    clients, lines = len(kinds[0].counts), sum(len(kind.names) for kind in kinds)
+    bands = -(-clients // WIDE) if lines <= TALL else 1
+    per_band = -(-clients // bands)
+    cell = min(0.4, max(0.09, 10 / max(per_band, lines)))
+    font = min(8.0, 72 * cell * 0.8)
+    labels = [[_plain(name if len(name) <= 24 else f"{name[:23]}…") for name in kind.names] for kind in kinds]
+    left = 0.5 + 0.62 * font / 72 * max(len(label) for group in labels for label in group)
+    width = max(3.5, left + cell * (per_band + 0.4) + 1.0)
+    text = [line for part in title.split("\n") if part for line in wrap(part, max(20, int((width - 0.3) / 0.075)))]
+    gaps = bands * (len(kinds) * 0.12 + 0.25) + 0.08
+    above = 0.15 + 0.17 * len(text)
+    height = max(above + bands * cell * (lines + 0.4 * len(kinds)) + gaps, above + 1.6)
+    figure = _pyplot().figure(figsize=(width, height))
+    top, across = height - above, 0.9 * 72 * cell  # the largest circle almost fills its cell
+    step = next(step for step in (1, 5, 10, 50) if step * cell >= 0.25 or step == 50)  # between clients' numbers
+    for band in range(bands):
+        here = range(band * per_band, min(clients, (band + 1) * per_band))
+        for kind, names, colour in zip(kinds, labels, (COLOURS[0], COLOURS[1]), strict=False):
+            deep, last = cell * (len(names) + 0.4), kind is kinds[-1]
+            box = (left / width, (top - deep) / height, cell * (len(here) + 0.4) / width, deep / height)
+            axes, largest = figure.add_axes(box), max(map(max, kind.counts))
+            _circles(axes, kind.counts, here, largest, across, colour)
+            axes.set(xlim=(here[0] - 0.7, here[-1] + 0.7), ylim=(-0.7, len(names) - 0.3))
+            axes.set_yticks(range(len(names)), names, fontsize=font)
+            ticks = [k for k in here if k % step == 0]
+            axes.set_xticks(ticks, ticks if last else [""] * len(ticks), fontsize=8)
+            axes.set_ylabel(kind.title, fontsize=8)
+            axes.yaxis.set_label_coords(-(left - 0.3) / (cell * (len(here) + 0.4)), 0.5)
+            if band == 0:
+                _size_legend(figure, kind.title, largest, across, colour, left + cell * (per_band + 0.4) + 0.15, top)
+            top -= deep + 0.12
+        axes.set_xlabel("client" if band == bands - 1 else "", fontsize=8, labelpad=2)
+        top -= 0.25
+    figure.text(0.15 / width, 1 - 0.1 / height, _plain("\n".join(text)), fontsize=9, va="top", linespacing=1.25)
     _save(figure, path)
+
+
+def _circles(
+    axes: Any, counts: Sequence[Sequence[int]], clients: Iterable[int], largest: int, across: float, colour: str
+) -> None:
+    """Those of some clients; the largest number's is so many points across, and one can see the smallest."""
+    points = [(k, c, n) for k in clients for c, n in enumerate(counts[k]) if n]
+    areas = [max(1.5, across * (n / largest) ** 0.5) ** 2 for _, _, n in points]
+    axes.scatter([k for k, _, _ in points], [c for _, c, _ in points], s=areas, color=colour, linewidths=0, zorder=2)
+    axes.grid(alpha=0.25, linewidth=0.5)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+def _size_legend(figure: Any, title: str, largest: int, across: float, colour: str, x: float, top: float) -> None:
+    """What three circles mean, from this place on downwards, in inches."""
+    width, height = figure.get_size_inches()
+    figure.text(x / width, (top - 0.02) / height, f"images\nof a {title}", fontsize=7, va="top")
+    y = top - 0.32
+    for n in dict.fromkeys(_round_number(largest / part) for part in (1, 4, 20)):
+        wide = max(1.5, across * (n / largest) ** 0.5)
+        y -= max(wide / 72, 0.12) / 2 + 0.03
+        dot = {"marker": "o", "markersize": wide, "color": colour, "alpha": 0.5, "markeredgewidth": 0}
+        middle = (x + across / 144) / width
+        figure.add_artist(_pyplot().Line2D([middle], [y / height], **dot))
+        figure.text((x + across / 72 + 0.08) / width, y / height, f"{n:,}", fontsize=7, va="center")
+        y -= max(wide / 72, 0.12) / 2
+
+
+def _round_number(value: float) -> int:
+    """The largest number of one digit and zeros that is not above a value; at least 1."""
+    digits = str(int(value))
+    return max(1, int(digits[0] + "0" * (len(digits) - 1)))
 
 
 def sheet(rows: Sequence[Row], title: str, path: Path) -> None:
@@ -92,8 +156,6 @@ def sheet(rows: Sequence[Row], title: str, path: Path) -> None:
     _save(figure, path)
 
 
-# Okabe and Ito's colours, which most people can tell apart, then the same dashed.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 Curve: TypeAlias = Sequence[tuple[int, float | None]]  # round and accuracy
 
 

@@ -1,10 +1,12 @@
-"""How far a run has come: a live line on a terminal, plain lines elsewhere."""
+"""How far a run has come: a live line on a terminal or in a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -12,9 +14,11 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from barter.core.nodes import Monitor
 from barter.runs.record import Round
 
-__all__ = ["Watcher", "duration", "size"]
+__all__ = ["ManyRuns", "Onlooker", "Watcher", "duration", "onlooker", "size"]
 
 QUIET = 10.0  # seconds of a long phase between two plain lines
+BLINK = 0.2  # seconds between two looks at a notebook's line
+BAR = 30  # characters of its bar
 
 
 def size(count: float) -> str:
@@ -34,10 +38,10 @@ def duration(seconds: float) -> str:
 
 
 class Watcher(Monitor):
-    """Shows each phase of a round as it runs, and a line for each round that is done."""
+    """Shows each phase of a round as it runs, and a line for each round that is done; tells another of it too."""
 
-    def __init__(self, console: Console, rounds: int) -> None:
-        self.console, self.rounds = console, rounds
+    def __init__(self, console: Console, rounds: int, tell: Callable[[Round], None] | None = None) -> None:
+        self.console, self.rounds, self.tell = console, rounds, tell
         self.round, self._started, self._begun = 1, time.monotonic(), 0
         self._phase: _Phase | None = None
 
@@ -47,37 +51,101 @@ class Watcher(Monitor):
 
     def finish(self, record: Round) -> None:
         """A round is done."""
-        done = record.round - self._begun
-        left = (time.monotonic() - self._started) / done * (self.rounds - record.round)
+        self.console.print(self.line(record))
+        for failure in record.failures:
+            self.console.print(f"  {failure}")
+        if self.tell is not None:
+            self.tell(record)
+        self.round = record.round + 1
+
+    def left(self, record: Round) -> str:
+        """How long the rounds behind this one will take; nothing if there are none."""
+        if record.round >= self.rounds:
+            return ""
+        each = (time.monotonic() - self._started) / (record.round - self._begun)
+        return f", about {duration(each * (self.rounds - record.round))} left"
+
+    def line(self, record: Round) -> str:
+        """A round in a line."""
         known = [name for name in ("global", "local") if any(name in metrics for metrics in record.clients.values())]
         parts = [f"{record.mean(name):6.1%} {name}" for name in known]
         if "global" in record.server:
             parts.append(f"{record.server['global']:6.1%} server")
         numbers = f"accuracy {', '.join(parts)}"
         traffic = f"{size(record.traffic('up'))} up, {size(record.traffic('down'))} down"
-        self.console.print(
-            f"round {record.round}/{self.rounds}: {numbers}; {traffic}; {record.seconds['round']:.0f} s"
-            + (f", about {duration(left)} left" if record.round < self.rounds else "")
-        )
-        for failure in record.failures:
-            self.console.print(f"  {failure}")
-        self.round = record.round + 1
+        spent = f"{record.seconds['round']:.0f} s{self.left(record)}"
+        return f"round {record.round}/{self.rounds}: {numbers}; {traffic}; {spent}"
 
     def phase(self, name: str, total: float) -> AbstractContextManager[object]:
         return self._show(f"round {self.round}/{self.rounds} {name}", total)
 
     @contextmanager
     def _show(self, title: str, total: float) -> Iterator[None]:
-        outer, self._phase = self._phase, (_Live if self.console.is_terminal else _Lines)(self.console, title, total)
+        outer, self._phase = self._phase, self._new_phase(title, total)
         try:
             with self._phase:
                 yield
         finally:
             self._phase = outer
 
+    def _new_phase(self, title: str, total: float) -> _Phase:
+        return (_Live if self.console.is_terminal else _Lines)(self.console, title, total)
+
     def advance(self, amount: float) -> None:
         if self._phase is not None:
             self._phase.advance(amount)
+
+
+class Watched(Protocol):
+    """What has a monitor."""
+
+    watched: Monitor
+
+
+class Onlooker(Watcher):
+    """Watches a loop that is the caller's, who says what came of each round: one line that moves, and no others."""
+
+    def __init__(self, console: Console, rounds: int) -> None:
+        super().__init__(console, rounds)
+        self.cell: Any = None  # the line of a notebook
+        self.rest = ""  # how long the run will take
+        if console.is_jupyter:
+            from IPython.display import display
+
+            self.cell = display({"text/plain": ""}, raw=True, display_id=True)
+
+    def over(self, engine: Watched, step: Callable[[], Round]) -> Round:
+        """What a step makes that this one watches."""
+        before, engine.watched = engine.watched, self
+        try:
+            record = step()
+        finally:
+            engine.watched = before
+        self.finish(record)
+        return record
+
+    def finish(self, record: Round) -> None:
+        self.round, self.rest = record.round + 1, self.left(record)
+        if self.cell is not None:
+            self.cell.update({"text/plain": self.line(record)}, raw=True)
+
+    def phase(self, name: str, total: float) -> AbstractContextManager[object]:
+        return super().phase(f"{name}{self.rest} in all" if self.rest else name, total)
+
+    def _new_phase(self, title: str, total: float) -> _Phase:
+        if self.cell is not None:
+            return _Cell(self.console, title, total, self.cell)
+        return _Live(self.console, title, total)
+
+
+def onlooker(rounds: int, done: int) -> Onlooker | None:
+    """Who shows a loop in Python that starts behind some rounds: on a terminal or in a notebook; nobody elsewhere."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_jupyter and not sys.stderr.isatty():
+        return None
+    made = Onlooker(console, rounds)
+    made.begin(done)
+    return made
 
 
 class _Phase:
@@ -125,6 +193,27 @@ class _Lines(_Phase):
             self.last = now
             left = (now - self.start) * (self.total - self.done) / self.done
             self.console.print(f"{self.title}: {self.done / self.total:.0%}, about {duration(left)} left")
+
+
+class _Cell(_Phase):
+    """The line of a notebook: the same one for all phases."""
+
+    def __init__(self, console: Console, title: str, total: float, cell: Any) -> None:
+        super().__init__(console, title, total)
+        self.cell, self.last = cell, 0.0
+
+    def __enter__(self) -> None:
+        self.say()
+
+    def advance(self, amount: float) -> None:
+        super().advance(amount)
+        if time.monotonic() - self.last >= BLINK:
+            self.say()
+
+    def say(self) -> None:
+        self.last, share = time.monotonic(), min(1.0, self.done / max(self.total, 1e-9))
+        bar = ("\u2588" * round(BAR * share)).ljust(BAR, "\u2591")
+        self.cell.update({"text/plain": f"{self.title} {bar} {share:4.0%}"}, raw=True)
 
 
 class ManyRuns:

@@ -39,6 +39,17 @@ class Round:
         """All bytes that went this way, "up" or "down"."""
         return sum(count[direction] for count in self.bytes.values())
 
+    def scalars(self) -> dict[str, float]:
+        """All numbers by name, as trackers of experiments take them: `global/mean`, `global/client-0`, `bytes/up`."""
+        flat: dict[str, float] = {}
+        for metric in sorted({name for metrics in self.clients.values() for name in metrics}):
+            flat[f"{metric}/mean"] = self.mean(metric)
+            flat |= {f"{metric}/client-{k}": m[metric] for k, m in self.clients.items() if metric in m}
+        flat |= {f"{metric}/server": value for metric, value in self.server.items()}
+        flat |= {f"bytes/{direction}": self.traffic(direction) for direction in ("up", "down")}
+        flat |= {f"seconds/{phase}": value for phase, value in self.seconds.items()}
+        return {**flat, "failures": len(self.failures)}
+
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 

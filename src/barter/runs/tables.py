@@ -10,7 +10,7 @@ from rich.table import Table
 from barter.runs.progress import size
 from barter.runs.record import Round
 
-__all__ = ["HEADINGS", "accuracy_table", "alone", "class_table", "closing_cells", "closing_table"]
+__all__ = ["HEADINGS", "accuracy_table", "alone", "closing_cells", "closing_table", "count_table"]
 
 
 HEADINGS = (
@@ -55,8 +55,9 @@ def closing_cells(
 
 
 def alone(records: Sequence[Round], client: int) -> Mapping[str, float]:
-    """What is said of a client in the round of its first exchange, whichever that was; nothing if there was none."""
-    return next((r.clients[client] for r in records if "before_global" in r.clients[client]), {})
+    """What is said of a client in the first round that says what it knew alone; nothing if none does."""
+    told = (r.clients[client] for r in records)
+    return next((said for said in told if any(name.startswith("before_") for name in said)), {})
 
 
 def closing_table(
@@ -91,9 +92,9 @@ def accuracy_table(networks: Sequence[tuple[str, str]], values: Sequence[float])
     return table
 
 
-def class_table(counts: Sequence[Sequence[int]], names: Sequence[str]) -> Table:
-    """Samples by client and class."""
-    table = Table(title="samples by client and class", box=box.SIMPLE_HEAD)
+def count_table(kind: str, counts: Sequence[Sequence[int]], names: Sequence[str]) -> Table:
+    """Samples by client and class, or by client and domain."""
+    table = Table(title=f"samples by client and {kind}", box=box.SIMPLE_HEAD)
     table.add_column("client", justify="right")
     for name in names:
         table.add_column(name, justify="right")
