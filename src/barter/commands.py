@@ -25,10 +25,11 @@ from barter.core.params import describe
 from barter.core.threads import free
 from barter.data.sources import load as load_data
 from barter.data.task import SITES, Task, anchored, make_task
-from barter.experiment import Experiment, device_named, names_of
+from barter.experiment import Experiment
 from barter.export import export as write_network
 from barter.gallery import sheets
 from barter.kept import judged, load, load_all
+from barter.parties import device_named, names_of
 from barter.runs.folder import records
 from barter.runs.picture import Kinds, bubbles
 from barter.runs.progress import ManyRuns, Watcher

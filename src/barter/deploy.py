@@ -30,7 +30,8 @@ from barter.core.errors import BarterError, ConfigError
 from barter.core.images import Spec
 from barter.core.payload import Payload
 from barter.engines.flower import POLL_SECONDS, FlowerEngine, Hellos, Member
-from barter.experiment import Experiment, described
+from barter.experiment import Experiment
+from barter.parties import described
 from barter.runs.checkpoint import flush
 from barter.runs.folder import RunFolder
 from barter.runs.journal import Journal

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,38 +17,26 @@ from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
 from barter.core.errors import CheckpointError, ConfigError
 from barter.core.evaluation import accuracy
-from barter.core.images import Images, Spec
-from barter.core.model import Classifier
-from barter.core.nodes import Client, Monitor, Node, Server, Silence, as_numbers
+from barter.core.images import Images
+from barter.core.nodes import Monitor, Node, Server, Silence, as_numbers
 from barter.core.params import BY_PYTHON
 from barter.core.payload import Payload
 from barter.core.precision import resolved, using
 from barter.core.threads import free, threaded
 from barter.data.partition import Dirichlet, Domains, Listed, Partition
-from barter.data.task import Data, Task, make_task
+from barter.data.task import Data, make_task
 from barter.engines.base import BaseEngine
 from barter.engines.local import LocalEngine
 from barter.engines.parking import budget
 from barter.models import zoo
 from barter.models.fused import fuse
-from barter.models.pooled import pooled
 from barter.models.zoo import Own
+from barter.parties import cut, described, device_named, initial, make_client, make_server, names_of
 from barter.runs.folder import RunFolder, finished, has_checkpoint
 from barter.runs.progress import onlooker
 from barter.runs.record import Round
 
-__all__ = [
-    "Experiment",
-    "Parts",
-    "cut",
-    "described",
-    "device_named",
-    "initial",
-    "make_client",
-    "make_server",
-    "names_of",
-    "narrowed",
-]
+__all__ = ["Experiment"]
 
 log = logging.getLogger("barter")
 
@@ -290,76 +276,6 @@ class Experiment:
         return folder
 
 
-def described(spec: Spec, classes: Sequence[str], names: Mapping[int, str]) -> Payload:
-    """What a checkpoint says of the networks in it, so that they can be used without the data."""
-    return {"spec": spec.plain(), "classes": list(classes), "architectures": dict(names)}
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Each client's network, as wide as it can afford, with a name that says so; and the server's, at full width."""
-
-    names: dict[int, str]
-    own: dict[int, Classifier]
-    full: Classifier | None
-
-
-def cut(config: Config, names: Mapping[int, str], networks: Mapping[int, Classifier], spec: Spec) -> Parts:
-    """The parties' networks from those of their architectures; equal ones are one."""
-    algorithm, made = config.algorithm, dict[tuple[str, float], Classifier]()
-
-    def part(k: int, share: float) -> Classifier:
-        key = names[k], share
-        if key not in made:
-            with seeds.scope(config.seed, "network", *key):
-                network = algorithm.network(copy.deepcopy(networks[k]), share, spec)
-                if algorithm.feature_width is not None:
-                    network = pooled(network, algorithm.feature_width)
-            made[key] = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        return made[key]
-
-    shares = {k: algorithm.budget(k, config.clients) for k in names}
-    own = {k: part(k, shares[k]) for k in networks}
-    called = {k: narrowed(name, shares[k]) for k, name in names.items()}
-    return Parts(called, own, part(0, 1.0) if 0 in networks else None)
-
-
-def make_client(
-    config: Config, k: int, network: Classifier, architecture: str, task: Task, device: torch.device
-) -> Client:
-    """Client k with its share of a task."""
-    tests = {"global": task.global_test, "local": task.local_tests[k]}
-    kind = config.algorithm.parties()[1]
-    return kind(k, copy.deepcopy(network), device, task.train[k], tests, task.public, architecture)
-
-
-def make_server(
-    config: Config, names: Mapping[int, str], parts: Parts, spec: Spec, public: Images | None, device: torch.device
-) -> Server:
-    """The server of clients with these architectures."""
-    algorithm, title = config.algorithm, type(config.algorithm).__name__
-    if algorithm.needs_public_data and public is None:
-        raise ConfigError(f"{title} as asked for needs public data: set data.public to a source")
-    if algorithm.one_architecture and len(set(names.values())) > 1:
-        raise ConfigError(
-            f"{title} has one model for all and needs one architecture, these clients have "
-            f"{', '.join(sorted(set(names.values())))}: set models to one of them"
-        )
-    build = {k: partial(copy.deepcopy, network) for k, network in parts.own.items()}
-    wanted = algorithm.one_architecture or algorithm.global_model
-    model = copy.deepcopy(parts.full).to(device) if wanted and parts.full is not None else None
-    return algorithm.parties()[0](spec, build, model, device, public)
-
-
-def device_named(name: str) -> torch.device:
-    """The device that a configuration asks for."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device='cuda': this machine has no CUDA device; use auto or cpu")
-    if name == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def _with_threads(config: Config, device: torch.device, out: str | Path | None, *, resume: bool) -> Config:
     """With a number of threads for the CPU: as asked for, as the run was begun with, or as many as cores are free."""
     if config.threads is not None or device.type != "cpu":
@@ -367,25 +283,6 @@ def _with_threads(config: Config, device: torch.device, out: str | Path | None, 
     begun = Path(out or "") / "config.toml"
     before = read(begun).get("threads") if resume and out is not None and begun.is_file() else None
     return replace(config, threads=before if isinstance(before, int) else free())
-
-
-def initial(name: str, spec: Spec, seed: int, own: Own | None = None) -> Classifier:
-    """The network of an architecture as it is before the first round: clients of one architecture start from the same
-    weights, and so does a model of the server's."""
-    with seeds.scope(seed, "weights", name):
-        return zoo.build(name, spec, own)
-
-
-def narrowed(name: str, share: float) -> str:
-    """What a network is called that has this share of its architecture's width."""
-    return name if share == 1 else f"{name}@{share:g}"
-
-
-def names_of(algorithm: Algorithm[Any, Any], models: str, clients: int) -> list[str]:
-    """The architecture of each client."""
-    if models == "auto":
-        models = "small-cnn" if algorithm.one_architecture else "small-5"
-    return zoo.members(models, clients)
 
 
 def _shared(

@@ -17,8 +17,8 @@ from barter.core.model import Classifier
 from barter.core.params import BY_PYTHON
 from barter.core.payload import Payload
 from barter.data.dataset import Dataset
-from barter.experiment import cut, initial
 from barter.models.zoo import Own
+from barter.parties import cut, initial
 from barter.runs.folder import finished
 
 __all__ = ["Kept", "judged", "load", "load_all"]

@@ -25,8 +25,8 @@ from barter.data.task import SITES, Data, make_task, own_data, public_data
 from barter.engines.local import LocalEngine
 from barter.engines.parking import budget
 from barter.engines.site import Site
-from barter.experiment import cut, device_named, initial, make_client, make_server, names_of
 from barter.models.fused import fuse
+from barter.parties import cut, device_named, initial, make_client, make_server, names_of
 
 __all__ = ["Hello", "Setup", "agree", "federation", "introduce", "make_site", "new_attempt", "settle"]
 

@@ -19,8 +19,8 @@ from barter.core.algorithm import Algorithm
 from barter.core.errors import BarterError
 from barter.core.params import BY_PYTHON
 from barter.data.task import SITES, make_task
-from barter.experiment import names_of, narrowed
 from barter.gallery import pictures
+from barter.parties import names_of, narrowed
 from barter.report import charts
 from barter.report.page import Section, Tile, chart, code, folded, page, side_by_side, strip, table, text
 from barter.runs.folder import METRICS, records, rounds_done
