@@ -50,7 +50,11 @@ def test_the_changelog_counts_architectures_rightly() -> None:
     assert f"{len(ZOO)} architectures" in (ROOT / "CHANGELOG.md").read_text()
 
 
-@pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+LONG = {"loop.py": [pytest.mark.slow]}  # a minute; what it calls is tested elsewhere
+
+
+@pytest.mark.parametrize("example", [pytest.param(name, marks=LONG.get(name, [])) for name in EXAMPLES])
 def test_examples_run(example: str) -> None:
     done = subprocess.run([sys.executable, str(ROOT / "examples" / example)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
