@@ -6,7 +6,7 @@ import dataclasses
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import tomli_w
 
@@ -30,6 +30,8 @@ __all__ = [
     "to_toml",
     "with_settings",
 ]
+
+T = TypeVar("T")
 
 
 RESULT_FREE = (
@@ -77,25 +79,22 @@ class Config:
 
 def algorithm_named(name: str) -> type[Algorithm[Any, Any]]:
     """The algorithm of this name in the registry or, as package.module:Class, anywhere else."""
-    if ":" not in name:
-        if name not in ALGORITHMS:
-            raise ConfigError(f"unknown algorithm {name!r}: {did_you_mean(name, ALGORITHMS)}")
-        return ALGORITHMS[name]
-    kind = imported(name, "algorithm")
-    if not (isinstance(kind, type) and issubclass(kind, Algorithm)) or kind.round is Algorithm.round:
-        raise ConfigError(f"{name} is no Algorithm with a round of its own")
-    return kind
+    return _named(name, "algorithm", ALGORITHMS, Algorithm, "round")
 
 
 def partition_named(name: str) -> type[Partition]:
     """The partition of this name in the registry or, as package.module:Class, anywhere else."""
+    return _named(name, "partition", PARTITIONS, Partition, "split")
+
+
+def _named(name: str, what: str, registry: Mapping[str, type[T]], base: type[T], method: str) -> type[T]:
     if ":" not in name:
-        if name not in PARTITIONS:
-            raise ConfigError(f"unknown partition {name!r}: {did_you_mean(name, PARTITIONS)}")
-        return PARTITIONS[name]
-    kind = imported(name, "partition")
-    if not (isinstance(kind, type) and issubclass(kind, Partition)) or kind.split is Partition.split:
-        raise ConfigError(f"{name} is no Partition with a split of its own")
+        if name not in registry:
+            raise ConfigError(f"unknown {what} {name!r}: {did_you_mean(name, registry)}")
+        return registry[name]
+    kind = imported(name, what)
+    if not (isinstance(kind, type) and issubclass(kind, base)) or getattr(kind, method) is getattr(base, method):
+        raise ConfigError(f"{name} is no {base.__name__} with a {method} of its own")
     return kind
 
 

@@ -31,7 +31,7 @@ from barter.engines.parking import budget
 from barter.models import zoo
 from barter.models.fused import fuse
 from barter.models.zoo import Own
-from barter.parties import cut, described, device_named, initial, make_client, make_server, names_of
+from barter.parties import described, device_named, everybodys_networks, make_client, make_server
 from barter.runs.folder import RunFolder, finished, has_checkpoint
 from barter.runs.progress import onlooker
 from barter.runs.record import Round
@@ -100,10 +100,7 @@ class Experiment:
         config = _with_threads(config, where, out, resume=resume)
         memory = budget(where, device_memory)
         self.task = make_task(config.data, config.partition, clients, seed, where)
-        called = names_of(algorithm, config.models, clients) if by_name else [name for name, _ in listed]
-        names = {k: called[k % len(called)] for k in range(clients)}
-        built = {name: initial(name, self.task.spec, seed, dict(listed).get(name)) for name in dict.fromkeys(called)}
-        parts = cut(config, names, {k: built[name] for k, name in names.items()}, self.task.spec)
+        names, parts = everybodys_networks(config, listed, self.task.spec)
         self.architectures = [parts.names[k] for k in range(clients)]
         members = {k: make_client(config, k, parts.own[k], parts.names[k], self.task, where) for k in parts.own}
         server = make_server(config, names, parts, self.task.spec, self.task.public, where)

@@ -28,6 +28,7 @@ __all__ = [
     "cut",
     "described",
     "device_named",
+    "everybodys_networks",
     "initial",
     "make_client",
     "make_server",
@@ -87,6 +88,18 @@ def cut(config: Config, names: Mapping[int, str], networks: Mapping[int, Classif
     own = {k: part(k, shares[k]) for k in networks}
     called = {k: narrowed(name, shares[k]) for k, name in names.items()}
     return Parts(called, own, part(0, 1.0) if 0 in networks else None)
+
+
+def everybodys_networks(
+    config: Config, listed: Sequence[tuple[str, Own | None]], spec: Spec
+) -> tuple[dict[int, str], Parts]:
+    """The architecture of each client and all parties' networks, of models by name or with what is behind the name."""
+    own = dict(listed)
+    by_name = all(network is None for network in own.values())
+    called = names_of(config.algorithm, config.models, config.clients) if by_name else [name for name, _ in listed]
+    names = {k: called[k % len(called)] for k in range(config.clients)}
+    built = {name: initial(name, spec, config.seed, own.get(name)) for name in dict.fromkeys(called)}
+    return names, cut(config, names, {k: built[name] for k, name in names.items()}, spec)
 
 
 def make_client(

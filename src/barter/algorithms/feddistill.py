@@ -76,7 +76,6 @@ class FedDistill(Algorithm[Register]):
         data, model, classes = client.data, client.model, client.data.spec.classes
         alike = partial(loss, model, data.spec, data.augment, self.gamma)
         answers = lookup(others, classes, classes, client.device)
-        options = {"epochs": self.epochs, "batch_size": self.batch_size}
-        fit_by(client, alike, **options, recipe=sgd(self.lr), beside=answers)
+        fit_by(client, alike, epochs=self.epochs, batch_size=self.batch_size, recipe=sgd(self.lr), beside=answers)
         everything = torch.arange(len(data), device=client.device)
         return class_means(predict(model.eval(), data.batch, everything).softmax(1), data.labels)

@@ -80,8 +80,7 @@ class FedProto(Algorithm[Server, Follower]):
         data = client.data
         near = partial(loss, client.model, data.spec, data.augment, self.lam)
         prototypes = lookup(client.prototypes, data.spec.classes, self.features, client.device)
-        options = {"epochs": self.epochs, "batch_size": self.batch_size}
-        fit_by(client, near, **options, recipe=sgd(self.lr), beside=prototypes)
+        fit_by(client, near, epochs=self.epochs, batch_size=self.batch_size, recipe=sgd(self.lr), beside=prototypes)
         return class_means(_features(client, data), data.labels)
 
     def receive(self, client: Follower, prototypes: ByClass) -> None:
