@@ -69,7 +69,7 @@ class Fixed(nn.Module):
         self.factor = nn.Parameter(torch.tensor(3.0))
 
     def forward(self, code: Tensor) -> Tensor:
-        return (self.factor * code).view(-1, 1, 1, 2)
+        return (self.factor * code[:, 0]).view(-1, 1, 1, 2)
 
 
 # Two clients: what A, z, codes and embeddings each has; of heads and students both have the same.
@@ -84,7 +84,7 @@ EMBEDDINGS = np.array([[0.3, 0.1], [-0.2, 0.7]]), np.array([[1.0, 0.0], [0.4, -0
 
 def decoder_loss(*clients: int, flip: bool = False, **terms: Any) -> tuple[Tensor, Tensor, Fixed]:
     viewers = tuple(Viewer(Linear(BODIES[k], B), linear(*DOCKS[k]), Augment(flip=flip)) for k in clients)
-    batch = [torch.tensor(part).float() for k in clients for part in (CODES[k], EMBEDDINGS[k])]
+    batch = [torch.tensor(part).float()[:, None] for k in clients for part in (CODES[k], EMBEDDINGS[k])]
     decoder: Any = Fixed()
     others = tuple(Linear(OTHER, B) for _ in clients)
     loss, bare = drawn_loss(decoder, SPEC, viewers, others, Terms(**terms), *batch)

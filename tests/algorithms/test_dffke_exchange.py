@@ -234,6 +234,7 @@ CHANGES: list[dict[str, Any]] = [
     {"max_epochs": 1},
     {"later_epochs": 2},
     {"share": 0.3},
+    {"half": False},
     {"code_dim": 8},
     {"docking_epochs": 2},
     {"whiten": 0.0},
@@ -287,12 +288,13 @@ def test_and_the_same_options_do_not(rounds: int) -> None:
 
 
 def test_no_option_was_forgotten() -> None:
-    assert {name for changes in CHANGES for name in changes} == {f.name for f in fields(DFFKE)} - {"transfer"}
+    elsewhere = {"transfer", "parts"}  # images of 8 pixels are not cut
+    assert {name for changes in CHANGES for name in changes} == {f.name for f in fields(DFFKE)} - elsewhere
 
 
 def test_the_papers_preset_is_the_paper() -> None:
     paper, code = DFFKE.preset("paper"), DFFKE.preset("code")
-    off = "mixed whiten cosine renewed augmented warm_decoder local_review"
+    off = "parts half mixed whiten cosine renewed augmented warm_decoder local_review"
     assert {name: bool(getattr(paper, name)) for name in off.split()} == dict.fromkeys(off.split(), False)
     assert (paper.share, paper.decoder_epochs, paper.exchange_epochs) == (0.15, 6, 4)
     assert (paper.decoder_steps, paper.exchange_steps) == (0, 0), "no floors"
@@ -318,8 +320,9 @@ def test_without_sizes_of_their_own_all_phases_have_that_of_local_training() -> 
 def test_transfer_images_are_shifted_by_as_much_as_private_ones() -> None:
     pixels, labels = torch.zeros(2, 3, 64, 64, dtype=torch.uint8), torch.zeros(2, dtype=torch.long)
     data = Images(pixels, labels, Spec(3, 128, 128, 10, (0.5,) * 3, (0.5,) * 3), Augment(8, flip=True))
-    assert DFFKE().augment(data) == Augment(4, flip=True), "an eighth of the 32 pixels that are drawn"
-    assert DFFKE(transfer="public").augment(data) == Augment(16, flip=True), "and of 128"
+    assert DFFKE().augment(data, 32) == Augment(4, flip=True), "an eighth of 32 pixels"
+    assert DFFKE().augment(data, 128) == Augment(16, flip=True), "and of 128"
+    assert DFFKE(augmented=False).augment(data, 128) == Augment()
 
 
 @pytest.mark.slow

@@ -31,12 +31,31 @@ def test_a_round_crosses_what_it_says_and_no_more() -> None:
     shared = {k: max(2, -(-len(c.data) // 10)) for k, c in clients.items()}
     weights = {k: nbytes(c.model.state_dict()) for k, c in clients.items()}
     learn = sum(17 + weights[k] + n * clients[k].model.feature_dim * 4 + n * 8 for k, n in shared.items())
-    entry = 8 + sum(shared.values()) * 16 * 4 + nbytes(Decoder(16, spec).state_dict())
+    entry = 8 + sum(shared.values()) * 16 * 2 + nbytes(Decoder(16, spec).state_dict())
     lesson = {k: 8 + n * 10 * 4 for k, n in shared.items()}
     assert record.bytes["learn"] == {"up": learn, "down": 0}
     assert record.bytes["teach"] == {"up": sum(lesson.values()), "down": 3 * entry}
     assert record.bytes["exchange"] == {"up": 0, "down": 2 * sum(lesson.values())}
     assert "train" not in record.bytes
+
+
+def test_embeddings_of_parts_cross_too_and_codes_in_half_precision() -> None:
+    data = Data(source="digits", size=16)
+    for parts, views in ((0, 1), (2, 5), (4, 5)):  # 16 pixels have no more than two parts of 8
+        experiment = federation(tiny("dffke", parts=parts), data=data, clients=2)
+        (record,) = experiment.rounds(1)
+        clients, spec = experiment.engine.clients, experiment.task.spec
+        shared = {k: -(-len(c.data) // 10) for k, c in clients.items()}
+        embeddings = sum(n * views * clients[k].model.feature_dim * 4 + n * 8 for k, n in shared.items())
+        weights = sum(nbytes(c.model.state_dict()) for c in clients.values())
+        assert record.bytes["learn"]["up"] == 2 * 17 + weights + embeddings
+        decoder = nbytes(Decoder(16, spec, 2 if parts else 0).state_dict())
+        assert record.bytes["teach"]["down"] == 2 * (8 + sum(shared.values()) * views * 16 * 2 + decoder)
+        client = clients[0]
+        assert isinstance(client, Trader)
+        assert {code.dtype for code in client.buffer[0]["codes"].values()} == {torch.float16}
+    with pytest.raises(ConfigError, match="parts=1: one part is the whole; 2 cuts an image into four"):
+        DFFKE(parts=1)
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(0, 0), (1, 1), (2, 2), (None, 4)])
@@ -47,7 +66,7 @@ def test_the_buffer_keeps_r_past_rounds_and_reports_its_size(limit: int | None, 
         assert [entry["round"] for entry in client.buffer] == list(range(5 - kept, 5))
         assert records[-1].clients[client.id]["buffer_bytes"] == nbytes(client.buffer)
     decoder = nbytes(Decoder(16, experiment.task.spec).state_dict())
-    codes = sum(max(2, -(-len(c.data) // 10)) * 16 * 4 for c in experiment.engine.clients.values())
+    codes = sum(max(2, -(-len(c.data) // 10)) * 16 * 2 for c in experiment.engine.clients.values())
     assert nbytes(client.buffer) == kept * (decoder + codes + 8)  # R (|Dec| + N h b), and the round's number
     assert records[-1].server["buffer_bytes"] == nbytes(client.buffer)
 
@@ -137,7 +156,7 @@ def test_docking_layers_are_kept_over_rounds(whiten: float) -> None:
     hub = experiment.server
     assert isinstance(hub, Hub)
     assert sorted(hub.docking) == [0, 1, 2]
-    embeddings = {k: torch.randn(4, hub.docking[k]["weight"].shape[1]) for k in hub.docking}
+    embeddings = {k: torch.randn(4, 1, hub.docking[k]["weight"].shape[1]) for k in hub.docking}
     labels = {k: torch.zeros(4, dtype=torch.long) for k in hub.docking}
     *_, states = unify(hub, embeddings, labels, hub.docking, 16, 1, adam(1e-12), whiten)
     for k, layer in hub.docking.items():

@@ -15,6 +15,7 @@ from barter.ops.docking import unify
 from barter.ops.fit import Trainer, adam
 from barter.ops.inversion import Schedule, Terms, Viewer, fit_decoder
 from barter.ops.statistics import whitening
+from barter.ops.views import number
 from tests.conftest import federation, same, tiny
 
 
@@ -22,7 +23,7 @@ def test_the_decoder_draws_32_pixels_and_is_resized_from_there() -> None:
     for side, drawn in ((8, 8), (28, 28), (32, 32), (64, 32), (128, 32)):
         spec = Spec(3, side, side, 10, (0.5,) * 3, (0.5,) * 3)
         decoder = Decoder(16, spec)
-        images = decoder(torch.randn(2, 16))
+        images = decoder(torch.randn(2, 1, 16))
         assert images.shape == (2, 3, drawn, drawn)
         assert resized(images, spec).shape == (2, 3, side, side)
     parameters = {
@@ -33,12 +34,32 @@ def test_the_decoder_draws_32_pixels_and_is_resized_from_there() -> None:
 
 
 def test_a_restored_decoder_draws_the_same() -> None:
-    spec = Spec(1, 8, 8, 10, (0.5,), (0.5,))
-    decoder = Decoder(16, spec)
-    decoder(torch.randn(20, 16))
-    codes = torch.randn(5, 16)
-    state = {name: tensor.clone().contiguous() for name, tensor in decoder.state_dict().items()}
-    assert torch.equal(Decoder.restored(state, spec)(codes), decoder.eval()(codes))
+    spec = Spec(1, 16, 16, 10, (0.5,), (0.5,))
+    for parts in (0, 2):
+        decoder, views = Decoder(16, spec, parts), number(parts)
+        decoder(torch.randn(20, views, 16))
+        codes = torch.randn(5, views, 16)
+        state = {name: tensor.clone().contiguous() for name, tensor in decoder.state_dict().items()}
+        assert torch.equal(Decoder.restored(state, spec, parts)(codes), decoder.eval()(codes))
+
+
+@pytest.mark.parametrize(("side", "parts"), [(32, 2), (32, 4), (28, 3), (20, 3)])
+def test_the_code_of_a_part_tells_the_decoder_of_its_own_place(side: int, parts: int) -> None:
+    """Each part's code goes to what the convolutions start from in its cell alone, and to all of the cell."""
+    decoder = Decoder(4, Spec(1, side, side, 10, (0.5,), (0.5,)), parts)
+    plain, told = decoder.part(torch.zeros(1, parts**2, 4)), side // 4
+    empty = decoder.placed(plain)
+    assert empty.shape == (1, 128, told, told)
+    for row in range(parts):
+        for column in range(parts):
+            tiles = plain.clone()
+            tiles[0, row * parts + column] += 1.0
+            touched = (decoder.placed(tiles) - empty)[0].amax(0) > 1e-6
+            low, high = (torch.tensor([row, column]) + torch.tensor([[0], [1]])) * told / parts
+            inside = torch.zeros(told, told, dtype=torch.bool)
+            inside[low[0].floor().int() : high[0].ceil().int(), low[1].floor().int() : high[1].ceil().int()] = True
+            assert torch.equal(touched, inside) if told % parts == 0 else not (touched & ~inside).any()
+            assert touched.any()
 
 
 def hub() -> Hub:
@@ -52,6 +73,7 @@ def test_unification_separates_classes_of_different_clients() -> None:
     torch.manual_seed(0)
     y = torch.arange(40) % 2
     e = torch.randn(40, 6) * 0.1 + (2.0 * y[:, None] - 1)
+    e = e[:, None]
     _, codes, _ = unify(hub(), {0: e, 1: -e}, {0: y, 1: y}, {}, 8, 100, adam(1e-2, 1e-3))
     means = {(k, c): codes[k][y == c].mean(0) for k in (0, 1) for c in (0, 1)}
     across = (means[0, 0] - means[1, 0]).norm() + (means[0, 1] - means[1, 1]).norm()
@@ -62,7 +84,7 @@ def test_unification_separates_classes_of_different_clients() -> None:
 def unified(floor: float) -> tuple[dict[int, Any], dict[int, Tensor], dict[int, nn.Linear], dict[int, Tensor]]:
     """The same embeddings of two clients in one space: what is kept of the layers, embeddings, layers and codes."""
     torch.manual_seed(0)
-    embeddings = {0: torch.randn(120, 6) * torch.arange(1.0, 7.0) + 2, 1: torch.randn(200, 5) - 1}
+    embeddings = {0: torch.randn(60, 2, 6) * torch.arange(1.0, 7.0) + 2, 1: torch.randn(100, 2, 5) - 1}
     labels = {k: torch.arange(len(e)) % 10 for k, e in embeddings.items()}
     torch.manual_seed(1)
     z, codes, states = unify(hub(), embeddings, labels, {}, 4, 5, adam(1e-2), floor)
@@ -79,14 +101,14 @@ def test_docking_layers_make_exactly_the_codes_and_are_kept_as_trained(whiten: f
         assert same(kept[k], plain[k])
         assert same(dict(z[k].state_dict()), kept[k]) == (whiten == 0)
     if whiten:
-        mean, matrix = whitening(torch.cat(list(unwhitened.values())), whiten)
+        mean, matrix = whitening(torch.cat(list(unwhitened.values())).flatten(0, 1), whiten)
         for k in embeddings:
             assert torch.allclose(codes[k], (unwhitened[k] - mean) @ matrix, atol=1e-4)
 
 
 def test_whitened_codes_of_all_clients_together_vary_alike() -> None:
     for whiten, off in ((0.0, True), (1e-6, False)):
-        codes = torch.cat(list(unified(whiten)[3].values()))
+        codes = torch.cat(list(unified(whiten)[3].values())).flatten(0, 1)
         covariance = torch.cov(codes.T, correction=0)
         assert torch.allclose(covariance, torch.eye(4), atol=1e-3) != off
         assert torch.allclose(codes.mean(0), torch.zeros(4), atol=1e-4) != off
@@ -107,7 +129,7 @@ def decoder_steps(mixed: bool, epochs: int, floor: int) -> tuple[list[list[tuple
     experiment = federation(tiny("dffke"))
     models = {k: client.model.eval().requires_grad_(False) for k, client in experiment.engine.clients.items()}
     viewers = {k: Viewer(model, nn.Linear(model.feature_dim, 4)) for k, model in models.items()}
-    embeddings = {k: torch.randn(n, models[k].feature_dim) for k, n in zip(models, (10, 20, 60), strict=True)}
+    embeddings = {k: torch.randn(n, 1, models[k].feature_dim) for k, n in zip(models, (10, 20, 60), strict=True)}
     codes = {k: viewers[k].translate(e).detach() for k, e in embeddings.items()}
     schedule = Schedule(epochs, floor, 6, mixed)
     with pytest.MonkeyPatch.context() as patch:

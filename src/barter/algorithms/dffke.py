@@ -15,7 +15,8 @@ Where the paper is silent or at odds with itself:
 
 Preset "paper" is the paper; "code" adds what the authors' early code does besides, and shares all embeddings. What the
 default changes is ours, each change a field. Eq. 11 rewards nothing but classes, so the decoder drew one picture of
-each: codes are whitened. Batches hold images of all clients (`mixed`), for one's after the other's undo each other.
+each: codes are whitened. A network averages away where things are, so the decoder could not know either: embeddings of
+parts tell (`parts`). Batches hold images of all clients (`mixed`), for one's after the other's undo each other.
 Networks see transfer images moved (`augmented`), or they are adversarial patterns. The decoder goes on from the last
 round's, and learning rates fall. Local training ends with the first exchange: a network that learned from others shows
 more of an image in its embedding. benchmarks/README.md has what each brings.
@@ -42,13 +43,14 @@ from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive, Whole
 from barter.core.payload import State, nbytes
-from barter.models.generators import resized
+from barter.models.generators import drawn_side, resized
 from barter.ops.distill import kl
 from barter.ops.docking import unify
 from barter.ops.fit import Course, adam, alternate, classification, epoch_length, fit
 from barter.ops.inversion import Discrepancy, Schedule, Terms, Viewer, fit_decoder
 from barter.ops.statistics import renew
 from barter.ops.transfer import Entry, Lesson, batches, draw, heard, lesson, newest, taught
+from barter.ops.views import cut, embeddings, number
 
 __all__ = ["DFFKE", "Hub", "Trader"]
 
@@ -62,7 +64,7 @@ class Offer(TypedDict):
     crop: int  # how its network is used to see images in training: shifted by up to so many pixels,
     flip: bool  # and mirrored
     weights: NotRequired[State]
-    embeddings: NotRequired[Tensor]
+    embeddings: NotRequired[Tensor]  # of each image's views
     labels: NotRequired[Tensor]
 
 
@@ -92,9 +94,10 @@ class Trader(Client):
 
 
 PAPER: dict[str, object] = {
-    **{"max_epochs": 100, "later_epochs": None, "share": 0.15, "whiten": 0.0, "mixed": False, "augmented": False},
+    **{"max_epochs": 100, "later_epochs": None, "share": 0.15, "parts": 0, "half": False, "whiten": 0.0},
     **{"decoder_epochs": 6, "decoder_steps": 0, "decoder_batch": None, "warm_decoder": False, "cosine": False},
-    **{"exchange_epochs": 4, "exchange_steps": 0, "renewed": False, "memory": None, "local_review": False},
+    **{"exchange_epochs": 4, "exchange_steps": 0, "mixed": False, "augmented": False, "renewed": False},
+    **{"memory": None, "local_review": False},
 }
 CODE = {"share": 1.0, "local_review": True, "embedding_loss": True, "logit_loss": True}
 
@@ -118,6 +121,8 @@ class DFFKE(Algorithm[Hub, Trader]):
     max_epochs: Count = 30  # or after so many epochs; the paper has no such limit
     later_epochs: Whole | None = 0  # the same once it has exchanged, for `local_review` goes on; none as before (paper)
     share: Fraction = 0.6  # share of a client's embeddings that it offers; the paper's byte counts come out for 0.15
+    parts: Whole = 4  # and of so many by so many parts of an image, of 8 pixels or more; the paper has none
+    half: bool = True  # codes travel and are kept in half precision; not in the paper
     code_dim: Count = 512  # h: width of the unified embedding space
     docking_epochs: Count = 100  # T_Tran: full-batch steps per client for docking layers and global head
     whiten: NonNegative = 0.1  # codes vary alike where they vary by more than this share of the mean; 0 in the paper
@@ -149,6 +154,8 @@ class DFFKE(Algorithm[Hub, Trader]):
         super().__post_init__()
         if self.transfer == "public" and self.embedding_loss:
             raise ConfigError("embedding_loss=True: it needs docking layers, which transfer='public' does without")
+        if self.parts == 1:
+            raise ConfigError("parts=1: one part is the whole; 2 cuts an image into four, 0 into none")
 
     @property
     def needs_public_data(self) -> bool:
@@ -178,14 +185,15 @@ class DFFKE(Algorithm[Hub, Trader]):
 
     def learn(self, client: Trader) -> Offer:
         self.train(client)
-        augment, examples = self.augment(client.data), max(2, math.ceil(self.share * len(client.data)))
+        data, examples = client.data, max(2, math.ceil(self.share * len(client.data)))
+        augment = self.augment(data, data.spec.width)
         offer: Offer = {"examples": examples, "crop": augment.crop, "flip": augment.flip}
         if self.transfer == "decoder":
             offer["weights"] = client.model.state_dict()
         if self.transfer == "decoder" and self.embeddings == "real":
-            client.offered[0] = index = torch.randperm(len(client.data), device=client.device)[:examples]
-            offer["embeddings"] = predict(client.model.eval().features, client.data.batch, index)
-            offer["labels"] = client.data.labels[index]
+            client.offered[0] = index = torch.randperm(len(data), device=client.device)[:examples]
+            offer["embeddings"] = embeddings(client.model, data, index, cut(self.parts, data.spec))
+            offer["labels"] = data.labels[index]
         return offer
 
     def make_transfer_data(self, server: Hub, offers: Replies[Offer]) -> tuple[dict[int, Tensor], State]:
@@ -198,20 +206,20 @@ class DFFKE(Algorithm[Hub, Trader]):
         if self.embeddings == "real":
             e, y = {k: o["embeddings"] for k, o in offers.items()}, {k: o["labels"] for k, o in offers.items()}
         else:
-            e = {k: torch.randn(n, models[k].feature_dim, device=device) for k, n in size.items()}
+            views = number(cut(self.parts, server.spec))
+            e = {k: torch.randn(n, views, models[k].feature_dim, device=device) for k, n in size.items()}
             y = {k: torch.randint(server.spec.classes, (n,), device=device) for k, n in size.items()}
         recipe = adam(self.lr, self.docking_weight_decay)
-        layers = self.code_dim, self.docking_epochs, recipe, self.whiten
-        z, codes, docking = unify(server, e, y, server.docking, *layers)
+        z, codes, docking = unify(server, e, y, server.docking, self.code_dim, self.docking_epochs, recipe, self.whiten)
         server.docking |= docking
         # Images that hold their own when they are moved a little are less of an adversarial pattern, and teach better.
         viewers = {k: Viewer(models[k], z[k], Augment(o["crop"] // 2, o["flip"])) for k, o in offers.items()}
-        return codes, self.train_decoder(server, viewers, codes, e)
+        decoder = self.train_decoder(server, viewers, codes, e)
+        return {k: code.half() if self.half else code for k, code in codes.items()}, decoder
 
     def train_decoder(self, server: Hub, viewers: dict[int, Viewer], codes: Tensors, e: Tensors) -> State:
         """The decoder Dec, which makes of each code an image that its client's encoder maps back to it (Eq. 12)."""
-        batch = self.decoder_batch or self.batch_size
-        schedule = Schedule(self.decoder_epochs, self.decoder_steps, batch, self.mixed)
+        schedule = Schedule(self.decoder_epochs, self.decoder_steps, self.decoder_batch or self.batch_size, self.mixed)
         recipe, terms = adam(self.lr, cosine=self.cosine), Terms(self.logit_loss, self.discrepancy)
         decoder, loss = fit_decoder(server, server.decoder, viewers, codes, e, recipe, schedule, terms)
         server.report["decoder_loss"], server.decoder = loss, decoder if self.warm_decoder else {}
@@ -219,13 +227,11 @@ class DFFKE(Algorithm[Hub, Trader]):
 
     def deliver(self, server: Hub, entry: Entry) -> dict[int, Delivery]:
         """This round's entry for every participant, with those that the buffer still holds and it has missed."""
-        deliveries: dict[int, Delivery] = {}
-        for k in entry["codes"]:
-            missed = [old for old in server.buffer if old["round"] > server.held.get(k, 0)]
-            deliveries[k] = {"entries": [*missed, entry], "docking": server.docking[k] if self.embedding_loss else {}}
+        missed = {k: [old for old in server.buffer if old["round"] > server.held.get(k, 0)] for k in entry["codes"]}
+        docking = server.docking if self.embedding_loss else {}
         server.buffer = newest([*server.buffer, entry], self.memory)
         server.report["buffer_bytes"] = nbytes(server.buffer)
-        return deliveries
+        return {k: {"entries": [*old, entry], "docking": docking.get(k, {})} for k, old in missed.items()}
 
     def teach(self, client: Trader, delivery: Delivery) -> Lesson:
         """The client's own logits Ŷ_k on its transfer images of this round, and on a sample of those before, B_k^t."""
@@ -248,11 +254,12 @@ class DFFKE(Algorithm[Hub, Trader]):
         data, model, size = client.data, client.model, self.batch_size
         sources = taught(client.buffer, lessons, partial(draw, client), size, mixed=self.mixed)
         own = partial(classification, model, data.spec, data.augment)
-        peer = partial(self.exchange_loss, model, data.spec, self.augment(data))
+        drawn = drawn_side(data.spec) if self.transfer == "decoder" else data.spec.width
+        peer = partial(self.exchange_loss, model, data.spec, self.augment(data, drawn))
         courses: list[Course] = [(own, batches([[data.pixels, data.labels]], size))] if self.local_review else []
         courses += [(peer, ([*batch, *client.docking.values()] for batch in source)) for source in sources]
-        made = {i: len(codes) for i, codes in client.buffer[-1]["codes"].items()}
-        longest = sum(made[i] for i in lessons) if self.mixed else max(made.values())
+        made = client.buffer[-1]["codes"]
+        longest = sum(len(made[i]) for i in lessons) if self.mixed else max(map(len, made.values()))
         steps = max(self.exchange_steps, self.exchange_epochs * epoch_length(longest, size))
         alternate(client, courses, steps, adam(self.lr, self.weight_decay, cosine=self.cosine))
         if self.renewed:
@@ -262,10 +269,9 @@ class DFFKE(Algorithm[Hub, Trader]):
         client.offered = {e["round"]: client.offered[e["round"]] for e in client.buffer if e["round"] in client.offered}
         client.report["buffer_bytes"] = nbytes(client.buffer)
 
-    def augment(self, data: Images) -> Augment:
-        """How a client is used to see images in training, for images of the size that transfer images have."""
-        drawn = min(32, data.spec.width) if self.transfer == "decoder" else data.spec.width
-        return data.augment.resized(data.pixels.shape[-1], drawn) if self.augmented else Augment()
+    def augment(self, data: Images, width: int) -> Augment:
+        """How a client is used to see images in training, for transfer images of this width."""
+        return data.augment.resized(data.pixels.shape[-1], width) if self.augmented else Augment()
 
     def exchange_loss(
         self, model: Classifier, spec: Spec, augment: Augment, images: Tensor, target: Tensor, *docked: Tensor

@@ -14,7 +14,7 @@ from barter.core import lanes
 from barter.core.images import Spec
 from barter.core.payload import State
 
-__all__ = ["Decoder", "LabelGenerator", "Merge", "MergeGenerator", "resized"]
+__all__ = ["Decoder", "LabelGenerator", "Merge", "MergeGenerator", "drawn_side", "resized"]
 
 Merge: TypeAlias = Literal["mul", "add", "cat", "ncat", "none"]
 
@@ -25,12 +25,17 @@ class Decoder(nn.Module):
     Three convolutions behind one linear layer; tanh and a normalisation without parameters put the pixels where
     normalised images lie. It draws at most 32 x 32 pixels (4,426,051 parameters for 512 codes and three channels);
     larger inputs are resized from there, for at 128 x 128 it would have 67 million.
+
+    An image has a code for the whole and, row by row, one for each of its `parts` by `parts`, which add to what the
+    convolutions start from where they lie.
     """
 
-    def __init__(self, code_dim: int, spec: Spec) -> None:
+    def __init__(self, code_dim: int, spec: Spec, parts: int = 0) -> None:
         super().__init__()
-        self.side = -(-min(32, spec.height, spec.width) // 4)
+        self.side, self.parts = -(-drawn_side(spec) // 4), parts
         self.start = nn.Linear(code_dim, 128 * self.side**2)
+        if parts:
+            self.part = nn.Linear(code_dim, 128 * (-(-self.side // parts)) ** 2)
         self.body = nn.Sequential(
             nn.BatchNorm2d(128),
             nn.Upsample(scale_factor=2),
@@ -47,16 +52,25 @@ class Decoder(nn.Module):
         ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, codes: Tensor) -> Tensor:
-        drawn: Tensor = self.body(self.start(codes).view(-1, 128, self.side, self.side))
+        start = self.start(codes[:, 0]).view(-1, 128, self.side, self.side)
+        if self.parts:
+            start = start + self.placed(self.part(codes[:, 1:]))
+        drawn: Tensor = self.body(start)
         return drawn
 
+    def placed(self, tiles: Tensor) -> Tensor:
+        """Tiles side by side in rows and columns, in the size of what the convolutions start from."""
+        n, side = self.parts, -(-self.side // self.parts)
+        rows = tiles.view(-1, n, n, 128, side, side).permute(0, 3, 1, 4, 2, 5)
+        return F.adaptive_avg_pool2d(rows.reshape(-1, 128, n * side, n * side), self.side)
+
     @classmethod
-    def restored(cls, state: State, spec: Spec) -> Decoder:
+    def restored(cls, state: State, spec: Spec, parts: int = 0) -> Decoder:
         """The decoder that has this state, ready to draw, until another is restored; nothing is initialised."""
 
         def blank() -> Decoder:
             with torch.device("meta"):
-                return cls(state["start.weight"].shape[1], spec)
+                return cls(state["start.weight"].shape[1], spec, parts)
 
         if lanes.current() is None:
             decoder = blank()
@@ -64,9 +78,14 @@ class Decoder(nn.Module):
             decoder.body.to(memory_format=torch.channels_last)
         else:
             device, shape = state["start.weight"].device, state["start.weight"].shape
-            decoder = lanes.kept(("restored", shape, spec), lambda: blank().to_empty(device=device))
+            decoder = lanes.kept(("restored", shape, spec, parts), lambda: blank().to_empty(device=device))
             decoder.load_state_dict(state)
         return decoder.eval().requires_grad_(False)
+
+
+def drawn_side(spec: Spec) -> int:
+    """The side in pixels of what a decoder draws for inputs like these."""
+    return min(32, spec.height, spec.width)
 
 
 def resized(images: Tensor, spec: Spec) -> Tensor:

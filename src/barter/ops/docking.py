@@ -36,20 +36,21 @@ def unify(
 ) -> tuple[dict[int, nn.Linear], dict[int, Tensor], dict[int, State]]:
     """Linear layers z_k, so that one head tells the classes of all clients (DFFKE, Eqs. 10 and 11).
 
-    Gives the layers, the codes that they make of the embeddings, and the layers' states to start from next time. With a
-    floor, the first two are whitened (see `whitening`): the equations ask for classes alone, and left so, the codes of
-    a class are all but equal, whatever the image was.
+    An image has an embedding of the whole, from which its class is told, and perhaps more of its parts. Gives the
+    layers, the codes that they make of all embeddings, and the layers' states to start from next time. With a floor,
+    the first two are whitened (see `whitening`): the equations ask for classes alone, and left so, the codes of a class
+    are all but equal, whatever the image was.
     """
-    new = {k: nn.Linear(e.shape[1], width).to(server.device) for k, e in embeddings.items()}
+    new = {k: nn.Linear(e.shape[2], width).to(server.device) for k, e in embeddings.items()}
     z = {k: lanes.keep(("docking", k), layer) for k, layer in new.items()}
     for k in z.keys() & start.keys():
         z[k].load_state_dict(start[k])
     head = lanes.keep("global head", nn.Linear(width, server.spec.classes).to(server.device))
-    trainer = Trainer.of([*z.values(), head], recipe)
+    trainer, wholes = Trainer.of([*z.values(), head], recipe), {k: e[:, 0] for k, e in embeddings.items()}
     for _ in server.track("unify", range(epochs)):
         for k, z_k in z.items():
-            trainer.step(partial(docking_loss, head, z_k), embeddings[k], labels[k])
+            trainer.step(partial(docking_loss, head, z_k), wholes[k], labels[k])
     states = isolate({k: dict(layer.requires_grad_(False).state_dict()) for k, layer in z.items()})
     if floor:
-        whiten(z.values(), torch.cat([layer(embeddings[k]) for k, layer in z.items()]), floor)
+        whiten(z.values(), torch.cat([layer(embeddings[k]).flatten(0, 1) for k, layer in z.items()]), floor)
     return z, {k: layer(embeddings[k]) for k, layer in z.items()}, states

@@ -15,11 +15,12 @@ from barter.core.images import Augment, Spec, augmented
 from barter.core.model import Classifier
 from barter.core.nodes import Server
 from barter.core.payload import State, isolate
-from barter.models.generators import Decoder, resized
+from barter.models.generators import Decoder
 from barter.ops.distill import kl
 from barter.ops.fit import Trainer, epoch_length
 from barter.ops.trainer import Recipe
 from barter.ops.transfer import batches
+from barter.ops.views import in_turn, of_view, parts_of, seen
 
 __all__ = ["Discrepancy", "Schedule", "Terms", "Viewer", "discrepancy", "drawn_loss", "fit_decoder", "inversion_loss"]
 
@@ -66,10 +67,11 @@ def fit_decoder(
 ) -> tuple[State, float]:
     """A decoder such that every viewer maps the images of its codes back to them, and its loss in the last pass.
 
-    It goes on from the state `start`; a new one from none.
+    It goes on from the state `start`; a new one from none. Codes are of an image's views, of which one a time is seen.
     """
     ids, mean = list(codes), sum(map(len, codes.values())) / len(codes)
-    decoder = lanes.keep("decoder", Decoder(codes[ids[0]].shape[1], server.spec).to(server.device))
+    _, views, width = codes[ids[0]].shape
+    decoder = lanes.keep("decoder", Decoder(width, server.spec, parts_of(views)).to(server.device))
     if start:
         decoder.load_state_dict(start)
     trainer = Trainer.of(decoder, recipe)
@@ -98,10 +100,13 @@ def drawn_loss(
     terms: Terms,
     *batch: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The loss on codes and embeddings of some viewers, each of whom sees its images as it is used to."""
-    codes, embeddings = batch[::2], batch[1::2]
-    drawn = torch.split(decoder(torch.cat(codes)), [len(code) for code in codes])
-    images = [resized(augmented(x, viewer.augment), spec) for x, viewer in zip(drawn, viewers, strict=True)]
+    """The loss on codes and embeddings of some viewers, each of whom sees one view of an image, as it is used to."""
+    parts = parts_of(batch[0].shape[1])
+    drawn = torch.split(decoder(torch.cat(batch[::2])), [len(code) for code in batch[::2]])
+    views = [in_turn(len(x), parts, x.device) for x in drawn]
+    shown = [seen(x, view, parts, spec) for x, view in zip(drawn, views, strict=True)]
+    images = [augmented(x, viewer.augment) for x, viewer in zip(shown, viewers, strict=True)]
+    codes, embeddings = (list(map(of_view, every, views)) for every in (batch[::2], batch[1::2]))
     return inversion_loss(viewers, others, images, codes, embeddings, terms)
 
 

@@ -12,6 +12,7 @@ from barter.core.evaluation import predict
 from barter.core.nodes import Client
 from barter.core.payload import State
 from barter.models.generators import Decoder
+from barter.ops import views
 from barter.ops.fit import index_batches
 
 __all__ = [
@@ -34,7 +35,7 @@ class Entry(TypedDict):
     """The transfer images of one round: what every client's are made from, and the decoder that makes them."""
 
     round: int
-    codes: dict[int, Tensor]  # embeddings for the decoder or, without one, places in the public data set
+    codes: dict[int, Tensor]  # of each image's views, for the decoder; without one, places in the public data set
     decoder: State
 
 
@@ -58,8 +59,8 @@ def draw(client: Client, entry: Entry, codes: Tensor) -> Tensor:
     if not entry["decoder"]:
         assert client.public is not None
         return client.public.batch(codes)
-    decoder = Decoder.restored(entry["decoder"], client.data.spec)
-    return predict(decoder, lambda part: codes[part], torch.arange(len(codes), device=client.device))
+    decoder = Decoder.restored(entry["decoder"], client.data.spec, views.parts_of(codes.shape[1]))
+    return predict(decoder, lambda part: codes[part].float(), torch.arange(len(codes), device=client.device))
 
 
 def newest(entries: Sequence[Entry], limit: int | None) -> list[Entry]:
