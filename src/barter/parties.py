@@ -126,7 +126,7 @@ def make_server(
     build = {k: partial(copy.deepcopy, network) for k, network in parts.own.items()}
     wanted = algorithm.one_architecture or algorithm.global_model
     model = copy.deepcopy(parts.full).to(device) if wanted and parts.full is not None else None
-    return algorithm.parties()[0](spec, build, model, device, public)
+    return algorithm.parties()[0](spec, build, model, device, public, parts.names)
 
 
 def device_named(name: str) -> torch.device:
