@@ -49,6 +49,8 @@ TINY: dict[str, dict[str, Any]] = {
     "dsfl": {"epochs": 1, "samples": 60, "distil_epochs": 1},
     "mhat": {"epochs": 1, "samples": 60, "distil_epochs": 1},
     "feddf": {"epochs": 1, "samples": 60, "distil_steps": 3},
+    "fml": {"shared": "small-mlp", "epochs": 1, "batch_size": 50},
+    "fedkd": {"shared": "small-mlp", "batch_size": 50},
     "fedavg": {"epochs": 1, "batch_size": 50},
     "fedprox": {"epochs": 1, "batch_size": 50},
     "local": {"max_epochs": 2},

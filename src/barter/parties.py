@@ -87,7 +87,10 @@ def cut(config: Config, names: Mapping[int, str], networks: Mapping[int, Classif
     shares = {k: algorithm.budget(k, config.clients) for k in names}
     own = {k: part(k, shares[k]) for k in networks}
     called = {k: narrowed(name, shares[k]) for k, name in names.items()}
-    return Parts(called, own, part(0, 1.0) if 0 in networks else None)
+    if algorithm.server_network is None:
+        return Parts(called, own, part(0, 1.0) if 0 in networks else None)
+    full = initial(algorithm.server_network, spec, config.seed)
+    return Parts(called, own, full.to(memory_format=torch.channels_last))  # type: ignore[call-overload]
 
 
 def everybodys_networks(

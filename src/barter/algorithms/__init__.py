@@ -15,11 +15,13 @@ from barter.algorithms.feddistill import FedDistill
 from barter.algorithms.feddm import FedDM
 from barter.algorithms.feddropout import FedDropout
 from barter.algorithms.fedfree import FedFree
+from barter.algorithms.fedkd import FedKD
 from barter.algorithms.fedmd import FedMD
 from barter.algorithms.fedproto import FedProto
 from barter.algorithms.fedprox import FedProx
 from barter.algorithms.fedrolex import FedRolex
 from barter.algorithms.fedzge import FedZGE
+from barter.algorithms.fml import FML
 from barter.algorithms.heterofl import HeteroFL
 from barter.algorithms.lgfedavg import LGFedAvg
 from barter.algorithms.local import Local
@@ -31,6 +33,7 @@ __all__ = [
     "DFFKE",
     "DFRD",
     "DSFL",
+    "FML",
     "MHAT",
     "Central",
     "FedAF",
@@ -40,6 +43,7 @@ __all__ = [
     "FedDistill",
     "FedDropout",
     "FedFree",
+    "FedKD",
     "FedMD",
     "FedProto",
     "FedProx",
@@ -67,6 +71,8 @@ ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
     "dsfl": DSFL,
     "mhat": MHAT,
     "feddf": FedDF,
+    "fml": FML,
+    "fedkd": FedKD,
     "fedavg": FedAvg,
     "fedprox": FedProx,
     "local": Local,
