@@ -15,6 +15,7 @@ from hypothesis import settings
 from barter import ALGORITHMS, Experiment
 from barter.core.algorithm import Algorithm
 from barter.core.payload import isolate, leaves
+from barter.data.task import Data
 
 torch.set_num_threads(1)
 settings.register_profile("barter", deadline=None, max_examples=60, derandomize=True)
@@ -44,6 +45,12 @@ TINY: dict[str, dict[str, Any]] = {
     "fedproto": {"features": 48, "batch_size": 50},
     "feddistill": {"batch_size": 50},
     "lgfedavg": {"features": 48, "batch_size": 50},
+    "fedmd": {"public_epochs": 1, "private_epochs": 1, "samples": 60, "epochs": 1, "batch_size": 50},
+    "dsfl": {"epochs": 1, "samples": 60, "distil_epochs": 1},
+    "mhat": {"epochs": 1, "samples": 60, "distil_epochs": 1},
+    "feddf": {"epochs": 1, "samples": 60, "distil_steps": 3},
+    "fml": {"shared": "small-mlp", "epochs": 1, "batch_size": 50},
+    "fedkd": {"shared": "small-mlp", "batch_size": 50},
     "fedavg": {"epochs": 1, "batch_size": 50},
     "fedprox": {"epochs": 1, "batch_size": 50},
     "local": {"max_epochs": 2},
@@ -57,7 +64,8 @@ def tiny(name: str, **changes: Any) -> Algorithm[Any, Any]:
 
 def federation(algorithm: Algorithm[Any, Any], **options: Any) -> Experiment:
     models = "small-mlp" if algorithm.one_architecture else "small-5"
-    return Experiment(algorithm, **{"clients": 3, "models": models, "device": "cpu", **options})
+    data = Data(public="digits" if algorithm.needs_public_data else "")
+    return Experiment(algorithm, **{"clients": 3, "models": models, "data": data, "device": "cpu", **options})
 
 
 def state(experiment: Experiment) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def _taken(run: Path, last: tuple[int, Payload], client: int | None, own: Own | 
     except RuntimeError as error:
         raise CheckpointError(f"{run} holds the weights of another network than {name}: {error}") from error
     owner = "server" if client is None else f"client {client}"
-    architecture = name if client is None else parts.names[k]
+    architecture = config.algorithm.server_network or name if client is None else parts.names[k]
     return Kept(network.eval(), spec, tuple(state["networks"]["classes"]), architecture, owner, t)
 
 

@@ -87,7 +87,10 @@ def cut(config: Config, names: Mapping[int, str], networks: Mapping[int, Classif
     shares = {k: algorithm.budget(k, config.clients) for k in names}
     own = {k: part(k, shares[k]) for k in networks}
     called = {k: narrowed(name, shares[k]) for k, name in names.items()}
-    return Parts(called, own, part(0, 1.0) if 0 in networks else None)
+    if algorithm.server_network is None:
+        return Parts(called, own, part(0, 1.0) if 0 in networks else None)
+    full = initial(algorithm.server_network, spec, config.seed)
+    return Parts(called, own, full.to(memory_format=torch.channels_last))  # type: ignore[call-overload]
 
 
 def everybodys_networks(
@@ -126,7 +129,7 @@ def make_server(
     build = {k: partial(copy.deepcopy, network) for k, network in parts.own.items()}
     wanted = algorithm.one_architecture or algorithm.global_model
     model = copy.deepcopy(parts.full).to(device) if wanted and parts.full is not None else None
-    return algorithm.parties()[0](spec, build, model, device, public)
+    return algorithm.parties()[0](spec, build, model, device, public, parts.names)
 
 
 def device_named(name: str) -> torch.device:

@@ -203,7 +203,7 @@ def _pooled(hellos: Sequence[Hello]) -> Spec:
 def federation(
     config: Config, spec: Spec, members: Mapping[int, Hello]
 ) -> tuple[Server, dict[int, dict[str, tuple[torch.Size, torch.dtype]]], Images | None]:
-    """The server of these sites, the shapes of their weights where it can build their networks, and its test set."""
+    """The server of these sites, the shapes of the weights that they may send, where known, and its test set."""
     device, algorithm = device_named(config.device), config.algorithm
     built, unknown = {}, {}
     for name in dict.fromkeys(hello.architecture for hello in members.values()):
@@ -226,7 +226,9 @@ def federation(
     if config.data.source != SITES:
         test = make_task(config.data, config.partition, config.clients, config.seed, device).global_test
     server = make_server(config, names, parts, spec, public_data(config.data, spec, device), device)
-    shapes = {k: {at: (v.shape, v.dtype) for at, v in net.state_dict().items()} for k, net in parts.own.items()}
+    # Where the server has a network of its own, its copies travel, and clients keep theirs to themselves.
+    sent = parts.own if algorithm.server_network is None else dict.fromkeys(parts.own, server.model)
+    shapes = {k: {at: (v.shape, v.dtype) for at, v in net.state_dict().items()} for k, net in sent.items()}
     return server, shapes, test
 
 

@@ -145,7 +145,7 @@ def test_public_data_takes_the_place_of_decoder_embeddings_and_weights() -> None
     shared = sum(max(2, -(-len(c.data) // 10)) for c in experiment.engine.clients.values())
     assert records[0].bytes["teach"]["down"] == 3 * (8 + shared * 8)
     with pytest.raises(ConfigError, match=r"data\.public"):
-        federation(tiny("dffke", transfer="public"))
+        federation(tiny("dffke", transfer="public"), data=Data())
     with pytest.raises(ConfigError, match="embedding_loss"):
         tiny("dffke", transfer="public", embedding_loss=True)
 

@@ -33,11 +33,12 @@ def test_runs_with_its_defaults(name: str) -> None:
 
 
 NEVER_ALONE = {"central", "fedaf", "feddm"}  # others' data come first, or clients train no network of their own
+EACH_ROUND = {"dffke", "fedfree", "fedzge", "fedmd", "dsfl", "mhat", "feddf"}  # what is known before each exchange
 
 
 def test_says_what_clients_knew_alone(name: str) -> None:
     first, second = federation(tiny(name)).rounds(2)
-    own_word = name in ("dffke", "fedfree", "fedzge")  # these say what is known before each exchange
+    own_word = name in EACH_ROUND
     for k in range(3):
         said = {key for key in first.clients[k] if key.startswith("before_")}
         assert said == (set() if name in NEVER_ALONE else {"before_global", "before_local"})

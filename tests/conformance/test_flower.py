@@ -12,6 +12,7 @@ import torch
 
 from barter.config import Config
 from barter.core.payload import isolate, leaves
+from barter.data.task import Data
 from barter.deploy import conduct
 from barter.engines import flower
 from barter.experiment import Experiment
@@ -34,7 +35,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def config(name: str, **options: Any) -> Config:
     algorithm = tiny(name)
     models = "small-mlp" if algorithm.one_architecture else "small-5"
-    return Config(**{"algorithm": algorithm, "clients": 3, "models": models, "rounds": 2, "device": "cpu", **options})
+    data = Data(public="digits" if algorithm.needs_public_data else "")
+    settings = {"algorithm": algorithm, "clients": 3, "models": models, "data": data, "rounds": 2, "device": "cpu"}
+    return Config(**{**settings, **options})
 
 
 def sites(tmp_path: Path, count: int = 3) -> list[Any]:

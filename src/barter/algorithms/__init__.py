@@ -7,32 +7,44 @@ from typing import Any
 from barter.algorithms.central import Central
 from barter.algorithms.dffke import DFFKE
 from barter.algorithms.dfrd import DFRD
+from barter.algorithms.dsfl import DSFL
 from barter.algorithms.fedaf import FedAF
 from barter.algorithms.fedavg import FedAvg
+from barter.algorithms.feddf import FedDF
 from barter.algorithms.feddistill import FedDistill
 from barter.algorithms.feddm import FedDM
 from barter.algorithms.feddropout import FedDropout
 from barter.algorithms.fedfree import FedFree
+from barter.algorithms.fedkd import FedKD
+from barter.algorithms.fedmd import FedMD
 from barter.algorithms.fedproto import FedProto
 from barter.algorithms.fedprox import FedProx
 from barter.algorithms.fedrolex import FedRolex
 from barter.algorithms.fedzge import FedZGE
+from barter.algorithms.fml import FML
 from barter.algorithms.heterofl import HeteroFL
 from barter.algorithms.lgfedavg import LGFedAvg
 from barter.algorithms.local import Local
+from barter.algorithms.mhat import MHAT
 from barter.core.algorithm import Algorithm
 
 __all__ = [
     "ALGORITHMS",
     "DFFKE",
     "DFRD",
+    "DSFL",
+    "FML",
+    "MHAT",
     "Central",
     "FedAF",
     "FedAvg",
+    "FedDF",
     "FedDM",
     "FedDistill",
     "FedDropout",
     "FedFree",
+    "FedKD",
+    "FedMD",
     "FedProto",
     "FedProx",
     "FedRolex",
@@ -55,6 +67,12 @@ ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
     "fedproto": FedProto,
     "feddistill": FedDistill,
     "lgfedavg": LGFedAvg,
+    "fedmd": FedMD,
+    "dsfl": DSFL,
+    "mhat": MHAT,
+    "feddf": FedDF,
+    "fml": FML,
+    "fedkd": FedKD,
     "fedavg": FedAvg,
     "fedprox": FedProx,
     "local": Local,

@@ -43,7 +43,7 @@ class Algorithm(Generic[S, C]):
 
     crosses: ClassVar[Mapping[str, str]]  # remote method -> what goes down and what comes up
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}  # named sets of hyperparameters
-    global_model: ClassVar[bool] = False  # whether the server has a model beside theirs: the first client's network
+    global_model: ClassVar[bool] = False  # whether the server has a model beside theirs; see server_network
     replicas: ClassVar[bool] = False  # whether the server builds the clients' networks and fills in their weights
     may_be_infinite: ClassVar[frozenset[str]] = frozenset()  # methods whose payloads may hold NaN or infinity
 
@@ -58,6 +58,11 @@ class Algorithm(Generic[S, C]):
     @property
     def feature_width(self) -> int | None:
         """The width that all clients' features must have; none: any. Networks with another are pooled to it."""
+        return None
+
+    @property
+    def server_network(self) -> str | None:
+        """The name of the server's own network, of which clients may get copies; none: it is the first client's."""
         return None
 
     @property

@@ -170,9 +170,11 @@ class Server(Node):
         model: Classifier | None,
         device: torch.device,
         public: Images | None = None,
+        names: Mapping[int, str] | None = None,
     ) -> None:
         super().__init__(model, device, public)
         self.spec, self.architectures = spec, architectures
+        self.names = dict(names or {})  # of clients' architectures: those of one name have the same network
 
     def replica(self, client: int, weights: State) -> Classifier:
         """A frozen copy of a client's model, from the weights it sent."""

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from barter.core import lanes
 from barter.core.images import Augment, Images, Spec, prepared
@@ -141,17 +141,23 @@ def fit_by(
     batch_size: int,
     recipe: Recipe,
     beside: Sequence[Tensor] = (),
+    also: Sequence[nn.Module] = (),
 ) -> None:
-    """Train the client's model by a loss of bytes and labels, and of what else is given to every step beside them."""
+    """Train the client's model, and what else is to learn, by a loss of bytes and labels.
+
+    What is `beside` them is given to every step.
+    """
     data = client.data
     index = index_batches(len(data), batch_size, data.device)
     batches = ([data.pixels[chosen], data.labels[chosen], *beside] for chosen in index)
-    alternate(client, [(loss, batches)], epochs * epoch_length(len(data), batch_size), recipe)
+    alternate(client, [(loss, batches)], epochs * epoch_length(len(data), batch_size), recipe, also)
 
 
-def alternate(client: Client, courses: Sequence[Course], steps: int, recipe: Recipe) -> None:
+def alternate(
+    client: Client, courses: Sequence[Course], steps: int, recipe: Recipe, also: Sequence[nn.Module] = ()
+) -> None:
     """Train the client's model on several things at once: in every step on a batch of each, by its loss."""
-    trainer = Trainer.of(client.model.train(), recipe)
+    trainer = Trainer.of([module.train() for module in (client.model, *also)], recipe)
     for step in client.track(range(steps)):
         for loss, batches in courses:
             trainer.step(loss, *next(batches))

@@ -1,0 +1,45 @@
+"""Fewer numbers for an update: of each matrix, the largest of its singular values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from barter.core.errors import PayloadError
+from barter.core.payload import State
+
+__all__ = ["Compressed", "compressed", "rank", "restored"]
+
+Compressed: TypeAlias = list[list[Tensor]]  # in the order of a network's tensors: each itself, or two factors of it
+
+
+def rank(singular: Tensor, energy: float) -> int:
+    """How many of the falling singular values have this share of the sum of all squares; at least one."""
+    held = singular.double().square().cumsum(0)
+    return min(1 + int((held < energy * held[-1]).sum()), len(singular))
+
+
+def compressed(update: Mapping[str, Tensor], energy: float) -> Compressed:
+    """Matrices, and kernels as matrices of outputs by inputs, as factors of low rank where that is less to send."""
+    return [_factors(tensor, energy) for tensor in update.values()]
+
+
+def _factors(tensor: Tensor, energy: float) -> list[Tensor]:
+    if tensor.ndim < 2 or not tensor.is_floating_point():
+        return [tensor]
+    matrix = tensor.flatten(1)
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    kept = rank(s, energy)
+    return [u[:, :kept] * s[:kept], v[:kept]] if kept * sum(matrix.shape) < matrix.numel() else [tensor]
+
+
+def restored(parts: Compressed, like: Mapping[str, Tensor]) -> State:
+    """The update again, for tensors such as these."""
+    try:
+        whole = [part[0] @ part[1] if len(part) > 1 else part[0] for part in parts]
+        return {name: tensor.view(old.shape) for (name, old), tensor in zip(like.items(), whole, strict=True)}
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise PayloadError(f"a compressed update is of another network: {error}") from error

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from barter.core.errors import PayloadError
+from barter.core.payload import nbytes
+from barter.ops.compress import compressed, rank, restored
+
+
+def test_energy_is_of_squares_and_one_value_always_stays() -> None:
+    singular = torch.tensor([3.0, 1.0, 1.0])  # squares 9, 1, 1
+    assert [rank(singular, share) for share in (0.5, 0.81, 0.83, 0.95, 1.0)] == [1, 1, 2, 3, 3]
+    assert rank(torch.tensor([1.0, 1.0]), 0.98) == 2, "all are needed, and all are there"
+    assert rank(torch.zeros(4), 0.95) == 1
+
+
+def test_a_head_with_a_flat_spectrum_does_not_vanish() -> None:
+    head = torch.linalg.qr(torch.randn(40, 10, generator=torch.Generator().manual_seed(0)))[0].T.contiguous()
+    for energy in (0.5, 0.95, 0.98, 1.0):
+        back = restored(compressed({"head": head}, energy), {"head": head})["head"]
+        assert float(back.square().sum()) >= energy * float(head.square().sum()) - 1e-4
+
+
+def test_what_is_of_low_rank_travels_in_fewer_bytes_and_comes_back() -> None:
+    draw = torch.Generator().manual_seed(0)
+    matrix = torch.randn(30, 1, generator=draw) @ torch.randn(1, 20, generator=draw)
+    kernel = (torch.randn(16, 1, generator=draw) @ torch.randn(1, 72, generator=draw)).view(16, 8, 3, 3)
+    state = {"m": matrix, "k": kernel.to(memory_format=torch.channels_last), "b": torch.randn(5), "n": torch.tensor(7)}
+    packed = compressed(state, 0.98)
+    assert nbytes(packed) == 4 * (30 + 20 + 16 + 72 + 5) + 8
+    back = restored(packed, state)
+    assert back["n"].item() == 7
+    for name in ("m", "k", "b"):
+        assert torch.allclose(back[name], state[name], atol=1e-5)
+
+
+def test_what_would_grow_travels_as_it_is() -> None:
+    eye = {"w": torch.eye(6)}
+    assert nbytes(compressed(eye, 0.98)) == nbytes(eye)
+    assert torch.equal(restored(compressed(eye, 0.98), eye)["w"], eye["w"])
+
+
+def test_an_update_of_another_network_is_refused() -> None:
+    packed = compressed({"w": torch.ones(40, 30), "b": torch.ones(3)}, 0.95)
+    for like in ({"w": torch.ones(30, 30), "b": torch.ones(3)}, {"w": torch.ones(40, 30)}):
+        with pytest.raises(PayloadError, match="of another network"):
+            restored(packed, like)
