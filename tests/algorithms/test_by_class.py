@@ -13,10 +13,10 @@ from barter.algorithms import fedproto
 from barter.algorithms.feddistill import Register
 from barter.algorithms.feddistill import loss as distilled
 from barter.algorithms.fedproto import Follower
-from barter.algorithms.lgfedavg import HeadServer
+from barter.algorithms.one_width import HeadServer
 from barter.core.images import Augment, Spec
 from barter.core.model import Classifier
-from barter.ops.prototypes import mean_of
+from barter.ops.prototypes import class_means, mean_of
 from tests.conftest import federation, same, tiny
 
 SPEC = Spec(1, 1, 2, 2, (0.0,), (1.0,))  # two pixels, as they are
@@ -102,7 +102,7 @@ def test_fedproto_sends_prototypes_of_after_training() -> None:
     (_,) = experiment.rounds(1)
     clients = [cast(Follower, c) for c in experiment.engine.clients.values()]
     own = [
-        fedproto.class_means(c.model.eval().features(c.data.batch(torch.arange(len(c.data)))).detach(), c.data.labels)
+        class_means(c.model.eval().features(c.data.batch(torch.arange(len(c.data)))).detach(), c.data.labels)
         for c in clients
     ]
     whole = mean_of(own)
