@@ -13,6 +13,7 @@ from barter.algorithms.feddistill import FedDistill
 from barter.algorithms.feddm import FedDM
 from barter.algorithms.feddropout import FedDropout
 from barter.algorithms.fedfree import FedFree
+from barter.algorithms.fedgh import FedGH
 from barter.algorithms.fedproto import FedProto
 from barter.algorithms.fedprox import FedProx
 from barter.algorithms.fedrolex import FedRolex
@@ -33,6 +34,7 @@ __all__ = [
     "FedDistill",
     "FedDropout",
     "FedFree",
+    "FedGH",
     "FedProto",
     "FedProx",
     "FedRolex",
@@ -55,6 +57,7 @@ ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
     "fedproto": FedProto,
     "feddistill": FedDistill,
     "lgfedavg": LGFedAvg,
+    "fedgh": FedGH,
     "fedavg": FedAvg,
     "fedprox": FedProx,
     "local": Local,

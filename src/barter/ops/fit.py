@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from barter.core import lanes
 from barter.core.images import Augment, Images, Spec, prepared
 from barter.core.model import Classifier
-from barter.core.nodes import Client
+from barter.core.nodes import Client, Server
 from barter.ops.trainer import Recipe, Trainer, adam, sgd
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "epoch_length",
     "fit",
     "fit_by",
+    "fit_rows",
     "index_batches",
     "sgd",
 ]
@@ -156,3 +157,23 @@ def alternate(client: Client, courses: Sequence[Course], steps: int, recipe: Rec
         for loss, batches in courses:
             trainer.step(loss, *next(batches))
         trainer.anneal((step + 1) / steps)
+
+
+def fit_rows(
+    server: Server,
+    phase: str,
+    module: nn.Module,
+    loss: Callable[..., Any],
+    rows: Sequence[Tensor],
+    *,
+    epochs: int,
+    batch_size: int,
+    recipe: Recipe,
+    beside: Iterator[Sequence[Tensor]] | None = None,
+) -> None:
+    """Train a module of the server's on rows of some tensors, and on what else is given to each step beside them."""
+    trainer, n = Trainer.of(module.train(), recipe), len(rows[0])
+    steps = server.track(phase, range(epochs * epoch_length(n, batch_size)))
+    batches = index_batches(n, batch_size, rows[0].device)
+    for _, chosen, more in zip(steps, batches, beside or repeat(()), strict=False):
+        trainer.step(loss, *(tensor[chosen] for tensor in rows), *more)

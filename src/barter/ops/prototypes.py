@@ -12,7 +12,17 @@ from barter.core.evaluation import predict
 from barter.core.images import Images
 from barter.core.model import Classifier
 
-__all__ = ["ByClass", "class_means", "features_of", "lookup", "mean_of", "nearest", "prototypes_of", "renewed"]
+__all__ = [
+    "ByClass",
+    "class_means",
+    "features_of",
+    "joined",
+    "lookup",
+    "mean_of",
+    "nearest",
+    "prototypes_of",
+    "renewed",
+]
 
 
 class ByClass(TypedDict):
@@ -29,10 +39,19 @@ def class_means(values: Tensor, labels: Tensor) -> ByClass:
     return {"classes": classes, "vectors": sums / counts[:, None]}
 
 
+def joined(tables: Iterable[ByClass]) -> ByClass:
+    """All vectors of several tables below one another; a class may come more than once."""
+    listed = list(tables)
+    return {
+        "classes": torch.cat([table["classes"] for table in listed]),
+        "vectors": torch.cat([table["vectors"] for table in listed]),
+    }
+
+
 def mean_of(tables: Iterable[ByClass]) -> ByClass:
     """The mean vector of every class, over those that have one for it; each of them counts alike."""
-    listed = list(tables)
-    return class_means(torch.cat([t["vectors"] for t in listed]), torch.cat([t["classes"] for t in listed]))
+    every = joined(tables)
+    return class_means(every["vectors"], every["classes"])
 
 
 def features_of(model: Classifier, data: Images) -> Tensor:
