@@ -42,6 +42,7 @@ TINY: dict[str, dict[str, Any]] = {
     "feddropout": {"epochs": 1, "batch_size": 50},
     "fedrolex": {"epochs": 1, "batch_size": 50},
     "fedproto": {"features": 48, "batch_size": 50},
+    "fedtgp": {"features": 48, "batch_size": 50, "server_epochs": 5},
     "feddistill": {"batch_size": 50},
     "lgfedavg": {"features": 48, "batch_size": 50},
     "fedgh": {"features": 48, "batch_size": 50, "server_epochs": 5},

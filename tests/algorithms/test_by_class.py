@@ -1,4 +1,4 @@
-"""Methods that trade one vector for each class, or one head: FedProto, FD, LG-FedAvg, FedGH."""
+"""Methods that trade one vector for each class, or one head: FedProto, FD, LG-FedAvg, FedGH, FedTGP."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from barter.algorithms import FedGH, fedproto
+from barter.algorithms import FedGH, FedTGP, fedproto, fedtgp
 from barter.algorithms.feddistill import Register
 from barter.algorithms.feddistill import loss as distilled
 from barter.algorithms.fedproto import Follower
 from barter.algorithms.one_width import HeadServer
+from barter.core import seeds
+from barter.core.clients import Replies
 from barter.core.images import Augment, Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Client
@@ -106,7 +108,7 @@ def mean_features(client: Client) -> ByClass:
     return class_means(features, client.data.labels)
 
 
-@pytest.mark.parametrize(("name", "args"), [("fedproto", ()), ("fedgh", ({},))])
+@pytest.mark.parametrize(("name", "args"), [("fedproto", ()), ("fedtgp", ()), ("fedgh", ({},))])
 def test_prototypes_are_sent_of_after_training(name: str, args: tuple[Any, ...]) -> None:
     algorithm = tiny(name)
     client = federation(algorithm).engine.clients[0]
@@ -189,3 +191,51 @@ def test_fedghs_head_knows_what_an_average_of_heads_does_not() -> None:
 
     mean = {at: torch.stack([head[at] for head in heads]).mean(0) for at in ("weight", "bias")}
     assert right(**cast(HeadServer, experiment.server).head) > right(**mean) + 0.5
+
+
+def on_a_line(*places: float) -> ByClass:
+    return {"classes": torch.arange(len(places)), "vectors": F.pad(torch.tensor(places)[:, None], (0, 7))}
+
+
+def test_fedtgps_margin_by_hand() -> None:
+    assert float(fedtgp.margin(on_a_line(0.0, 3.0, 4.0), 100.0)) == 3.0, "the loneliest class has a neighbour at 3"
+    assert float(fedtgp.margin(on_a_line(0.0, 3.0, 4.0), 2.0)) == 2.0
+    assert float(fedtgp.margin(on_a_line(5.0), 100.0)) == 0.0, "a single class has no neighbour"
+
+
+def test_fedtgps_loss_by_hand() -> None:
+    class Fixed(fedtgp.TrainablePrototypes):
+        def forward(self) -> Tensor:
+            return torch.tensor([[0.0, 0.0], [3.0, 4.0]])
+
+    value = fedtgp.loss(Fixed(2, 2), torch.zeros(1, 2), torch.tensor([0]), torch.tensor(1.5))
+    assert float(value) == pytest.approx(math.log(1 + math.exp(1.5 - 5.0)), rel=1e-5), "0 + 1.5 against 5"
+
+
+def separation(server: fedtgp.Prototypist, **changes: Any) -> float:
+    tables = {0: on_a_line(0.0, 2.0), 1: on_a_line(1.0, 3.0)}  # means at 1/2 and 5/2
+    algorithm = FedTGP(features=8, server_epochs=300, server_lr=0.03, **changes)
+    with seeds.scope(0, "learnt"):
+        one, other = algorithm.gathered(server, Replies(tables, {0: 1, 1: 1}, {}))["vectors"]
+    return float((one - other).norm())
+
+
+def test_fedtgps_prototypes_are_further_apart_than_means_and_with_a_margin_more_so() -> None:
+    new = [fedtgp.Prototypist(SPEC, {}, None, torch.device("cpu")) for _ in range(2)]
+    with_margin, without = separation(new[0]), separation(new[1], tau=0.0)
+    assert new[0].report["margin"] == 2.0
+    assert with_margin > without > 2.0
+    assert separation(new[0]) > with_margin, "it goes on from where it was"
+
+
+def test_without_lambda_fedtgps_clients_are_fedprotos() -> None:
+    networks = []
+    for name in ("fedproto", "fedtgp"):
+        experiment = federation(tiny(name, lam=0.0))
+        records = list(experiment.rounds(2))
+        networks.append(
+            {f"{k}.{at}": w for k, c in experiment.engine.clients.items() for at, w in c.model.state_dict().items()}
+        )
+    assert same(*networks)
+    assert "head_global" in records[-1].clients[0], "and predicts by the nearest prototype"
+    assert cast(Follower, experiment.engine.clients[0]).prototypes[0]["classes"].tolist() == list(range(10))

@@ -17,6 +17,7 @@ from barter.algorithms.fedgh import FedGH
 from barter.algorithms.fedproto import FedProto
 from barter.algorithms.fedprox import FedProx
 from barter.algorithms.fedrolex import FedRolex
+from barter.algorithms.fedtgp import FedTGP
 from barter.algorithms.fedzge import FedZGE
 from barter.algorithms.heterofl import HeteroFL
 from barter.algorithms.lgfedavg import LGFedAvg
@@ -38,6 +39,7 @@ __all__ = [
     "FedProto",
     "FedProx",
     "FedRolex",
+    "FedTGP",
     "FedZGE",
     "HeteroFL",
     "LGFedAvg",
@@ -55,6 +57,7 @@ ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
     "feddropout": FedDropout,
     "fedrolex": FedRolex,
     "fedproto": FedProto,
+    "fedtgp": FedTGP,
     "feddistill": FedDistill,
     "lgfedavg": LGFedAvg,
     "fedgh": FedGH,
