@@ -46,6 +46,7 @@ TINY: dict[str, dict[str, Any]] = {
     "feddistill": {"batch_size": 50},
     "lgfedavg": {"features": 48, "batch_size": 50},
     "fedgh": {"features": 48, "batch_size": 50, "server_epochs": 5},
+    "fedgen": {"features": 48, "batch_size": 50, "noise": 8, "hidden": 16, "generator_steps": 5},
     "fedavg": {"epochs": 1, "batch_size": 50},
     "fedprox": {"epochs": 1, "batch_size": 50},
     "local": {"max_epochs": 2},

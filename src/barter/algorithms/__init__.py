@@ -13,6 +13,7 @@ from barter.algorithms.feddistill import FedDistill
 from barter.algorithms.feddm import FedDM
 from barter.algorithms.feddropout import FedDropout
 from barter.algorithms.fedfree import FedFree
+from barter.algorithms.fedgen import FedGen
 from barter.algorithms.fedgh import FedGH
 from barter.algorithms.fedproto import FedProto
 from barter.algorithms.fedprox import FedProx
@@ -36,6 +37,7 @@ __all__ = [
     "FedDropout",
     "FedFree",
     "FedGH",
+    "FedGen",
     "FedProto",
     "FedProx",
     "FedRolex",
@@ -61,6 +63,7 @@ ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
     "feddistill": FedDistill,
     "lgfedavg": LGFedAvg,
     "fedgh": FedGH,
+    "fedgen": FedGen,
     "fedavg": FedAvg,
     "fedprox": FedProx,
     "local": Local,
