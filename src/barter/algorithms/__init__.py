@@ -15,6 +15,7 @@ from barter.algorithms.feddropout import FedDropout
 from barter.algorithms.fedfree import FedFree
 from barter.algorithms.fedgen import FedGen
 from barter.algorithms.fedgh import FedGH
+from barter.algorithms.fedktl import FedKTL
 from barter.algorithms.fedproto import FedProto
 from barter.algorithms.fedprox import FedProx
 from barter.algorithms.fedrolex import FedRolex
@@ -38,6 +39,7 @@ __all__ = [
     "FedFree",
     "FedGH",
     "FedGen",
+    "FedKTL",
     "FedProto",
     "FedProx",
     "FedRolex",
@@ -64,6 +66,7 @@ ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
     "lgfedavg": LGFedAvg,
     "fedgh": FedGH,
     "fedgen": FedGen,
+    "fedktl": FedKTL,
     "fedavg": FedAvg,
     "fedprox": FedProx,
     "local": Local,

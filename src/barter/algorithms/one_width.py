@@ -6,12 +6,12 @@ HtFLlib. Local training is HtFLlib's too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from barter.core.algorithm import Algorithm
@@ -20,7 +20,7 @@ from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
 from barter.core.payload import State
-from barter.ops.fit import classification, fit_by, sgd
+from barter.ops.fit import Recipe, classification, fit_by, sgd
 from barter.ops.heads import linear_head
 
 __all__ = ["HeadServer", "OneWidth", "SharedHead"]
@@ -51,11 +51,28 @@ class OneWidth(Algorithm[S, C]):
     def feature_width(self) -> int:
         return self.features
 
-    def train(self, client: C, loss: Callable[..., Any] | None = None, beside: Sequence[Tensor] = ()) -> None:
+    def recipe(self) -> Recipe:
+        """How clients are trained."""
+        return sgd(self.lr)
+
+    def train(
+        self,
+        client: C,
+        loss: Callable[..., Any] | None = None,
+        beside: Sequence[Tensor] | Iterator[Sequence[Tensor]] = (),
+        along: Sequence[nn.Module] = (),
+    ) -> None:
         """Local training: by cross entropy, or by a loss as `fit_by` takes it."""
         plain = partial(classification, client.model, client.data.spec, client.data.augment)
-        recipe = sgd(self.lr)
-        fit_by(client, loss or plain, epochs=self.epochs, batch_size=self.batch_size, recipe=recipe, beside=beside)
+        fit_by(
+            client,
+            loss or plain,
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            recipe=self.recipe(),
+            beside=beside,
+            along=along,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

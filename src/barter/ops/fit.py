@@ -141,18 +141,27 @@ def fit_by(
     epochs: int,
     batch_size: int,
     recipe: Recipe,
-    beside: Sequence[Tensor] = (),
+    beside: Sequence[Tensor] | Iterator[Sequence[Tensor]] = (),
+    along: Sequence[nn.Module] = (),
 ) -> None:
-    """Train the client's model by a loss of bytes and labels, and of what else is given to every step beside them."""
+    """Train the client's model by a loss of bytes and labels, and of what else is given to every step beside them.
+
+    That is the same each time, or an iterator gives it for one step after the other. What is named in `along` is
+    trained too.
+    """
     data = client.data
     index = index_batches(len(data), batch_size, data.device)
-    batches = ([data.pixels[chosen], data.labels[chosen], *beside] for chosen in index)
-    alternate(client, [(loss, batches)], epochs * epoch_length(len(data), batch_size), recipe)
+    given = beside if isinstance(beside, Iterator) else repeat(beside)
+    batches = ([data.pixels[chosen], data.labels[chosen], *more] for chosen, more in zip(index, given, strict=False))
+    alternate(client, [(loss, batches)], epochs * epoch_length(len(data), batch_size), recipe, along)
 
 
-def alternate(client: Client, courses: Sequence[Course], steps: int, recipe: Recipe) -> None:
-    """Train the client's model on several things at once: in every step on a batch of each, by its loss."""
-    trainer = Trainer.of(client.model.train(), recipe)
+def alternate(
+    client: Client, courses: Sequence[Course], steps: int, recipe: Recipe, along: Sequence[nn.Module] = ()
+) -> None:
+    """Train the client's model, and others along with it, on several things at once: in every step on a batch of each,
+    by its loss."""
+    trainer = Trainer.of([client.model.train(), *(module.train() for module in along)], recipe)
     for step in client.track(range(steps)):
         for loss, batches in courses:
             trainer.step(loss, *next(batches))
