@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from torch import Tensor, nn
 
 from barter import ALGORITHMS, Experiment
 from barter.core.algorithm import Algorithm
@@ -43,6 +44,7 @@ TINY: dict[str, dict[str, Any]] = {
     "feddropout": {"epochs": 1, "batch_size": 50},
     "fedrolex": {"epochs": 1, "batch_size": 50},
     "fedproto": {"features": 48, "batch_size": 50},
+    "fedtgp": {"features": 48, "batch_size": 50, "server_epochs": 5},
     "feddistill": {"batch_size": 50},
     "lgfedavg": {"features": 48, "batch_size": 50},
     "fedmd": {"public_epochs": 1, "private_epochs": 1, "samples": 60, "epochs": 1, "batch_size": 50},
@@ -51,6 +53,9 @@ TINY: dict[str, dict[str, Any]] = {
     "feddf": {"epochs": 1, "samples": 60, "distil_steps": 3},
     "fml": {"shared": "small-mlp", "epochs": 1, "batch_size": 50},
     "fedkd": {"shared": "small-mlp", "batch_size": 50},
+    "fedgh": {"features": 48, "batch_size": 50, "server_epochs": 5},
+    "fedgen": {"features": 48, "batch_size": 50, "noise": 8, "hidden": 16, "generator_steps": 5},
+    "fedktl": {"features": 48, "batch_size": 50, "server_epochs": 3, "server_batch_size": 20},
     "fedavg": {"epochs": 1, "batch_size": 50},
     "fedprox": {"epochs": 1, "batch_size": 50},
     "local": {"max_epochs": 2},
@@ -58,8 +63,29 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
+# What has no default that could work.
+NEEDED: dict[str, dict[str, Any]] = {"fedktl": {"generator": "tests.conftest:blots"}}
+
+
 def tiny(name: str, **changes: Any) -> Algorithm[Any, Any]:
-    return ALGORITHMS[name](**{**TINY[name], **changes})
+    return ALGORITHMS[name](**{**NEEDED.get(name, {}), **TINY[name], **changes})
+
+
+class Blots(nn.Module):
+    """A generator of images that nobody trained: five numbers are the corners and the middle of a picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latent_dim = 5
+
+    def forward(self, codes: Tensor) -> Tensor:
+        a, b, c, d, e = codes.tanh().unbind(1)
+        picture = torch.stack([a, (a + b) / 2, b, (a + c) / 2, e, (b + d) / 2, c, (c + d) / 2, d], 1)
+        return picture.view(-1, 1, 3, 3)
+
+
+def blots() -> nn.Module:
+    return Blots()
 
 
 def federation(algorithm: Algorithm[Any, Any], **options: Any) -> Experiment:

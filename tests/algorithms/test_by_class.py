@@ -1,22 +1,28 @@
-"""Methods that trade one vector for each class, or one head: FedProto, FD, LG-FedAvg."""
+"""Methods that trade one vector for each class, or one head: FedProto, FD, LG-FedAvg, FedGH, FedTGP."""
 
 from __future__ import annotations
 
 import math
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from barter.algorithms import fedproto
+from barter.algorithms import FedGH, FedTGP, fedproto, fedtgp
 from barter.algorithms.feddistill import Register
 from barter.algorithms.feddistill import loss as distilled
 from barter.algorithms.fedproto import Follower
-from barter.algorithms.lgfedavg import HeadServer
+from barter.algorithms.one_width import HeadServer
+from barter.core import seeds
+from barter.core.clients import Replies
 from barter.core.images import Augment, Spec
 from barter.core.model import Classifier
-from barter.ops.prototypes import mean_of
+from barter.core.nodes import Client
+from barter.data.partition import Classes
+from barter.ops.heads import head_state
+from barter.ops.prototypes import ByClass, class_means, joined, mean_of
 from tests.conftest import federation, same, tiny
 
 SPEC = Spec(1, 1, 2, 2, (0.0,), (1.0,))  # two pixels, as they are
@@ -97,18 +103,42 @@ def test_fedproto_names_the_class_of_the_nearest_prototype() -> None:
     assert {"head_global", "head_local"} <= record.clients[1].keys()
 
 
-def test_fedproto_sends_prototypes_of_after_training() -> None:
+def mean_features(client: Client) -> ByClass:
+    features = client.model.eval().features(client.data.batch(torch.arange(len(client.data)))).detach()
+    return class_means(features, client.data.labels)
+
+
+@pytest.mark.parametrize(("name", "args"), [("fedproto", ()), ("fedtgp", ()), ("fedgh", ({},))])
+def test_prototypes_are_sent_of_after_training(name: str, args: tuple[Any, ...]) -> None:
+    algorithm = tiny(name)
+    client = federation(algorithm).engine.clients[0]
+    before = mean_features(client)
+    sent, after = algorithm.learn(client, *args), mean_features(client)  # type: ignore[attr-defined]
+    assert torch.equal(sent["classes"], client.data.labels.unique())
+    assert torch.allclose(sent["vectors"], after["vectors"], atol=1e-5)
+    assert not torch.allclose(sent["vectors"], before["vectors"], atol=1e-2)
+
+
+def test_fedprotos_clients_get_the_mean_of_all() -> None:
     experiment = federation(tiny("fedproto"))
     (_,) = experiment.rounds(1)
     clients = [cast(Follower, c) for c in experiment.engine.clients.values()]
-    own = [
-        fedproto.class_means(c.model.eval().features(c.data.batch(torch.arange(len(c.data)))).detach(), c.data.labels)
-        for c in clients
-    ]
-    whole = mean_of(own)
+    whole = mean_of([mean_features(client) for client in clients])
     for client in clients:
         assert torch.equal(client.prototypes[0]["classes"], whole["classes"])
         assert torch.allclose(client.prototypes[0]["vectors"], whole["vectors"], atol=1e-5)
+
+
+def test_where_few_take_part_classes_keep_their_prototypes() -> None:
+    experiment = federation(tiny("fedproto", fraction=0.34), partition=Classes(per_client=3))
+    held = [set[int]()]
+    for record in experiment.rounds(4):
+        assert sum(metrics["bytes_up"] > 0 for metrics in record.clients.values()) == 1
+        tables = [cast(Follower, client).prototypes[0] for client in experiment.engine.clients.values()]
+        assert all(torch.equal(table["vectors"], tables[0]["vectors"]) for table in tables), "all are told"
+        held.append(set(tables[0]["classes"].tolist()))
+        assert held[-1] >= held[-2]
+    assert len(held[-1]) > 3, "two clients were asked at least"
 
 
 def test_lgfedavg_averages_heads_and_nothing_else() -> None:
@@ -120,3 +150,92 @@ def test_lgfedavg_averages_heads_and_nothing_else() -> None:
     heads = [c.model.state_dict()["head.weight"].double() for c in experiment.engine.clients.values()]
     mean = sum(n * w for n, w in zip(sizes, heads, strict=True)) / sum(sizes)
     assert torch.allclose(cast(HeadServer, experiment.server).head["weight"].double(), mean, atol=1e-6)
+
+
+def test_fedghs_head_by_hand() -> None:
+    zero = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}
+    server = HeadServer(SPEC, {}, None, torch.device("cpu"))
+    server.head = zero
+    table: ByClass = {"classes": torch.tensor([0, 1]), "vectors": torch.tensor([[1.0, 0.0], [0.0, 2.0]])}
+    head = FedGH(features=2, server_epochs=1, server_lr=0.5).generalised(server, table)
+    # Both classes are thought equally likely, so that the slope of a row is the mean of ±1/2 times the vectors.
+    assert head["weight"].tolist() == [[0.125, -0.25], [-0.125, 0.25]]
+    assert head["bias"].tolist() == [0.0, 0.0]
+    assert zero["weight"].abs().sum() == 0, "what it had is not overwritten"
+
+
+def test_fedghs_clients_train_on_with_the_servers_head() -> None:
+    algorithm = tiny("fedgh", lr=1e-12)
+    experiment = federation(algorithm)
+    first, second = experiment.rounds(1), experiment.rounds(2)
+    (told,) = first
+    head = cast(HeadServer, experiment.server).head
+    prototypes = sum(4 * 48 + 8 for c in experiment.engine.clients.values() for _ in c.data.labels.unique())
+    assert told.bytes == {"learn": {"up": prototypes, "down": 0}}
+    (again,) = second
+    assert again.bytes["learn"]["down"] == 3 * 4 * (48 * 10 + 10)
+    for client in experiment.engine.clients.values():
+        assert torch.allclose(head_state(client.model)["weight"], head["weight"], atol=1e-6)
+    assert not torch.allclose(head["weight"], cast(HeadServer, experiment.server).head["weight"]), "it goes on"
+
+
+def test_fedghs_head_knows_what_an_average_of_heads_does_not() -> None:
+    experiment = federation(tiny("fedgh", lr=0.1, server_epochs=100, server_lr=5.0), partition=Classes(per_client=4))
+    (_,) = experiment.rounds(1)
+    clients = list(experiment.engine.clients.values())
+    prototypes, heads = joined(mean_features(client) for client in clients), [head_state(c.model) for c in clients]
+
+    def right(weight: Tensor, bias: Tensor) -> float:
+        said = F.linear(prototypes["vectors"], weight, bias).argmax(1)
+        return float((said == prototypes["classes"]).double().mean())
+
+    mean = {at: torch.stack([head[at] for head in heads]).mean(0) for at in ("weight", "bias")}
+    assert right(**cast(HeadServer, experiment.server).head) > right(**mean) + 0.5
+
+
+def on_a_line(*places: float) -> ByClass:
+    return {"classes": torch.arange(len(places)), "vectors": F.pad(torch.tensor(places)[:, None], (0, 7))}
+
+
+def test_fedtgps_margin_by_hand() -> None:
+    assert float(fedtgp.margin(on_a_line(0.0, 3.0, 4.0), 100.0)) == 3.0, "the loneliest class has a neighbour at 3"
+    assert float(fedtgp.margin(on_a_line(0.0, 3.0, 4.0), 2.0)) == 2.0
+    assert float(fedtgp.margin(on_a_line(5.0), 100.0)) == 0.0, "a single class has no neighbour"
+
+
+def test_fedtgps_loss_by_hand() -> None:
+    class Fixed(fedtgp.TrainablePrototypes):
+        def forward(self) -> Tensor:
+            return torch.tensor([[0.0, 0.0], [3.0, 4.0]])
+
+    value = fedtgp.loss(Fixed(2, 2), torch.zeros(1, 2), torch.tensor([0]), torch.tensor(1.5))
+    assert float(value) == pytest.approx(math.log(1 + math.exp(1.5 - 5.0)), rel=1e-5), "0 + 1.5 against 5"
+
+
+def separation(server: fedtgp.Prototypist, **changes: Any) -> float:
+    tables = {0: on_a_line(0.0, 2.0), 1: on_a_line(1.0, 3.0)}  # means at 1/2 and 5/2
+    algorithm = FedTGP(features=8, server_epochs=300, server_lr=0.03, **changes)
+    with seeds.scope(0, "learnt"):
+        one, other = algorithm.gathered(server, Replies(tables, {0: 1, 1: 1}, {}))["vectors"]
+    return float((one - other).norm())
+
+
+def test_fedtgps_prototypes_are_further_apart_than_means_and_with_a_margin_more_so() -> None:
+    new = [fedtgp.Prototypist(SPEC, {}, None, torch.device("cpu")) for _ in range(2)]
+    with_margin, without = separation(new[0]), separation(new[1], tau=0.0)
+    assert new[0].report["margin"] == 2.0
+    assert with_margin > without > 2.0
+    assert separation(new[0]) > with_margin, "it goes on from where it was"
+
+
+def test_without_lambda_fedtgps_clients_are_fedprotos() -> None:
+    networks = []
+    for name in ("fedproto", "fedtgp"):
+        experiment = federation(tiny(name, lam=0.0))
+        records = list(experiment.rounds(2))
+        networks.append(
+            {f"{k}.{at}": w for k, c in experiment.engine.clients.items() for at, w in c.model.state_dict().items()}
+        )
+    assert same(*networks)
+    assert "head_global" in records[-1].clients[0], "and predicts by the nearest prototype"
+    assert cast(Follower, experiment.engine.clients[0]).prototypes[0]["classes"].tolist() == list(range(10))

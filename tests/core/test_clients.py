@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from typing_extensions import TypeVar
 
 from barter import Algorithm, Client, Clients, Server
 from barter.core.clients import Failure, Replies
@@ -163,6 +164,16 @@ def test_parties_come_from_the_class() -> None:
     class Heir(Mine):
         pass
 
+    kind = TypeVar("kind", bound=Server, default=Server)
+
+    class Base(Algorithm[kind, MyClient]):
+        pass
+
+    class WithItsServer(Base[MyServer]):
+        pass
+
+    assert WithItsServer.parties() == (MyServer, MyClient), "the client is the base's"
+    assert Base.parties() == (Server, MyClient)
     assert Mine.parties() == (MyServer, MyClient)
     assert Heir.parties() == (MyServer, MyClient)
     assert Chat.parties() == (Server, Client)

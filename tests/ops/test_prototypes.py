@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from barter.ops.prototypes import ByClass, class_means, lookup, mean_of, nearest
+from barter.ops.prototypes import ByClass, class_means, lookup, mean_of, nearest, renewed
 
 
 def table(classes: list[int], *rows: list[float]) -> ByClass:
@@ -33,3 +33,11 @@ def test_rows_of_classes_that_nobody_has_are_zero_and_marked() -> None:
 def test_the_nearest_is_a_class_and_not_a_row() -> None:
     found = nearest(torch.tensor([[0.0, 0.0], [9.0, 9.0]]), table([4, 6], [1.0, 1.0], [8.0, 8.0]))
     assert found.tolist() == [4, 6]
+
+
+def test_classes_without_a_new_vector_keep_the_old_one() -> None:
+    old, new = table([1, 4], [1.0], [4.0]), table([0, 4], [10.0], [40.0])
+    assert renewed([], new)["classes"].tolist() == [0, 4]
+    both = renewed([old], new)
+    assert both["classes"].tolist() == [0, 1, 4]
+    assert both["vectors"].tolist() == [[10.0], [1.0], [40.0]]

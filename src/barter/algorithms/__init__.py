@@ -15,11 +15,15 @@ from barter.algorithms.feddistill import FedDistill
 from barter.algorithms.feddm import FedDM
 from barter.algorithms.feddropout import FedDropout
 from barter.algorithms.fedfree import FedFree
+from barter.algorithms.fedgen import FedGen
+from barter.algorithms.fedgh import FedGH
 from barter.algorithms.fedkd import FedKD
+from barter.algorithms.fedktl import FedKTL
 from barter.algorithms.fedmd import FedMD
 from barter.algorithms.fedproto import FedProto
 from barter.algorithms.fedprox import FedProx
 from barter.algorithms.fedrolex import FedRolex
+from barter.algorithms.fedtgp import FedTGP
 from barter.algorithms.fedzge import FedZGE
 from barter.algorithms.fml import FML
 from barter.algorithms.heterofl import HeteroFL
@@ -43,11 +47,15 @@ __all__ = [
     "FedDistill",
     "FedDropout",
     "FedFree",
+    "FedGH",
+    "FedGen",
     "FedKD",
+    "FedKTL",
     "FedMD",
     "FedProto",
     "FedProx",
     "FedRolex",
+    "FedTGP",
     "FedZGE",
     "HeteroFL",
     "LGFedAvg",
@@ -65,6 +73,7 @@ ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
     "feddropout": FedDropout,
     "fedrolex": FedRolex,
     "fedproto": FedProto,
+    "fedtgp": FedTGP,
     "feddistill": FedDistill,
     "lgfedavg": LGFedAvg,
     "fedmd": FedMD,
@@ -73,6 +82,9 @@ ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
     "feddf": FedDF,
     "fml": FML,
     "fedkd": FedKD,
+    "fedgh": FedGH,
+    "fedgen": FedGen,
+    "fedktl": FedKTL,
     "fedavg": FedAvg,
     "fedprox": FedProx,
     "local": Local,

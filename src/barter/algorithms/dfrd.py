@@ -46,7 +46,7 @@ from barter.ops.average import average
 from barter.ops.distill import kl
 from barter.ops.fit import Trainer, adam, sgd
 from barter.ops.submodel import Extraction, Places
-from barter.ops.synthesis import Output, diversity, fidelity, shown
+from barter.ops.synthesis import Output, diversity, fidelity, label_weights, shown
 
 __all__ = ["DFRD", "Distiller"]
 
@@ -71,13 +71,6 @@ class Ensemble(nn.Module):
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
         logits = torch.stack([model(x) for model in self.models])  # (K, B, C)
         return (weights[:, :, None] * logits).sum(0)
-
-
-def label_weights(counts: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
-    """τ (clients, classes) and p (classes) from how often each client saw each class; zero for classes nobody saw."""
-    total = counts.sum(0)
-    smoothed = (counts + smoothing) * (total > 0)
-    return smoothed / smoothed.sum(0).clamp_min(1e-12), total / total.sum()
 
 
 def useful(ensemble: Tensor, student: Tensor, y: Tensor, rule: Rule) -> Tensor:

@@ -7,7 +7,7 @@ features by class, and learns to keep its own near everybody's. An image is of t
 - Eq. 6 weights a client's prototype by its images of the class and divides by the number of clients once more, so that
   prototypes shrink; the authors' code takes the plain mean over clients, and so does this.
 - The distance in the loss is the mean square, as in the code; `lam` is 1 there and in HtFLlib, other papers use 10.
-- Features must have one width; networks with another are pooled to `features`, as HtFLlib does.
+- A class that nobody of a round has keeps the prototype that it had.
 - Accuracies are by the nearest prototype, of everybody's after the round; `head_global` and `head_local` are by the
   network's own head, which other papers report.
 """
@@ -17,21 +17,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import TypeVar
 
-from barter.core.algorithm import Algorithm
-from barter.core.clients import Clients
-from barter.core.evaluation import evaluate, predict
-from barter.core.images import Augment, Images, Spec, prepared
+from barter.algorithms.one_width import OneWidth
+from barter.core.clients import Clients, Replies
+from barter.core.evaluation import evaluate
+from barter.core.images import Augment, Spec, prepared
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server, as_numbers
-from barter.core.params import Count, NonNegative, Positive
-from barter.ops.fit import fit_by, sgd
-from barter.ops.prototypes import ByClass, class_means, lookup, mean_of, nearest
+from barter.core.params import NonNegative
+from barter.ops.prototypes import ByClass, features_of, lookup, mean_of, nearest, prototypes_of, renewed
 
 __all__ = ["FedProto", "Follower", "loss"]
+
+S = TypeVar("S", bound=Server, default=Server)
 
 
 class Follower(Client):
@@ -57,34 +58,29 @@ def loss(
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedProto(Algorithm[Server, Follower]):
+class FedProto(OneWidth[S, Follower]):
     """Prototypes of classes go up, their means come down."""
 
     crosses = {"learn": "up: mean features of the client's classes", "receive": "down: their means over clients"}
 
-    features: Count = 512  # width of all clients' features
     lam: NonNegative = 1.0  # λ: how much the distance to prototypes counts
-    epochs: Count = 1  # E: local epochs
-    batch_size: Count = 10  # B: images per step
-    lr: Positive = 0.01  # η: learning rate of SGD
 
-    @property
-    def feature_width(self) -> int:
-        return self.features
-
-    def round(self, server: Server, clients: Clients, t: int) -> None:
-        prototypes = clients.run(self.learn)
-        clients.run(self.receive, mean_of(prototypes.values()))
+    def round(self, server: S, clients: Clients, t: int) -> None:
+        prototypes = clients.sample(self.fraction).run(self.learn)
+        clients.run(self.receive, self.gathered(server, prototypes))
 
     def learn(self, client: Follower) -> ByClass:
         data = client.data
         near = partial(loss, client.model, data.spec, data.augment, self.lam)
-        prototypes = lookup(client.prototypes, data.spec.classes, self.features, client.device)
-        fit_by(client, near, epochs=self.epochs, batch_size=self.batch_size, recipe=sgd(self.lr), beside=prototypes)
-        return class_means(_features(client, data), data.labels)
+        self.train(client, near, lookup(client.prototypes, data.spec.classes, self.features, client.device))
+        return prototypes_of(client.model, data)
+
+    def gathered(self, server: S, prototypes: Replies[ByClass]) -> ByClass:
+        """Everybody's prototypes, of each client's."""
+        return mean_of(prototypes.values())
 
     def receive(self, client: Follower, prototypes: ByClass) -> None:
-        client.prototypes = [prototypes]
+        client.prototypes = [renewed(client.prototypes, prototypes)]
 
     def evaluate(self, client: Follower) -> dict[str, float]:
         if not client.prototypes:
@@ -92,10 +88,6 @@ class FedProto(Algorithm[Server, Follower]):
         report, client.report = client.report, {}
         by_head, found = evaluate(client), {}
         for name, data in client.tests.items():
-            said = nearest(_features(client, data), client.prototypes[0])
+            said = nearest(features_of(client.model, data), client.prototypes[0])
             found[name] = float((said == data.labels).double().mean())
         return {**found, **{f"head_{name}": value for name, value in by_head.items()}, **as_numbers(report)}
-
-
-def _features(client: Client, data: Images) -> Tensor:
-    return predict(client.model.eval().features, data.batch, torch.arange(len(data), device=client.device))

@@ -115,14 +115,12 @@ class Algorithm(Generic[S, C]):
     @classmethod
     def parties(cls) -> tuple[type[Server], type[Client]]:
         """The kinds of server and client this algorithm was written for."""
-        for kind in cls.__mro__:
-            for base in getattr(kind, "__orig_bases__", ()):
-                args = [getattr(arg, "__default__", arg) for arg in get_args(base)]  # a variable means its default
-                found = [arg for arg in args if isinstance(arg, type)]
-                if found:
-                    server, client = ([*found, Client])[:2]
-                    return server, client
-        return Server, Client
+        bases = [base for kind in cls.__mro__ for base in getattr(kind, "__orig_bases__", ())]
+        args = [getattr(arg, "__default__", arg) for base in bases for arg in get_args(base)]  # a variable's default
+        found = [arg for arg in args if isinstance(arg, type)]
+        server = next((kind for kind in found if issubclass(kind, Server)), Server)
+        client = next((kind for kind in found if issubclass(kind, Client)), Client)
+        return server, client
 
     @classmethod
     def citation(cls) -> str:

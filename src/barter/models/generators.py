@@ -1,10 +1,11 @@
-"""Networks that make images."""
+"""Networks that make images, or features."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable
 from itertools import pairwise
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +15,27 @@ from barter.core import lanes
 from barter.core.images import Spec
 from barter.core.payload import State
 
-__all__ = ["Decoder", "LabelGenerator", "Merge", "MergeGenerator", "drawn_side", "resized"]
+__all__ = ["Decoder", "LabelGenerator", "LatentGenerator", "Merge", "MergeGenerator", "drawn_side", "resized"]
 
 Merge: TypeAlias = Literal["mul", "add", "cat", "ncat", "none"]
+M = TypeVar("M", bound=nn.Module)
+
+
+def _restored(name: Hashable, make: Callable[[], M], state: State) -> M:
+    """A module that has this state, ready to draw, until another is restored; nothing is initialised."""
+
+    def blank() -> M:
+        with torch.device("meta"):
+            return make()
+
+    if lanes.current() is None:
+        module = blank()
+        module.load_state_dict(state, assign=True)
+    else:
+        device = next(iter(state.values())).device
+        module = lanes.kept(name, lambda: blank().to_empty(device=device))
+        module.load_state_dict(state)
+    return module.eval().requires_grad_(False)
 
 
 class Decoder(nn.Module):
@@ -67,20 +86,11 @@ class Decoder(nn.Module):
     @classmethod
     def restored(cls, state: State, spec: Spec, parts: int = 0) -> Decoder:
         """The decoder that has this state, ready to draw, until another is restored; nothing is initialised."""
-
-        def blank() -> Decoder:
-            with torch.device("meta"):
-                return cls(state["start.weight"].shape[1], spec, parts)
-
+        shape = state["start.weight"].shape
+        decoder = _restored(("restored", shape, spec, parts), lambda: cls(shape[1], spec, parts), state)
         if lanes.current() is None:
-            decoder = blank()
-            decoder.load_state_dict(state, assign=True)
             decoder.body.to(memory_format=torch.channels_last)
-        else:
-            device, shape = state["start.weight"].device, state["start.weight"].shape
-            decoder = lanes.kept(("restored", shape, spec, parts), lambda: blank().to_empty(device=device))
-            decoder.load_state_dict(state)
-        return decoder.eval().requires_grad_(False)
+        return decoder
 
 
 def drawn_side(spec: Spec) -> int:
@@ -120,6 +130,31 @@ class LabelGenerator(nn.Module):
         start = self.start(torch.cat([self.names(y), z], 1))
         drawn: Tensor = self.body(start.view(-1, 128, *self.sides))
         return resized(drawn, self.spec)
+
+
+class LatentGenerator(nn.Module):
+    """Noise and labels to features: FedGen's."""
+
+    def __init__(self, classes: int, width: int, noise: int, hidden: int) -> None:
+        super().__init__()
+        self.classes, self.noise_width = classes, noise
+        self.start = nn.Sequential(nn.Linear(noise + classes, hidden), nn.BatchNorm1d(hidden), nn.ReLU())
+        self.end = nn.Linear(hidden, width)
+
+    def noise(self, count: int, device: torch.device) -> Tensor:
+        """What so many features can be made of."""
+        return torch.rand(count, self.noise_width, device=device)
+
+    def forward(self, noise: Tensor, y: Tensor) -> Tensor:
+        drawn: Tensor = self.end(self.start(torch.cat([noise, F.one_hot(y, self.classes).to(noise)], 1)))
+        return drawn
+
+    @classmethod
+    def restored(cls, state: State, classes: int) -> LatentGenerator:
+        """The generator that has this state, ready to draw, until another is restored; nothing is initialised."""
+        (hidden, inputs), width = state["start.0.weight"].shape, len(state["end.bias"])
+        name = ("restored", classes, width, inputs, hidden)
+        return _restored(name, lambda: cls(classes, width, inputs - classes, hidden), state)
 
 
 class MergeGenerator(nn.Module):

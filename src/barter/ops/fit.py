@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any, TypeAlias
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from barter.core import lanes
 from barter.core.images import Augment, Images, Spec, prepared
 from barter.core.model import Classifier
-from barter.core.nodes import Client
+from barter.core.nodes import Client, Server
 from barter.ops.trainer import Recipe, Trainer, adam, sgd
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "epoch_length",
     "fit",
     "fit_by",
+    "fit_rows",
     "index_batches",
     "sgd",
 ]
@@ -140,25 +141,47 @@ def fit_by(
     epochs: int,
     batch_size: int,
     recipe: Recipe,
-    beside: Sequence[Tensor] = (),
+    beside: Sequence[Tensor] | Iterator[Sequence[Tensor]] = (),
     also: Sequence[nn.Module] = (),
 ) -> None:
     """Train the client's model, and what else is to learn, by a loss of bytes and labels.
 
-    What is `beside` them is given to every step.
+    What is `beside` them is given to every step: the same each time, or what an iterator gives for one after the other.
     """
     data = client.data
     index = index_batches(len(data), batch_size, data.device)
-    batches = ([data.pixels[chosen], data.labels[chosen], *beside] for chosen in index)
+    given = beside if isinstance(beside, Iterator) else repeat(beside)
+    batches = ([data.pixels[chosen], data.labels[chosen], *more] for chosen, more in zip(index, given, strict=False))
     alternate(client, [(loss, batches)], epochs * epoch_length(len(data), batch_size), recipe, also)
 
 
 def alternate(
     client: Client, courses: Sequence[Course], steps: int, recipe: Recipe, also: Sequence[nn.Module] = ()
 ) -> None:
-    """Train the client's model on several things at once: in every step on a batch of each, by its loss."""
+    """Train the client's model, and what else is to learn, on several things at once: in every step on a batch of each,
+    by its loss."""
     trainer = Trainer.of([module.train() for module in (client.model, *also)], recipe)
     for step in client.track(range(steps)):
         for loss, batches in courses:
             trainer.step(loss, *next(batches))
         trainer.anneal((step + 1) / steps)
+
+
+def fit_rows(
+    server: Server,
+    phase: str,
+    module: nn.Module,
+    loss: Callable[..., Any],
+    rows: Sequence[Tensor],
+    *,
+    epochs: int,
+    batch_size: int,
+    recipe: Recipe,
+    beside: Iterator[Sequence[Tensor]] | None = None,
+) -> None:
+    """Train a module of the server's on rows of some tensors, and on what else is given to each step beside them."""
+    trainer, n = Trainer.of(module.train(), recipe), len(rows[0])
+    steps = server.track(phase, range(epochs * epoch_length(n, batch_size)))
+    batches = index_batches(n, batch_size, rows[0].device)
+    for _, chosen, more in zip(steps, batches, beside or repeat(()), strict=False):
+        trainer.step(loss, *(tensor[chosen] for tensor in rows), *more)

@@ -8,7 +8,21 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-__all__ = ["ByClass", "class_means", "lookup", "mean_of", "nearest"]
+from barter.core.evaluation import predict
+from barter.core.images import Images
+from barter.core.model import Classifier
+
+__all__ = [
+    "ByClass",
+    "class_means",
+    "features_of",
+    "joined",
+    "lookup",
+    "mean_of",
+    "nearest",
+    "prototypes_of",
+    "renewed",
+]
 
 
 class ByClass(TypedDict):
@@ -25,10 +39,38 @@ def class_means(values: Tensor, labels: Tensor) -> ByClass:
     return {"classes": classes, "vectors": sums / counts[:, None]}
 
 
+def joined(tables: Iterable[ByClass]) -> ByClass:
+    """All vectors of several tables below one another; a class may come more than once."""
+    listed = list(tables)
+    return {
+        "classes": torch.cat([table["classes"] for table in listed]),
+        "vectors": torch.cat([table["vectors"] for table in listed]),
+    }
+
+
 def mean_of(tables: Iterable[ByClass]) -> ByClass:
     """The mean vector of every class, over those that have one for it; each of them counts alike."""
-    listed = list(tables)
-    return class_means(torch.cat([t["vectors"] for t in listed]), torch.cat([t["classes"] for t in listed]))
+    every = joined(tables)
+    return class_means(every["vectors"], every["classes"])
+
+
+def features_of(model: Classifier, data: Images) -> Tensor:
+    """The features of all images, in evaluation mode."""
+    return predict(model.eval().features, data.batch, torch.arange(len(data), device=data.device))
+
+
+def prototypes_of(model: Classifier, data: Images) -> ByClass:
+    """The mean features of every class that there is."""
+    return class_means(features_of(model, data), data.labels)
+
+
+def renewed(old: Sequence[ByClass], new: ByClass) -> ByClass:
+    """The new vectors, and the old ones of classes that have no new one; of one table or none."""
+    stay = [~torch.isin(table["classes"], new["classes"]) for table in old]
+    classes = torch.cat([new["classes"], *(table["classes"][kept] for table, kept in zip(old, stay, strict=True))])
+    vectors = torch.cat([new["vectors"], *(table["vectors"][kept] for table, kept in zip(old, stay, strict=True))])
+    order = classes.argsort()
+    return {"classes": classes[order], "vectors": vectors[order]}
 
 
 def lookup(table: Sequence[ByClass], classes: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from barter.core.images import Spec, statistics
 
-__all__ = ["Output", "diversity", "fidelity", "shown"]
+__all__ = ["Output", "diversity", "fidelity", "label_weights", "shown"]
 
 Output: TypeAlias = Literal["matched", "tanh"]
 
@@ -20,13 +20,21 @@ def fidelity(ensemble: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(ensemble, y)
 
 
-def diversity(x: Tensor, h: Tensor) -> Tensor:
-    """L_div: images of different origins should differ.
+def diversity(x: Tensor, h: Tensor, *, norm: int = 2) -> Tensor:
+    """L_div: what is made of different origins should differ, by mean squares or (norm 1) by means.
 
-    Mean squares, not norms: with those of the papers' equations the exponential underflows.
+    Not by norms: with those of the papers' equations the exponential underflows.
     """
-    pairs = [torch.cdist(part.flatten(1), part.flatten(1)).square() / part[0].numel() for part in (x, h)]
-    return torch.exp(-(pairs[0] * pairs[1]).mean())
+    made, origins = x.flatten(1), h.flatten(1)
+    apart = torch.cdist(made, made, p=norm).pow(norm) / made.shape[1]
+    return torch.exp(-(apart * torch.cdist(origins, origins).square() / origins.shape[1]).mean())
+
+
+def label_weights(counts: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+    """τ (clients, classes) and p (classes) from how often each client saw each class; zero for classes nobody saw."""
+    total = counts.sum(0)
+    smoothed = (counts + smoothing) * (total > 0)
+    return smoothed / smoothed.sum(0).clamp_min(1e-12), total / total.sum()
 
 
 def shown(drawn: Tensor, spec: Spec, output: Output) -> Tensor:

@@ -1,0 +1,74 @@
+"""Generators of images that somebody else trained: where they are, and what they must be able to do."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from barter.core.errors import ConfigError
+from barter.core.images import Spec
+from barter.core.params import imported
+
+__all__ = ["drawn", "latent_dim", "latents", "pretrained"]
+
+WANTED = (
+    "a TorchScript file, or package.module:function that returns a torch module. It has a number latent_dim and makes "
+    "images (N, channels, height, width) between -1 and 1 of latent vectors (N, latent_dim); "
+    "docs/algorithms/generators.md says where to get one"
+)
+CHUNK = 8  # images at a time: such generators are large
+
+
+@lru_cache(maxsize=1)
+def pretrained(place: str, device: torch.device) -> nn.Module:
+    """The generator at this place, frozen. Loading a file runs what is in it: take it from people you trust."""
+    if not place:
+        raise ConfigError(f"generator='': this method needs an image generator that is trained already: {WANTED}")
+    if Path(place).is_file():
+        try:
+            generator: Any = torch.jit.load(place, map_location=device)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise ConfigError(
+                f"generator={place!r} is not TorchScript ({str(error).splitlines()[0]}): {WANTED}"
+            ) from error
+    elif ":" in place:
+        generator = imported(place, "the generator")()
+    else:
+        raise ConfigError(f"generator={place!r}: there is no such file. A generator is {WANTED}")
+    if not isinstance(generator, nn.Module) or not isinstance(getattr(generator, "latent_dim", None), int):
+        raise ConfigError(f"generator={place!r} is a {type(generator).__name__} without latent_dim. It is {WANTED}")
+    for parameter in generator.parameters():  # a script module has no requires_grad_
+        parameter.requires_grad_(False)
+    return generator.to(device).eval()
+
+
+def latent_dim(generator: nn.Module) -> int:
+    """The width of a generator's latent vectors."""
+    width: Any = generator.latent_dim
+    return int(width)
+
+
+def latents(generator: nn.Module, count: int, device: torch.device) -> Tensor:
+    """So many latent vectors as the generator knows them: its own `latents(count)`, else standard normal."""
+    own: Any = getattr(generator, "latents", None)
+    drawn: Tensor = torch.randn(count, latent_dim(generator), device=device) if own is None else own(count)
+    return drawn.to(device)
+
+
+@torch.no_grad()
+def drawn(generator: nn.Module, codes: Tensor, spec: Spec) -> Tensor:
+    """The images of these latent vectors as bytes, in the size and with the channels of the clients' images."""
+    images = torch.cat([generator(some) for some in torch.split(codes, CHUNK)]).float()
+    if images.ndim != 4 or len(images) != len(codes):
+        raise ConfigError(f"the generator made {tuple(images.shape)} of {tuple(codes.shape)}. A generator is {WANTED}")
+    if images.shape[1] != spec.channels:
+        images = images.mean(1, keepdim=True).expand(-1, spec.channels, -1, -1)
+    if images.shape[-2:] != spec.shape[1:]:
+        shrunk = images.shape[-2] > spec.height or images.shape[-1] > spec.width
+        images = F.interpolate(images, spec.shape[1:], mode="bilinear", antialias=shrunk)
+    return ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)

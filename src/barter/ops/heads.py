@@ -1,0 +1,33 @@
+"""Heads by themselves: the linear layer that makes logits of features."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from barter.core.errors import ConfigError
+from barter.core.model import Classifier
+from barter.core.payload import State
+
+__all__ = ["head_state", "linear_head", "put_on"]
+
+
+def linear_head(model: Classifier) -> nn.Linear:
+    """The head of a network; refuses one that is not a linear layer with a bias."""
+    linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    if not linears or linears[-1].in_features != model.feature_dim or linears[-1].bias is None:
+        raise ConfigError(
+            f"{type(model).__name__} does not end in nn.Linear({model.feature_dim}, classes) with a bias: "
+            "the head that clients share is one; use fedproto or feddistill for other heads"
+        )
+    return linears[-1]
+
+
+def head_state(model: Classifier) -> State:
+    """Weight and bias of a network's head, whatever it calls them."""
+    return dict(linear_head(model).state_dict())
+
+
+def put_on(model: Classifier, head: State) -> None:
+    """Give a network this head, if there is one already."""
+    if head:
+        linear_head(model).load_state_dict(head)
