@@ -219,17 +219,26 @@ def test_the_server_brings_prototypes_to_where_the_generator_draws_from() -> Non
     assert together < apart
 
 
-def test_features_learn_to_tell_what_images_were_drawn_from() -> None:
+def test_features_and_projection_learn_to_tell_what_images_were_drawn_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    along, train = [], FedKTL.train
+
+    def watching(self: FedKTL, client: Any, loss: Any, pairs: Any = (), trained: Any = ()) -> None:
+        train(self, client, loss, pairs, trained)
+        along.extend(trained)
+
+    monkeypatch.setattr(FedKTL, "train", watching)
+    with seeds.scope(0, "lesson"):
+        codes, projection = torch.randn(10, 5), nn.Linear(48, 5)
+
     def told(mu: float) -> float:
         algorithm = cast(FedKTL, tiny("fedktl", mu=mu))
         client = federation(algorithm).engine.clients[0]
-        with seeds.scope(0, "lesson"):
-            codes, projection = torch.randn(10, 5), nn.Linear(48, 5)
-        images = drawn(Blots(), codes, client.data.spec)
-        start = dict(projection.state_dict())
+        images, start = drawn(Blots(), codes, client.data.spec), dict(projection.state_dict())
         with seeds.scope(0, "learn"):
             algorithm.learn(client, [{"images": images, "latents": codes, "projection": start}])
         features = client.model.eval().features((images.float() / 255 - 0.5) / 0.5)
-        return float(F.mse_loss(projection(features), codes))
+        return F.mse_loss(projection(features), codes).item()
 
-    assert told(50.0) < 0.9 * told(0.0)
+    assert told(50.0) < 0.9 * told(0.0), "also by the projection as it began"
+    (trained,) = along
+    assert not torch.allclose(trained.weight, projection.weight, atol=1e-3)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import nn
 
 from barter import Local
 from barter.core.images import Augment, Spec
-from barter.ops.fit import Trainer, adam, classification, epoch_length, fit, index_batches, sgd
+from barter.ops.fit import Trainer, adam, classification, epoch_length, fit, fit_by, fit_rows, index_batches, sgd
 from tests.conftest import federation
 
 
@@ -67,6 +67,36 @@ def test_a_loss_of_ones_own_is_trained_on() -> None:
     assert fitted[0].accuracy > 0.8
     assert fitted[1].accuracy < 0.2, "accuracy is of the labels, whatever the loss makes of them"
     assert fitted[2].loss > fitted[0].loss + 0.5
+
+
+def test_others_are_trained_along_with_the_clients_network_and_every_step_is_given_its_own() -> None:
+    client = federation(Local(), models="small-mlp").engine.clients[0]
+    along, given = nn.Linear(1, 1, bias=False), []
+    before = along.weight.item()
+
+    def loss(pixels: torch.Tensor, labels: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        given.append(int(number))
+        return along.weight.sum()
+
+    numbers = ((torch.tensor(i),) for i in count())
+    fit_by(client, loss, epochs=2, batch_size=500, recipe=sgd(0.5), beside=numbers, along=[along])
+    steps = 2 * epoch_length(len(client.data), 500)
+    assert given == list(range(steps))
+    assert along.weight.item() == pytest.approx(before - 0.5 * steps)
+
+
+def test_the_server_trains_on_rows() -> None:
+    server, module = federation(Local()).server, nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(module.weight)
+    rows = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([10.0, 20.0, 30.0])
+
+    def loss(x: torch.Tensor, y: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(10 * x.flatten(), y), "rows stay together"
+        return factor * module.weight.sum()
+
+    beside = iter([(torch.tensor(1.0),), (torch.tensor(3.0),)])
+    fit_rows(server, "rows", module, loss, rows, epochs=2, batch_size=5, recipe=sgd(1.0), beside=beside)
+    assert module.weight.item() == -4.0, "two epochs of one step"
 
 
 def test_masked_cross_entropy_by_hand() -> None:
