@@ -46,6 +46,7 @@ TINY: dict[str, dict[str, Any]] = {
     "lgfedavg": {"features": 48, "batch_size": 50},
     "fedavg": {"epochs": 1, "batch_size": 50},
     "fedprox": {"epochs": 1, "batch_size": 50},
+    "fedbn": {"batch_size": 50},
     "local": {"max_epochs": 2},
     "central": {"max_epochs": 1},
 }

@@ -226,7 +226,7 @@ def federation(
     if config.data.source != SITES:
         test = make_task(config.data, config.partition, config.clients, config.seed, device).global_test
     server = make_server(config, names, parts, spec, public_data(config.data, spec, device), device)
-    shapes = {k: {at: (v.shape, v.dtype) for at, v in net.state_dict().items()} for k, net in parts.own.items()}
+    shapes = {k: {at: (v.shape, v.dtype) for at, v in algorithm.shared(net).items()} for k, net in parts.own.items()}
     return server, shapes, test
 
 

@@ -9,6 +9,7 @@ from barter.algorithms.dffke import DFFKE
 from barter.algorithms.dfrd import DFRD
 from barter.algorithms.fedaf import FedAF
 from barter.algorithms.fedavg import FedAvg
+from barter.algorithms.fedbn import FedBN
 from barter.algorithms.feddistill import FedDistill
 from barter.algorithms.feddm import FedDM
 from barter.algorithms.feddropout import FedDropout
@@ -29,6 +30,7 @@ __all__ = [
     "Central",
     "FedAF",
     "FedAvg",
+    "FedBN",
     "FedDM",
     "FedDistill",
     "FedDropout",
@@ -57,6 +59,7 @@ ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
     "lgfedavg": LGFedAvg,
     "fedavg": FedAvg,
     "fedprox": FedProx,
+    "fedbn": FedBN,
     "local": Local,
     "central": Central,
 }

@@ -17,6 +17,7 @@ from barter.core.images import Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server, as_numbers
 from barter.core.params import build, check, did_you_mean
+from barter.core.payload import State
 
 __all__ = ["Algorithm"]
 
@@ -44,6 +45,7 @@ class Algorithm(Generic[S, C]):
     crosses: ClassVar[Mapping[str, str]]  # remote method -> what goes down and what comes up
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}  # named sets of hyperparameters
     global_model: ClassVar[bool] = False  # whether the server has a model beside theirs: the first client's network
+    personal: ClassVar[bool] = False  # whether the server has no model even though all have one architecture
     replicas: ClassVar[bool] = False  # whether the server builds the clients' networks and fills in their weights
     may_be_infinite: ClassVar[frozenset[str]] = frozenset()  # methods whose payloads may hold NaN or infinity
 
@@ -72,6 +74,10 @@ class Algorithm(Generic[S, C]):
     def network(self, network: Classifier, share: float, spec: Spec) -> Classifier:
         """The network, which may be changed, as a party with this share of its width has it; the server has all."""
         return network
+
+    def shared(self, network: Classifier) -> State:
+        """Those of a network's weights that may leave a client under their names."""
+        return network.state_dict()
 
     def setup(self, server: S, clients: Clients) -> None:
         """Once, before the first round."""
