@@ -47,6 +47,7 @@ TINY: dict[str, dict[str, Any]] = {
     "fedavg": {"epochs": 1, "batch_size": 50},
     "fedprox": {"epochs": 1, "batch_size": 50},
     "fedbn": {"batch_size": 50},
+    "moon": {"epochs": 1, "batch_size": 50, "projection": 16},
     "local": {"max_epochs": 2},
     "central": {"max_epochs": 1},
 }

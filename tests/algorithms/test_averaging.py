@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
@@ -10,14 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from barter import Experiment, FedAvg
-from barter.algorithms import FedBN
+from barter.algorithms import FedBN, moon
 from barter.algorithms.broadcast import Caster
+from barter.core.errors import ConfigError
 from barter.core.evaluation import accuracy
-from barter.core.images import Spec
-from barter.core.model import split
+from barter.core.images import Augment, Spec
+from barter.core.model import Classifier, split
 from barter.core.payload import isolate, nbytes
+from barter.models.pooled import projected
 from barter.ops.statistics import norm_names
-from tests.conftest import federation, same, tiny
+from tests.conftest import federation, same, state, tiny
 
 SPEC = Spec(1, 8, 8, 10, (0.5,), (0.5,))
 
@@ -143,3 +148,103 @@ def test_fedbn_helps_where_clients_images_look_different() -> None:
         return sum(accuracy(experiment.server.model, c.tests["local"]) for c in clients.values()) / 2
 
     assert last("fedbn") > last("fedavg") + 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projected(FedAvg):
+    """FedAvg on networks with a projection head."""
+
+    def network(self, network: Classifier, share: float, spec: Spec) -> Classifier:
+        return projected(network, 16)
+
+
+class Pixels(Classifier):
+    """Its features are the pixels, scaled; its logits zero."""
+
+    feature_dim = 2
+
+    def __init__(self, scale: tuple[float, float]) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(scale))
+
+    def features(self, x: Tensor) -> Tensor:
+        return x.flatten(1) * self.scale
+
+    def logits(self, features: Tensor) -> Tensor:
+        return 0 * features
+
+
+def test_moons_contrast_by_hand() -> None:
+    z, glob, prev = torch.tensor([[1.0, 0.0]]), torch.tensor([[3.0, 3.0]]), torch.tensor([[0.0, 2.0]])
+    near, far = math.exp(math.sqrt(0.5) / 0.5), math.exp(0)
+    assert float(moon.contrast(z, glob, prev, 0.5)) == pytest.approx(-math.log(near / (near + far)))
+    assert float(moon.contrast(z, prev, glob, 0.5)) == pytest.approx(-math.log(far / (near + far)))
+    both = moon.contrast(torch.cat([z, z]), torch.cat([glob, prev]), torch.cat([prev, prev]), 0.5)
+    assert float(both) == pytest.approx((-math.log(near / (near + far)) + math.log(2)) / 2), "the mean over the batch"
+
+
+def test_moons_loss_by_hand() -> None:
+    white = torch.full((1, 1, 1, 2), 255, dtype=torch.uint8)  # pixels (1, 1)
+    model, glob, prev = Pixels((1.0, 0.0)), Pixels((1.0, 1.0)), Pixels((0.0, 1.0))
+    spec = Spec(1, 1, 2, 2, (0.0,), (1.0,))
+    value = moon.loss(model, glob, prev, 3.0, 0.5, spec, Augment(), white, torch.tensor([0]))
+    assert float(value.detach()) == pytest.approx(math.log(2) + 3 * math.log(1 + math.exp(-math.sqrt(0.5) / 0.5)))
+    value.backward()
+    assert glob.scale.grad is None
+    assert prev.scale.grad is None
+    assert model.scale.grad is not None
+    # Across z, sim(z, z_glob) grows by 1/√2 and sim(z, z_prev) by 1.
+    slope = 3 / (1 + math.exp(math.sqrt(0.5) / 0.5)) / 0.5 * (1 - math.sqrt(0.5))
+    assert float(model.scale.grad[1]) == pytest.approx(slope)
+
+
+def test_moon_without_its_term_is_fedavg_with_a_projection_head() -> None:
+    settings: dict[str, Any] = {"epochs": 1, "batch_size": 50, "lr": 0.05, "fraction": 0.7}
+    without = tiny("moon", mu=0.0, momentum=0.0, weight_decay=0.0, **settings)
+    one, other = (federation(algorithm) for algorithm in (Projected(**settings), without))
+    list(one.rounds(2))
+    list(other.rounds(2))
+    assert same(state(one), state(other))
+
+
+def test_moon_compares_with_the_servers_model_and_the_clients_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = federation(tiny("moon", fraction=0.4), clients=3)
+    seen: dict[tuple[str, int], dict[str, Tensor]] = {}
+
+    def spy(name: str, client: Any) -> Classifier:
+        seen[name, client.id] = isolate(dict(client.model.state_dict()))
+        return frozen(name, client)
+
+    frozen = moon.frozen
+    monkeypatch.setattr(moon, "frozen", spy)
+    for _ in range(4):
+        server = isolate(dict(experiment.server.model.state_dict()))
+        last = {k: isolate(dict(c.model.state_dict())) for k, c in experiment.engine.clients.items()}
+        seen.clear()
+        experiment.step()
+        assert len(seen) == 2, "one client trains"
+        for (name, k), weights in seen.items():
+            assert same(weights, server if name == "start" else last[k])
+    assert not moon.frozen("start", experiment.engine.clients[0]).training
+    assert not any(p.requires_grad for p in moon.frozen("start", experiment.engine.clients[0]).parameters())
+
+
+def test_moon_brings_features_nearer_to_the_servers() -> None:
+    def nearer(mu: float) -> float:
+        experiment = federation(tiny("moon", mu=mu, epochs=3, fraction=1.0), clients=2)
+        experiment.step()
+        client = experiment.engine.clients[0]
+        x = client.data.batch(torch.arange(len(client.data)))
+        glob, prev = copy.deepcopy(experiment.server.model).eval(), copy.deepcopy(client.model).eval()
+        experiment.step()
+        z, z_glob, z_prev = (m.eval().features(x).detach() for m in (client.model, glob, prev))
+        return float((torch.cosine_similarity(z, z_glob) - torch.cosine_similarity(z, z_prev)).mean())
+
+    assert nearer(5.0) > nearer(0.0) + 0.02
+
+
+def test_a_network_that_was_split_by_hand_gets_no_projection_head() -> None:
+    with pytest.raises(ConfigError, match="Pixels was split by hand and cannot be given a projection head"):
+        projected(Pixels((1.0, 1.0)), 256)
+    network = projected(split(plain(SPEC)), 7)
+    assert network.feature_dim == network.features(torch.zeros(2, 1, 8, 8)).shape[1] == 7

@@ -21,12 +21,14 @@ from barter.algorithms.fedzge import FedZGE
 from barter.algorithms.heterofl import HeteroFL
 from barter.algorithms.lgfedavg import LGFedAvg
 from barter.algorithms.local import Local
+from barter.algorithms.moon import MOON
 from barter.core.algorithm import Algorithm
 
 __all__ = [
     "ALGORITHMS",
     "DFFKE",
     "DFRD",
+    "MOON",
     "Central",
     "FedAF",
     "FedAvg",
@@ -60,6 +62,7 @@ ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
     "fedavg": FedAvg,
     "fedprox": FedProx,
     "fedbn": FedBN,
+    "moon": MOON,
     "local": Local,
     "central": Central,
 }
