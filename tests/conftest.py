@@ -48,6 +48,7 @@ TINY: dict[str, dict[str, Any]] = {
     "fedprox": {"epochs": 1, "batch_size": 50},
     "fedbn": {"batch_size": 50},
     "moon": {"epochs": 1, "batch_size": 50, "projection": 16},
+    "feddyn": {"epochs": 1},
     "local": {"max_epochs": 2},
     "central": {"max_epochs": 1},
 }

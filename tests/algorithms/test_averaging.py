@@ -13,14 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from barter import Experiment, FedAvg
-from barter.algorithms import FedBN, moon
+from barter.algorithms import FedBN, FedDyn, moon
 from barter.algorithms.broadcast import Caster
+from barter.algorithms.feddyn import Cloud, Drifter
 from barter.core.errors import ConfigError
 from barter.core.evaluation import accuracy
 from barter.core.images import Augment, Spec
 from barter.core.model import Classifier, split
 from barter.core.payload import isolate, nbytes
 from barter.models.pooled import projected
+from barter.ops.fit import Anchor
 from barter.ops.statistics import norm_names
 from tests.conftest import federation, same, state, tiny
 
@@ -248,3 +250,109 @@ def test_a_network_that_was_split_by_hand_gets_no_projection_head() -> None:
         projected(Pixels((1.0, 1.0)), 256)
     network = projected(split(plain(SPEC)), 7)
     assert network.feature_dim == network.features(torch.zeros(2, 1, 8, 8)).shape[1] == 7
+
+
+def clouds(experiment: Experiment) -> tuple[Cloud, list[Drifter]]:
+    return cast(Cloud, experiment.server), [cast(Drifter, client) for client in experiment.engine.clients.values()]
+
+
+def test_feddyns_state_is_the_sum_of_ways() -> None:
+    experiment = federation(tiny("feddyn", fraction=0.6, epochs=1), clients=4)
+    server, clients = clouds(experiment)
+    total: dict[int, dict[str, Tensor]] = {k: {} for k in range(4)}
+    for _ in range(4):
+        w = isolate(dict(server.model.state_dict()))
+        record = experiment.step()
+        active = [k for k in range(4) if record.clients[k]["bytes_up"]]
+        assert len(active) == 2
+        for k in active:
+            for at, weight in clients[k].model.named_parameters():
+                total[k][at] = total[k].get(at, torch.zeros(())) + (weight.detach() - w[at])
+        for at, weight in server.model.named_parameters():
+            for k in range(4):
+                assert (at in clients[k].h) == (at in total[k])
+                assert at not in total[k] or torch.allclose(clients[k].h[at], total[k][at], atol=1e-6)
+            mean_h = sum(ways.get(at, torch.zeros(())) for ways in total.values()) / 4
+            trained = sum(clients[k].model.state_dict()[at] for k in active) / len(active)
+            assert torch.allclose(server.h[at], mean_h, atol=1e-5), "the mean over all clients, also those at rest"
+            assert torch.allclose(weight, trained + mean_h, atol=1e-5), "models count alike"
+        statistics = "body.2.running_mean"
+        mean = sum(clients[k].model.state_dict()[statistics] for k in active) / len(active)
+        assert torch.allclose(server.model.state_dict()[statistics], mean, atol=1e-6)
+
+
+def test_feddyns_first_steps_by_hand() -> None:
+    """One client, two steps on all of its images: the gradient, then the gradient and α times how far it had gone."""
+    settings: dict[str, Any] = {"epochs": 1, "batch_size": 10_000, "lr": 0.5, "weight_decay": 0.1, "alpha": 0.4}
+    experiment = federation(FedDyn(**settings, clip=1e6), clients=1, models=[plain])
+    _, (client,) = clouds(experiment)
+    client.data.augment = Augment()
+    x, y = client.data.batch(torch.arange(len(client.data))), client.data.labels
+    model = copy.deepcopy(client.model)
+    w = [p.detach().clone() for p in model.parameters()]
+    h = [torch.zeros_like(p) for p in w]
+    for _ in range(2):
+        experiment.step()
+        for p, value in zip(model.parameters(), w, strict=True):
+            p.data.copy_(value)
+        slopes = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), list(model.parameters()))
+        rows = zip(w, h, slopes, strict=True)
+        after = [v - 0.5 * (slope + 0.1 * v + 0.4 * gone) for v, gone, slope in rows]  # at w_cloud, so far
+        assert all(torch.allclose(p, v, atol=1e-5) for p, v in zip(client.model.parameters(), after, strict=True))
+        h = [gone + new - old for gone, new, old in zip(h, after, w, strict=True)]
+        w = [new + gone for new, gone in zip(after, h, strict=True)]
+        assert all(
+            torch.allclose(p, v, atol=1e-5) for p, v in zip(experiment.server.model.parameters(), w, strict=True)
+        )
+
+
+def test_feddyn_holds_clients_with_few_images_firmly(monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment, told = federation(tiny("feddyn", alpha=0.3)), dict[int, float]()
+
+    def listen(tree: Any, method: str, client: int, direction: str) -> None:
+        if (method, direction) == ("client_update", "down"):
+            told[client] = tree[0]["alpha"]
+
+    tap(experiment, listen)
+    experiment.step()
+    sizes = [len(client.data) for client in experiment.engine.clients.values()]
+    assert len(set(sizes)) > 1
+    assert told == pytest.approx({k: 0.3 * (sum(sizes) / 3) / n for k, n in enumerate(sizes)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bowls(FedDyn):
+    """Each client's loss is a_i/2 ‖w - c_i‖², which it minimises exactly."""
+
+    held: bool = True  # by the regulariser
+
+    def train(self, client: Drifter, anchor: Anchor) -> None:
+        a, c = (1.0, 4.0)[client.id], (0.0, 1.0)[client.id]
+        alpha = float(anchor.strength) if self.held else 0.0
+        with torch.no_grad():
+            for p, place in zip(client.model.parameters(), anchor.places, strict=True):
+                p.copy_((a * c + alpha * place) / (a + alpha))
+
+
+def test_feddyn_ends_where_the_sum_of_losses_is_least() -> None:
+    def end(held: bool) -> float:
+        experiment = federation(Bowls(alpha=2.0, held=held), clients=2, models=[plain], partition="iid")
+        list(experiment.rounds(60))
+        found = torch.cat([p.detach().flatten() for p in experiment.server.model.parameters()])
+        assert float(found.std()) < 1e-3
+        return float(found.mean()) if held else float(cast(Cloud, experiment.server).average["head.bias"].mean())
+
+    assert end(True) == pytest.approx(4 / 5, abs=1e-3)
+    assert end(False) == pytest.approx(1 / 2), "the mean of where each would go"
+
+
+def test_feddyn_says_what_both_of_its_models_are_worth() -> None:
+    experiment = federation(tiny("feddyn"))
+    (record,) = experiment.rounds(1)
+    server, _ = clouds(experiment)
+    test = experiment.engine.clients[0].tests["global"]
+    mean = copy.deepcopy(server.model)
+    mean.load_state_dict(server.average)
+    assert record.server["global"] == accuracy(server.model, test)
+    assert record.server["average_global"] == accuracy(mean, test)
+    assert not same(dict(mean.state_dict()), dict(server.model.state_dict()))

@@ -13,6 +13,7 @@ from barter.algorithms.fedbn import FedBN
 from barter.algorithms.feddistill import FedDistill
 from barter.algorithms.feddm import FedDM
 from barter.algorithms.feddropout import FedDropout
+from barter.algorithms.feddyn import FedDyn
 from barter.algorithms.fedfree import FedFree
 from barter.algorithms.fedproto import FedProto
 from barter.algorithms.fedprox import FedProx
@@ -36,6 +37,7 @@ __all__ = [
     "FedDM",
     "FedDistill",
     "FedDropout",
+    "FedDyn",
     "FedFree",
     "FedProto",
     "FedProx",
@@ -63,6 +65,7 @@ ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
     "fedprox": FedProx,
     "fedbn": FedBN,
     "moon": MOON,
+    "feddyn": FedDyn,
     "local": Local,
     "central": Central,
 }

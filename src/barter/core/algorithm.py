@@ -12,8 +12,8 @@ from typing_extensions import TypeVar
 
 from barter.core.clients import Clients
 from barter.core.errors import ConfigError
-from barter.core.evaluation import evaluate
-from barter.core.images import Spec
+from barter.core.evaluation import accuracy, evaluate
+from barter.core.images import Images, Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server, as_numbers
 from barter.core.params import build, check, did_you_mean
@@ -90,6 +90,10 @@ class Algorithm(Generic[S, C]):
         """What the round's record says of a client: its accuracies, and what it noted itself."""
         report, client.report = client.report, {}
         return {**evaluate(client), **as_numbers(report)}
+
+    def evaluate_server(self, server: S, test: Images) -> dict[str, float]:
+        """What the round's record says of the server's model."""
+        return {} if server.model_or_none is None else {"global": accuracy(server.model, test)}
 
     def gallery(self, client: C, t: int, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
         """What round t made of some of a client's images, for the experimenter's eyes: their places, and the pictures.
