@@ -37,7 +37,13 @@ NEVER_ALONE = {"central", "fedaf", "feddm"}  # others' data come first, or clien
 
 def test_says_what_clients_knew_alone(name: str) -> None:
     first, second = federation(tiny(name)).rounds(2)
-    own_word = name in ("dffke", "fedfree", "fedzge", "fedbn")  # these say what is known before each exchange
+    own_word = name in (
+        "dffke",
+        "fedfree",
+        "fedzge",
+        "fedbn",
+        "perfedavg",
+    )  # these say what is known before each exchange
     for k in range(3):
         said = {key for key in first.clients[k] if key.startswith("before_")}
         assert said == (set() if name in NEVER_ALONE else {"before_global", "before_local"})

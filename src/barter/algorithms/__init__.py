@@ -23,6 +23,7 @@ from barter.algorithms.heterofl import HeteroFL
 from barter.algorithms.lgfedavg import LGFedAvg
 from barter.algorithms.local import Local
 from barter.algorithms.moon import MOON
+from barter.algorithms.perfedavg import PerFedAvg
 from barter.core.algorithm import Algorithm
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "HeteroFL",
     "LGFedAvg",
     "Local",
+    "PerFedAvg",
 ]
 
 ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
@@ -66,6 +68,7 @@ ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
     "fedbn": FedBN,
     "moon": MOON,
     "feddyn": FedDyn,
+    "perfedavg": PerFedAvg,
     "local": Local,
     "central": Central,
 }

@@ -19,8 +19,6 @@ from barter.ops.average import average
 
 __all__ = ["Broadcast", "Caster"]
 
-C = TypeVar("C", bound=Client, default=Client)
-
 
 class Caster(Server):
     """A server that knows who has heard."""
@@ -29,8 +27,12 @@ class Caster(Server):
     heard: list[int] = []  # the clients that have this average
 
 
+S = TypeVar("S", bound=Caster, default=Caster)
+C = TypeVar("C", bound=Client, default=Client)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Broadcast(Algorithm[Caster, C]):
+class Broadcast(Algorithm[S, C]):
     """Trained weights go up from some clients, their average comes down to all."""
 
     one_architecture = True
@@ -44,7 +46,7 @@ class Broadcast(Algorithm[Caster, C]):
     batch_size: Count = 32  # B: images per step
     lr: Positive = 0.01  # η: learning rate of SGD
 
-    def round(self, server: Caster, clients: Clients, t: int) -> None:
+    def round(self, server: S, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)
         lacking = {k: {} if k in server.heard else server.average for k in active}
         server.average = average(active.scatter(self.client_update, lacking))
