@@ -50,6 +50,7 @@ TINY: dict[str, dict[str, Any]] = {
     "moon": {"epochs": 1, "batch_size": 50, "projection": 16},
     "feddyn": {"epochs": 1},
     "perfedavg": {"epochs": 1, "batch_size": 50},
+    "pfedla": {"epochs": 1, "batch_size": 50},
     "local": {"max_epochs": 2},
     "central": {"max_epochs": 1},
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -12,13 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from barter import Experiment
-from barter.algorithms import PerFedAvg, perfedavg
+from barter.algorithms import PerFedAvg, PFedLA, perfedavg, pfedla
 from barter.algorithms.broadcast import Caster
 from barter.algorithms.perfedavg import Adapter
+from barter.algorithms.pfedla import Mixer
+from barter.core.clients import Clients
 from barter.core.evaluation import accuracy
 from barter.core.images import Augment, Spec
 from barter.core.model import Classifier, split
 from barter.core.payload import isolate, nbytes
+from barter.ops.fit import Trainer, sgd
 from tests.conftest import federation, same, tiny
 
 TWO = Spec(1, 1, 1, 2, (0.0,), (1.0,))  # one pixel, two classes
@@ -191,3 +195,131 @@ def test_a_step_of_its_own_makes_the_common_model_a_clients() -> None:
         images.labels.copy_(9 - images.labels)
     *_, record = experiment.rounds(6)
     assert record.mean("local") > record.mean("unadapted_local") + 0.1
+
+
+def test_layers_are_modules_with_weights() -> None:
+    names = ["body.1.weight", "body.1.bias", "body.2.weight", "body.2.running_mean", "head.weight", "head.bias"]
+    assert pfedla.by_layer(names) == [names[:2], names[2:4], names[4:]]
+
+
+def test_models_are_mixed_layer_by_layer() -> None:
+    models = [
+        {"a.w": torch.tensor([x, 0.0]), "a.n": torch.tensor(n), "b.w": torch.tensor([10 * x])}
+        for x, n in ((1.0, 3), (3.0, 6))
+    ]
+    alpha = torch.tensor([[0.75, 0.25], [0.0, 1.0]])
+    mix = pfedla.mixed(models, alpha, [["a.w", "a.n"], ["b.w"]])
+    assert torch.equal(mix["a.w"], torch.tensor([1.5, 0.0]))
+    assert torch.equal(mix["a.n"], torch.tensor(4)), "counters are rounded"
+    assert torch.equal(mix["b.w"], torch.tensor([30.0]))
+
+
+def hyper_by_hand(last: list[float]) -> pfedla.HyperNetwork:
+    """An embedding of 2 that comes through three hidden layers as it is."""
+    hyper = pfedla.HyperNetwork(clients=2, layers=1, width=1)
+    with torch.no_grad():
+        for name, p in hyper.named_parameters():
+            p.fill_(0.0 if name.endswith("bias") else 1.0)
+        hyper.embedding.fill_(2.0)
+        hyper.body[6].weight.copy_(torch.tensor(last)[:, None])
+    return hyper
+
+
+def test_a_step_of_a_hypernetwork_by_hand() -> None:
+    hyper, own, known = hyper_by_hand([1.0, 0.5]), torch.tensor([1.0, 0.0]), torch.ones(2)
+    assert torch.allclose(hyper(own, known), torch.tensor([[2 / 3, 1 / 3]]), atol=1e-6)  # of 2 and 1
+    dots = torch.tensor([[3.0, 0.0]])  # ⟨θ_j, Δθ⟩: the first model lies where the training went
+    assert float(pfedla.gain(hyper, own, known, dots).detach()) == pytest.approx(-2.0, abs=1e-5)
+    Trainer.of(hyper, sgd(0.3)).step(partial(pfedla.gain, hyper), own, known, dots)
+    # ∂(3 a / (a + b)) at (2, 1) is (3 · 1, -3 · 2) / 3², and each times the last hidden 2 for the weights.
+    moved = torch.tensor([[1.0], [0.5]]) + 0.3 * 2 * torch.tensor([[1 / 3], [-2 / 3]])
+    assert torch.allclose(hyper.body[6].weight.detach(), moved, atol=1e-5)
+    assert torch.allclose(hyper.body[6].bias.detach(), 0.3 * torch.tensor([1 / 3, -2 / 3]), atol=1e-5)
+    assert torch.allclose(hyper.embedding.detach(), torch.tensor([2.0]), atol=1e-4)  # 1/3 · 1 - 2/3 · 1/2 = 0
+
+
+def test_where_nothing_is_left_the_clients_own_layer_is_taken() -> None:
+    own, known = torch.tensor([0.0, 1.0]), torch.ones(2)
+    assert torch.equal(hyper_by_hand([-1.0, -1.0])(own, known), torch.tensor([[0.0, 1.0]]))
+    missing = hyper_by_hand([1.0, 1.0])(own, torch.tensor([0.0, 1.0]))
+    assert torch.equal(missing, torch.tensor([[0.0, 1.0]])), "who has not trained yet is not mixed"
+
+
+def test_pfedla_sends_mixes_and_learns_along_what_training_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = federation(tiny("pfedla", fraction=0.7))
+    server = cast(Mixer, experiment.server)
+    down: dict[int, Any] = {}
+    up: dict[int, Any] = {}
+    carry = experiment.engine.wire.carry
+
+    def tapped(tree: Any, method: str, client: int, direction: Any, device: Any = None) -> Any:
+        if method == "client_update":
+            (up if direction == "up" else down)[client] = isolate(tree if direction == "up" else tree[0])
+        return carry(tree, method, client, direction, device)
+
+    experiment.engine.wire.carry = tapped  # type: ignore[method-assign]
+    told: dict[int, Tensor] = {}
+    step, current = Trainer.step, []
+
+    def watched(self: Trainer, loss: Any, *batch: Tensor) -> Any:
+        if isinstance(self.modules[0], pfedla.HyperNetwork):
+            told[int(batch[0].argmax())] = batch[2].clone()
+        return step(self, loss, *batch)
+
+    monkeypatch.setattr(Trainer, "step", watched)
+    for _ in range(3):
+        before, hyper = isolate(server.models), isolate(server.hyper)
+        for seen in (down, up, told):
+            seen.clear()
+        record = experiment.step()
+        assert "global" not in record.server
+        assert len(up) == 2
+        for k in up:
+            assert same(server.models[k], up[k])
+            assert (k in told) == (k in before), "who was given nothing teaches nothing"
+            if k not in before:
+                assert down[k] == {}
+                continue
+            network = pfedla.HyperNetwork(3, len(server.layers), 100)
+            network.load_state_dict(hyper[k])
+            known = torch.tensor([float(j in before) for j in range(3)])
+            alpha = network(torch.eye(3)[k], known).detach()
+            assert torch.allclose(alpha.sum(1), torch.ones(len(alpha)))
+            for i, layer in enumerate(server.layers):
+                for name in layer:
+                    mix = sum(alpha[i, j].double() * before[j][name].double() for j in before)
+                    wanted = mix if before[k][name].is_floating_point() else cast(Tensor, mix).round()
+                    assert torch.allclose(down[k][name].double(), cast(Tensor, wanted), atol=1e-5)
+                for j in before:
+                    names = [name for name in layer if name.endswith(("weight", "bias"))]
+                    dot = sum(float((before[j][n] * (up[k][n] - down[k][n])).sum()) for n in names)
+                    assert float(told[k][i, j]) == pytest.approx(dot, abs=1e-3)
+            assert not same(hyper[k], server.hyper[k])
+        assert all(same(hyper[k], server.hyper[k]) for k in hyper if k not in up)
+        current.append(len(told))
+    assert sum(current) >= 3
+
+
+def test_pfedla_of_one_client_is_its_own_training() -> None:
+    experiment, alone = federation(tiny("pfedla"), clients=1), federation(tiny("fedavg", lr=0.01), clients=1)
+    list(experiment.rounds(2))
+    list(alone.rounds(2))
+    assert same(*(dict(e.engine.clients[0].model.state_dict()) for e in (experiment, alone)))
+
+
+def test_pfedla_takes_from_those_that_learn_the_same() -> None:
+    """Clients 0 and 1 call digits alike, client 2 otherwise: whose models the first one mixes in."""
+    experiment = federation(tiny("pfedla", epochs=2, lr=0.1, hyper_lr=0.2), partition="iid", models=[plain])
+    for images in (experiment.engine.clients[2].data, experiment.engine.clients[2].tests["local"]):
+        images.labels.copy_(9 - images.labels)
+    server, clients = cast(Mixer, experiment.server), Clients(experiment.engine, range(3))
+    experiment.step()
+
+    def weights() -> Tensor:
+        hyper, own, known = cast(PFedLA, experiment.algorithm).hypernetwork(server, clients, 0)
+        return hyper(own, known).detach().mean(0)
+
+    first = weights()
+    list(experiment.rounds(8))
+    last = weights()
+    assert last[1] - first[1] > last[2] - first[2] + 0.05

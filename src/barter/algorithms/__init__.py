@@ -24,6 +24,7 @@ from barter.algorithms.lgfedavg import LGFedAvg
 from barter.algorithms.local import Local
 from barter.algorithms.moon import MOON
 from barter.algorithms.perfedavg import PerFedAvg
+from barter.algorithms.pfedla import PFedLA
 from barter.core.algorithm import Algorithm
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "HeteroFL",
     "LGFedAvg",
     "Local",
+    "PFedLA",
     "PerFedAvg",
 ]
 
@@ -69,6 +71,7 @@ ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
     "moon": MOON,
     "feddyn": FedDyn,
     "perfedavg": PerFedAvg,
+    "pfedla": PFedLA,
     "local": Local,
     "central": Central,
 }
