@@ -58,6 +58,11 @@ TINY: dict[str, dict[str, Any]] = {
     "fedktl": {"features": 48, "batch_size": 50, "server_epochs": 3, "server_batch_size": 20},
     "fedavg": {"epochs": 1, "batch_size": 50},
     "fedprox": {"epochs": 1, "batch_size": 50},
+    "fedbn": {"batch_size": 50},
+    "moon": {"epochs": 1, "batch_size": 50, "projection": 16},
+    "feddyn": {"epochs": 1},
+    "perfedavg": {"epochs": 1, "batch_size": 50},
+    "pfedla": {"epochs": 1, "batch_size": 50},
     "local": {"max_epochs": 2},
     "central": {"max_epochs": 1},
 }

@@ -16,7 +16,6 @@ from barter.core import seeds
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
 from barter.core.errors import CheckpointError, ConfigError
-from barter.core.evaluation import accuracy
 from barter.core.images import Images
 from barter.core.nodes import Monitor, Node, Server, Silence, as_numbers
 from barter.core.params import BY_PYTHON
@@ -207,8 +206,8 @@ class Experiment:
     def _record(self, t: int, everybody: Clients, start: float) -> Round:
         metrics = everybody.run(self.algorithm.evaluate)
         server, self.server.report = as_numbers(self.server.report), {}
-        if self.server.model_or_none is not None and self.test is not None:
-            server["global"] = accuracy(self.server.model, self.test)
+        if self.test is not None:
+            server |= self.algorithm.evaluate_server(self.server, self.test)
         seconds = {**self.engine.seconds, "round": time.perf_counter() - start}
         if self.device.type == "cuda":
             server["device_memory"] = float(torch.cuda.max_memory_reserved(self.device))

@@ -127,7 +127,7 @@ def make_server(
             f"{', '.join(sorted(set(names.values())))}: set models to one of them"
         )
     build = {k: partial(copy.deepcopy, network) for k, network in parts.own.items()}
-    wanted = algorithm.one_architecture or algorithm.global_model
+    wanted = (algorithm.one_architecture and not algorithm.personal) or algorithm.global_model
     model = copy.deepcopy(parts.full).to(device) if wanted and parts.full is not None else None
     return algorithm.parties()[0](spec, build, model, device, public, parts.names)
 

@@ -228,7 +228,7 @@ def federation(
     server = make_server(config, names, parts, spec, public_data(config.data, spec, device), device)
     # Where the server has a network of its own, its copies travel, and clients keep theirs to themselves.
     sent = parts.own if algorithm.server_network is None else dict.fromkeys(parts.own, server.model)
-    shapes = {k: {at: (v.shape, v.dtype) for at, v in net.state_dict().items()} for k, net in sent.items()}
+    shapes = {k: {at: (v.shape, v.dtype) for at, v in algorithm.outgoing(net).items()} for k, net in sent.items()}
     return server, shapes, test
 
 

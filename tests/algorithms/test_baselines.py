@@ -1,19 +1,13 @@
 from __future__ import annotations
 
-import copy
-import math
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from barter import DFFKE, FedAvg, Local
 from barter.algorithms import Central
-from barter.algorithms.fedprox import loss as proximal
 from barter.core.errors import ConfigError
-from barter.core.images import Augment, Spec
-from barter.core.model import SplitClassifier
 from barter.core.payload import nbytes
 from tests.conftest import federation, same, state, tiny
 
@@ -87,17 +81,6 @@ def test_algorithms_are_frozen_and_checked() -> None:
     with pytest.raises(AttributeError):
         FedAvg().epochs = 3  # type: ignore[misc]
     assert torch.is_tensor(next(iter(state(federation(tiny("local"))).values())))
-
-
-def test_fedproxs_loss_by_hand() -> None:
-    spec, pixels = Spec(1, 1, 2, 2, (0.0,), (1.0,)), torch.zeros(1, 1, 1, 2, dtype=torch.uint8)
-    model = SplitClassifier(nn.Flatten(), nn.Linear(2, 2))
-    nn.init.zeros_(model.head.bias)
-    start = copy.deepcopy(model)
-    with torch.no_grad():
-        model.head.weight += 0.5  # four weights, each half a unit away
-    value = proximal(model, start, 3.0, spec, Augment(), pixels, torch.tensor([0]))
-    assert float(value) == pytest.approx(math.log(2) + 1.5 * 4 * 0.25)
 
 
 def test_fedprox_without_its_term_is_fedavg_and_with_it_stays_nearer() -> None:

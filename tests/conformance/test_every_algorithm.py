@@ -33,7 +33,17 @@ def test_runs_with_its_defaults(name: str) -> None:
 
 
 NEVER_ALONE = {"central", "fedaf", "feddm"}  # others' data come first, or clients train no network of their own
-EACH_ROUND = {"dffke", "fedfree", "fedzge", "fedmd", "dsfl", "mhat", "feddf"}  # what is known before each exchange
+EACH_ROUND = {
+    "dffke",
+    "fedbn",
+    "fedfree",
+    "fedzge",
+    "perfedavg",
+    "fedmd",
+    "dsfl",
+    "mhat",
+    "feddf",
+}  # what is known before each exchange
 
 
 def test_says_what_clients_knew_alone(name: str) -> None:

@@ -79,7 +79,7 @@ def test_others_are_trained_along_with_the_clients_network_and_every_step_is_giv
         return along.weight.sum()
 
     numbers = ((torch.tensor(i),) for i in count())
-    fit_by(client, loss, epochs=2, batch_size=500, recipe=sgd(0.5), beside=numbers, along=[along])
+    fit_by(client, loss, epochs=2, batch_size=500, recipe=sgd(0.5), beside=numbers, also=[along])
     steps = 2 * epoch_length(len(client.data), 500)
     assert given == list(range(steps))
     assert along.weight.item() == pytest.approx(before - 0.5 * steps)

@@ -11,7 +11,7 @@ from barter.core import lanes
 from barter.core.images import Augment, Spec
 from barter.ops.fit import adam, classification, sgd
 from barter.ops.inversion import Terms, Viewer, drawn_loss
-from barter.ops.trainer import _contents, _identity, _modules, _objection
+from barter.ops.trainer import Anchor, Trainer, _contents, _identity, _modules, _objection
 from tests.conftest import federation, tiny
 
 SPEC = Spec(1, 8, 8, 10, (0.5,), (0.5,))
@@ -134,3 +134,36 @@ def test_a_client_learns_from_so_many_peers_in_an_iteration(
     list(federation(tiny("dffke", **options), clients=4).rounds(2))
     each = 1 if mixed else peers  # mixed, they share one step
     assert len(steps) == 4 * 3 * (each + 2 * each), "fresh in round 1; fresh and remembered in round 2"
+
+
+class Point(nn.Module):
+    """Two numbers, and one that no loss knows of."""
+
+    def __init__(self, x: float, y: float) -> None:
+        super().__init__()
+        self.w, self.unused = nn.Parameter(torch.tensor([x, y])), nn.Parameter(torch.ones(1))
+
+    def bowl(self, scale: Tensor) -> Tensor:
+        """Least at (1, 0)."""
+        value: Tensor = scale * (self.w - torch.tensor([1.0, 0.0])).square().sum() / 2
+        return value
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_an_anchor_adds_its_pull_to_the_gradient(clip: float | None) -> None:
+    point = Point(3.0, 0.0)
+    anchor = Anchor([torch.tensor([2.0, 4.0]), torch.zeros(1)], 0.5)
+    Trainer.of(point, sgd(0.1, clip=clip), anchor).step(point.bowl, torch.tensor(1.0))
+    # The bowl pulls by (2, 0), the anchor by half of (1, -4); clipped, by their direction.
+    slope = torch.tensor([2.5, -2.0])
+    slope = slope if clip is None else slope / slope.norm()
+    assert torch.allclose(point.w.detach(), torch.tensor([3.0, 0.0]) - 0.1 * slope, atol=1e-5)
+    assert float(point.unused.detach()) == 1, "what has no gradient is left alone"
+
+
+def test_an_anchor_holds_where_it_was_dropped() -> None:
+    point = Point(3.0, 0.0)
+    trainer = Trainer.of(point, sgd(0.2), Anchor(point.parameters(), 3.0))
+    for _ in range(200):
+        trainer.step(point.bowl, torch.tensor(1.0))
+    assert torch.allclose(point.w.detach(), torch.tensor([(1 + 3 * 3) / 4, 0.0])), "between the bowl's least and it"

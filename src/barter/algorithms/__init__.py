@@ -10,10 +10,12 @@ from barter.algorithms.dfrd import DFRD
 from barter.algorithms.dsfl import DSFL
 from barter.algorithms.fedaf import FedAF
 from barter.algorithms.fedavg import FedAvg
+from barter.algorithms.fedbn import FedBN
 from barter.algorithms.feddf import FedDF
 from barter.algorithms.feddistill import FedDistill
 from barter.algorithms.feddm import FedDM
 from barter.algorithms.feddropout import FedDropout
+from barter.algorithms.feddyn import FedDyn
 from barter.algorithms.fedfree import FedFree
 from barter.algorithms.fedgen import FedGen
 from barter.algorithms.fedgh import FedGH
@@ -30,6 +32,9 @@ from barter.algorithms.heterofl import HeteroFL
 from barter.algorithms.lgfedavg import LGFedAvg
 from barter.algorithms.local import Local
 from barter.algorithms.mhat import MHAT
+from barter.algorithms.moon import MOON
+from barter.algorithms.perfedavg import PerFedAvg
+from barter.algorithms.pfedla import PFedLA
 from barter.core.algorithm import Algorithm
 
 __all__ = [
@@ -39,13 +44,16 @@ __all__ = [
     "DSFL",
     "FML",
     "MHAT",
+    "MOON",
     "Central",
     "FedAF",
     "FedAvg",
+    "FedBN",
     "FedDF",
     "FedDM",
     "FedDistill",
     "FedDropout",
+    "FedDyn",
     "FedFree",
     "FedGH",
     "FedGen",
@@ -60,6 +68,8 @@ __all__ = [
     "HeteroFL",
     "LGFedAvg",
     "Local",
+    "PFedLA",
+    "PerFedAvg",
 ]
 
 ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
@@ -87,6 +97,11 @@ ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
     "fedktl": FedKTL,
     "fedavg": FedAvg,
     "fedprox": FedProx,
+    "fedbn": FedBN,
+    "moon": MOON,
+    "feddyn": FedDyn,
+    "perfedavg": PerFedAvg,
+    "pfedla": PFedLA,
     "local": Local,
     "central": Central,
 }

@@ -12,11 +12,12 @@ from typing_extensions import TypeVar
 
 from barter.core.clients import Clients
 from barter.core.errors import ConfigError
-from barter.core.evaluation import evaluate
-from barter.core.images import Spec
+from barter.core.evaluation import accuracy, evaluate
+from barter.core.images import Images, Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server, as_numbers
 from barter.core.params import build, check, did_you_mean
+from barter.core.payload import State
 
 __all__ = ["Algorithm"]
 
@@ -44,6 +45,7 @@ class Algorithm(Generic[S, C]):
     crosses: ClassVar[Mapping[str, str]]  # remote method -> what goes down and what comes up
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}  # named sets of hyperparameters
     global_model: ClassVar[bool] = False  # whether the server has a model beside theirs; see server_network
+    personal: ClassVar[bool] = False  # whether the server has no model even though all have one architecture
     replicas: ClassVar[bool] = False  # whether the server builds the clients' networks and fills in their weights
     may_be_infinite: ClassVar[frozenset[str]] = frozenset()  # methods whose payloads may hold NaN or infinity
 
@@ -78,6 +80,10 @@ class Algorithm(Generic[S, C]):
         """The network, which may be changed, as a party with this share of its width has it; the server has all."""
         return network
 
+    def outgoing(self, network: Classifier) -> State:
+        """Those of a network's weights that may leave a client under their names."""
+        return network.state_dict()
+
     def setup(self, server: S, clients: Clients) -> None:
         """Once, before the first round."""
 
@@ -89,6 +95,10 @@ class Algorithm(Generic[S, C]):
         """What the round's record says of a client: its accuracies, and what it noted itself."""
         report, client.report = client.report, {}
         return {**evaluate(client), **as_numbers(report)}
+
+    def evaluate_server(self, server: S, test: Images) -> dict[str, float]:
+        """What the round's record says of the server's model."""
+        return {} if server.model_or_none is None else {"global": accuracy(server.model, test)}
 
     def gallery(self, client: C, t: int, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
         """What round t made of some of a client's images, for the experimenter's eyes: their places, and the pictures.

@@ -1,4 +1,4 @@
-"""Features of one width for networks that have different ones."""
+"""Features of another width: pooled, for networks that have different ones, or projected."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from barter.core.errors import ConfigError
 from barter.core.model import Classifier, SplitClassifier
 
-__all__ = ["Pool", "pooled"]
+__all__ = ["Pool", "pooled", "projected"]
 
 
 class Pool(nn.Module):
@@ -42,3 +42,15 @@ def pooled(network: Classifier, width: int) -> Classifier:
         )
     body = nn.Sequential(network.body, Pool(network.feature_dim, width))
     return SplitClassifier(body, nn.Linear(width, network.head.out_features))
+
+
+def projected(network: Classifier, width: int) -> Classifier:
+    """The network with a projection head, two linear layers that end in features of this width, and a new head."""
+    if not isinstance(network, SplitClassifier):
+        raise ConfigError(
+            f"{type(network).__name__} was split by hand and cannot be given a projection head: give it as a plain "
+            "module that ends in a Linear layer, or write the projection into its features"
+        )
+    before = network.feature_dim
+    projection = nn.Sequential(nn.Linear(before, before), nn.ReLU(), nn.Linear(before, width))
+    return SplitClassifier(nn.Sequential(network.body, projection), nn.Linear(width, network.head.out_features))

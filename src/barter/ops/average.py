@@ -10,13 +10,13 @@ from barter.core.payload import State
 __all__ = ["average"]
 
 
-def average(states: Replies[State]) -> State:
-    """The mean of the clients' states, weighted by their numbers of examples (w = sum n_k / n w_k).
+def average(states: Replies[State], *, alike: bool = False) -> State:
+    """The mean of the clients' states, weighted by their numbers of examples (w = sum n_k / n w_k), or all alike.
 
     Integer entries, such as the step counters of batch normalisation, are averaged and rounded.
     """
-    total = sum(states.num_examples.values())
-    weights = {k: states.num_examples[k] / total for k in states}
+    counts = dict.fromkeys(states, 1) if alike else states.num_examples
+    weights = {k: counts[k] / sum(counts.values()) for k in states}
     names = next(iter(states.values()))
     means = {name: sum(weights[k] * state[name].double() for k, state in states.items()) for name in names}
     return {

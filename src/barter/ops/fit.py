@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, repeat
@@ -16,15 +16,17 @@ from barter.core import lanes
 from barter.core.images import Augment, Images, Spec, prepared
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
-from barter.ops.trainer import Recipe, Trainer, adam, sgd
+from barter.ops.trainer import Anchor, Recipe, Trainer, adam, sgd
 
 __all__ = [
+    "Anchor",
     "Course",
     "Fitted",
     "Recipe",
     "Trainer",
     "adam",
     "alternate",
+    "anchored",
     "classification",
     "epoch_length",
     "fit",
@@ -101,14 +103,15 @@ def fit(
     present: Tensor | None = None,
     seen: Tensor | None = None,
     loss: Loss = F.cross_entropy,
+    anchor: Anchor | None = None,
 ) -> Fitted:
     """Train the client's model for so many epochs, or until an epoch's accuracy reaches the goal.
 
     An epoch is a pass over the data, or so many `steps`. How often each class came up is added to `seen`. The `loss` is
-    one of logits and labels.
+    one of logits and labels. An `anchor` holds the parameters near a place.
     """
     data = data or client.data
-    trainer = Trainer.of(client.model.train(), recipe)
+    trainer = Trainer.of(client.model.train(), recipe, anchor)
     judge = partial(classification, client.model, data.spec, data.augment, loss=loss)
     batches = index_batches(len(data), batch_size, data.device)
     per_epoch = steps or epoch_length(len(data), batch_size)
@@ -132,6 +135,12 @@ def fit(
         if goal is not None and fitted.accuracy >= goal:
             break
     return fitted
+
+
+def anchored(client: Client, places: Mapping[str, Tensor], strength: float) -> Anchor:
+    """An anchor for the client's network, by the names of its weights."""
+    trained = [places[name] for name, parameter in client.model.named_parameters() if parameter.requires_grad]
+    return lanes.keep(("anchor", client.architecture), Anchor(trained, strength))
 
 
 def fit_by(

@@ -13,11 +13,17 @@ from barter.core import lanes, precision
 from barter.core.images import Images
 from barter.core.model import Classifier
 
-__all__ = ["renew", "whiten", "whitening"]
+__all__ = ["norm_names", "renew", "whiten", "whitening"]
 
 
 def _norms(model: nn.Module) -> list[_BatchNorm]:
     return [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.track_running_stats]
+
+
+def norm_names(model: nn.Module) -> set[str]:
+    """The names of all that batch normalisation holds in a network: weights, biases, statistics, counters."""
+    layers = [(at, layer) for at, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
+    return {f"{at}.{name}".removeprefix(".") for at, layer in layers for name in layer.state_dict()}
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import gc
 import math
 import types
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, overload
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from barter.core import lanes, precision
 from barter.core.lanes import Lane
 
-__all__ = ["Recipe", "Trainer", "adam", "sgd"]
+__all__ = ["Anchor", "Recipe", "Trainer", "adam", "sgd"]
 
 Values: TypeAlias = tuple[Tensor, ...]
 
@@ -56,6 +56,30 @@ def sgd(lr: float, momentum: float = 0.0, weight_decay: float = 0.0, clip: float
     return Recipe(torch.optim.SGD, (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)), clip)
 
 
+class Anchor(nn.Module):
+    """Where parameters are drawn to while they are trained, and how strongly.
+
+    A step adds the gradient of strength / 2 times the squared distance, which costs less than a term of the loss.
+    """
+
+    strength: Tensor
+
+    def __init__(self, places: Iterable[Tensor], strength: float) -> None:
+        super().__init__()
+        places = [place.detach().clone() for place in places]
+        self.places = nn.ParameterList(nn.Parameter(place, requires_grad=False) for place in places)
+        self.register_buffer("strength", torch.tensor(strength, device=places[0].device))
+
+    @torch.no_grad()
+    def pull(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Add what draws these parameters to their places to the gradients that they have."""
+        drawn = [(p.grad, p, place) for p, place in zip(parameters, self.places, strict=True) if p.grad is not None]
+        slopes, here, there = ([row[i] for row in drawn] for i in range(3))
+        way = torch._foreach_sub(here, there)
+        torch._foreach_mul_(way, self.strength)
+        torch._foreach_add_(slopes, way)
+
+
 class Trainer:
     """Modules and the optimizer of their parameters; every step of every method is one call of `step`.
 
@@ -64,22 +88,26 @@ class Trainer:
     else changes from step to step must come in with the batch.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], recipe: Recipe) -> None:
-        self.modules = tuple(modules)
+    def __init__(self, modules: Sequence[nn.Module], recipe: Recipe, anchor: Anchor | None = None) -> None:
+        self.modules, self.anchor = tuple(modules), anchor
         self.parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
         self.optimizer, self.recipe = recipe.optimizer(self.parameters), recipe
         self.parts = [part for module in modules for part in module.modules()]
         self.steps: dict[Hashable, _Captured | _Eager] = {}
 
     @classmethod
-    def of(cls, modules: nn.Module | Sequence[nn.Module], recipe: Recipe) -> Trainer:
-        """The trainer of these modules, its optimizer as new. For modules that a lane keeps, graphs are kept too."""
+    def of(cls, modules: nn.Module | Sequence[nn.Module], recipe: Recipe, anchor: Anchor | None = None) -> Trainer:
+        """The trainer of these modules, its optimizer as new. For modules that a lane keeps, graphs are kept too.
+
+        An anchor has a place for each of the parameters that are trained.
+        """
         chosen = [modules] if isinstance(modules, nn.Module) else list(modules)
+        needed = chosen if anchor is None else [*chosen, anchor]
         lane = lanes.current()
-        if lane is None or not all(module in lane.modules.values() for module in chosen):
-            return cls(chosen, recipe)
-        key = (*chosen, recipe, *(p.requires_grad for module in chosen for p in module.parameters()))
-        trainer: Trainer = lane.trainer(key, lambda: cls(chosen, recipe))
+        if lane is None or not all(module in lane.modules.values() for module in needed):
+            return cls(chosen, recipe, anchor)
+        key = (*needed, recipe, *(p.requires_grad for module in chosen for p in module.parameters()))
+        trainer: Trainer = lane.trainer(key, lambda: cls(chosen, recipe, anchor))
         trainer.renew()
         return trainer
 
@@ -144,6 +172,8 @@ class Trainer:
         with precision.autocast(self._device(batch)):
             values = loss(*batch)
         torch.autograd.backward(values[0] if isinstance(values, tuple) else values)
+        if self.anchor is not None:
+            self.anchor.pull(self.parameters)
         if self.recipe.clip is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.recipe.clip)
         self.optimizer.step()
@@ -182,7 +212,8 @@ class Trainer:
                 gc.enable()
             self.optimizer.zero_grad()  # gradients live and die within a graph
             torch.cuda.empty_cache()  # and the eager steps' memory is not needed again
-        return _Captured(graph, inputs, values, [*self.modules, *_modules(_contents(loss))])
+        anchored = [] if self.anchor is None else [self.anchor]
+        return _Captured(graph, inputs, values, [*self.modules, *anchored, *_modules(_contents(loss))])
 
 
 class _Eager:
