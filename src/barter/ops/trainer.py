@@ -66,9 +66,10 @@ class Anchor(nn.Module):
 
     def __init__(self, places: Iterable[Tensor], strength: float) -> None:
         super().__init__()
-        places = [place.detach().clone() for place in places]
-        self.places = nn.ParameterList(nn.Parameter(place, requires_grad=False) for place in places)
-        self.register_buffer("strength", torch.tensor(strength, device=places[0].device))
+        self.places = [nn.Parameter(place.detach().clone(), requires_grad=False) for place in places]
+        for i, place in enumerate(self.places):
+            self.register_parameter(f"place{i}", place)
+        self.register_buffer("strength", torch.tensor(strength, device=self.places[0].device))
 
     @torch.no_grad()
     def pull(self, parameters: Sequence[nn.Parameter]) -> None:
