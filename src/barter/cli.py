@@ -299,11 +299,14 @@ def show_partition(
     settings: Settings = None,
     out: Annotated[Path, typer.Option(help="Where to save the bubble picture.")] = Path("partition.png"),
     title: Annotated[str | None, typer.Option(help="Of the picture; none for none.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="A new folder for the split as files, which data.source=clients:PATH reads.")
+    ] = None,
 ) -> None:
-    """Who gets how many samples of which class under a partition, as a table and as a picture."""
+    """Who gets how many samples of which class under a partition, as a table, a picture and files."""
     from barter import commands
 
-    commands.show_partition(name, config, settings, out, title)
+    commands.show_partition(name, config, settings, out, title, save)
 
 
 @show.command("config")

@@ -24,6 +24,7 @@ from barter.core.errors import BarterError, ConfigError, Interrupted
 from barter.core.params import describe
 from barter.core.threads import free
 from barter.data.sources import load as load_data
+from barter.data.splits import write_split
 from barter.data.task import SITES, Task, anchored, make_task
 from barter.experiment import Experiment
 from barter.export import export as write_network
@@ -338,7 +339,9 @@ def _fields(console: Console, kind: type, where: str, chosen: object = None) -> 
     console.print()
 
 
-def show_partition(name: str | None, config: Path | None, settings: Settings, out: Path, title: str | None) -> None:
+def show_partition(
+    name: str | None, config: Path | None, settings: Settings, out: Path, title: str | None, save: Path | None
+) -> None:
     first = [] if name is None else [f"partition.name={name}"]
     resolved = resolve(_tree(config, None, [*first, *(settings or [])]))
     task = make_task(resolved.data, resolved.partition, resolved.clients, resolved.seed, torch.device("cpu"))
@@ -353,6 +356,9 @@ def show_partition(name: str | None, config: Path | None, settings: Settings, ou
         title = f"{type(resolved.partition).__name__} on {resolved.data.source}, seed {resolved.seed}\n{rule}"
     bubbles(kinds, "" if title == "none" else title, out)
     console.print(f"picture: {out}")
+    if save is not None:
+        write_split(save, task.train, task.local_tests, task.global_test, task.classes)
+        console.print(f"split: {save}; data.source=clients:{save}")
 
 
 def show_config(config: Path | None, algorithm: str | None, settings: Settings) -> None:

@@ -15,6 +15,7 @@ from barter.core.algorithm import Algorithm
 from barter.core.errors import ConfigError
 from barter.core.params import Count, Positive, Whole, build, check, did_you_mean, imported
 from barter.data.partition import PARTITIONS, Dirichlet, Partition
+from barter.data.splits import clients_in
 from barter.data.task import Data
 
 __all__ = [
@@ -100,7 +101,7 @@ def _named(name: str, what: str, registry: Mapping[str, type[T]], base: type[T],
 
 def resolve(tree: Mapping[str, Any]) -> Config:
     """A configuration from plain values, as a TOML file holds them."""
-    values = dict(tree)
+    values = _as_split(dict(tree))
     for section, default in TABLES.items():
         given = values.get(section, {})
         if not isinstance(given, Mapping):
@@ -116,6 +117,20 @@ def resolve(tree: Mapping[str, Any]) -> Config:
     values["partition"] = build(split, values["partition"], "partition.")
     values["data"] = build(Data, values["data"], "data.")
     return build(Config, values)
+
+
+def _as_split(values: dict[str, Any]) -> dict[str, Any]:
+    """With the clients of data that are split already."""
+    data, partition = values.get("data", {}), values.get("partition", {})
+    kind, _, path = str(data.get("source", "")).partition(":") if isinstance(data, Mapping) else ("", "", "")
+    if kind != "clients" or not isinstance(partition, Mapping):
+        return values
+    if partition.get("name", "domains") != "domains" or partition.keys() - {"name", "min_samples"}:
+        raise ConfigError("data.source=clients:PATH: these data are split already; leave out partition")
+    clients = clients_in(Path(path))
+    if values.get("clients", clients) != clients:
+        raise ConfigError(f"clients={values['clients']}: {path} is split among {clients}; leave it out")
+    return {**values, "partition": {**partition, "name": "domains"}, "clients": clients}
 
 
 def read(path: Path) -> dict[str, Any]:

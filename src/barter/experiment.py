@@ -23,6 +23,7 @@ from barter.core.payload import Payload
 from barter.core.precision import resolved, using
 from barter.core.threads import free, threaded
 from barter.data.partition import Dirichlet, Domains, Listed, Partition
+from barter.data.splits import clients_in
 from barter.data.task import Data, make_task
 from barter.engines.base import BaseEngine
 from barter.engines.local import LocalEngine
@@ -284,8 +285,9 @@ def _with_threads(config: Config, device: torch.device, out: str | Path | None, 
 def _shared(
     data: Data, partition: str | Partition | Sequence[Sequence[int]] | None, clients: int | None
 ) -> tuple[Partition, int]:
-    """Who gets what, and how many they are; where Python has data or a list for each client, nothing need be said."""
-    domains = 1 if data.given is None else len(data.given.domains)
+    """Who gets what, and how many they are; where there are data or a list for each client, nothing need be said."""
+    kind, _, path = data.source.partition(":")
+    domains = clients_in(Path(path)) if kind == "clients" else 1 if data.given is None else len(data.given.domains)
     if partition is None:
         partition = Domains() if domains > 1 else Dirichlet()
         clients = domains if clients is None and domains > 1 else clients

@@ -163,7 +163,10 @@ def test_functions_and_partitions_by_name(tmp_path: Path) -> None:
     assert [len(images) for images in make_task(config.data, config.partition, 2, 0, CPU).train] == [22, 22]
     assert len(load(f"{__name__}:mine").y_train) == 32
     for source, message in (
-        ("nodules:mine", "unknown kind of data 'nodules:', and no module either: there are: domains, folder, npz"),
+        (
+            "nodules:mine",
+            "unknown kind of data 'nodules:', and no module either: there are: clients, domains, folder, npz",
+        ),
         ("fodler:mine", "did you mean 'folder'"),
         (f"{__name__}:nothing", "cannot be imported: module .* has no attribute 'nothing'"),
         (f"{__name__}:CPU", "data: a device is none"),

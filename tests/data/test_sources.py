@@ -237,4 +237,4 @@ def test_unknown_sources_have_neighbours() -> None:
         load("cifar-10")
     with pytest.raises(ConfigError, match="did you mean 'folder'"):
         load("foldr:/x")
-    assert set(PATH_SOURCES) == {"npz", "folder", "domains"}
+    assert set(PATH_SOURCES) == {"npz", "folder", "domains", "clients"}

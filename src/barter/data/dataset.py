@@ -37,6 +37,7 @@ class Dataset:
     domain_test: Tensor
     held_out: bool = False  # whether the test images are a part of what was given for training
     numbered: bool = False  # whether nobody named the classes: they are called by their numbers
+    own_tests: tuple[tuple[Tensor, Tensor], ...] = ()  # of each client, where every client brought its own
 
     @property
     def may_flip(self) -> bool:
@@ -121,12 +122,16 @@ def _require_numbers(y: np.ndarray[Any, Any], n: int, names: list[str] | None, w
         raise ConfigError(f"{where} holds {what} number {y.max()}, but there are {len(names)} names")
 
 
-def from_python(given: Any, name: str, size: int | None = None) -> Dataset:
-    """A data set from what Python has; a list has one for each client, which is a domain of its own."""
+def from_python(given: Any, name: str, size: int | None = None, tests: tuple[Any, Any] | None = None) -> Dataset:
+    """A data set from what Python has; a list has one for each client, which is a domain of its own.
+
+    With `tests` in a list's case, these are the test images of all; otherwise those of all clients are.
+    """
     if isinstance(given, Dataset):
         return replace(given, name=name)
     if isinstance(given, list) and given:
-        return _joined([from_python(one, f"{name}, client {k}", size) for k, one in enumerate(given)], name)
+        joined = _joined([from_python(one, f"{name}, client {k}", size) for k, one in enumerate(given)], name)
+        return joined if tests is None else _tested(joined, *tests)
     if isinstance(given, tuple) and len(given) in (2, 4) and all(isinstance(a, np.ndarray | Tensor) for a in given):
         given = dict(zip(("x_train", "y_train", "x_test", "y_test"), given, strict=False))
     if isinstance(given, Mapping):
@@ -212,6 +217,24 @@ def _joined(parts: Sequence[Dataset], name: str) -> Dataset:
         domain_test=numbers("y_test"),
         held_out=any(part.held_out for part in parts),
         numbered=first.numbered,
+        own_tests=tuple((part.x_test, part.y_test) for part in parts),
+    )
+
+
+def _tested(dataset: Dataset, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> Dataset:
+    """The data set with other test images for all."""
+    _require_numbers(y, len(x), None if dataset.numbered else dataset.classes, "class", "the test set of all: y")
+    images = torch.as_tensor(x).permute(0, 3, 1, 2).contiguous()
+    if images.shape[1:] != dataset.x_train.shape[1:]:
+        sizes = f"{tuple(dataset.x_train.shape[1:])}, the test set of all {tuple(images.shape[1:])}"
+        raise ConfigError(f"the data: clients have images of {sizes}")
+    classes = [str(c) for c in range(max(len(dataset.classes), int(y.max()) + 1))] if dataset.numbered else None
+    return replace(
+        dataset,
+        x_test=images,
+        y_test=torch.as_tensor(y).long(),
+        classes=classes or dataset.classes,
+        domain_test=torch.zeros(len(y), dtype=torch.long),
     )
 
 

@@ -15,6 +15,7 @@ from PIL import Image
 from barter.core.errors import ConfigError
 from barter.core.params import BY_PYTHON, did_you_mean, imported
 from barter.data.dataset import NEEDED, Dataset, assembled, from_arrays, from_python, held_out
+from barter.data.splits import read_split
 
 __all__ = ["PATH_SOURCES", "SOURCES", "load"]
 
@@ -173,6 +174,10 @@ def _npz(request: Request) -> Dataset:
     return from_arrays(arrays, request.name, str(request.path))
 
 
+def _clients(request: Request) -> Dataset:
+    return read_split(request.path, request.name)
+
+
 def _named(name: str) -> Callable[[Request], Dataset]:
     return lambda request: _torchvision(name, request)
 
@@ -192,6 +197,10 @@ PATH_SOURCES: dict[str, tuple[Callable[[Request], Dataset], str]] = {
     "npz": (_npz, "npz:PATH, a file with x_train, y_train (uint8 NHWC); if need be x_test, y_test, classes, domains"),
     "folder": (_folder, "folder:PATH, one folder per class, or train/ and test/ with one each"),
     "domains": (_domains, "domains:PATH, one folder per domain, in it one per class: feature skew"),
+    "clients": (
+        _clients,
+        "clients:PATH, a split: train/0.npz ... and test/0.npz ..., as HtFLlib and PFLlib write them",
+    ),
 }
 
 

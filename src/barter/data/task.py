@@ -15,7 +15,7 @@ from barter.core.images import Augment, Images, Spec
 from barter.core.params import BY_PYTHON, Count, check
 from barter.core.seeds import stream_seed
 from barter.data.dataset import Dataset, fingerprint, from_python
-from barter.data.partition import Listed, Partition
+from barter.data.partition import Domains, Listed, Partition
 from barter.data.sources import PATH_SOURCES, load
 
 __all__ = ["SITES", "Data", "Task", "anchored", "make_task", "own_data", "public_data"]
@@ -27,8 +27,8 @@ SITES = "sites"  # the source of a run to which every client brings its own data
 class Data:
     """Which data, and in which form."""
 
-    source: str | Any = "digits"  # a name from `barter list datasets`, npz:PATH, folder:PATH, domains:PATH, sites, or
-    # module:function for one's own; in Python also the data themselves
+    source: str | Any = "digits"  # a name from `barter list datasets`, npz:PATH, folder:PATH, domains:PATH,
+    # clients:PATH, sites, or module:function for one's own; in Python also the data themselves
     root: str = "data"  # the folder that holds named data sets
     download: bool = False  # whether to download what is missing
     size: Count | None = None  # side of the square that images are resized to; none keeps theirs
@@ -102,7 +102,9 @@ def make_task(data: Data, partition: Partition, clients: int, seed: int, device:
         train=[
             Images(dataset.x_train[part].to(device), dataset.y_train[part].to(device), spec, augment) for part in parts
         ],
-        local_tests=[_local_test(dataset, part, spec, seed, k, device) for k, part in enumerate(parts)],
+        local_tests=[_local_test(dataset, part, spec, seed, k, device) for k, part in enumerate(parts)]
+        if not (dataset.own_tests and len(dataset.own_tests) == clients and isinstance(partition, Domains))
+        else [Images(x.to(device), y.to(device), spec) for x, y in dataset.own_tests],
         global_test=global_test,
         public=public_data(data, spec, device),
         domains=dataset.domains,

@@ -1,0 +1,130 @@
+"""A split as files, one for each client: as HtFLlib and PFLlib write them, and as barter does.
+
+    train/0.npz ... train/9.npz    test/0.npz ... test/9.npz    test.npz
+
+A file holds arrays `x` and `y`, or `data`, an object with these two, as the other libraries write it; `test.npz` is the
+test set of all, which is made of the clients' own where there is none. Images are bytes with channels last, or floats
+between 0 and 1 or -1 and 1, with channels first, which become the bytes they were.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from barter.core.errors import ConfigError
+from barter.core.images import Images
+from barter.data.dataset import Dataset, from_python
+
+__all__ = ["clients_in", "read_split", "write_split"]
+
+Array = np.ndarray[Any, Any]
+
+# All that numpy's arrays ask of a pickle; whatever else a file names is not looked up, let alone called.
+HARMLESS = {
+    (module, name)
+    for root in ("numpy.core", "numpy._core")
+    for module, name in ((f"{root}.multiarray", "_reconstruct"), (f"{root}.multiarray", "scalar"))
+} | {("numpy", "ndarray"), ("numpy", "dtype"), ("numpy.core.numeric", "_frombuffer")}
+HARMLESS |= {("numpy._core.numeric", "_frombuffer")}
+
+
+class _Arrays(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in HARMLESS:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        return super().find_class(module, name)
+
+
+def clients_in(path: Path) -> int:
+    """How many clients a split has."""
+    found = sorted(int(file.stem) for file in (path / "train").glob("*.npz") if file.stem.isdigit())
+    if not found:
+        raise ConfigError(f"{path} holds no train/0.npz: one file for each client is expected, train/ and test/")
+    if found != list(range(len(found))):
+        missing = min(set(range(len(found))) - set(found))
+        raise ConfigError(f"{path / 'train'} lacks {missing}.npz: clients are numbered from 0 on")
+    return len(found)
+
+
+def read_split(path: Path, name: str) -> Dataset:
+    """The data set of which every client's is a domain, with its own test set."""
+    parts = []
+    for k in range(clients_in(path)):
+        train, test = _file(path / "train" / f"{k}.npz"), _file(path / "test" / f"{k}.npz")
+        names = {"classes": train["classes"]} if "classes" in train else {}
+        parts.append({"x_train": train["x"], "y_train": train["y"], "x_test": test["x"], "y_test": test["y"], **names})
+    together = _file(path / "test.npz") if (path / "test.npz").exists() else None
+    return from_python(parts, name, tests=None if together is None else (together["x"], together["y"]))
+
+
+def write_split(path: Path, train: list[Images], tests: list[Images], test: Images, classes: list[str]) -> None:
+    """Every client's images and test set, and the test set of all, as files that anything can read."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"{path} is there already: a split goes to a new folder")
+    for part, clients in (("train", train), ("test", tests)):
+        (path / part).mkdir(parents=True)
+        for k, images in enumerate(clients):
+            _save(path / part / f"{k}.npz", images, classes)
+    _save(path / "test.npz", test, classes)
+
+
+def _save(path: Path, images: Images, classes: list[str]) -> None:
+    pixels = images.pixels.permute(0, 2, 3, 1).contiguous().cpu().numpy()
+    np.savez_compressed(path, x=pixels, y=images.labels.cpu().numpy(), classes=np.array(classes))
+
+
+def _file(path: Path) -> dict[str, Array]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            held = {name.removesuffix(".npy"): _array(archive.open(name), path) for name in archive.namelist()}
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file; every client has one in train/ and one in test/") from None
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ConfigError(f"{path} cannot be read as an npz file: {error}") from error
+    if set(held) == {"data"}:
+        held = held["data"].item() if held["data"].dtype == object and held["data"].ndim == 0 else held["data"]
+    if not isinstance(held, dict) or not {"x", "y"} <= set(held):
+        has = ", ".join(map(str, held)) if isinstance(held, dict) else "something else"
+        raise ConfigError(f"{path}: arrays x and y are expected, or data with both; it has {has or 'nothing'}")
+    return {**held, "x": _pixels(np.asarray(held["x"]), path), "y": np.asarray(held["y"]).astype(np.int64)}
+
+
+def _array(file: BinaryIO | Any, path: Path) -> Any:
+    """An array of a file; if it is one of objects, nothing that its pickle names is run but what makes arrays."""
+    version = np.lib.format.read_magic(file)
+    header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = header(file)
+    if not dtype.hasobject:
+        file.seek(0)
+        return np.lib.format.read_array(file, allow_pickle=False)
+    try:
+        return np.asarray(_Arrays(file).load(), dtype=object).reshape(shape)
+    except (pickle.UnpicklingError, AttributeError, TypeError, ImportError, IndexError, KeyError) as error:
+        raise ConfigError(
+            f"{path} holds objects that are not read, for that could run what a stranger wrote into them ({error}). If "
+            f"you trust the file: d = np.load(path, allow_pickle=True)['data'].item(); "
+            "np.savez(path, x=d['x'], y=d['y'])"
+        ) from error
+
+
+def _pixels(x: Array, path: Path) -> Array:
+    """Images as bytes with channels last."""
+    if x.ndim == 3:
+        x = x[..., None]
+    elif x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[-1] not in (1, 3):
+        x = x.transpose(0, 2, 3, 1)
+    if np.issubdtype(x.dtype, np.floating) and x.size and x.min() >= -1 and x.max() <= 1:
+        x = ((x + 1) / 2 if x.min() < 0 else x) * 255
+        x = x.round().astype(np.uint8)
+    if x.dtype != np.uint8 or x.ndim != 4:
+        span = f", between {x.min():g} and {x.max():g}" if x.size and np.issubdtype(x.dtype, np.number) else ""
+        raise ConfigError(
+            f"{path}: x is {x.dtype} of shape {x.shape}{span}; give bytes, or floats between 0 and 1 or -1 and 1"
+        )
+    return np.ascontiguousarray(x)
