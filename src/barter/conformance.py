@@ -24,7 +24,7 @@ from barter.data.task import Data
 from barter.engines.local import LocalEngine
 from barter.experiment import Experiment
 
-__all__ = ["CHECKS", "Trial", "Violation", "examined", "problem"]
+__all__ = ["CHECKS", "Trial", "Violation", "examined", "few_digits", "problem"]
 
 HERE = Path(__file__).parent
 ROUNDS, CLIENTS, IMAGES = 3, 3, 360
@@ -43,7 +43,7 @@ class Trial:
 
     def federation(self, *, seed: int = 0, cores: int = 1, out: Path | None = None, resume: bool = False) -> Experiment:
         models = "small-mlp" if self.algorithm.one_architecture else "small-5"
-        data = Data(source=_few_digits(), public="digits" if self.algorithm.needs_public_data else "")
+        data = Data(source=few_digits(), public="digits" if self.algorithm.needs_public_data else "")
         options: dict[str, Any] = {"seed": seed, "out": out, "resume": resume, "device": "cpu"}
         experiment = Experiment(
             self.algorithm, data=data, partition="dirichlet", clients=CLIENTS, models=models, **options
@@ -64,7 +64,8 @@ class Trial:
         return outcome(self.federation())
 
 
-def _few_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def few_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Images and labels to train and to test with, so few that a round takes a moment."""
     digits = load("digits")
     return digits.x_train[:IMAGES], digits.y_train[:IMAGES], digits.x_test[: IMAGES // 4], digits.y_test[: IMAGES // 4]
 
