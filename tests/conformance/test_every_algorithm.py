@@ -32,25 +32,25 @@ def test_runs_with_its_defaults(name: str) -> None:
     assert not record.failures
 
 
+@cache
+def trial(name: str) -> Trial:
+    return Trial(tiny(name))
+
+
 NEVER_ALONE = {"central", "fedaf", "feddm"}  # others' data come first, or clients train no network of their own
 
 
 def test_says_what_clients_knew_alone(name: str) -> None:
-    first, second = federation(tiny(name)).rounds(2)
+    (_, first, _, _), (_, second, _, _), _ = trial(name).straight[1]
     own_word = name in ("dffke", "fedfree", "fedzge")  # these say what is known before each exchange
     for k in range(3):
-        said = {key for key in first.clients[k] if key.startswith("before_")}
+        said = {key for key in first[k] if key.startswith("before_")}
         assert said == (set() if name in NEVER_ALONE else {"before_global", "before_local"})
-        assert ("before_global" in second.clients[k]) == own_word
+        assert ("before_global" in second[k]) == own_word
         if said and not own_word:  # until the next round begins, the client's network is the one it trained alone
-            told = first.clients[k]
+            told = first[k]
             for key in ("global", "local"):
                 assert told[f"before_{key}"] == told.get(f"head_{key}", told[key]), "by the head, if that is told apart"
-
-
-@cache
-def trial(name: str) -> Trial:
-    return Trial(tiny(name))
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=[check.__name__ for check in CHECKS])

@@ -51,9 +51,7 @@ def test_a_run_on_flower_is_the_same_run(name: str, tmp_path: Path, monkeypatch:
     straight = {"server": local.server.memory(), "clients": local.engine.memory()}
 
     first = LoopbackGrid(sites(tmp_path), monkeypatch)
-    config = Config(
-        algorithm=tiny(name), data=data, clients=3, models=local.config.models, rounds=ROUNDS, device="cpu"
-    )
+    config = Config(algorithm=tiny(name), data=data, clients=3, models=local.config.models, rounds=ROUNDS, device="cpu")
     last = list(config.algorithm.crosses)[-1]
 
     def until_the_last_call(node: int, request: dict[str, Any], answer: Any) -> Any:
