@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 
 from barter import ALGORITHMS
-from barter.conformance import CHECKS, Trial
+from barter.conformance import CHECKS, Trial, few_digits
 from barter.core.params import describe
 from barter.engines import local
 from tests.conftest import TINY, federation, tiny
@@ -22,7 +22,7 @@ def test_the_suite_covers_the_registry() -> None:
 
 
 def test_runs_with_its_defaults(name: str) -> None:
-    (record,) = federation(ALGORITHMS[name](), clients=2).rounds(1)
+    (record,) = federation(ALGORITHMS[name](), clients=2, data=few_digits(720)).rounds(1)
     assert sorted(record.clients) == [0, 1]
     for metrics in record.clients.values():
         assert 0 <= metrics["global"] <= 1
