@@ -23,7 +23,8 @@ def deep(spec: Spec) -> nn.Module:
 
 
 if __name__ == "__main__":
-    experiment = Experiment(DFFKE(max_epochs=20, decoder_steps=30), models=[wide, deep, "small-cnn"], clients=4)
+    method = DFFKE(max_epochs=20, share=0.1, decoder_steps=10, exchange_steps=10)
+    experiment = Experiment(method, models=[wide, deep, "small-cnn"], clients=4)
     for r in experiment.rounds(1):
         for k, metrics in r.clients.items():
             print(f"client {k} ({experiment.architectures[k]}): {metrics['global']:.1%}")

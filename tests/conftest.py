@@ -6,14 +6,16 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers share two cores
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
 from torch import Tensor, nn
 
-from barter import ALGORITHMS, Experiment
+from barter import ALGORITHMS, Experiment, conformance
 from barter.core.algorithm import Algorithm
 from barter.core.payload import isolate, leaves
 from barter.data.task import Data
@@ -93,10 +95,18 @@ def blots() -> nn.Module:
     return Blots()
 
 
-def federation(algorithm: Algorithm[Any, Any], **options: Any) -> Experiment:
+def federation(algorithm: Algorithm[Any, Any], source: Any = "digits", **options: Any) -> Experiment:
     models = "small-mlp" if algorithm.one_architecture else "small-5"
-    data = Data(public="digits" if algorithm.needs_public_data else "")
+    data = Data(source=source, public="digits" if algorithm.needs_public_data else "")
     return Experiment(algorithm, **{"clients": 3, "models": models, "data": data, "device": "cpu", **options})
+
+
+def few_digits(folder: Path) -> str:
+    """A source of so few images that a round takes a moment, in a file that other processes can read too."""
+    arrays = dict(zip(("x_train", "y_train", "x_test", "y_test"), conformance.few_digits(), strict=True))
+    images = {name: a.permute(0, 2, 3, 1) if name.startswith("x") else a for name, a in arrays.items()}
+    np.savez(folder / "digits.npz", **{name: a.numpy() for name, a in images.items()})
+    return f"npz:{folder / 'digits.npz'}"
 
 
 def state(experiment: Experiment) -> dict[str, Any]:

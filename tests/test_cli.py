@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +21,11 @@ from barter.cli import main
 from barter.config import read, resolve
 from barter.gallery import pictures
 from barter.ops.condense import quantised
-from tests.conftest import federation, tiny
+from tests.conftest import TINY, federation, tiny
+from tests.forked import forked, status
 
-QUICK = [
-    "--set", "clients=3", "--set", "rounds=2", "--set", "algorithm.max_epochs=1", "--set", "algorithm.decoder_steps=2",
-    "--set", "algorithm.decoder_epochs=1", "--set", "algorithm.docking_epochs=2", "--set", "algorithm.code_dim=8",
-    "--set", "algorithm.later_epochs=1", "--set", "algorithm.exchange_steps=2",
-]  # fmt: skip
+SMALL = {"clients": 3, "rounds": 2, **{f"algorithm.{key}": value for key, value in TINY["dffke"].items()}}
+QUICK = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
 
 
 def test_a_run_prints_a_table_and_leaves_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -399,21 +399,17 @@ def test_a_failing_client_is_status_1_with_its_traceback(tmp_path: Path) -> None
 
 
 def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    # A shell has what it runs in the background ignore interrupts, and that would be inherited.
-    again = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    run = "from barter.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", again + run, "run", "--out", str(out), "--set", "rounds=50"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 60
-        while not (out / "config.toml").exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        time.sleep(1)
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert f"stopped in round 1; `barter resume {out}` continues" in said
-    assert "Traceback" not in said
+    out, said = tmp_path / "run", tmp_path / "said"
+    command = ["run", "--out", str(out), "--set", "rounds=50", "--set", "algorithm.max_epochs=1"]
+    process = forked(partial(main, command), said)
+    deadline = time.monotonic() + 60
+    while not said.exists() or "learn" not in said.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(process, signal.SIGINT)
+    assert status(process) == 1
+    assert f"stopped in round 1; `barter resume {out}` continues" in said.read_text()
+    assert "Traceback" not in said.read_text()
 
 
 def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
 
 from barter import ALGORITHMS
 from barter.models.zoo import ZOO
+from tests.forked import forked, status
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -55,7 +55,12 @@ LONG = {"loop.py": [pytest.mark.slow]}  # a minute; what it calls is tested else
 
 
 @pytest.mark.parametrize("example", [pytest.param(name, marks=LONG.get(name, [])) for name in EXAMPLES])
-def test_examples_run(example: str) -> None:
-    done = subprocess.run([sys.executable, str(ROOT / "examples" / example)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "%" in done.stdout
+def test_examples_run(example: str, tmp_path: Path) -> None:
+    def run() -> int:
+        runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")
+        return 0
+
+    ended = status(forked(run, tmp_path / "said"))
+    said = (tmp_path / "said").read_text()
+    assert ended == 0, said
+    assert "%" in said

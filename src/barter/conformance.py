@@ -24,7 +24,7 @@ from barter.data.task import Data
 from barter.engines.local import LocalEngine
 from barter.experiment import Experiment
 
-__all__ = ["CHECKS", "Trial", "Violation", "examined", "problem"]
+__all__ = ["CHECKS", "Trial", "Violation", "examined", "few_digits", "problem"]
 
 HERE = Path(__file__).parent
 ROUNDS, CLIENTS, IMAGES = 3, 3, 360
@@ -35,6 +35,20 @@ class Violation(BarterError):
     """A method that does not keep to what all of them must."""
 
 
+class Listening(Wire):
+    """A wire that somebody listens to."""
+
+    def __init__(self, may_be_infinite: frozenset[str]) -> None:
+        super().__init__(may_be_infinite)
+        self.methods: list[str] = []
+
+    def carry(
+        self, tree: Any, method: str, client: int, direction: Direction, device: torch.device | None = None
+    ) -> Any:
+        self.methods.append(method)
+        return super().carry(tree, method, client, direction, device)
+
+
 class Trial:
     """A method in a small federation, as often as a check wants it."""
 
@@ -43,7 +57,7 @@ class Trial:
 
     def federation(self, *, seed: int = 0, cores: int = 1, out: Path | None = None, resume: bool = False) -> Experiment:
         models = "small-mlp" if self.algorithm.one_architecture else "small-5"
-        data = Data(source=_few_digits(), public="digits" if self.algorithm.needs_public_data else "")
+        data = Data(source=few_digits(), public="digits" if self.algorithm.needs_public_data else "")
         options: dict[str, Any] = {"seed": seed, "out": out, "resume": resume, "device": "cpu"}
         experiment = Experiment(
             self.algorithm, data=data, partition="dirichlet", clients=CLIENTS, models=models, **options
@@ -61,12 +75,18 @@ class Trial:
     @cached_property
     def straight(self) -> Outcome:
         """How it ends where nothing is done to it."""
-        return outcome(self.federation())
+        return self.over(self.heard)
+
+    @cached_property
+    def heard(self) -> Listening:
+        """What crossed then."""
+        return Listening(self.algorithm.may_be_infinite)
 
 
-def _few_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    digits = load("digits")
-    return digits.x_train[:IMAGES], digits.y_train[:IMAGES], digits.x_test[: IMAGES // 4], digits.y_test[: IMAGES // 4]
+def few_digits(images: int = IMAGES) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Images and labels to train with, and a quarter as many to test with: so few that a round takes a moment."""
+    digits, test = load("digits"), images // 4
+    return digits.x_train[:images], digits.y_train[:images], digits.x_test[:test], digits.y_test[:test]
 
 
 def outcome(experiment: Experiment, rounds: int = ROUNDS) -> Outcome:
@@ -122,16 +142,7 @@ def runs(trial: Trial) -> None:
 
 def crosses_what_it_says(trial: Trial) -> None:
     """what crosses is what it says"""
-    asked: list[str] = []
-
-    class Listening(Wire):
-        def carry(
-            self, tree: Any, method: str, client: int, direction: Direction, device: torch.device | None = None
-        ) -> Any:
-            asked.append(method)
-            return super().carry(tree, method, client, direction, device)
-
-    (_, records) = trial.over(Listening(trial.algorithm.may_be_infinite))
+    (_, records) = trial.straight
     totals: dict[str, dict[str, int]] = {}
     for _, _, _, by_method in records:
         for method, count in by_method.items():
@@ -143,7 +154,7 @@ def crosses_what_it_says(trial: Trial) -> None:
         for way, bytes_ in count.items():
             if (bytes_ > 0) != (f"{way}:" in trial.kind.crosses[method]):
                 raise Violation(f"{method}: {bytes_} bytes go {way}, crosses says {trial.kind.crosses[method]!r}")
-    last = [method for method in asked if method != "evaluate"][-1:]
+    last = [method for method in trial.heard.methods if method != "evaluate"][-1:]
     if last and last != list(trial.kind.crosses)[-1:]:
         raise Violation(f"a round's last call is {last[0]!r}: crosses must name it last, evaluation rides on it")
 

@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 
 from barter import ALGORITHMS
-from barter.conformance import CHECKS, Trial
+from barter.conformance import CHECKS, Trial, few_digits
 from barter.core.params import describe
 from barter.engines import local
 from tests.conftest import NEEDED, TINY, federation, tiny
@@ -22,46 +22,38 @@ def test_the_suite_covers_the_registry() -> None:
 
 
 def test_runs_with_its_defaults(name: str) -> None:
-    (record,) = federation(ALGORITHMS[name](**NEEDED.get(name, {})), clients=2).rounds(1)
+    algorithm = ALGORITHMS[name](**NEEDED.get(name, {}))
+    (record,) = federation(algorithm, few_digits(720), clients=2).rounds(1)
     assert sorted(record.clients) == [0, 1]
     for metrics in record.clients.values():
         assert 0 <= metrics["global"] <= 1
         trained = metrics.get("before_local", metrics["local"])
-        assert trained > 0.5, "every method at least trains on the client's own data"
+        assert trained > 0.3, "every method at least trains on the client's own data"
     assert record.seconds["round"] > 0
     assert not record.failures
-
-
-NEVER_ALONE = {"central", "fedaf", "feddm"}  # others' data come first, or clients train no network of their own
-EACH_ROUND = {
-    "dffke",
-    "fedbn",
-    "fedfree",
-    "fedzge",
-    "perfedavg",
-    "fedmd",
-    "dsfl",
-    "mhat",
-    "feddf",
-}  # what is known before each exchange
-
-
-def test_says_what_clients_knew_alone(name: str) -> None:
-    first, second = federation(tiny(name)).rounds(2)
-    own_word = name in EACH_ROUND
-    for k in range(3):
-        said = {key for key in first.clients[k] if key.startswith("before_")}
-        assert said == (set() if name in NEVER_ALONE else {"before_global", "before_local"})
-        assert ("before_global" in second.clients[k]) == own_word
-        if said and not own_word:  # until the next round begins, the client's network is the one it trained alone
-            told = first.clients[k]
-            for key in ("global", "local"):
-                assert told[f"before_{key}"] == told.get(f"head_{key}", told[key]), "by the head, if that is told apart"
 
 
 @cache
 def trial(name: str) -> Trial:
     return Trial(tiny(name))
+
+
+NEVER_ALONE = {"central", "fedaf", "feddm"}  # others' data come first, or clients train no network of their own
+# What is known before each exchange, not before the first alone.
+EACH_ROUND = {"dffke", "fedbn", "fedfree", "fedzge", "perfedavg", "fedmd", "dsfl", "mhat", "feddf"}
+
+
+def test_says_what_clients_knew_alone(name: str) -> None:
+    (_, first, _, _), (_, second, _, _), _ = trial(name).straight[1]
+    own_word = name in EACH_ROUND
+    for k in range(3):
+        said = {key for key in first[k] if key.startswith("before_")}
+        assert said == (set() if name in NEVER_ALONE else {"before_global", "before_local"})
+        assert ("before_global" in second[k]) == own_word
+        if said and not own_word:  # until the next round begins, the client's network is the one it trained alone
+            told = first[k]
+            for key in ("global", "local"):
+                assert told[f"before_{key}"] == told.get(f"head_{key}", told[key]), "by the head, if that is told apart"
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=[check.__name__ for check in CHECKS])

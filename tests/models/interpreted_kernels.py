@@ -33,7 +33,7 @@ def integers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("act", ACTS)
 def test_normalisation_is_torchs(act: str, training: bool) -> None:
-    for shape in SHAPES:
+    for shape in SHAPES if act == "none" else SHAPES[:2]:  # how pixels are cut into tiles does not depend on it
         assert normalised(launch, shape, act, False, training, ("cpu", torch.float32)) < 5e-6
 
 

@@ -3,80 +3,71 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-import subprocess
-import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from barter.core.payload import leaves
-from barter.runs.folder import RunFolder
-from tests.conftest import same
-
-ROUNDS = 3
-SETTINGS = [
-    "clients=3", f"rounds={ROUNDS}", "algorithm.max_epochs=2", "algorithm.share=0.1", "algorithm.code_dim=16",
-    "algorithm.docking_epochs=3", "algorithm.decoder_epochs=1", "algorithm.decoder_steps=2",
-    "algorithm.exchange_epochs=1", "algorithm.exchange_steps=2",
-]  # fmt: skip
-
-# Runs the command line, and ends it with SIGKILL the n-th time the named function is entered or left.
-HARNESS = """
-import os, signal, sys
-import barter.runs.checkpoint as checkpoint
-import barter.runs.folder as folder
 from barter.algorithms.dffke import DFFKE
 from barter.cli import main
+from barter.core.payload import leaves
+from barter.runs import checkpoint
+from barter.runs.folder import RunFolder
+from tests.conftest import TINY, few_digits, same
+from tests.forked import forked, status
 
-where, count = sys.argv[1], int(sys.argv[2])
-left = count
-
-def countdown():
-    global left
-    left -= 1
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-def before(owner, name):
-    original = getattr(owner, name)
-    def wrapped(*args, **kwargs):
-        countdown()
-        return original(*args, **kwargs)
-    setattr(owner, name, wrapped)
-
-def torn_write(tensors, path, metadata):
-    global left
-    left -= 1
-    if left == 0:
-        original_save(tensors, path, metadata)
-        whole = open(path, "rb").read()
-        with open(path, "wb") as file:
-            file.write(whole[: len(whole) // 2])
-            file.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
-    original_save(tensors, path, metadata)
-
-original_save = checkpoint.save_file
-if where == "torn":
-    checkpoint.save_file = torn_write
-elif where == "exchange":
-    before(DFFKE, "exchange_loss")
-elif where == "append":
-    before(folder.RunFolder, "append")
-elif where == "save":
-    before(folder.RunFolder, "save")
-elif where == "flush":
-    before(checkpoint, "flush")
-sys.exit(main(sys.argv[3:]))
-"""
+ROUNDS = 3
+SETTINGS = {"clients": 3, "rounds": ROUNDS, **{f"algorithm.{key}": value for key, value in TINY["dffke"].items()}}
+PLACES: dict[str, tuple[Any, str]] = {
+    "exchange": (DFFKE, "exchange_loss"),
+    "append": (RunFolder, "append"),
+    "save": (RunFolder, "save"),
+    "flush": (checkpoint, "flush"),
+    "torn": (checkpoint, "save_file"),
+}
 
 
-def barter(harness: Path, where: str, count: int, *arguments: str) -> int:
-    command = [sys.executable, str(harness), where, str(count), *arguments]
-    return subprocess.run(command, capture_output=True, text=True).returncode
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_half(save: Callable[..., None], tensors: Any, path: Path, metadata: Any) -> None:
+    save(tensors, path, metadata)
+    whole = path.read_bytes()
+    with path.open("wb") as file:
+        file.write(whole[: len(whole) // 2])
+        file.flush()
+        die()
+
+
+def barter(where: str, count: int, arguments: list[str]) -> int:
+    """The command line, which SIGKILL ends the n-th time that it comes to this place; for use in a process of its own.
+
+    Where a file is torn, half of it is written first.
+    """
+    if where:
+        owner, name = PLACES[where]
+        original, left = getattr(owner, name), count
+
+        def counted(*args: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                save_half(original, *args) if where == "torn" else die()
+            return original(*args)
+
+        setattr(owner, name, counted)
+    return main(arguments)
+
+
+def ended(folder: Path, *arguments: str, where: str = "", count: int = 0) -> int:
+    """How the command line ends in a process of its own."""
+    return status(forked(partial(barter, where, count, list(arguments)), folder / "said"))
 
 
 def outcome(run: Path) -> tuple[dict[str, Any], list[Any]]:
@@ -92,18 +83,19 @@ def outcome(run: Path) -> tuple[dict[str, Any], list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def harness(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("kill") / "harness.py"
-    path.write_text(HARNESS)
-    return path
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kill")
 
 
 @pytest.fixture(scope="module")
-def straight(harness: Path) -> tuple[dict[str, Any], list[Any]]:
-    out = harness.parent / "straight"
-    flags = [flag for setting in SETTINGS for flag in ("--set", setting)]
-    assert barter(harness, "nowhere", 0, "run", "--out", str(out), *flags) == 0
-    return outcome(out)
+def flags(place: Path) -> list[str]:
+    return [f"--set={key}={value}" for key, value in {**SETTINGS, "data.source": few_digits(place)}.items()]
+
+
+@pytest.fixture(scope="module")
+def straight(place: Path, flags: list[str]) -> tuple[dict[str, Any], list[Any]]:
+    assert ended(place, "run", "--out", str(place / "straight"), *flags) == 0
+    return outcome(place / "straight")
 
 
 @pytest.mark.parametrize(
@@ -120,12 +112,11 @@ def straight(harness: Path) -> tuple[dict[str, Any], list[Any]]:
     ],
 )
 def test_killed_and_resumed_equals_straight(
-    harness: Path, straight: tuple[dict[str, Any], list[Any]], where: str, count: int
+    place: Path, flags: list[str], straight: tuple[dict[str, Any], list[Any]], where: str, count: int
 ) -> None:
-    out = harness.parent / f"{where}-{count}"
-    flags = [flag for setting in SETTINGS for flag in ("--set", setting)]
-    assert barter(harness, where, count, "run", "--out", str(out), *flags) == -signal.SIGKILL
-    assert barter(harness, "nowhere", 0, "resume", str(out)) == 0
+    out = place / f"{where}-{count}"
+    assert ended(place, "run", "--out", str(out), *flags, where=where, count=count) == -signal.SIGKILL
+    assert ended(place, "resume", str(out)) == 0, (place / "said").read_text()
     tensors, lines = outcome(out)
     assert lines == straight[1]
     assert same(tensors, straight[0])

@@ -25,5 +25,7 @@ def scope(seed: int, *path: object, device: torch.device | None = None) -> Itera
     """
     cuda = [device] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
-        torch.manual_seed(stream_seed(seed, *path))
+        # Without a GPU, torch.manual_seed writes down the whole stack every time, for devices that may yet come.
+        seeded = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+        seeded(stream_seed(seed, *path))
         yield

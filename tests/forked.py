@@ -1,0 +1,37 @@
+"""Processes of their own that have everything loaded already: loading torch takes longer than most tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+
+def forked(work: Callable[[], int], said: Path) -> int:
+    """Do this in another process, which ends with the status that comes of it and says what it says into a file."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 70
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # as from a terminal
+        file = said.open("w", buffering=1)
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+        sys.stdout = sys.stderr = file
+        status = work()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)  # nothing of pytest's is ended with it
+
+
+def status(pid: int) -> int:
+    """How a process ended: its status, or the signal's number with a minus."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
