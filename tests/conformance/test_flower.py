@@ -17,7 +17,7 @@ from barter.data.task import Data
 from barter.engines import flower
 from barter.experiment import Experiment
 from barter.runs.journal import Journal
-from tests.conftest import federation, few_digits, same, tiny
+from tests.conftest import digits_file, federation, same, tiny
 from tests.engines.grid import LoopbackGrid, site
 
 flwr = pytest.importorskip("flwr")
@@ -45,7 +45,7 @@ def everything(experiment: Experiment, grid: LoopbackGrid) -> dict[str, Any]:
 
 def test_a_run_on_flower_is_the_same_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first round begins with sites that know nothing, the second with what they wrote down, the third goes on."""
-    data = Data(source=few_digits(tmp_path))
+    data = Data(source=digits_file(tmp_path))
     local = federation(tiny(name), data=data)
     records = [(r.round, r.clients, r.server, r.bytes) for r in local.rounds(ROUNDS)]
     straight = {"server": local.server.memory(), "clients": local.engine.memory()}
