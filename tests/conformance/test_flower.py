@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from barter import deploy
 from barter.config import Config
 from barter.core.payload import isolate, leaves
 from barter.data.task import Data
+from barter.deploy import conduct
 from barter.engines import flower
 from barter.experiment import Experiment
 from barter.runs.journal import Journal
@@ -26,8 +26,7 @@ ROUNDS = 3
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (deploy, flower):
-        monkeypatch.setattr(module, "POLL_SECONDS", 0)
+    monkeypatch.setattr(flower, "POLL_SECONDS", 0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -62,9 +61,9 @@ def test_a_run_on_flower_is_the_same_run(name: str, tmp_path: Path, monkeypatch:
 
     first.deliver = until_the_last_call
     with pytest.raises(KeyboardInterrupt):
-        deploy.conduct(first, config, tmp_path / "run", Journal(tmp_path / "journal"))
+        conduct(first, config, tmp_path / "run", Journal(tmp_path / "journal"))
     again = LoopbackGrid(sites(tmp_path), monkeypatch)  # and so do the sites: what they know is on disk
-    remote = deploy.conduct(again, config, tmp_path / "run", Journal(tmp_path / "journal"))
+    remote = conduct(again, config, tmp_path / "run", Journal(tmp_path / "journal"))
     assert remote.folder is not None
     assert [(r.round, r.clients, r.server, r.bytes) for r in remote.folder.records()] == records
     assert same(everything(remote, again), dict(leaves(isolate(straight))))
