@@ -9,6 +9,7 @@ import torch
 
 from barter import DFFKE, Experiment
 from barter.algorithms.dffke import Hub, Trader
+from barter.conformance import few_digits
 from barter.core.errors import ConfigError
 from barter.core.payload import nbytes
 from barter.data.task import Data
@@ -16,11 +17,11 @@ from barter.models.generators import Decoder
 from barter.ops.docking import unify
 from barter.ops.fit import adam
 from barter.ops.transfer import review
-from tests.conftest import TINY, federation, tiny
+from tests.conftest import TINY, small_federation, tiny
 
 
 def exchanged(rounds: int = 3, **changes: Any) -> tuple[Experiment, list[Any]]:
-    experiment = federation(tiny("dffke", **changes))
+    experiment = small_federation(tiny("dffke", **changes))
     return experiment, list(experiment.rounds(rounds))
 
 
@@ -42,7 +43,7 @@ def test_a_round_crosses_what_it_says_and_no_more() -> None:
 def test_embeddings_of_parts_cross_too_and_codes_in_half_precision() -> None:
     data = Data(source="digits", size=16)
     for parts, views in ((0, 1), (2, 5), (4, 5)):  # 16 pixels have no more than two parts of 8
-        experiment = federation(tiny("dffke", parts=parts), data=data, clients=2)
+        experiment = small_federation(tiny("dffke", parts=parts), data=data, clients=2)
         (record,) = experiment.rounds(1)
         clients, spec = experiment.engine.clients, experiment.task.spec
         shared = {k: -(-len(c.data) // 10) for k, c in clients.items()}
@@ -86,7 +87,7 @@ def test_review_takes_as_much_of_the_past_as_there_is_fresh() -> None:
             lessons[client.id] = super().teach(client, delivery)
             return lessons[client.id]
 
-    experiment = federation(Watched(**TINY["dffke"]))
+    experiment = small_federation(Watched(**TINY["dffke"]))
     for record in experiment.rounds(3):
         for client in experiment.engine.clients.values():
             assert isinstance(client, Trader)
@@ -106,7 +107,7 @@ def test_review_takes_as_much_of_the_past_as_there_is_fresh() -> None:
 
 
 def test_who_missed_rounds_is_sent_their_entries() -> None:
-    experiment = federation(tiny("dffke", participation=0.5, memory=None), clients=4)
+    experiment = small_federation(tiny("dffke", participation=0.5, memory=None), clients=4)
     buffers: dict[int, list[int]] = {}
     last: dict[int, int] = {}
     decoder = nbytes(Decoder(16, experiment.task.spec).state_dict())
@@ -124,7 +125,7 @@ def test_who_missed_rounds_is_sent_their_entries() -> None:
 
 
 def test_collaboration_is_a_fixed_group_and_the_rest_train_alone() -> None:
-    experiment = federation(tiny("dffke", collaboration=0.5), clients=4)
+    experiment = small_federation(tiny("dffke", collaboration=0.5), clients=4)
     for r in experiment.rounds(2):
         assert [k for k, m in r.clients.items() if m["bytes_up"]] == [0, 1]
         assert r.bytes["train"] == {"up": 0, "down": 0}
@@ -139,13 +140,13 @@ def test_noise_in_place_of_embeddings_sends_weights_alone() -> None:
 
 
 def test_public_data_takes_the_place_of_decoder_embeddings_and_weights() -> None:
-    experiment = federation(tiny("dffke", transfer="public"), data=Data(public="digits"))
+    experiment = small_federation(tiny("dffke", transfer="public"), data=Data(source=few_digits(), public="digits"))
     records = list(experiment.rounds(2))
     assert records[0].bytes["learn"]["up"] == 3 * 17, "how many images, and how they are augmented"
     shared = sum(max(2, -(-len(c.data) // 10)) for c in experiment.engine.clients.values())
     assert records[0].bytes["teach"]["down"] == 3 * (8 + shared * 8)
     with pytest.raises(ConfigError, match=r"data\.public"):
-        federation(tiny("dffke", transfer="public"), data=Data())
+        small_federation(tiny("dffke", transfer="public"), data=Data())
     with pytest.raises(ConfigError, match="embedding_loss"):
         tiny("dffke", transfer="public", embedding_loss=True)
 
@@ -180,7 +181,7 @@ def test_a_client_that_fails_is_left_out_and_comes_back() -> None:
                 raise RuntimeError("not today")
             return super().learn(client)
 
-    experiment = federation(Moody(**TINY["dffke"]), min_clients=2)
+    experiment = small_federation(Moody(**TINY["dffke"]), min_clients=2)
     records = list(experiment.rounds(3))
     assert "client 1 failed in 'learn', round 2: RuntimeError: not today" in records[1].failures
     assert [bool(r.failures) for r in records] == [False, True, False]
@@ -194,13 +195,13 @@ def test_a_lone_survivor_has_nobody_to_learn_from() -> None:
                 raise RuntimeError("mute")
             return super().teach(client, delivery)
 
-    (record,) = federation(Silent(**TINY["dffke"]), min_clients=1).rounds(1)
+    (record,) = small_federation(Silent(**TINY["dffke"]), min_clients=1).rounds(1)
     assert "exchange" not in record.bytes
     assert len(record.failures) == 2
 
 
 def test_one_trader_alone_has_nobody_to_learn_from() -> None:
-    (record,) = federation(tiny("dffke"), clients=1).rounds(1)
+    (record,) = small_federation(tiny("dffke"), clients=1).rounds(1)
     assert set(record.bytes) == {"learn"}
 
 

@@ -12,7 +12,7 @@ from barter.core.images import Augment, Spec
 from barter.ops.fit import adam, classification, sgd
 from barter.ops.inversion import Terms, Viewer, drawn_loss
 from barter.ops.trainer import Anchor, Trainer, _contents, _identity, _modules, _objection
-from tests.conftest import federation, tiny
+from tests.conftest import federation, small_federation, tiny
 
 SPEC = Spec(1, 8, 8, 10, (0.5,), (0.5,))
 
@@ -131,7 +131,7 @@ def test_a_client_learns_from_so_many_peers_in_an_iteration(
     monkeypatch.setattr(DFFKE, "exchange_loss", counted)
     options = {"mixed": mixed, "peers": peers, "exchange_epochs": 3, "exchange_steps": 0, "max_epochs": 1}
     options["batch_size"] = 250  # so that an epoch is one step
-    list(federation(tiny("dffke", **options), clients=4).rounds(2))
+    list(small_federation(tiny("dffke", **options), clients=4).rounds(2))
     each = 1 if mixed else peers  # mixed, they share one step
     assert len(steps) == 4 * 3 * (each + 2 * each), "fresh in round 1; fresh and remembered in round 2"
 
