@@ -154,7 +154,7 @@ def test_a_warm_decoder_starts_where_the_last_rounds_ended(warm: bool, monkeypat
         return drawn_loss(decoder, *arguments)
 
     monkeypatch.setattr("barter.ops.inversion.drawn_loss", noted)
-    experiment = small_federation(tiny("dffke", warm_decoder=warm))
+    experiment = small_federation(tiny("dffke", warm_decoder=warm, transfer="decoder"))
     list(experiment.rounds(3))
     assert isinstance(experiment.server, Hub)
     ends = [entry["decoder"] for entry in experiment.server.buffer]
@@ -234,7 +234,7 @@ CHANGES: list[dict[str, Any]] = [
     {"max_epochs": 1},
     {"later_epochs": 2},
     {"share": 0.3},
-    {"half": False},
+    {"transfer": "decoder"},
     {"code_dim": 8},
     {"docking_epochs": 2},
     {"whiten": 0.0},
@@ -288,20 +288,20 @@ def test_and_the_same_options_do_not(rounds: int) -> None:
 
 
 def test_no_option_was_forgotten() -> None:
-    elsewhere = {"transfer", "parts"}  # images of 8 pixels are not cut
+    elsewhere = {"parts"}  # images of 8 pixels are not cut
     assert {name for changes in CHANGES for name in changes} == {f.name for f in fields(DFFKE)} - elsewhere
 
 
 def test_the_papers_preset_is_the_paper() -> None:
     paper, code = DFFKE.preset("paper"), DFFKE.preset("code")
-    off = "parts half mixed whiten cosine renewed augmented warm_decoder local_review"
+    off = "parts mixed whiten cosine renewed augmented warm_decoder local_review"
     assert {name: bool(getattr(paper, name)) for name in off.split()} == dict.fromkeys(off.split(), False)
     assert (paper.share, paper.decoder_epochs, paper.exchange_epochs) == (0.15, 6, 4)
     assert (paper.decoder_steps, paper.exchange_steps) == (0, 0), "no floors"
     assert (paper.batch_size, paper.decoder_batch) == (100, None)
     assert (paper.max_epochs, paper.later_epochs) == (100, None), "as good as no limit"
     assert (paper.tau, paper.lr, paper.code_dim, paper.docking_epochs) == (0.98, 1e-3, 512, 100)
-    assert (paper.peers, paper.memory, paper.direction) == (None, None, "teacher")
+    assert (paper.peers, paper.memory, paper.direction, paper.transfer) == (None, None, "teacher", "decoder")
     assert (paper.embedding_loss, paper.logit_loss) == (False, False)
     assert code == DFFKE.preset(
         "paper", {"share": 1.0, "local_review": True, "embedding_loss": True, "logit_loss": True}
