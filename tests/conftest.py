@@ -40,6 +40,7 @@ TINY: dict[str, dict[str, Any]] = {
     "feddm": {"ipc": 2, "steps": 3, "server_epochs": 30},
     "fedfree": {"epochs": 1, "batch_size": 50},
     "dfrd": {"epochs": 1, "batch_size": 50, "iterations": 2, "samples": 4, "noise": 8, "global_steps": 2},
+    "fedftg": {"epochs": 1, "batch_size": 50, "iterations": 2, "generator_steps": 1, "samples": 6, "noise": 8},
     "heterofl": {"epochs": 1, "batch_size": 50},
     "feddropout": {"epochs": 1, "batch_size": 50},
     "fedrolex": {"epochs": 1, "batch_size": 50},

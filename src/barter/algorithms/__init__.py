@@ -15,6 +15,7 @@ from barter.algorithms.feddistill import FedDistill
 from barter.algorithms.feddm import FedDM
 from barter.algorithms.feddropout import FedDropout
 from barter.algorithms.fedfree import FedFree
+from barter.algorithms.fedftg import FedFTG
 from barter.algorithms.fedgen import FedGen
 from barter.algorithms.fedgh import FedGH
 from barter.algorithms.fedkd import FedKD
@@ -46,6 +47,7 @@ __all__ = [
     "FedDM",
     "FedDistill",
     "FedDropout",
+    "FedFTG",
     "FedFree",
     "FedGH",
     "FedGen",
@@ -67,6 +69,7 @@ ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
     "fedaf": FedAF,
     "fedzge": FedZGE,
     "dfrd": DFRD,
+    "fedftg": FedFTG,
     "fedfree": FedFree,
     "feddm": FedDM,
     "heterofl": HeteroFL,
