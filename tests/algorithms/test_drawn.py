@@ -10,13 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from barter import Experiment
-from barter.algorithms import fedftg
+from barter.algorithms import dense, fedftg
+from barter.algorithms.dense import DENSE, Archive, Sketch
 from barter.algorithms.fedftg import FedFTG
 from barter.core import seeds
 from barter.core.images import Spec
+from barter.core.payload import nbytes
 from barter.data.partition import Classes
 from barter.engines.local import LocalEngine
 from barter.models.generators import Decoder
+from barter.ops.statistics import compared
 from barter.ops.synthesis import Artist, Ensemble, diversity, named, painted
 from tests.conftest import federation, same, tiny
 
@@ -148,3 +151,111 @@ def test_fedftgs_fine_tuning_mends_an_average_of_few_large_clients() -> None:
         return record.server["global"]
 
     assert reached(0.01) > reached(1e-30) + 0.05
+
+
+def test_denses_loss_by_hand() -> None:
+    sketch, y = Sketch(SPEC, 4, 3), torch.tensor([0, 1, 1])
+    norm = nn.BatchNorm2d(1)
+    norm.running_mean, norm.running_var = torch.tensor([1.0]), torch.tensor([4.0])
+    teachers = ensemble(nn.Sequential(norm, Says(2.0, 0.0)), Says(0.0, 0.0))
+    shares = torch.tensor([[0.5, 0.5], [0.5, 0.5]])
+    # Together they say (1, 0): class 0 with 1 / (1 + 1/e).
+    p = 1 / (1 + math.exp(-1))
+    wrong = -(math.log(p) + 2 * math.log(1 - p)) / 3
+    distance = 3 + 1  # what is drawn has mean 0 and variance 1
+
+    def value(model: nn.Module, adv: float) -> float:
+        loss, x = dense.sketch_loss(sketch, teachers, model, 0.5, adv, y, shares)  # type: ignore[arg-type]
+        assert x.shape == (3, 1, 8, 8)
+        return loss.item()
+
+    assert value(Says(0.0, 1.0), 0.0) == pytest.approx(wrong + 0.5 * distance, rel=1e-3)
+    divergence = p * math.log(p / (1 - p)) + (1 - p) * math.log((1 - p) / p)
+    assert value(Says(0.0, 1.0), 7.0) == pytest.approx(wrong + 0.5 * distance - 7 * divergence, rel=1e-3)
+    assert value(Says(0.1, 0.0), 7.0) == value(Says(0.1, 0.0), 0.0), "they see the same class"
+    by_class = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    loss, _ = dense.sketch_loss(sketch, teachers, Says(1.0, 0.0), 0.0, 0.0, y, by_class)  # type: ignore[arg-type]
+    q = 1 / (1 + math.exp(-2))
+    assert loss.item() == pytest.approx(-(math.log(q) + 2 * math.log(1 - q)) / 3, rel=1e-5), "each for its own class"
+
+
+def test_dense_keeps_the_batch_with_the_least_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = iter([3.0, 1.0, 2.0])
+
+    def counting(sketch: Sketch, *_: Any) -> tuple[Tensor, Tensor]:
+        value = next(values)
+        return sketch.z.sum() * 0 + value, torch.full((6, 1, 8, 8), value)
+
+    monkeypatch.setattr(dense, "sketch_loss", counting)
+    experiment = in_process(tiny("dense", passes=1, generator_steps=3))
+    list(experiment.rounds(1))
+    server = cast(Archive, experiment.server)
+    mean, std = server.spec.mean[0], server.spec.std[0]
+    assert (server.pixels[0] == round(255 * min(1.0, mean + std))).all(), "one deviation above the mean, as bytes"
+
+
+def test_denses_clients_train_once_and_the_server_goes_on() -> None:
+    experiment = in_process(tiny("dense"))
+    first, second = experiment.rounds(2)
+    assert first.clients[1]["bytes_up"] == nbytes(dict(experiment.engine.clients[1].model.state_dict())) + 80
+    assert first.traffic("down") == second.traffic("down") == second.traffic("up") == 0
+    assert [first.clients[k]["global"] for k in range(3)] == [second.clients[k]["global"] for k in range(3)]
+    before, pixels = weights_of(experiment), cast(Archive, experiment.server).pixels[0]
+    list(experiment.rounds(3))
+    assert not same(before, weights_of(experiment))
+    later = cast(Archive, experiment.server).pixels[0]
+    assert (len(pixels), len(later)) == (24, 30), "six of a batch, two batches a round, no more than the pool holds"
+    assert torch.equal(later[:18], pixels[6:]), "the oldest went"
+
+
+def test_dense_asks_who_has_not_handed_in_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    learn, asked = DENSE.learn, []
+
+    def moody(self: DENSE, client: Any) -> Any:
+        asked.append(client.id)
+        if asked.count(1) == 1 and client.id == 1:
+            raise ValueError("no mood")
+        return learn(self, client)
+
+    moody.__annotations__, moody.__name__ = learn.__annotations__, "learn"
+    monkeypatch.setattr(DENSE, "learn", moody)
+    experiment = in_process(tiny("dense"), min_clients=1)
+    list(experiment.rounds(3))
+    assert asked == [0, 1, 2, 1]
+    assert sorted(cast(Archive, experiment.server).teachers) == [0, 1, 2]
+
+
+def test_dense_draws_what_somebody_has_for_a_network_of_its_own() -> None:
+    experiment = in_process(tiny("dense", student="small-mlp"), partition=Classes(per_client=2), models="small-cnn")
+    list(experiment.rounds(2))
+    held = sum((c.data.class_counts() for c in experiment.engine.clients.values()), torch.zeros(10))
+    assert (held == 0).any()
+    (labels,) = cast(Archive, experiment.server).labels
+    assert (held[labels] > 0).all()
+    assert len(labels.unique()) > 1  # type: ignore[no-untyped-call]
+    assert experiment.server.model.feature_dim == 256, "an MLP's"
+
+
+def test_denses_images_look_inside_like_the_data() -> None:
+    experiment = in_process(tiny("dense", epochs=3, student="small-mlp"), models="small-cnn", clients=1)
+    list(experiment.rounds(1))
+
+    def distance(lam_bn: float) -> float:
+        server = cast(Archive, experiment.server)
+        server.pixels, server.labels = [], []
+        algorithm = cast(DENSE, tiny("dense", samples=20, generator_steps=15, lam_bn=lam_bn, generator_lr=0.01))
+        teachers = ensemble(experiment.engine.clients[0].model)
+        with seeds.scope(0, "draw"):
+            algorithm.draw(server, teachers, torch.ones(1, 10), torch.arange(10))
+        with compared(teachers) as found:
+            teachers.said(algorithm.images(server).batch(torch.arange(20)))
+        return float(sum(found))
+
+    assert distance(10.0) < 0.8 * distance(0.0)
+
+
+def test_denses_server_learns_from_images_that_it_draws() -> None:
+    settings = {"epochs": 4, "passes": 8, "generator_steps": 5, "samples": 32, "distil_batch": 16, "pool": 1000}
+    (record,) = in_process(tiny("dense", **settings), models="small-mlp", clients=2, partition="iid").rounds(1)
+    assert record.server["global"] > 0.4
+    assert record.server["variety"] > 0.1

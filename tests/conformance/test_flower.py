@@ -73,11 +73,11 @@ def test_a_resumed_server_finds_the_sites_as_it_left_them(
     expected = everything(straight, straight_grid)
 
     grid = LoopbackGrid(sites(tmp_path), monkeypatch)
-    last = list(tiny(name).crosses)[-1]
+    last = list(tiny(name).crosses)[-1], "evaluate"  # clients that are asked once have only the latter in round 2
 
     def until_the_last_call(node: int, request: dict[str, Any], answer: Any) -> Any:
         reply = answer()
-        if request.get("round") == 2 and request["method"] == last:
+        if request.get("round") == 2 and request["method"] in last:
             raise KeyboardInterrupt  # the site has done its part of the round, and the server dies
         return reply
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from barter.algorithms.central import Central
+from barter.algorithms.dense import DENSE
 from barter.algorithms.dffke import DFFKE
 from barter.algorithms.dfrd import DFRD
 from barter.algorithms.dsfl import DSFL
@@ -35,6 +36,7 @@ from barter.core.algorithm import Algorithm
 
 __all__ = [
     "ALGORITHMS",
+    "DENSE",
     "DFFKE",
     "DFRD",
     "DSFL",
@@ -70,6 +72,7 @@ ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
     "fedzge": FedZGE,
     "dfrd": DFRD,
     "fedftg": FedFTG,
+    "dense": DENSE,
     "fedfree": FedFree,
     "feddm": FedDM,
     "heterofl": HeteroFL,
