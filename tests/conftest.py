@@ -42,6 +42,7 @@ TINY: dict[str, dict[str, Any]] = {
     "dfrd": {"epochs": 1, "batch_size": 50, "iterations": 2, "samples": 4, "noise": 8, "global_steps": 2},
     "fedftg": {"epochs": 1, "batch_size": 50, "iterations": 2, "generator_steps": 1, "samples": 6, "noise": 8},
     "dense": {"epochs": 1, "batch_size": 50, "passes": 2, "generator_steps": 2, "samples": 6, "noise": 8, "pool": 30},
+    "fedzkt": {"epochs": 1, "batch_size": 50, "iterations": 2, "client_steps": 2, "samples": 6, "noise": 8},
     "heterofl": {"epochs": 1, "batch_size": 50},
     "feddropout": {"epochs": 1, "batch_size": 50},
     "fedrolex": {"epochs": 1, "batch_size": 50},

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from barter import Experiment
-from barter.algorithms import dense, fedftg
+from barter.algorithms import dense, fedftg, fedzkt
 from barter.algorithms.dense import DENSE, Archive, Sketch
 from barter.algorithms.fedftg import FedFTG
+from barter.algorithms.fedzkt import FedZKT
 from barter.core import seeds
 from barter.core.images import Spec
 from barter.core.payload import nbytes
@@ -258,4 +259,79 @@ def test_denses_server_learns_from_images_that_it_draws() -> None:
     settings = {"epochs": 4, "passes": 8, "generator_steps": 5, "samples": 32, "distil_batch": 16, "pool": 1000}
     (record,) = in_process(tiny("dense", **settings), models="small-mlp", clients=2, partition="iid").rounds(1)
     assert record.server["global"] > 0.4
+    assert record.server["variety"] > 0.1
+
+
+def test_the_sl_loss_by_hand() -> None:
+    one, other = torch.tensor([[0.0, math.log(3)], [0.0, 0.0]]), torch.tensor([[0.0, 0.0], [math.log(4), 0.0]])
+    assert fedzkt.sl_loss(one, other).item() == pytest.approx((2 * 0.25 + 2 * 0.3) / 2)
+    assert fedzkt.sl_loss(one + 5, other).item() == pytest.approx((2 * 0.25 + 2 * 0.3) / 2), (
+        "of predictions, not logits"
+    )
+
+
+def test_fedzkts_generator_wants_what_its_model_does_not() -> None:
+    generator, z = decoder(3), torch.randn(4, 3)
+    teachers, model = ensemble(Says(4.0, 0.0), Says(0.0, 0.0, slope=1.0)), Says(0.0, math.log(3), slope=-1.0)
+    losses = [fedzkt.disagreement(generator, teachers, model, SPEC, sign, z) for sign in (-1.0, 1.0)]  # type: ignore[arg-type]
+    x = painted(generator, z, SPEC)
+    together = torch.stack([teacher(x) for teacher in teachers.models]).mean(0)
+    assert losses[1].item() == pytest.approx(fedzkt.sl_loss(together, model(x)).item(), rel=1e-5), "of mean logits"
+    assert losses[0].item() == -losses[1].item()
+    losses[1].backward()
+    assert all(parameter.grad is None for parameter in generator.parameters()), "the model learns, the generator draws"
+    assert model.words.grad is not None
+    losses[0].backward()
+    assert all(parameter.grad is not None for parameter in generator.parameters())
+
+
+def test_fedzkts_clients_get_back_what_they_sent_if_they_are_taught_nothing() -> None:
+    experiment = in_process(tiny("fedzkt", global_lr=1e-30, momentum=0.0), models="small-cnn,small-mlp")
+    (record,) = experiment.rounds(1)
+    for metrics in record.clients.values():
+        assert metrics["global"] == metrics["before_global"]
+        assert metrics["local"] == metrics["before_local"]
+        assert metrics["bytes_up"] == metrics["bytes_down"]
+    taught = in_process(tiny("fedzkt"), models="small-cnn,small-mlp")
+    list(taught.rounds(1))
+    for one, other in zip(experiment.engine.clients.values(), taught.engine.clients.values(), strict=True):
+        mine, theirs = (dict(client.model.state_dict()) for client in (one, other))
+        statistics = [at for at in mine if "running" in at]
+        assert statistics
+        assert same({at: mine[at] for at in statistics}, {at: theirs[at] for at in statistics}), "its own data's"
+        assert not same(mine, theirs)
+
+
+def test_fedzkts_clients_are_taught_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: dict[int, Any] = {}
+
+    def receive(self: Any, client: Any, w: Any) -> None:
+        sent[client.id] = w
+
+    monkeypatch.setattr(FedZKT, "receive", receive)
+    experiment = in_process(tiny("fedzkt", global_lr=1e-30, momentum=0.0), models="small-mlp")
+    list(experiment.rounds(1))
+    for k, client in experiment.engine.clients.items():
+        assert same(sent[k], dict(client.model.state_dict())), "not what a sibling of the same network got"
+
+
+def test_fedzkts_clients_are_held_near_what_they_received() -> None:
+    def gone(mu: float) -> float:
+        algorithm = cast(FedZKT, tiny("fedzkt", mu=mu, epochs=2))
+        client = in_process(algorithm, models="small-mlp").engine.clients[0]
+        start = nn.utils.parameters_to_vector(client.model.parameters()).detach().clone()
+        with seeds.scope(0, "learn"):
+            algorithm.learn(client)
+        return float((nn.utils.parameters_to_vector(client.model.parameters()).detach() - start).norm())
+
+    assert gone(10.0) < 0.7 * gone(0.0)
+
+
+def test_fedzkt_brings_a_client_with_few_images_what_the_others_know() -> None:
+    settings = {"epochs": 4, "batch_size": 20, "iterations": 20, "client_steps": 40, "samples": 32, "noise": 32}
+    shares = [list(range(500)), list(range(500, 1000)), list(range(1000, 1015))]
+    experiment = in_process(tiny("fedzkt", **settings), models="small-mlp", partition=shares)
+    (record,) = experiment.rounds(1)
+    assert record.server["global"] > 0.3, "from generated images alone"
+    assert record.clients[2]["global"] > record.clients[2]["before_global"] + 0.05
     assert record.server["variety"] > 0.1

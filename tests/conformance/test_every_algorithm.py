@@ -33,7 +33,8 @@ def test_runs_with_its_defaults(name: str) -> None:
 
 
 NEVER_ALONE = {"central", "fedaf", "feddm"}  # others' data come first, or clients train no network of their own
-EACH_ROUND = {"dffke", "fedfree", "fedzge", "fedmd", "dsfl", "mhat", "feddf"}  # what is known before each exchange
+# What is known before each exchange.
+EACH_ROUND = {"dffke", "fedfree", "fedzge", "fedzkt", "fedmd", "dsfl", "mhat", "feddf"}
 
 
 def test_says_what_clients_knew_alone(name: str) -> None:

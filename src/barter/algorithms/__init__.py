@@ -27,6 +27,7 @@ from barter.algorithms.fedprox import FedProx
 from barter.algorithms.fedrolex import FedRolex
 from barter.algorithms.fedtgp import FedTGP
 from barter.algorithms.fedzge import FedZGE
+from barter.algorithms.fedzkt import FedZKT
 from barter.algorithms.fml import FML
 from barter.algorithms.heterofl import HeteroFL
 from barter.algorithms.lgfedavg import LGFedAvg
@@ -61,6 +62,7 @@ __all__ = [
     "FedRolex",
     "FedTGP",
     "FedZGE",
+    "FedZKT",
     "HeteroFL",
     "LGFedAvg",
     "Local",
@@ -73,6 +75,7 @@ ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
     "dfrd": DFRD,
     "fedftg": FedFTG,
     "dense": DENSE,
+    "fedzkt": FedZKT,
     "fedfree": FedFree,
     "feddm": FedDM,
     "heterofl": HeteroFL,
