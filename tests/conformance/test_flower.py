@@ -50,11 +50,11 @@ def test_a_run_on_flower_is_the_same_run(name: str, tmp_path: Path, monkeypatch:
     first = LoopbackGrid(sites(tmp_path), monkeypatch)
     data = local.config.data
     config = Config(algorithm=tiny(name), data=data, clients=3, models=local.config.models, rounds=ROUNDS, device="cpu")
-    last = list(config.algorithm.crosses)[-1]
+    last = list(config.algorithm.crosses)[-1], "evaluate"  # clients that are asked once have only the latter in round 2
 
     def until_the_last_call(node: int, request: dict[str, Any], answer: Any) -> Any:
         reply = answer()
-        if request.get("round") == 2 and request["method"] == last:
+        if request.get("round") == 2 and request["method"] in last:
             raise KeyboardInterrupt  # the site has done its part of the round, and the server dies
         return reply
 
