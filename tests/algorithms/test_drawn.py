@@ -61,6 +61,20 @@ def weights_of(experiment: Experiment) -> dict[str, Tensor]:
     return {at: w.clone() for at, w in experiment.server.model.state_dict().items()}
 
 
+@pytest.mark.parametrize("name", ["fedftg", "dense", "fedzkt", "fediod"])
+def test_the_experimenter_may_look_at_the_images(name: str) -> None:
+    experiment = in_process(tiny(name))
+    look = experiment.algorithm.creations
+    assert look(experiment.server, lambda y: y[:0]) is None, "there are none yet"
+    (record,) = experiment.rounds(1)
+    labels, pictures = look(experiment.server, lambda y: torch.arange(len(y))[:4]) or (None, None)
+    assert labels is not None
+    assert pictures is not None
+    assert (len(labels), pictures.shape) == (4, (4, 1, 8, 8))
+    assert look(experiment.engine.clients[0], lambda y: y[:0]) is None
+    assert {"variety", "contrast"} <= record.server.keys()
+
+
 def test_fedftgs_generator_loss_by_hand() -> None:
     generator, z, y = decoder(5), torch.randn(2, 3), torch.tensor([0, 1])
     teachers, model = ensemble(Says(math.log(3), 0.0), Says(0.0, 2.0)), Says(1.0, 1.0)
@@ -227,6 +241,17 @@ def test_dense_asks_who_has_not_handed_in_a_model(monkeypatch: pytest.MonkeyPatc
     list(experiment.rounds(3))
     assert asked == [0, 1, 2, 1]
     assert sorted(cast(Archive, experiment.server).teachers) == [0, 1, 2]
+
+
+def test_denses_models_count_alike_or_by_what_they_have_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Tensor] = []
+    monkeypatch.setattr(DENSE, "distil", lambda self, server, teachers, shares: told.append(shares))
+    for weighting in ("clients", "classes"):
+        experiment = in_process(tiny("dense", passes=1, weighting=weighting), **TWO)
+        list(experiment.rounds(1))
+    assert torch.equal(told[0], torch.full((2, 10), 0.5))
+    counts = [client.data.class_counts() > 0 for client in experiment.engine.clients.values()]
+    assert torch.equal(told[1], torch.stack(counts).float()), "nobody has what the other has"
 
 
 def test_dense_draws_what_somebody_has_for_a_network_of_its_own() -> None:
