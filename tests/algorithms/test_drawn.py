@@ -10,16 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from barter import Experiment
-from barter.algorithms import dense, fedftg, fedzkt
+from barter.algorithms import dense, fedftg, fediod, fedzkt
 from barter.algorithms.dense import DENSE, Archive, Sketch
 from barter.algorithms.fedftg import FedFTG
+from barter.algorithms.fediod import Curator, FedIOD, Judge
 from barter.algorithms.fedzkt import FedZKT
 from barter.core import seeds
+from barter.core.clients import Clients, Replies
 from barter.core.images import Spec
 from barter.core.payload import nbytes
 from barter.data.partition import Classes
 from barter.engines.local import LocalEngine
 from barter.models.generators import Decoder
+from barter.ops.ensemble import class_shares
 from barter.ops.statistics import compared
 from barter.ops.synthesis import Artist, Ensemble, diversity, named, painted
 from tests.conftest import federation, same, tiny
@@ -56,6 +59,20 @@ def in_process(algorithm: Any, **options: Any) -> Experiment:
 
 def weights_of(experiment: Experiment) -> dict[str, Tensor]:
     return {at: w.clone() for at, w in experiment.server.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", ["fedftg", "dense", "fedzkt", "fediod"])
+def test_the_experimenter_may_look_at_the_images(name: str) -> None:
+    experiment = in_process(tiny(name))
+    look = experiment.algorithm.creations
+    assert look(experiment.server, lambda y: y[:0]) is None, "there are none yet"
+    (record,) = experiment.rounds(1)
+    labels, pictures = look(experiment.server, lambda y: torch.arange(len(y))[:4]) or (None, None)
+    assert labels is not None
+    assert pictures is not None
+    assert (len(labels), pictures.shape) == (4, (4, 1, 8, 8))
+    assert look(experiment.engine.clients[0], lambda y: y[:0]) is None
+    assert {"variety", "contrast"} <= record.server.keys()
 
 
 def test_fedftgs_generator_loss_by_hand() -> None:
@@ -226,6 +243,17 @@ def test_dense_asks_who_has_not_handed_in_a_model(monkeypatch: pytest.MonkeyPatc
     assert sorted(cast(Archive, experiment.server).teachers) == [0, 1, 2]
 
 
+def test_denses_models_count_alike_or_by_what_they_have_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Tensor] = []
+    monkeypatch.setattr(DENSE, "distil", lambda self, server, teachers, shares: told.append(shares))
+    for weighting in ("clients", "classes"):
+        experiment = in_process(tiny("dense", passes=1, weighting=weighting), **TWO)
+        list(experiment.rounds(1))
+    assert torch.equal(told[0], torch.full((2, 10), 0.5))
+    counts = [client.data.class_counts() > 0 for client in experiment.engine.clients.values()]
+    assert torch.equal(told[1], torch.stack(counts).float()), "nobody has what the other has"
+
+
 def test_dense_draws_what_somebody_has_for_a_network_of_its_own() -> None:
     experiment = in_process(tiny("dense", student="small-mlp"), partition=Classes(per_client=2), models="small-cnn")
     list(experiment.rounds(2))
@@ -335,3 +363,136 @@ def test_fedzkt_brings_a_client_with_few_images_what_the_others_know() -> None:
     assert record.server["global"] > 0.3, "from generated images alone"
     assert record.clients[2]["global"] > record.clients[2]["before_global"] + 0.05
     assert record.server["variety"] > 0.1
+
+
+class Finds(nn.Module):
+    """The same doubt about all four parts of an image."""
+
+    def __init__(self, logit: float) -> None:
+        super().__init__()
+        self.logit = logit
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.full((len(x), 1, 2, 2), self.logit) * (x.amax((1, 2, 3), keepdim=True) > 0)
+
+
+def test_fediods_discriminators_by_hand() -> None:
+    judge: Any = Finds(math.log(3))  # 3/4 for what is bright, 1/2 for what is black
+    bright, black = torch.ones(3, 1, 8, 8), torch.zeros(3, 1, 8, 8)
+    assert fediod.realism(judge, bright).item() == pytest.approx(4 * -math.log(0.75)), "summed over parts"
+    value = fediod.discrimination(judge, SPEC, (255 * bright).byte(), black)
+    assert value.item() == pytest.approx(4 * (-math.log(0.75) + math.log(2)) / 2), "the real ones come first"
+
+
+def test_what_fediods_generator_wishes_by_hand() -> None:
+    said = torch.tensor([[[math.log(3), 0.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, math.log(7)]]])
+    known, shares, sizes = torch.zeros(2, 2), torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0.25, 0.75])
+
+    def value(*weights: float) -> float:
+        return fediod.wishes(said, known, shares, sizes, 1.0, weights).item()
+
+    def entropy(p: float) -> float:
+        return -p * math.log(p) - (1 - p) * math.log(1 - p)
+
+    sure = 0.25 * (entropy(0.75) + entropy(0.5)) / 2 + 0.75 * (entropy(0.5) + entropy(0.125)) / 2
+    assert value(0, 1, 0, 0) == pytest.approx(sure, rel=1e-5)
+    # Mean predictions of class 0: 5/8 of the first client, 5/16 of the second. In bits.
+    uneven = -(0.25 * entropy(5 / 8) + 0.75 * entropy(5 / 16)) / math.log(2)
+    assert value(0, 0, 1, 0) == pytest.approx(uneven, rel=1e-5)
+
+    def divergence(p: float, q: float) -> float:
+        return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+    # Means over clients: 5/8 and 5/16 of the two images.
+    agree = divergence(5 / 8, 0.75) + divergence(5 / 8, 0.5) + divergence(5 / 16, 0.5) + divergence(5 / 16, 0.125)
+    assert value(0, 0, 0, 1) == pytest.approx(agree / 4, rel=1e-5)
+    # Together, each for its own class: (log 3, 0) and (0, log 7).
+    assert value(1, 0, 0, 0) == pytest.approx(-(divergence(0.75, 0.5) + divergence(0.125, 0.5)) / 2, rel=1e-5)
+
+
+def test_fediods_slopes_are_those_of_one_place() -> None:
+    algorithm = cast(FedIOD, tiny("fediod", w_gan=0.7))
+    experiment = in_process(algorithm, models="small-cnn,small-mlp")
+    list(experiment.rounds(1))
+    server, judges = cast(Curator, experiment.server), cast("dict[int, Judge]", experiment.engine.clients)
+    generator = decoder_of(server, algorithm)
+    with seeds.scope(0, "draw"):
+        _, x = algorithm.draw(server, generator)
+        answers = Replies({k: algorithm.judge(judges[k], x) for k in judges}, dict.fromkeys(judges, 1), {})
+    images = x[0].clone().requires_grad_()
+    said = torch.stack([judge.model.eval()(images) for judge in judges.values()])
+    counts = torch.stack([judge.data.class_counts() for judge in judges.values()])
+    sizes = counts.sum(1) / counts.sum()
+    whole = fediod.wishes(said, server.model.eval()(images), class_shares(counts), sizes, 1.0, (1.0, 1.0, 10.0, 1.0))
+    for size, judge in zip(sizes, judges.values(), strict=True):
+        whole = whole + 0.7 * size * fediod.realism(algorithm.discriminator(judge).train(), images)
+    (expected,) = torch.autograd.grad(whole, images)
+    experiment.engine.round = 2
+    slope = algorithm.slope(server, Clients(experiment.engine, judges), x[0], answers)
+    assert expected.abs().max() > 1e-4
+    assert torch.allclose(slope, expected, atol=1e-6)
+
+
+def decoder_of(server: Curator, algorithm: FedIOD) -> Decoder:
+    generator = Decoder(algorithm.noise, server.spec)
+    generator.load_state_dict(server.generator)
+    return generator.train()
+
+
+def test_fediods_generator_follows_the_slope() -> None:
+    generator, z, slope = decoder(3), torch.randn(4, 3), torch.randn(4, 1, 8, 8)
+    loss = fediod.imitation(generator, SPEC, z, slope)
+    mine = torch.autograd.grad(loss, list(generator.parameters()))
+    theirs = torch.autograd.grad(painted(generator, z, SPEC), list(generator.parameters()), slope)
+    assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(mine, theirs, strict=True))
+
+
+def test_fediods_clients_train_once_and_show_no_weights() -> None:
+    experiment = in_process(tiny("fediod"))
+    first, second = experiment.rounds(2)
+    assert first.bytes["learn"] == {"up": 3 * 80, "down": 0}
+    assert "learn" not in second.bytes
+    for k, client in experiment.engine.clients.items():
+        assert first.clients[k]["global"] == second.clients[k]["global"] == first.clients[k]["before_global"]
+        # Logits of two batches of six, and six slopes.
+        assert second.clients[k]["bytes_up"] == 4 * (2 * 6 * 10 + 6 * 64)
+        assert cast(Judge, client).batch == []
+    discriminators = [cast(Judge, client).discriminator for client in experiment.engine.clients.values()]
+    assert not same(discriminators[0], discriminators[1]), "each has its own"
+    assert float(cast(Judge, experiment.engine.clients[0]).moments[0]["step"]) == 2, "two rounds"
+
+
+def test_fediods_failed_clients_are_neither_heard_nor_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    learn, asked = FedIOD.learn, []
+
+    def moody(self: FedIOD, client: Any) -> Tensor:
+        asked.append(client.id)
+        if asked == [0, 1]:
+            raise ValueError("no mood")
+        return learn(self, client)
+
+    moody.__annotations__, moody.__name__ = learn.__annotations__, "learn"
+    monkeypatch.setattr(FedIOD, "learn", moody)
+    experiment = in_process(tiny("fediod"), min_clients=1)
+    first, second = experiment.rounds(2)
+    assert asked == [0, 1, 2, 1]
+    assert first.clients[1]["bytes_up"] == 0
+    assert second.clients[1]["bytes_up"] > 0
+
+
+def test_fediod_teaches_the_server_all_classes() -> None:
+    def drawn(balance: float) -> tuple[float, float]:
+        settings = {"epochs": 4, "iterations": 8, "global_steps": 4, "samples": 20, "noise": 16, "global_lr": 0.02}
+        algorithm = tiny("fediod", w_balance=balance, **settings)
+        experiment = in_process(algorithm, models="small-mlp", clients=2, partition="iid")
+        (record,) = experiment.rounds(1)
+        server = cast(Curator, experiment.server)
+        with torch.no_grad():
+            z = torch.randn(100, 16, generator=torch.Generator().manual_seed(0))
+            x = painted(decoder_of(server, cast(FedIOD, algorithm)), z, server.spec)
+            p = experiment.engine.clients[0].model.eval()(x).softmax(1).mean(0)
+        return record.server["global"], float(-(p * p.log()).sum())
+
+    accuracy, entropy = drawn(10.0)
+    assert accuracy > 0.35
+    assert entropy > drawn(0.0)[1]

@@ -167,3 +167,24 @@ def test_an_anchor_holds_where_it_was_dropped() -> None:
     for _ in range(200):
         trainer.step(point.bowl, torch.tensor(1.0))
     assert torch.allclose(point.w.detach(), torch.tensor([(1 + 3 * 3) / 4, 0.0])), "between the bowl's least and it"
+
+
+def test_an_optimizer_that_is_remembered_goes_on() -> None:
+    def loss(layer: nn.Linear, x: Tensor) -> Tensor:
+        return layer(x).square().mean()
+
+    batches = torch.randn(4, 8, 3, generator=torch.Generator().manual_seed(0))
+    ends = []
+    for remembered in (None, True, False):
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 2)
+        trainer = Trainer([layer], adam(0.1))
+        for i, x in enumerate(batches):
+            if i == 2 and remembered is not None:
+                moments = trainer.moments()
+                trainer = Trainer([layer], adam(0.1))
+                trainer.recall(moments if remembered else [])
+            trainer.step(partial(loss, layer), x)
+        ends.append(layer.weight.detach().clone())
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], ends[2])

@@ -21,6 +21,7 @@ from barter.algorithms.fedfree import FedFree
 from barter.algorithms.fedftg import FedFTG
 from barter.algorithms.fedgen import FedGen
 from barter.algorithms.fedgh import FedGH
+from barter.algorithms.fediod import FedIOD
 from barter.algorithms.fedkd import FedKD
 from barter.algorithms.fedktl import FedKTL
 from barter.algorithms.fedmd import FedMD
@@ -62,6 +63,7 @@ __all__ = [
     "FedFree",
     "FedGH",
     "FedGen",
+    "FedIOD",
     "FedKD",
     "FedKTL",
     "FedMD",
@@ -86,6 +88,7 @@ ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
     "fedftg": FedFTG,
     "dense": DENSE,
     "fedzkt": FedZKT,
+    "fediod": FedIOD,
     "fedfree": FedFree,
     "feddm": FedDM,
     "heterofl": HeteroFL,
