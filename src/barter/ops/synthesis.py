@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -176,7 +177,8 @@ def variety(x: Tensor, y: Tensor) -> dict[str, float]:
     return {"variety": float(within.sqrt()), "contrast": float(between.sqrt())}
 
 
-class Player(NamedTuple):
+@dataclass(frozen=True)
+class Player:
     """A module that is trained, so many steps a turn, each on a batch that is drawn for it."""
 
     module: nn.Module
