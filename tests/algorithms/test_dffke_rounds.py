@@ -17,7 +17,7 @@ from barter.models.generators import Decoder
 from barter.ops.docking import unify
 from barter.ops.fit import adam
 from barter.ops.transfer import review
-from tests.conftest import TINY, small_federation, tiny
+from tests.conftest import TINY, federation, small_federation, tiny
 
 
 def exchanged(rounds: int = 3, **changes: Any) -> tuple[Experiment, list[Any]]:
@@ -40,23 +40,22 @@ def test_a_round_crosses_what_it_says_and_no_more() -> None:
 
 
 def test_embeddings_of_parts_cross_too_and_clients_may_draw_for_themselves() -> None:
-    data = Data(source="digits", size=16)
-    for parts, views in ((0, 1), (2, 5), (4, 5)):  # 16 pixels have no more than two parts of 8
-        ends: dict[str, dict[str, torch.Tensor]] = {}
-        for transfer in ("images", "decoder"):
-            experiment = small_federation(tiny("dffke", parts=parts, transfer=transfer), data=data, clients=2)
-            (record,) = experiment.rounds(1)
-            clients, spec = experiment.engine.clients, experiment.task.spec
-            shared = {k: -(-len(c.data) // 10) for k, c in clients.items()}
-            embeddings = sum(n * views * clients[k].model.feature_dim * 4 + n * 8 for k, n in shared.items())
-            weights = sum(nbytes(c.model.state_dict()) for c in clients.values())
-            assert record.bytes["learn"]["up"] == 2 * 17 + weights + embeddings
-            decoder = nbytes(Decoder(16, spec, 2 if parts else 0).state_dict())
-            made_from = {"images": 16 * 16 * 2, "decoder": views * 16 * 4}[transfer] * sum(shared.values())
-            assert record.bytes["teach"]["down"] == 2 * (8 + made_from + (decoder if transfer == "decoder" else 0))
-            ends[transfer] = isolate(dict(clients[0].model.state_dict()))
-        for at, w in ends["images"].items():
-            assert torch.allclose(w.float(), ends["decoder"][at].float(), atol=5e-3), "but for half precision, the same"
+    data = Data(source=few_digits(), size=16)
+    ends: dict[str, dict[str, torch.Tensor]] = {}
+    for parts, transfer in ((2, "decoder"), (4, "images")):  # 16 pixels have no more than two by two parts of 8
+        experiment = federation(tiny("dffke", parts=parts, transfer=transfer), data=data, clients=2)
+        (record,) = experiment.rounds(1)
+        clients, spec = experiment.engine.clients, experiment.task.spec
+        shared = {k: -(-len(c.data) // 10) for k, c in clients.items()}
+        embeddings = sum(n * 5 * clients[k].model.feature_dim * 4 + n * 8 for k, n in shared.items())
+        weights = sum(nbytes(c.model.state_dict()) for c in clients.values())
+        assert record.bytes["learn"]["up"] == 2 * 17 + weights + embeddings
+        each = {"images": 16 * 16 * 2, "decoder": 5 * 16 * 4}[transfer]
+        decoder = nbytes(Decoder(16, spec, 2).state_dict()) if transfer == "decoder" else 0
+        assert record.bytes["teach"]["down"] == 2 * (8 + each * sum(shared.values()) + decoder)
+        ends[transfer] = isolate(dict(clients[0].model.state_dict()))
+    for at, w in ends["images"].items():
+        assert torch.allclose(w.float(), ends["decoder"][at].float(), atol=5e-3), "but for half precision, the same"
     with pytest.raises(ConfigError, match="parts=1: one part is the whole; 2 cuts an image into four"):
         DFFKE(parts=1)
 
