@@ -86,7 +86,7 @@ class DENSE(Algorithm[Archive]):
 
     global_model = True
     replicas = True
-    crosses = {"learn": "up: the client's weights, images of each class"}
+    crosses = {"learn": "up: the client's weights, how many images of each class"}
     presets = {
         "paper": {
             "epochs": 100,

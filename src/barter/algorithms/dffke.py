@@ -108,7 +108,7 @@ class DFFKE(Algorithm[Hub, Trader]):
 
     replicas = True
     crosses = {
-        "learn": "up: weights, embeddings of a share of the images and their labels",
+        "learn": "up: weights, embeddings of a share of the images and of their parts, labels",
         "train": "nothing",
         "teach": "down: synthetic images of all clients' data; up: logits on those of the client's own",
         "exchange": "down: the other clients' logits",

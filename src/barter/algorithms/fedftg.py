@@ -90,7 +90,7 @@ class FedFTG(FedAvg):
     """FedAvg whose server fine-tunes the average on images that it finds hard."""
 
     replicas = True
-    crosses = {"learn": "down: the server's weights; up: the client's weights, images of each class"}
+    crosses = {"learn": "down: the server's weights; up: the client's weights, how many images of each class"}
 
     iterations: Count = 10  # I: times that generator and model are trained in turn
     generator_steps: Count = 5  # I_g: steps of the generator in each; one for each client in the authors' code

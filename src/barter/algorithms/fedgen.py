@@ -95,7 +95,7 @@ class FedGen(SharedHead[Source]):
     """Heads go up, their mean and a generator of features come down."""
 
     crosses = {
-        "learn": "down: the head, the generator, the classes it knows; up: the head, trained, and images of each class"
+        "learn": "down: the head, the generator, the classes it knows; up: the head, how many images of each class"
     }
 
     alpha: NonNegative = 10.0  # α: how much the cross entropy on generated features counts

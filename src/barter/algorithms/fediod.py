@@ -111,7 +111,7 @@ class FedIOD(Algorithm[Curator, Judge]):
 
     global_model = True
     crosses = {
-        "learn": "up: images of each class",
+        "learn": "up: how many images of each class",
         "judge": "down: drawn images; up: logits on them",
         "criticise": "down: slopes of the server's wishes by logits; up: slopes by images",
     }
