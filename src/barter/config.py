@@ -17,6 +17,7 @@ from barter.core.params import Count, Positive, Whole, build, check, did_you_mea
 from barter.data.partition import PARTITIONS, Dirichlet, Partition
 from barter.data.splits import clients_in
 from barter.data.task import Data
+from barter.privacy import Privacy
 
 __all__ = [
     "RESULT_FREE",
@@ -45,7 +46,10 @@ RESULT_FREE = (
     "timeout",
 )  # may differ on resume
 
-TABLES: dict[str, dict[str, str]] = {"algorithm": {"name": "dffke"}, "partition": {"name": "dirichlet"}, "data": {}}
+TABLES: dict[str, dict[str, str]] = {
+    **{"algorithm": {"name": "dffke"}, "partition": {"name": "dirichlet"}},
+    **{"data": {}, "privacy": {}},
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +69,7 @@ class Config:
     device_memory: Positive | None = None  # GiB of a CUDA device's memory to stay within; none means all there is
     threads: Count | None = None  # of the CPU; none means as many as there are cores that nobody else uses at the start
     min_clients: Count | None = None  # how many clients must answer a call; none means all that were asked
+    privacy: Privacy = dataclasses.field(default_factory=Privacy)  # what is done to answers before they leave a client
     start: str = ""  # the folder of a run whose networks the parties start from; empty: from the seed
 
     engine: Literal["local", "flower"] = "local"  # where the clients live: in this process, or at Flower's sites
@@ -74,6 +79,7 @@ class Config:
         check(self)
         if self.min_clients is not None and self.min_clients > self.clients:
             raise ConfigError(f"min_clients={self.min_clients}: there are only {self.clients} clients")
+        object.__setattr__(self, "privacy", self.privacy.settled(self.algorithm, self.rounds))
         if self.start and self.engine == "flower":
             raise ConfigError(f"start={self.start!r}: sites of a run on Flower start from the seed; use engine=local")
 
@@ -116,6 +122,7 @@ def resolve(tree: Mapping[str, Any]) -> Config:
     split = partition_named(values["partition"].pop("name"))
     values["partition"] = build(split, values["partition"], "partition.")
     values["data"] = build(Data, values["data"], "data.")
+    values["privacy"] = build(Privacy, values["privacy"], "privacy.")
     return build(Config, values)
 
 
@@ -184,6 +191,7 @@ def known_keys() -> set[str]:
         "algorithm": list(ALGORITHMS.values()),
         "partition": list(PARTITIONS.values()),
         "data": [Data],
+        "privacy": [Privacy],
     }
     known = {field.name for field in dataclasses.fields(Config)} - kinds.keys()
     for table, members in kinds.items():
@@ -219,7 +227,7 @@ def plain(config: Config) -> dict[str, Any]:
         names = {known: name for name, known in registry.items()}
         name = names.get(kind, f"{kind.__module__}:{kind.__qualname__}")
         tree[section] = {"name": name, **fields(tree[section])}
-    tree["data"] = fields(tree["data"])
+    tree["data"], tree["privacy"] = fields(tree["data"]), fields(tree["privacy"])
     return tree
 
 

@@ -15,7 +15,7 @@ from barter.config import RESULT_FREE, Config, first_difference, partition_named
 from barter.core import seeds
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
-from barter.core.errors import CheckpointError, ConfigError
+from barter.core.errors import CheckpointError, ConfigError, PrivacyError
 from barter.core.images import Images
 from barter.core.nodes import Monitor, Node, Server, Silence, as_numbers
 from barter.core.params import BY_PYTHON
@@ -33,6 +33,10 @@ from barter.models import zoo
 from barter.models.fused import fuse
 from barter.models.zoo import Own
 from barter.parties import described, device_named, everybodys_networks, make_client, make_server
+from barter.privacy import Privacy
+from barter.privacy.guard import Guard
+from barter.privacy.settings import Plan
+from barter.privacy.statement import Statement, statement
 from barter.runs.folder import RunFolder, finished, has_checkpoint
 from barter.runs.progress import onlooker
 
@@ -68,6 +72,7 @@ class Experiment:
         device_memory: float | None = None,
         threads: int | None = None,
         min_clients: int | None = None,
+        privacy: Privacy | None = None,
         start: str | Path = "",
         rounds: int = 5,
         out: str | Path | None = None,
@@ -94,6 +99,7 @@ class Experiment:
             device_memory=device_memory,
             threads=threads,
             min_clients=min_clients,
+            privacy=privacy or Privacy(),
             start=str(start),
         )
         where = device_named(device)
@@ -114,6 +120,7 @@ class Experiment:
             device_memory=memory,
             tune=fuse,
             threads=config.threads,
+            guard=Guard(config.privacy, algorithm),
         )
         networks = described(self.task.spec, self.task.classes, names)
         self._begin(config, server, engine, self.task.global_test, networks, out, resume)
@@ -151,6 +158,7 @@ class Experiment:
         self.device, self.precision = server.device, resolved(config.precision, server.device)
         server.monitor = engine
         self.round, self._unfinished = 0, False
+        self._told: dict[int, float] = {}  # ε that clients have told of themselves
         if config.start and not (resume and out is not None and has_checkpoint(Path(out))):
             self._start_from(Path(config.start))
         self.folder = None if out is None else self._open(Path(out), resume)
@@ -182,6 +190,7 @@ class Experiment:
         """One round."""
         if self._unfinished:
             raise CheckpointError("an error left this experiment in the middle of a round: resume it from its folder")
+        self._require_budget()
         self._unfinished = True
         try:
             with threaded(self.config.threads), using(self.precision), self.engine.at_home(), self.server.seated():
@@ -192,6 +201,23 @@ class Experiment:
             raise
         self._unfinished = False
         return record
+
+    def privacy(self) -> Statement:
+        """What has left the clients so far, and what that promises to whoever is in an image."""
+        secret = not isinstance(self.engine, LocalEngine)
+        return statement(self.config.privacy, self.algorithm, self.engine.crossed, self._told, secret=secret)
+
+    def _require_budget(self) -> None:
+        """An error, before anything is done, if too few clients could answer in another round like the last ones."""
+        plan, ids = Plan(self.config.privacy, self.algorithm), self.engine.client_ids
+        spent = plan.exhausted(self.engine.crossed, self.round)
+        if len(ids) - len(spent) < (self.config.min_clients or len(ids)):
+            names = ", ".join(map(str, spent[:5])) + (f" and {len(spent) - 5} more" if len(spent) > 5 else "")
+            raise PrivacyError(
+                f"the privacy budget is spent after round {self.round}: another would cost client {names} more than "
+                f"epsilon = {plan.privacy.epsilon:g}. What was done is kept; more rounds need a larger "
+                "privacy.epsilon, or more noise, in a new run"
+            )
 
     def _run(self, t: int) -> Round:
         start = time.perf_counter()
@@ -204,9 +230,11 @@ class Experiment:
             self.algorithm.round(self.server, everybody, t)
         record = self._record(t, everybody, start)
         self.round = t
+        self._told |= {k: told["epsilon"] for k, told in record.clients.items() if "epsilon" in told}
         if self.folder is not None:
             self.folder.append(record)
             self.folder.save(t, self._state())
+            self.folder.state(self.privacy().to_json())
         return record
 
     def _record(self, t: int, everybody: Clients, start: float) -> Round:
@@ -231,7 +259,8 @@ class Experiment:
         return Round(t, clients, server, seconds, by_method, failures)
 
     def _state(self) -> dict[str, Any]:
-        return {"server": self.server.memory(), "clients": self.engine.memory(), "networks": self.networks}
+        memory = {"server": self.server.memory(), "clients": self.engine.memory()}
+        return {**memory, "networks": self.networks, "crossed": self.engine.crossed}
 
     def _start_from(self, run: Path) -> None:
         """Every party takes over the weights that its counterpart in another run ended with."""
@@ -268,6 +297,9 @@ class Experiment:
             try:
                 self.server.recall(state["server"])
                 self.engine.recall(state["clients"])
+                self.engine.crossed = state.get("crossed", {})
+                for record in folder.records():
+                    self._told |= {k: told["epsilon"] for k, told in record.clients.items() if "epsilon" in told}
             except (KeyError, RuntimeError) as error:
                 raise CheckpointError(f"{path} holds the checkpoint of another experiment: {error}") from error
         threads, before = self.config.threads, begun.get("threads")

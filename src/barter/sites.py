@@ -27,6 +27,7 @@ from barter.engines.parking import budget
 from barter.engines.site import Site
 from barter.models.fused import fuse
 from barter.parties import cut, device_named, initial, make_client, make_server, names_of
+from barter.privacy.guard import Guard
 
 __all__ = ["Hello", "Setup", "agree", "federation", "introduce", "make_site", "new_attempt", "settle"]
 
@@ -137,7 +138,8 @@ def settle(setup: Setup, session: Payload) -> tuple[LocalEngine, Precision]:
         kind: type[Client] = config.algorithm.parties()[1]
         client = kind(k, network, device, train, {"local": test}, public_data(data, spec, device), name)
     memory = budget(device, config.device_memory)
-    engine = LocalEngine(config.algorithm, {k: client}, seed=config.seed, device_memory=memory, tune=fuse)
+    guard = Guard(config.privacy, config.algorithm, secret=True)
+    engine = LocalEngine(config.algorithm, {k: client}, seed=config.seed, device_memory=memory, tune=fuse, guard=guard)
     engine.cores = 1  # nobody computes beside this client: all threads that torch has are for its kernels
     return engine, resolved("auto" if device.type == "cpu" else config.precision, device)
 

@@ -113,6 +113,11 @@ class DFFKE(Algorithm[Hub, Trader]):
         "teach": "down: synthetic images of all clients' data; up: logits on those of the client's own",
         "exchange": "down: the other clients' logits",
     }
+    tells = {
+        **{"learn.examples": "nothing", "learn.crop": "nothing", "learn.flip": "nothing"},
+        **{"learn.embeddings": "row of the network", "learn.labels": "row"},
+        **{"teach.round": "nothing", "teach.index": "nothing"},
+    }
     presets = {"paper": PAPER, "code": {**PAPER, **CODE}}
 
     participation: Fraction = 1.0  # ρ: share of clients per round

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Self, get_args
+from typing import Any, ClassVar, Generic, Literal, Self, TypeAlias, get_args
 
 from torch import Tensor
 from typing_extensions import TypeVar
@@ -20,8 +20,10 @@ from barter.core.params import build, check, did_you_mean
 from barter.core.payload import State
 from barter.core.record import Round
 
-__all__ = ["Algorithm"]
+__all__ = ["Algorithm", "Tells"]
 
+# Nothing of it; its own row, or the row that the client's network makes of it; whatever is not named, all of it.
+Tells: TypeAlias = Literal["nothing", "row", "row of the network"]
 S = TypeVar("S", bound=Server, default=Server)
 C = TypeVar("C", bound=Client, default=Client)
 
@@ -44,6 +46,7 @@ class Algorithm(Generic[S, C]):
     """
 
     crosses: ClassVar[Mapping[str, str]]  # remote method -> what goes down and what comes up
+    tells: ClassVar[Mapping[str, Tells]] = {}  # METHOD.KEY of an answer -> what a private image can change of it
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}  # named sets of hyperparameters
     global_model: ClassVar[bool] = False  # whether the server has a model beside theirs; see server_network
     personal: ClassVar[bool] = False  # whether the server has no model even though all have one architecture

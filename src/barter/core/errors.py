@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["BarterError", "CheckpointError", "ClientError", "ConfigError", "Interrupted", "PayloadError"]
+__all__ = [
+    "BarterError",
+    "CheckpointError",
+    "ClientError",
+    "ConfigError",
+    "Interrupted",
+    "PayloadError",
+    "PrivacyError",
+]
 
 
 class BarterError(Exception):
@@ -31,6 +39,10 @@ class ClientError(BarterError):
 
 class CheckpointError(BarterError):
     """A run folder that cannot be written, read or continued."""
+
+
+class PrivacyError(BarterError):
+    """What was asked for would tell more of the data than the budget allows."""
 
 
 class Interrupted(BarterError):

@@ -17,6 +17,8 @@ from barter.core.payload import Payload, State, isolate, leaves, nbytes
 
 __all__ = ["Client", "Monitor", "Node", "Server", "Silence"]
 
+RELEASED = "released"  # of a client's memory: the account of what it has told
+
 T = TypeVar("T")
 
 
@@ -146,6 +148,14 @@ class Client(Node):
         super().__init__(model, device, public)
         self.id, self.data, self.tests = id, data, tests
         self.architecture = architecture or f"client {id}"
+        self.released: dict[str, int] = {}  # how often each protected part of its answers has left
+
+    def memory(self) -> dict[str, Payload]:
+        return super().memory() | ({RELEASED: dict(self.released)} if self.released else {})
+
+    def recall(self, memory: Mapping[str, Payload]) -> None:
+        super().recall(memory)
+        self.released = dict(memory.get(RELEASED, {}))
 
     def track(self, steps: Sequence[T]) -> Iterator[T]:
         """The steps one by one, seen by whoever watches the run as parts of this client's work."""

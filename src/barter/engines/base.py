@@ -17,6 +17,7 @@ from barter.core.clients import Failure, Replies
 from barter.core.nodes import Monitor, Silence
 from barter.core.payload import Payload
 from barter.core.wire import Wire
+from barter.privacy.parts import crossed
 
 __all__ = ["BaseEngine"]
 
@@ -34,6 +35,7 @@ class BaseEngine:
         self.failures: list[Failure] = []
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._calls: Counter[tuple[int, str, int]] = Counter()
+        self.crossed: dict[int, dict[str, int]] = {}  # client -> part of its answers -> how often it came up
         self._credit: dict[int, float] = {}  # how much of each lane's current turn is still to be shown
 
     @property
@@ -55,6 +57,14 @@ class BaseEngine:
     def at_home(self) -> AbstractContextManager[None]:
         """The server's place: inside, its work goes to its own stream."""
         return nullcontext()
+
+    def arrived(self, answer: Payload, method: str, client: int) -> Payload:
+        """A client's answer as it arrives at the server, and is seen to."""
+        tree = self.wire.carry(answer, method, client, "up")
+        if method in type(self.algorithm).crosses:
+            seen = self.crossed.setdefault(client, {})
+            seen |= {part: seen.get(part, 0) + 1 for part in crossed(self.algorithm, method, tree)}
+        return tree
 
     def alone(self) -> bool:
         """Whether nothing of one client can have reached another: the server has not been told anything yet."""

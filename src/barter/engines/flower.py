@@ -188,7 +188,7 @@ class FlowerEngine(BaseEngine):
         answer = reply["answer"]
         require_kind(answer, getattr(self.algorithm, method))
         require_weights(answer, self.members[k].weights, method)
-        arrived = self.wire.carry(answer, method, k, "up")
+        arrived = self.arrived(answer, method, k)
         if reply.get("evaluation") is not None:
             require_kind(reply["evaluation"], self.algorithm.evaluate)
             self._evaluations[k] = self.wire.carry(reply["evaluation"], EVALUATE, k, "up")

@@ -26,6 +26,7 @@ from barter.engines import forks
 from barter.engines.base import BaseEngine
 from barter.engines.forks import Job
 from barter.engines.parking import Parking
+from barter.privacy.guard import Guard
 
 __all__ = ["LocalEngine"]
 
@@ -59,9 +60,10 @@ class LocalEngine(BaseEngine):
         device_memory: int = 0,
         tune: Tune | None = None,
         threads: int | None = None,
+        guard: Guard | None = None,
     ) -> None:
         super().__init__(algorithm, seed=seed, min_clients=min_clients, monitor=monitor)
-        self.clients = clients
+        self.clients, self.guard = clients, guard
         for client in clients.values():
             client.monitor = self
         self._cost: dict[str, float] = {}  # seconds of a turn, by method, when last measured
@@ -139,7 +141,7 @@ class LocalEngine(BaseEngine):
     def _turn(self, method: str, k: int, args: tuple[Any, ...]) -> Any:
         """A client's turn, here and now."""
         arrived = self.wire.carry(args, method, k, "down", self.clients[k].device)
-        return self.wire.carry(self._work(method, k, self._path(method, k), arrived), method, k, "up")
+        return self.arrived(self._work(method, k, self._path(method, k), arrived), method, k)
 
     def _path(self, method: str, client: int) -> tuple[object, ...]:
         """The name of a call's random stream."""
@@ -155,7 +157,7 @@ class LocalEngine(BaseEngine):
                 with knowing_alone(client) if self._alone else nullcontext():
                     answer = getattr(self.algorithm, method)(client, *arrived)
                     lanes.rest()
-                return answer
+                return self.guard.protect(client, method, answer, self.seed, *path) if self.guard else answer
         finally:
             self.watched.advance(self._credit.pop(lane))
 
@@ -231,4 +233,4 @@ class LocalEngine(BaseEngine):
             part.training = training
         if "error" in home:
             raise Elsewhere(home["error"], home["traceback"])
-        return self.wire.carry(home["answer"], method, k, "up")
+        return self.arrived(home["answer"], method, k)

@@ -20,6 +20,7 @@ from barter.runs.checkpoint import flush, read, write
 __all__ = ["RunFolder", "finished", "has_checkpoint", "last_checkpoint", "records", "rounds_done"]
 
 METRICS = "metrics.jsonl"
+PRIVACY = "privacy.json"
 
 UNBORN = {".lock", "checkpoints", "config.tmp"}  # all there is when a run was killed before it began
 CHECKPOINT = re.compile(r"round-(\d{6})\.safetensors")
@@ -68,6 +69,10 @@ class RunFolder:
         config = tomllib.loads(self.config.read_text())
         if config != {**config, **values}:
             self._replace(self.config, tomli_w.dumps({**config, **values}))
+
+    def state(self, privacy: str) -> None:
+        """What the run told of private images until now."""
+        self._replace(self.path / PRIVACY, privacy)
 
     def release(self) -> None:
         """Let another experiment have the folder."""

@@ -1,0 +1,53 @@
+"""Whoever stands at a client's door: changes what leaves, counts it, and lets nothing out beyond the budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from barter.core import seeds
+from barter.core.algorithm import Algorithm
+from barter.core.errors import ConfigError, PrivacyError
+from barter.core.nodes import Client
+from barter.core.payload import Payload
+from barter.privacy.mechanisms import Mechanism, Seeded, Source, System
+from barter.privacy.parts import put, take
+from barter.privacy.settings import Plan, Privacy
+
+__all__ = ["Guard"]
+
+
+class Guard:
+    """`secret`: noise comes from this machine's entropy, not from the run's seed, which the server knows."""
+
+    def __init__(self, privacy: Privacy, algorithm: Algorithm[Any, Any], *, secret: bool = False) -> None:
+        self.plan, self.secret = Plan(privacy, algorithm), secret
+
+    def protect(self, client: Client, method: str, answer: Payload, seed: int, *path: object) -> Payload:
+        """What leaves instead of a client's answer."""
+        mechanisms = self.plan.of(method)
+        if not mechanisms:
+            return answer
+        released = {**client.released, **{name: client.released.get(name, 0) + 1 for name in mechanisms}}
+        if not self.plan.allows(released):
+            raise PrivacyError(
+                f"client {client.id} does not answer {method!r}: it would have spent epsilon = "
+                f"{self.plan.cost(released):.4g} then, of {self.plan.privacy.epsilon:g}"
+            )
+        source: Source = System() if self.secret else Seeded(seeds.stream_seed(seed, *path, "privacy"))
+        for name, mechanism in mechanisms.items():
+            answer = self._changed(client, name, mechanism, answer, source)
+        client.released = released
+        client.report["epsilon"] = self.plan.cost(released)
+        return answer
+
+    def _changed(self, client: Client, name: str, mechanism: Mechanism, answer: Payload, source: Source) -> Payload:
+        key = name.partition(".")[2]
+        keys = [key] if mechanism.beside is None else [key, mechanism.beside]
+        found = [take(answer, key) for key in keys]
+        if not all(found):
+            missing = next(key for key, values in zip(keys, found, strict=True) if not values)
+            raise ConfigError(f"privacy.parts: {name}: the answer of this method as configured has no {missing!r}")
+        told = mechanism.apply([value for values in found for value in values], self.plan.each(name), client, source)
+        for key in keys:
+            answer = put(answer, key, told)
+        return answer

@@ -1,0 +1,145 @@
+"""The table [privacy] of a configuration: which part of which answer is protected, and how."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+from barter.core.algorithm import Algorithm
+from barter.core.errors import ConfigError
+from barter.core.params import Positive, Range, check, did_you_mean
+from barter.privacy.account import Gaussian, Release, calibrated, require_accountant, spent
+from barter.privacy.mechanisms import Additive, ClassMeans, Each, Laplace, Mechanism, mechanism_of
+from barter.privacy.parts import covered, parts_of
+
+__all__ = ["Plan", "Privacy"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Privacy:
+    """What is done to answers before they leave a client.
+
+    >>> from barter.privacy import Privacy
+    >>> from barter import DFFKE
+    >>> Privacy(epsilon=8, parts={"learn.embeddings": "gaussian clip=4"}).settled(DFFKE(), rounds=5).parts
+    {'learn.embeddings': 'gaussian clip=4 noise=2.6844'}
+    """
+
+    epsilon: Positive | None = None  # ε: what each client may spend in the run; none: no limit
+    delta: Annotated[float, Range(gt=0, le=0.01)] = 1e-5  # δ: the chance that ε does not hold; far below 1 / images
+    parts: dict[str, str] = field(default_factory=dict)  # METHOD or METHOD.KEY of an answer -> mechanism, options
+
+    def __post_init__(self) -> None:
+        check(self, "privacy.")
+
+    def settled(self, algorithm: Algorithm[Any, Any], rounds: int) -> Privacy:
+        """The same with all noise in it, for so many rounds; an error for what cannot be done to this method."""
+        plan = Plan(self, algorithm)
+        free = {part: m for part, m in plan.mechanisms.items() if getattr(m, "noise", 0) is None}
+        for part, mechanism in free.items():
+            if self.epsilon is None or isinstance(mechanism, Laplace):
+                raise ConfigError(
+                    f"privacy.parts: {part}={self.parts[part]!r}: it needs noise=...{_or_epsilon(mechanism)}"
+                )
+        others: Counter[Release] = Counter()
+        for part, mechanism in plan.mechanisms.items():
+            if part not in free and (release := mechanism.release()) is not None:
+                others[release] += rounds
+        if self.epsilon is None or not free:
+            if any(not isinstance(release, Gaussian) for release in others):
+                require_accountant()
+            return self
+        noise = _tidy(calibrated(self.epsilon, self.delta, rounds * len(free), others))
+        return replace(self, parts={p: f"{t} noise={noise:g}" if p in free else t for p, t in self.parts.items()})
+
+
+def _or_epsilon(mechanism: Mechanism) -> str:
+    return "" if isinstance(mechanism, Laplace) else ", or privacy.epsilon for the run"
+
+
+def _tidy(noise: float) -> float:
+    """Rounded up to five digits."""
+    unit = 10.0 ** (math.floor(math.log10(noise)) - 4)
+    return float(f"{math.ceil(noise / unit) * unit:.5g}")
+
+
+class Plan:
+    """The mechanisms of a method's parts, and what answers cost under them."""
+
+    def __init__(self, privacy: Privacy, algorithm: Algorithm[Any, Any]) -> None:
+        self.privacy, self.tells = privacy, type(algorithm).tells
+        self.parts = parts_of(algorithm)
+        self.mechanisms = {part: mechanism_of(text, part) for part, text in privacy.parts.items()}
+        self.covers: dict[str, str] = {}  # part -> the name under which it is protected
+        for name, mechanism in self.mechanisms.items():
+            for part in self._covered(name, mechanism, type(algorithm).__name__):
+                if part in self.covers:
+                    raise ConfigError(f"privacy.parts: {part} is protected twice, by {self.covers[part]} and {name}")
+                self.covers[part] = name
+
+    def _covered(self, name: str, mechanism: Mechanism, title: str) -> list[str]:
+        every = [part for parts in self.parts.values() for part in parts]
+        if name not in every and name not in self.parts:
+            raise ConfigError(f"privacy.parts: {title} sends no {name!r}: {did_you_mean(name, [*every, *self.parts])}")
+        wanted = [name] if mechanism.beside is None else [name, f"{name.partition('.')[0]}.{mechanism.beside}"]
+        for part in wanted:
+            if part not in every and part not in self.parts:
+                raise ConfigError(f"privacy.parts: {title} sends no {part!r} for the labels of {name}: set labels=...")
+            if (mechanism.needs_rows or getattr(mechanism, "each", None) == "image") and self.each(part) != "image":
+                raise ConfigError(
+                    f"privacy.parts: {name}={str(mechanism)!r}: rows of {part} belong to no single image, "
+                    "one can change all of them; `gaussian clip=... each=answer` bounds the answer as a whole"
+                )
+        return [part for name in wanted for part in covered(name, self.parts)]
+
+    def each(self, part: str) -> Each:
+        """What one image can change of a part: its own row, or the answer."""
+        return "image" if self.tells.get(part) in ("row", "row of the network") else "answer"
+
+    def given(self, part: str) -> str:
+        """What ε of a part takes for granted."""
+        mechanism = self.mechanisms[self.covers[part]]
+        rows = mechanism.needs_rows or (
+            isinstance(mechanism, Additive) and (mechanism.each or self.each(part)) == "image"
+        )
+        through = self.tells.get(part) == "row of the network" or isinstance(mechanism, ClassMeans)
+        return "the client's network" if rows and through else ""
+
+    def of(self, method: str) -> dict[str, Mechanism]:
+        """The mechanisms for a method's answers."""
+        return {part: m for part, m in self.mechanisms.items() if part.partition(".")[0] == method}
+
+    def cost(self, released: Mapping[str, int]) -> float:
+        """ε of so many releases of each name."""
+        releases: Counter[Release] = Counter()
+        for name, count in released.items():
+            release = self.mechanisms[name].release() if name in self.mechanisms else None
+            if release is not None:
+                releases[release] += count
+        return spent(releases, self.privacy.delta)
+
+    def allows(self, released: Mapping[str, int]) -> bool:
+        """Whether so many releases are within the budget."""
+        return self.privacy.epsilon is None or self.cost(released) <= self.privacy.epsilon * (1 + 1e-9)
+
+    def released(self, seen: Mapping[str, int]) -> dict[str, int]:
+        """How often each protected name left a client, from how often its parts did."""
+        counts: dict[str, int] = {}
+        for part, count in seen.items():
+            if part in self.covers:
+                name = self.covers[part]
+                counts[name] = max(counts.get(name, 0), count)
+        return counts
+
+    def exhausted(self, crossed: Mapping[int, Mapping[str, int]], rounds: int) -> list[int]:
+        """The clients that cannot answer in another round as they did in these."""
+        found = []
+        for k, seen in sorted(crossed.items()):
+            counts = self.released(seen)
+            again = {name: count + max(1, -(-count // max(1, rounds))) for name, count in counts.items()}
+            if not self.allows(again):
+                found.append(k)
+        return found

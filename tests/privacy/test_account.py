@@ -1,0 +1,103 @@
+"""What releases cost together, beside another accountant and numbers derived by hand."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import dp_accounting
+import pytest
+from dp_accounting.pld import privacy_loss_distribution as pld
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from barter.core.errors import ConfigError
+from barter.privacy.account import Gaussian, Pure, Sampled, calibrated, spent
+
+REPLACE = dp_accounting.NeighboringRelation.REPLACE_ONE
+DELTA = 1e-5
+noises = st.floats(0.3, 200.0)
+counts = st.integers(1, 300)
+
+
+@pytest.mark.parametrize(("count", "epsilon"), [(1, 0.687), (10, 2.594), (50, 6.882), (100, 10.718), (300, 22.527)])
+def test_the_noise_that_is_called_epsilon_1_costs_more(count: int, epsilon: float) -> None:
+    """σ = √(2 ln(1.25 / δ)) Δ for ε = 1 and δ = 1 / 5000; the distance Δ is 2 C."""
+    noise = 2 * math.sqrt(2 * math.log(1.25 * 5000))
+    assert spent({Gaussian(noise): count}, 1 / 5000) == pytest.approx(epsilon, abs=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("delta", "count", "epsilon", "sigma"),
+    [(2e-4, 1, 1, 3.010), (2e-4, 50, 1, 21.28), (2e-4, 50, 8, 3.711), (1e-5, 1, 1, 3.731), (1e-5, 50, 8, 4.244)],
+)
+def test_the_least_noise(delta: float, count: int, epsilon: float, sigma: float) -> None:
+    assert calibrated(epsilon, delta, count) / 2 == pytest.approx(sigma, rel=3e-4)
+
+
+@given(noises, counts)
+def test_gaussians_cost_what_another_accountant_says(noise: float, count: int) -> None:
+    expected = dp_accounting.get_epsilon_gaussian(noise / 2 / math.sqrt(count), DELTA)
+    assert spent({Gaussian(noise): count}, DELTA) == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+@given(st.floats(0.05, 50.0), counts)
+def test_calibration_is_the_inverse(epsilon: float, count: int) -> None:
+    noise = calibrated(epsilon, DELTA, count)
+    assert spent({Gaussian(noise): count}, DELTA) == pytest.approx(epsilon, rel=1e-6)
+
+
+@given(noises, counts, st.floats(1.01, 3.0))
+def test_more_noise_costs_less_and_more_releases_cost_more(noise: float, count: int, factor: float) -> None:
+    now = spent({Gaussian(noise): count}, DELTA)
+    assert spent({Gaussian(factor * noise): count}, DELTA) <= now <= spent({Gaussian(noise): count + 1}, DELTA)
+    assert spent({Gaussian(noise): count}, DELTA / 10) >= now
+    assert spent({Gaussian(noise): count, Gaussian(2 * noise): 4}, DELTA) == pytest.approx(
+        spent({Gaussian(noise): count + 1}, DELTA), rel=1e-9
+    ), "four with twice the noise are one"
+
+
+@settings(max_examples=8)
+@given(st.floats(4.0, 40.0), st.integers(1, 10), st.floats(0.05, 1.0))
+def test_mixtures_cost_more_than_their_parts_and_less_than_their_sum(noise: float, count: int, each: float) -> None:
+    gaussian, pure = {Gaussian(noise): count}, {Pure(each): count}
+    one, other, both = spent(gaussian, DELTA), spent(pure, DELTA), spent({**gaussian, **pure}, DELTA)
+    assert max(one, other) <= both + 2e-3
+    assert both <= one + count * each + 1e-9
+
+
+def test_a_step_on_a_sample_costs_what_another_accountant_says() -> None:
+    accountant = dp_accounting.pld.PLDAccountant(REPLACE)
+    accountant.compose(dp_accounting.PoissonSampledDpEvent(0.02, dp_accounting.GaussianDpEvent(1.5)), 50)
+    assert spent({Sampled(1.5, 0.02): 50}, DELTA) == pytest.approx(accountant.get_epsilon(DELTA), abs=1e-6)
+
+
+@pytest.mark.parametrize("classes", [2, 10])
+def test_pure_is_no_less_than_randomised_response(classes: int) -> None:
+    epsilon, count = 0.7, 8
+    keep = 1 / (1 + (classes - 1) * math.exp(-epsilon))
+    exact = pld.from_randomized_response((1 - keep) * classes / (classes - 1), classes).self_compose(count)
+    found = spent({Pure(epsilon): count}, DELTA)
+    assert exact.get_epsilon_for_delta(DELTA) <= found + 1e-3
+    assert found <= count * epsilon
+
+
+def test_calibration_beside_others() -> None:
+    others = {Pure(0.3): 3}
+    noise = calibrated(4.0, DELTA, 3, others)
+    assert 3.95 < spent({**others, Gaussian(noise): 3}, DELTA) <= 4.0
+    with pytest.raises(ConfigError, match=r"privacy.epsilon=0.5: parts whose noise is given cost 0.9 already"):
+        calibrated(0.5, DELTA, 3, others)
+
+
+def test_nothing_costs_nothing_and_much_is_finite() -> None:
+    assert spent({}, DELTA) == 0
+    assert spent({Gaussian(1e6): 1}, DELTA) == 0, "δ alone covers it"
+    assert math.isfinite(spent({Gaussian(1e-3): 1000}, DELTA))
+
+
+def test_without_the_accountant_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dp_accounting.pld", None)
+    assert spent({Gaussian(5.5): 1}, DELTA) > 0, "Gaussians need none"
+    with pytest.raises(ConfigError, match=r"barter-fl\[privacy\]"):
+        spent({Gaussian(5.5): 1, Pure(0.123): 1}, DELTA)
