@@ -1,4 +1,5 @@
-"""The command line: barter run | resume | compare | report | evaluate | export | check | list | show | flower | site.
+"""The command line: barter run | resume | compare | report | privacy | evaluate | export | check | list | show | flower
+| site.
 
 What can be asked is here, what is done then in `commands`, which loads torch: help and mistakes must not wait for it.
 """
@@ -193,6 +194,14 @@ def report(
     from barter import commands
 
     commands.report(what, to, live=live, images=images)
+
+
+@app.command()
+def privacy(run: Annotated[Path, typer.Argument(metavar="RUN")]) -> None:
+    """What left the clients of RUN, how each part was protected, and what that promises to whoever is in an image."""
+    from barter import commands
+
+    commands.privacy(run)
 
 
 @app.command()

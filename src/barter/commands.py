@@ -21,7 +21,7 @@ from barter.comparison import Comparison, Request, run_all
 from barter.config import Config, algorithm_named, read, resolve, to_toml, with_settings
 from barter.conformance import CHECKS, examined
 from barter.core.algorithm import Algorithm
-from barter.core.errors import BarterError, ConfigError, Interrupted
+from barter.core.errors import BarterError, CheckpointError, ConfigError, Interrupted, PrivacyError
 from barter.core.params import describe
 from barter.core.record import Round
 from barter.core.threads import free
@@ -33,7 +33,9 @@ from barter.export import export as write_network
 from barter.gallery import sheets
 from barter.kept import judged, load, load_all
 from barter.parties import device_named, names_of
-from barter.runs.folder import records
+from barter.privacy.show import shown
+from barter.privacy.statement import Statement
+from barter.runs.folder import PRIVACY, records
 from barter.runs.picture import Kinds, bubbles
 from barter.runs.progress import ManyRuns, Watcher
 from barter.runs.summary import cells
@@ -46,6 +48,7 @@ __all__ = [
     "export",
     "flower_init",
     "flower_start",
+    "privacy",
     "report",
     "resume",
     "run",
@@ -168,6 +171,13 @@ def report(what: Path, to: Path | None, *, live: bool, images: bool) -> None:
     console.print(f"report: {target}")
 
 
+def privacy(run: Path) -> None:
+    if not (run / PRIVACY).is_file():
+        raise CheckpointError(f"{run} says nothing of privacy: there is no {PRIVACY} in it, which a round leaves there")
+    for line in shown(Statement.from_json((run / PRIVACY).read_text())):
+        _console(wide=True).print(line)
+
+
 def evaluate(run: Path, source: str, client: int | None) -> None:
     networks = load_all(run) if client is None else [load(run, client)]
     spec, own = networks[0].spec, resolve(read(run / "config.toml")).data
@@ -222,6 +232,10 @@ def _drive(config: Config, out: Path, *, resume: bool, simulate: bool, tensorboa
             watcher.finish(record)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped in round {experiment.round + 1}; `barter resume {out}` continues") from None
+    except PrivacyError:
+        if records:
+            _close(records, experiment.architectures, experiment.task, out, config.algorithm)
+        raise
     _close(records, experiment.architectures, experiment.task, out, config.algorithm)
 
 
@@ -242,6 +256,11 @@ def _close(
     console = _console()
     for remark in algorithm.remarks(records):
         console.print(f"note: {remark}", style="yellow")
+    if (out / PRIVACY).is_file():
+        if Statement.from_json((out / PRIVACY).read_text()).protected:
+            privacy(out)
+        else:
+            console.print(f"nothing is protected: `barter privacy {out}` says what left the clients")
     console.print(f"run folder: {out}")
 
 

@@ -162,6 +162,8 @@ class Experiment:
         if config.start and not (resume and out is not None and has_checkpoint(Path(out))):
             self._start_from(Path(config.start))
         self.folder = None if out is None else self._open(Path(out), resume)
+        if self.folder is not None and self.round:
+            self.folder.state(self.privacy().to_json())  # a kill may have come before
 
     @classmethod
     def from_config(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import traceback
@@ -72,6 +73,7 @@ class Site:
         self.unseen = None
         self.engine.round = round
         self.engine.repeat(method, k, request["before"])
+        client.released |= {name: max(n, client.released.get(name, 0)) for name, n in self._left().items()}
         with using(self.precision):
             replies = self.engine.call(method, {k: request["args"]}, alone=request["alone"])
             if k in replies:
@@ -83,6 +85,7 @@ class Site:
             else:
                 reply = {"error": replies.failures[k].error, "traceback": replies.failures[k].traceback}
         self.round, self.key, self.reply = round, key, reply
+        self._note_left(client.released)
         self._save()
         return reply
 
@@ -146,6 +149,23 @@ class Site:
     @property
     def _start(self) -> Path:
         return self._now.with_name("start.safetensors")
+
+    @property
+    def _account(self) -> Path:
+        return self._now.with_name("released.json")
+
+    def _left(self) -> dict[str, int]:
+        """How often each protected part has left here. What has left has left: a round that the server takes back
+        is done again with new noise, and counts twice."""
+        return dict(json.loads(self._account.read_text())) if self._account.exists() else {}
+
+    def _note_left(self, released: dict[str, int]) -> None:
+        if released and released != self._left():
+            self._account.parent.mkdir(parents=True, exist_ok=True)
+            temporary = self._account.with_suffix(".tmp")
+            temporary.write_text(json.dumps(released))
+            checkpoint.flush(temporary)
+            temporary.rename(self._account)
 
     def _keep_start(self) -> None:
         """What is remembered now is what the round that begins started from."""

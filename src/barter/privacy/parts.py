@@ -16,7 +16,7 @@ __all__ = ["covered", "crossed", "parts_of", "put", "take"]
 def parts_of(algorithm: Algorithm[Any, Any]) -> dict[str, list[str]]:
     """Every method that a client answers, and the parts of its answers: METHOD.KEY, or METHOD alone."""
     kind = type(algorithm)
-    found = {method: _keys(getattr(kind, method)) for method in kind.crosses}
+    found = {method: _keys(getattr(kind, method, None)) for method in getattr(kind, "crosses", {})}
     return {m: [f"{m}.{key}" for key in keys] or [m] for m, keys in found.items() if keys is not None}
 
 
@@ -26,9 +26,12 @@ def covered(part: str, parts: Mapping[str, list[str]]) -> list[str]:
 
 
 @lru_cache(maxsize=512)
-def _keys(method: Callable[..., Any]) -> tuple[str, ...] | None:
+def _keys(method: Callable[..., Any] | None) -> tuple[str, ...] | None:
     """The keys of what a method returns; none at all where it returns nothing."""
-    return _named(get_type_hints(method).get("return", Any))
+    try:
+        return _named(get_type_hints(method).get("return", Any))
+    except (NameError, TypeError):  # annotated with what only its author can see
+        return ()
 
 
 def _named(hint: Any) -> tuple[str, ...] | None:
@@ -61,6 +64,6 @@ def put(answer: Payload, key: str, values: list[Payload]) -> Payload:
 
 def crossed(algorithm: Algorithm[Any, Any], method: str, answer: Payload) -> list[str]:
     """The parts in which this answer says anything."""
-    keys = _keys(getattr(type(algorithm), method)) or ("",)
+    keys = _keys(getattr(type(algorithm), method, None)) or ("",)
     said = {key: [leaf for value in take(answer, key) for _, leaf in leaves(value)] for key in keys}
     return [f"{method}.{key}" if key else method for key, found in said.items() if any(x is not None for x in found)]

@@ -11,7 +11,7 @@ from typing import Any
 from barter.core.algorithm import Algorithm
 from barter.privacy.settings import Plan, Privacy
 
-__all__ = ["Row", "Statement", "shown", "statement"]
+__all__ = ["Row", "Statement", "statement"]
 
 RELATION = (
     "two runs are neighbours if one image of one client, with its label, is replaced by any other; "
@@ -75,11 +75,6 @@ def _word(epsilon: float) -> float | str:
     return epsilon if math.isfinite(epsilon) else "infinity"
 
 
-def shown(epsilon: float) -> str:
-    """ε as people read it."""
-    return "∞" if math.isinf(epsilon) else f"{epsilon:.3g}"
-
-
 def statement(
     privacy: Privacy,
     algorithm: Algorithm[Any, Any],
@@ -90,11 +85,14 @@ def statement(
 ) -> Statement:
     """Of what came up from each client, part by part; clients that told us of a larger ε of theirs are believed."""
     plan = Plan(privacy, algorithm)
-    parts = [part for parts in plan.parts.values() for part in parts]
+    said = dict.fromkeys(part for parts in plan.parts.values() for part in parts)
+    parts = [*said, *sorted({part for seen in crossed.values() for part in seen} - said.keys())]
     most = {part: max((seen.get(part, 0) for seen in crossed.values()), default=0) for part in parts}
-    rows = [_row(plan, type(algorithm).crosses, part, count) for part, count in most.items() if count]
+    crosses = getattr(type(algorithm), "crosses", {})
+    rows = [_row(plan, crosses, part, count) for part, count in most.items() if count]
     clients = {k: max(plan.cost(plan.released(seen)), told.get(k, 0.0)) for k, seen in sorted(crossed.items())}
-    why = [f"{row.part} left as it was" for row in rows if math.isinf(row.epsilon)]
+    bare = ", ".join(row.part for row in rows if math.isinf(row.epsilon))
+    why = [f"{bare} left as computed"] if bare else []
     why += [f"{row.part}: {row.given} learnt from private images without protection" for row in rows if row.given]
     epsilon = math.inf if why else max(clients.values(), default=0.0)
     noise = "the operating system of each site" if secret else "the run's seed: whoever knows it can take it away"
@@ -104,7 +102,7 @@ def statement(
 
 
 def _row(plan: Plan, crosses: Mapping[str, str], part: str, count: int) -> Row:
-    text = crosses[part.partition(".")[0]]
+    text = crosses.get(part.partition(".")[0], "up: what the method does not say")
     what = text.rpartition("up:")[2].partition("; down:")[0].strip() if "up:" in text else text
     if part in plan.covers:
         name = plan.covers[part]

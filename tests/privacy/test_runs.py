@@ -1,0 +1,322 @@
+"""Protected answers on the way that all answers take: engines, accounts, budgets, statements."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+import pytest
+import torch
+from scipy.stats import beta
+from torch import Tensor
+
+from barter.config import Config, read, resolve, to_toml, with_settings
+from barter.conformance import few_digits
+from barter.core.algorithm import Algorithm
+from barter.core.clients import Clients
+from barter.core.errors import CheckpointError, ClientError, ConfigError, PrivacyError
+from barter.core.images import Images
+from barter.core.nodes import Client, Server
+from barter.core.params import Fraction
+from barter.engines.local import LocalEngine
+from barter.experiment import Experiment
+from barter.privacy import Privacy
+from barter.privacy.guard import Guard
+from barter.privacy.statement import Statement
+from tests.conftest import same, small_federation, state, tiny
+
+DELTA = 1e-5
+
+
+class Told(TypedDict):
+    """Of each image."""
+
+    rows: Tensor
+    labels: Tensor
+    count: int
+
+
+class Remembering(Server):
+    """A server that keeps what it was told."""
+
+    heard: dict[int, Told] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Telling(Algorithm[Remembering, Client]):
+    """Clients tell all that they have."""
+
+    crosses = {"tell": "up: every image, and its label"}
+    tells = {"tell.rows": "row", "tell.labels": "row", "tell.count": "nothing"}
+
+    fraction: Fraction = 1.0  # of the clients that are asked
+
+    def round(self, server: Remembering, clients: Clients, t: int) -> None:
+        server.heard = dict(clients.sample(self.fraction).run(self.tell))
+
+    def tell(self, client: Client) -> Told:
+        rows = client.data.pixels.float().flatten(1) - 127.5
+        return {"rows": rows, "labels": client.data.labels, "count": len(rows)}
+
+
+ROWS = {"tell.rows": "gaussian clip=2", "tell.labels": "withhold"}
+
+
+def telling(parts: dict[str, str] | None = None, **options: Any) -> Experiment:
+    epsilon = options.pop("epsilon", 8.0)
+    algorithm = Telling(fraction=options.pop("fraction", 1.0))
+    privacy = Privacy(epsilon=epsilon, delta=DELTA, parts=ROWS if parts is None else parts)
+    return small_federation(algorithm, **{"models": "small-mlp", "rounds": 2, "privacy": privacy, **options})
+
+
+def test_what_arrives_is_clipped_and_noisy_and_the_client_keeps_its_own() -> None:
+    experiment = telling()
+    experiment.step()
+    noise = float(experiment.config.privacy.parts["tell.rows"].rpartition("=")[2])
+    for k, heard in experiment.server.heard.items():  # type: ignore[attr-defined]
+        data = experiment.engine.clients[k].data  # type: ignore[attr-defined]
+        own = data.pixels.float().flatten(1) - 127.5
+        clipped = 2 * own / own.norm(dim=1, keepdim=True)
+        assert float((heard["rows"] - clipped).std()) == pytest.approx(2 * noise, rel=0.05)
+        assert heard["count"] == len(own)
+        assert float((heard["labels"] == data.labels).float().mean()) < 0.3
+
+
+def test_the_account_is_the_clients_and_stops_the_run_before_the_round_that_is_too_much() -> None:
+    experiment = telling()
+    first, second = experiment.rounds(2)
+    assert 0 < first.clients[0]["epsilon"] < second.clients[0]["epsilon"] <= 8
+    assert experiment.engine.clients[0].released == {"tell.rows": 2, "tell.labels": 2}  # type: ignore[attr-defined]
+    before = state(experiment)
+    with pytest.raises(PrivacyError, match=r"spent after round 2: .* client 0, 1, 2 more than epsilon = 8\."):
+        experiment.step()
+    assert same(before, state(experiment)), "nothing was begun"
+
+
+def test_a_client_itself_does_not_answer_beyond_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = telling(min_clients=1)
+    experiment.engine.clients[1].released = {"tell.rows": 2}  # type: ignore[attr-defined]
+    record = experiment.step()
+    (failure,) = record.failures
+    assert "client 1 does not answer 'tell': it would have spent epsilon = 10" in failure
+    assert "of 8" in failure
+    assert set(experiment.server.heard) == {0, 2}  # type: ignore[attr-defined]
+    monkeypatch.setattr(experiment, "_require_budget", lambda: None)
+    experiment.step()
+    with pytest.raises(ClientError, match="0 of 3 clients answered 'tell'"):
+        experiment.step()
+
+
+def test_only_rounds_that_a_client_took_part_in_count() -> None:
+    experiment = telling(fraction=0.34, rounds=4)
+    for _ in range(4):
+        experiment.step()
+    released = [client.released.get("tell.rows", 0) for client in experiment.engine.clients.values()]  # type: ignore[attr-defined]
+    assert sum(released) == 4
+    assert max(released) < 4
+    statement = experiment.privacy()
+    assert statement.epsilon == max(statement.clients.values()) < 8
+    assert statement.rows[0].releases == max(released)
+
+
+def test_a_resumed_run_goes_on_with_its_account_and_its_noise(tmp_path: Path) -> None:
+    whole = telling(out=tmp_path / "whole", rounds=3)
+    list(whole.rounds(3))
+    part = telling(out=tmp_path / "part", rounds=3)
+    part.step()
+    part.folder.release()  # type: ignore[union-attr]
+    config = resolve_own(tmp_path / "part")
+    assert "noise=" in config["privacy"]["parts"]["tell.rows"], "as calibrated"
+    again = telling(out=tmp_path / "part", rounds=3, resume=True)
+    list(again.rounds(3))
+    assert same(state(whole), state(again))
+    assert again.engine.clients[0].released["tell.rows"] == 3  # type: ignore[attr-defined]
+    assert (tmp_path / "whole" / "privacy.json").read_text() == (tmp_path / "part" / "privacy.json").read_text()
+    again.folder.release()  # type: ignore[union-attr]
+    with pytest.raises(CheckpointError, match=r"privacy.parts.tell.rows differs"):
+        telling(out=tmp_path / "part", rounds=5, resume=True)
+    calibrated = Privacy(**config["privacy"])
+    longer = small_federation(
+        Telling(), models="small-mlp", out=tmp_path / "part", rounds=5, resume=True, privacy=calibrated
+    )
+    with pytest.raises(PrivacyError, match="spent after round 3"):
+        longer.step()
+
+
+def resolve_own(folder: Path) -> dict[str, Any]:
+    return read(folder / "config.toml")
+
+
+def test_forked_turns_and_turns_here_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    from barter.engines import local
+
+    here, forked = telling(), telling()
+    forked.engine.cores = 2  # type: ignore[attr-defined]
+    monkeypatch.setattr(local, "FORK_SECONDS", -1.0)
+    monkeypatch.setattr(forked.engine, "_worth_forking", lambda method, clients: method == "tell")
+    list(here.rounds(2))
+    list(forked.rounds(2))
+    assert same(state(here), state(forked))
+    assert forked.engine.clients[2].released["tell.rows"] == 2  # type: ignore[attr-defined]
+
+
+def wager(noise: float, mechanism: str, statistic: Callable[[list[Told]], Tensor], calls: int) -> float:
+    """A lower bound of ε: how well somebody tells black images from white ones, who sees what leaves the engine.
+
+    Every row is a trial of its own, for each was made of one image.
+    """
+    trials, values = 40_000, []
+    for shade in (0, 255):
+        experiment = telling({"tell.rows": mechanism, "tell.labels": "response epsilon=1"}, epsilon=None)
+        engine = experiment.engine
+        assert isinstance(engine, LocalEngine)
+        client, spec = engine.clients[0], experiment.task.spec
+        pixels = torch.full((trials, 1, 2, 2), shade, dtype=torch.uint8)
+        client.data = Images(pixels, torch.full((trials,), int(shade > 0)), spec)
+        heard = []
+        for t in range(calls):
+            engine.round = t + 1 + (shade > 0) * calls  # other noise
+            heard.append(engine.call("tell", {0: ()})[0])
+        values.append(statistic(heard))
+    return most_certain(*values)
+
+
+def most_certain(no: Tensor, yes: Tensor) -> float:
+    """The largest ε that some threshold proves, each with 99.9% certainty (Clopper and Pearson)."""
+    n, bounds = len(no), []
+    for threshold in torch.quantile(yes[:10_000], torch.tensor([0.3, 0.5, 0.7, 0.9, 0.97]).double()):
+        hits, alarms = int((yes > threshold).sum()), int((no > threshold).sum())
+        low, high = beta.ppf(0.001, hits, n - hits + 1), beta.ppf(0.999, alarms + 1, n - alarms)
+        bounds.append(math.log(max(low - DELTA, 1e-12) / high))
+    return max(bounds)
+
+
+@pytest.mark.parametrize(("noise", "calls"), [(1.5, 1), (3.0, 4)])
+def test_nobody_tells_images_apart_better_than_epsilon_allows(noise: float, calls: int) -> None:
+    from barter.privacy.account import Gaussian, spent
+
+    promised = spent({Gaussian(noise): calls}, DELTA)
+    proven = wager(
+        noise,
+        f"gaussian clip=2 noise={noise}",
+        lambda heard: sum(told["rows"].double().sum(1) for told in heard),
+        calls,
+    )
+    assert 0.2 * promised < proven < promised, "the attack is a good one, and not too good"
+
+
+def test_nobody_tells_labels_apart_better_than_epsilon_allows() -> None:
+    proven = wager(1.0, "withhold", lambda heard: (heard[0]["labels"] == 1).double() + 1e-9 * torch.rand(40_000), 1)
+    assert 0.8 < proven < 1.0
+
+
+def test_the_statement_says_what_left_and_survives_a_file() -> None:
+    experiment = telling({"tell.rows": "gaussian clip=2 noise=9"}, epsilon=None)
+    experiment.step()
+    bare = experiment.privacy()
+    assert [(row.part, row.protection) for row in bare.rows] == [
+        ("tell.rows", "gaussian clip=2 noise=9"),
+        ("tell.labels", ""),
+        ("tell.count", ""),
+    ]
+    assert [math.isinf(row.epsilon) for row in bare.rows] == [False, True, False]
+    assert math.isinf(bare.epsilon)
+    assert bare.why == ("tell.labels left as computed",)
+    assert json.loads(bare.to_json())["epsilon"] == "infinity"
+    assert Statement.from_json(bare.to_json()) == bare
+    experiment = telling()
+    experiment.step()
+    whole = experiment.privacy()
+    assert whole.epsilon == pytest.approx(whole.clients[0])
+    assert whole.epsilon < 8
+    assert not whole.why
+
+
+def test_rows_that_a_trained_network_made_promise_nothing_alone() -> None:
+    parts = {"learn.embeddings": "means clip=2", "learn.weights": "withhold", "teach.logits": "gaussian clip=1"}
+    privacy = Privacy(epsilon=4, parts=parts).settled(tiny("dffke"), 1)
+    guard = Guard(privacy, tiny("dffke"))
+    assert {part: guard.plan.given(part) for part in guard.plan.covers} == {
+        "learn.embeddings": "the client's network",
+        "learn.labels": "the client's network",
+        "learn.weights": "",
+        "teach.logits": "",
+    }
+
+
+def test_dffke_with_everything_protected() -> None:
+    parts = {
+        "learn.weights": "gaussian clip=1",
+        "learn.embeddings": "gaussian clip=1 each=answer",
+        "learn.labels": "withhold",
+        "teach.logits": "gaussian clip=1",
+    }
+    experiment = small_federation(tiny("dffke"), rounds=1, models="small-mlp", privacy=Privacy(epsilon=50, parts=parts))
+    try:
+        experiment.step()
+    except ClientError as error:  # such networks may answer with what is no number
+        assert "NaN" in str(error)
+    statement = experiment.privacy()
+    assert math.isfinite(statement.epsilon) or any("teach" in reason for reason in statement.why)
+
+
+def test_nothing_is_said_of_what_does_not_cross() -> None:
+    experiment = small_federation(tiny("local"), rounds=1)
+    experiment.step()
+    statement = experiment.privacy()
+    assert (statement.rows, statement.epsilon) == ((), 0.0)
+
+
+MISTAKES = [
+    ({"tell.row": "withhold"}, None, r"Telling sends no 'tell.row': did you mean 'tell.rows'\?"),
+    ({"tell.rows": "gaussian clip=2"}, None, "it needs noise=..., or privacy.epsilon for the run"),
+    ({"tell.rows": "laplace clip=2"}, 4.0, "it needs noise=...$"),
+    ({"tell.count": "response epsilon=1"}, None, "rows of tell.count belong to no single image"),
+    ({"tell": "withhold", "tell.rows": "withhold"}, None, "tell.rows is protected twice, by tell and tell.rows"),
+    ({"tell.rows": "means clip=1 labels=names"}, 4.0, "no 'tell.names' for the labels of tell.rows"),
+    ({"tell.labels": "response epsilon=5"}, 4.0, None),
+    ({"tell.labels": "response epsilon=5", "tell.rows": "gaussian clip=1"}, 4.0, "cost .* already"),
+]
+
+
+@pytest.mark.parametrize(("parts", "epsilon", "message"), MISTAKES)
+def test_mistakes_are_found_before_anything_runs(
+    parts: dict[str, str], epsilon: float | None, message: str | None
+) -> None:
+    privacy = Privacy(epsilon=epsilon, parts=parts)
+    if message is None:
+        assert privacy.settled(Telling(), 2) == privacy
+        return
+    with pytest.raises(ConfigError, match=message):
+        Config(algorithm=Telling(), privacy=privacy, rounds=2)
+
+
+def test_a_mechanism_that_does_not_fit_is_that_clients_failure() -> None:
+    with pytest.raises(ClientError, match=r"gaussian clip=1 noise=1 each=answer: there are no decimal numbers"):
+        telling({"tell.labels": "gaussian clip=1 noise=1 each=answer"}, epsilon=None).step()
+
+
+def test_a_configuration_is_read_and_written() -> None:
+    settings = ["algorithm.name=dffke", "privacy.epsilon=8", 'privacy.parts={"learn.embeddings" = "gaussian clip=4"}']
+    config = resolve(with_settings({}, settings))
+    assert config.privacy.parts == {"learn.embeddings": "gaussian clip=4 noise=2.6844"}
+    import tomllib
+
+    assert resolve(tomllib.loads(to_toml(config))) == config
+    for setting, message in {
+        "privacy.parts=3": "privacy.parts=3: must be a table of str -> str",
+        "privacy.delta=1": "privacy.delta=1: must be float > 0 and <= 0.01",
+        "privacy.sigma=1": "unknown key 'privacy.sigma'",
+    }.items():
+        with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+            resolve(with_settings({}, [setting]))
+
+
+def test_many_images_cost_no_more() -> None:
+    assert len(few_digits()[0]) > 100
+    one = telling(rounds=5).config.privacy.parts["tell.rows"]
+    assert one == telling(rounds=5, clients=2).config.privacy.parts["tell.rows"]
