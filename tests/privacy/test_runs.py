@@ -256,12 +256,21 @@ def test_dffke_with_everything_protected() -> None:
         "teach.logits": "gaussian clip=1",
     }
     experiment = small_federation(tiny("dffke"), rounds=1, models="small-mlp", privacy=Privacy(epsilon=50, parts=parts))
-    try:
-        experiment.step()
-    except ClientError as error:  # such networks may answer with what is no number
-        assert "NaN" in str(error)
+    experiment.step()
     statement = experiment.privacy()
-    assert math.isfinite(statement.epsilon) or any("teach" in reason for reason in statement.why)
+    assert statement.epsilon == pytest.approx(50, abs=0.01), "of three answers of each client, and of nothing else"
+    assert statement.clients == dict.fromkeys(range(3), statement.epsilon)
+
+
+def test_variances_of_networks_stay_what_they_are() -> None:
+    parts = {"client_update": "gaussian clip=1 noise=1"}
+    experiment = small_federation(tiny("fedavg"), rounds=1, privacy=Privacy(parts=parts))
+    assert isinstance(experiment.engine, LocalEngine)
+    told = experiment.engine.call("client_update", {0: (experiment.server.model.state_dict(),)})[0]
+    least = {name: float(value.min()) for name, value in told.items() if value.is_floating_point()}
+    assert least.pop("body.2.running_var") >= 0
+    assert max(least.values()) < 0
+    assert all(not value.any() for value in told.values() if not value.is_floating_point()), "counters are withheld"
 
 
 def test_nothing_is_said_of_what_does_not_cross() -> None:

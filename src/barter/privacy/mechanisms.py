@@ -140,10 +140,13 @@ class Additive(Mechanism):
         told = self.noisy(self.clipped(torch.cat(numbers)[None])[0], source)
         given = iter(torch.split(told, [len(number) for number in numbers]))
 
-        def instead(leaf: Payload) -> Payload:
+        def instead(name: str, leaf: Payload) -> Payload:
             if not _is_float(leaf):
                 return _blank(leaf)
-            return _like(leaf, next(given)) if isinstance(leaf, Tensor) else float(next(given))
+            told = next(given)
+            if name.endswith("running_var"):  # of a network, which takes its root
+                told = told.clamp(min=0)
+            return _like(leaf, told) if isinstance(leaf, Tensor) else float(told)
 
         return [_rebuilt(value, instead) for value in values]
 
@@ -219,7 +222,7 @@ class Withhold(Mechanism):
     def apply(self, values: Sequence[Payload], each: Each, client: Client, source: Source) -> list[Payload]:
         classes = client.data.spec.classes
 
-        def blank(leaf: Payload) -> Payload:
+        def blank(_: str, leaf: Payload) -> Payload:
             if each == "image" and isinstance(leaf, Tensor) and not leaf.is_floating_point():
                 drawn = (source.uniform(leaf.numel()) * classes).long()
                 return drawn.view(leaf.shape).to(leaf.dtype).to(leaf.device)
@@ -335,9 +338,10 @@ def _like(leaf: Tensor, numbers: Tensor) -> Tensor:
     return torch.empty_like(leaf).copy_(numbers.view(leaf.shape))
 
 
-def _rebuilt(tree: Payload, leaf: Callable[[Any], Any]) -> Payload:
+def _rebuilt(tree: Payload, leaf: Callable[[str, Any], Any], name: str = "") -> Payload:
+    """The tree with other leaves, each made of the nearest key and of what stands there."""
     if isinstance(tree, dict):
-        return {key: _rebuilt(value, leaf) for key, value in tree.items()}
+        return {key: _rebuilt(value, leaf, str(key)) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(_rebuilt(value, leaf) for value in tree)
-    return leaf(tree)
+        return type(tree)(_rebuilt(value, leaf, name) for value in tree)
+    return leaf(name, tree)

@@ -1,0 +1,66 @@
+"""Protected answers of sites: noise that the server cannot know, and an account that only grows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from barter.config import Config, to_toml
+from barter.core.images import Spec
+from barter.deploy import conduct
+from barter.engines import flower
+from barter.parties import initial
+from barter.privacy import Privacy
+from barter.runs.journal import Journal
+from tests.conftest import tiny
+from tests.engines.grid import LoopbackGrid, site
+
+PARTS = {"client_update": "gaussian clip=5"}
+FIELDS: dict[str, Any] = {"algorithm": tiny("fedavg"), "models": "small-mlp", "device": "cpu"}
+
+
+def config(rounds: int, clients: int) -> Config:
+    return Config(**FIELDS, clients=clients, rounds=rounds, privacy=Privacy(epsilon=20, parts=PARTS))
+
+
+def test_a_run_across_sites_is_accounted_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flower, "POLL_SECONDS", 0.01)
+    sites = [site(tmp_path / f"memory-{k}", name=f"site-{k}", share=k, device="cpu") for k in range(2)]
+    grid = LoopbackGrid(sites, monkeypatch)
+    experiment = conduct(grid, config(2, 2), tmp_path / "run", Journal(tmp_path / "journal"))
+    statement = experiment.privacy()
+    assert statement.epsilon == pytest.approx(20, abs=0.01)
+    assert statement.noise == "the operating system of each site"
+    assert (tmp_path / "run" / "privacy.json").read_text() == statement.to_json()
+    assert experiment.folder is not None
+    told = [record.clients[1]["epsilon"] for record in experiment.folder.records()]
+    assert told[0] < told[1] == statement.clients[1]
+
+
+def test_what_a_site_told_counts_also_where_the_server_takes_it_back(tmp_path: Path) -> None:
+    one = site(tmp_path / "memory", name="a", share=0, device="cpu")
+    run = config(3, 1)
+    spec = one.introduce(to_toml(run))["spec"]
+    weights = initial("small-mlp", Spec.of(spec), run.seed).state_dict()
+
+    def ask(attempt: str, history: dict[str, int], round: int) -> dict[str, Any]:
+        about = {"run": "0" * 16, "config": to_toml(run), "spec": spec, "client": 0, "architecture": "small-mlp"}
+        session = {**about, "attempt": attempt, "history": history}
+        call = {"round": round, "method": "client_update", "before": 0, "args": (weights,), "evaluate": False}
+        return dict(one.answer({"ask": "call", "session": session, "alone": False, **call}))
+
+    first = ask("a", {}, 1)["answer"]
+    assert torch.equal(first["head.weight"], ask("a", {}, 1)["answer"]["head.weight"]), "asked again, answered again"
+    assert one.client.released == {"client_update": 1}
+    again = ask("b", {"a": 0}, 1)["answer"]
+    assert not torch.equal(first["head.weight"], again["head.weight"]), "done again, and with other noise"
+    assert one.client.released == {"client_update": 2}
+    assert "answer" in ask("b", {"a": 0}, 2)
+    refused = ask("b", {"a": 0}, 3)["error"]
+    assert "does not answer 'client_update'" in refused
+    assert "answer" not in ask("c", {"a": 0, "b": 0}, 1), "nor does it in an attempt that knows of nothing"
