@@ -21,12 +21,11 @@ from barter.privacy.mechanisms import (
     Laplace,
     Mechanism,
     Response,
-    Seeded,
-    Source,
-    System,
+    Turn,
     Withhold,
     mechanism_of,
 )
+from barter.privacy.noise import Seeded, Source, System
 
 CLASSES = 4
 CLIENT = cast(Client, SimpleNamespace(data=SimpleNamespace(spec=SimpleNamespace(classes=CLASSES))))
@@ -39,7 +38,7 @@ def at(seed: int) -> torch.Generator:
 
 
 def apply(mechanism: Mechanism, values: list[Any], each: Any = "image", source: Source | None = None) -> list[Any]:
-    return mechanism.apply(values, each, CLIENT, source or Seeded(0))
+    return mechanism.apply(values, Turn(CLIENT, each, source or Seeded(0)))
 
 
 def replaced(values: Tensor, by: Tensor) -> Tensor:
@@ -79,6 +78,23 @@ def test_a_replaced_image_moves_sums_and_sizes_of_classes_by_2_c(
     before = means.sums(one.flatten(1).double(), y, CLASSES)
     after = means.sums(replaced(one, other).flatten(1).double(), replaced(y, torch.tensor([label])), CLASSES)
     assert float((before - after).norm()) <= 3.0 + 1e-9
+
+
+@given(rows, rows)
+def test_changes_are_bounded_too(one: Tensor, other: Tensor) -> None:
+    down = {"weights": {"a": torch.ones(2, 3, 2), "b": torch.ones(4, 3, 2)}, "t": 3}
+    change = Gaussian(1.5, TINY, of="change")
+
+    def told(x: Tensor) -> Tensor:
+        (weights,) = change.apply([{"a": x[:2], "b": x[2:]}], Turn(CLIENT, "answer", Seeded(0), (7, down)))
+        return torch.cat([weights["a"], weights["b"]])
+
+    assert float((told(one) - 1).norm()) <= 1.5 + 1e-5
+    assert float((told(one) - told(other)).norm()) <= 3.0 + 1e-5
+    near = 1 + one / one.norm()
+    assert torch.allclose(told(near), near), "what is near enough stays"
+    with pytest.raises(ConfigError, match="nothing of the answer's structure came down"):
+        change.apply([one], Turn(CLIENT, "answer", Seeded(0), (7, down)))
 
 
 def test_noise_has_the_size_that_is_paid_for() -> None:
@@ -163,7 +179,7 @@ def test_what_cannot_be_protected(mechanism: Mechanism, values: list[Any], each:
         apply(mechanism, values, each)
 
 
-@pytest.mark.parametrize("text", ["gaussian clip=4 noise=2 each=answer", "response epsilon=1", "withhold"])
+@pytest.mark.parametrize("text", ["gaussian clip=4 noise=2 each=answer of=change", "response epsilon=1", "withhold"])
 def test_mechanisms_are_written_as_they_are_read(text: str) -> None:
     assert str(mechanism_of(text, "part")) == text
 
@@ -179,6 +195,7 @@ def test_mechanisms_are_written_as_they_are_read(text: str) -> None:
         ("gaussian clip=nan", "must be a finite number"),
         ("gaussian clip=1 each=row", "each='row': must be"),
         ("gaussian clip=1 sigma=2", "unknown key"),
+        ("gaussian clip=1 each=image of=change", "it is for answers as a whole"),
     ],
 )
 def test_mistakes_in_what_is_written(text: str, message: str) -> None:

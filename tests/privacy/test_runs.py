@@ -14,6 +14,7 @@ import torch
 from scipy.stats import beta
 from torch import Tensor
 
+from barter import FedAvg
 from barter.config import Config, read, resolve, to_toml, with_settings
 from barter.conformance import few_digits
 from barter.core.algorithm import Algorithm
@@ -22,6 +23,7 @@ from barter.core.errors import CheckpointError, ClientError, ConfigError, Privac
 from barter.core.images import Images
 from barter.core.nodes import Client, Server
 from barter.core.params import Fraction
+from barter.core.payload import State
 from barter.engines.local import LocalEngine
 from barter.experiment import Experiment
 from barter.privacy import Privacy
@@ -271,6 +273,25 @@ def test_variances_of_networks_stay_what_they_are() -> None:
     assert least.pop("body.2.running_var") >= 0
     assert max(least.values()) < 0
     assert all(not value.any() for value in told.values() if not value.is_floating_point()), "counters are withheld"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vandal(FedAvg):
+    """Writes to what it was given."""
+
+    def client_update(self, client: Client, w: State) -> State:
+        for value in w.values():
+            value.fill_(50)
+        return w
+
+
+def test_changes_are_since_what_came_not_since_what_became_of_it() -> None:
+    privacy = Privacy(parts={"client_update": "gaussian clip=1 noise=1e-9 of=change"})
+    experiment = small_federation(Vandal(), privacy=privacy)
+    assert isinstance(experiment.engine, LocalEngine)
+    w = {name: value for name, value in experiment.server.model.state_dict().items() if value.is_floating_point()}
+    told = experiment.engine.call("client_update", {0: (w,)})[0]
+    assert sum(float((told[name] - w[name]).square().sum()) for name in w) == pytest.approx(1, rel=1e-3)
 
 
 def test_nothing_is_said_of_what_does_not_cross() -> None:

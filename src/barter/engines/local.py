@@ -154,10 +154,13 @@ class LocalEngine(BaseEngine):
         try:
             stream = seeds.scope(self.seed, *path, device=client.device)
             with self.parking.fetched(client), client.seated(), stream:
+                came = self.guard.kept(method, arrived) if self.guard else ()
                 with knowing_alone(client) if self._alone else nullcontext():
                     answer = getattr(self.algorithm, method)(client, *arrived)
                     lanes.rest()
-                return self.guard.protect(client, method, answer, self.seed, *path) if self.guard else answer
+                if self.guard is None:
+                    return answer
+                return self.guard.protect(client, method, answer, came, seeds.stream_seed(self.seed, *path, "privacy"))
         finally:
             self.watched.advance(self._credit.pop(lane))
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from barter.core import seeds
 from barter.core.algorithm import Algorithm
 from barter.core.errors import ConfigError, PrivacyError
 from barter.core.nodes import Client
-from barter.core.payload import Payload
-from barter.privacy.mechanisms import Mechanism, Seeded, Source, System
+from barter.core.payload import Payload, isolate
+from barter.privacy.mechanisms import Mechanism, Turn
+from barter.privacy.noise import Seeded, Source, System
 from barter.privacy.parts import put, take
 from barter.privacy.settings import Plan, Privacy
 
@@ -22,8 +22,13 @@ class Guard:
     def __init__(self, privacy: Privacy, algorithm: Algorithm[Any, Any], *, secret: bool = False) -> None:
         self.plan, self.secret = Plan(privacy, algorithm), secret
 
-    def protect(self, client: Client, method: str, answer: Payload, seed: int, *path: object) -> Payload:
-        """What leaves instead of a client's answer."""
+    def kept(self, method: str, came: Payload) -> Payload:
+        """What came for a method, where the change since then is told: it may write to what it was given."""
+        changes = any(getattr(mechanism, "of", "") == "change" for mechanism in self.plan.of(method).values())
+        return isolate(came) if changes else ()
+
+    def protect(self, client: Client, method: str, answer: Payload, came: Payload, stream: int) -> Payload:
+        """What leaves instead of a client's answer to what came; `stream` is the seed of noise that comes again."""
         mechanisms = self.plan.of(method)
         if not mechanisms:
             return answer
@@ -33,21 +38,21 @@ class Guard:
                 f"client {client.id} does not answer {method!r}: it would have spent epsilon = "
                 f"{self.plan.cost(released):.4g} then, of {self.plan.privacy.epsilon:g}"
             )
-        source: Source = System() if self.secret else Seeded(seeds.stream_seed(seed, *path, "privacy"))
+        source: Source = System() if self.secret else Seeded(stream)
         for name, mechanism in mechanisms.items():
-            answer = self._changed(client, name, mechanism, answer, source)
+            answer = self._changed(name, mechanism, answer, Turn(client, self.plan.each(name), source, came))
         client.released = released
         client.report["epsilon"] = self.plan.cost(released)
         return answer
 
-    def _changed(self, client: Client, name: str, mechanism: Mechanism, answer: Payload, source: Source) -> Payload:
+    def _changed(self, name: str, mechanism: Mechanism, answer: Payload, turn: Turn) -> Payload:
         key = name.partition(".")[2]
         keys = [key] if mechanism.beside is None else [key, mechanism.beside]
         found = [take(answer, key) for key in keys]
         if not all(found):
             missing = next(key for key, values in zip(keys, found, strict=True) if not values)
             raise ConfigError(f"privacy.parts: {name}: the answer of this method as configured has no {missing!r}")
-        told = mechanism.apply([value for values in found for value in values], self.plan.each(name), client, source)
+        told = mechanism.apply([value for values in found for value in values], turn)
         for key in keys:
             answer = put(answer, key, told)
         return answer

@@ -7,14 +7,11 @@ it bounds the rows; anywhere else (`each=answer`) the answer as a whole, which h
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-import numpy as np
 import torch
-from scipy.special import ndtri
 from torch import Tensor
 
 from barter.core.errors import ConfigError
@@ -23,6 +20,7 @@ from barter.core.params import Positive, build, check, did_you_mean
 from barter.core.payload import Payload, leaves
 from barter.privacy import account
 from barter.privacy.account import Release
+from barter.privacy.noise import Source
 
 __all__ = [
     "MECHANISMS",
@@ -33,9 +31,7 @@ __all__ = [
     "Laplace",
     "Mechanism",
     "Response",
-    "Seeded",
-    "Source",
-    "System",
+    "Turn",
     "Withhold",
     "mechanism_of",
 ]
@@ -43,36 +39,18 @@ __all__ = [
 Each = Literal["image", "answer"]
 
 
-class Source(Protocol):
-    """Where noise comes from: so many numbers, on the CPU, in double precision."""
+@dataclass(frozen=True)
+class Turn:
+    """What there is to know where a client has answered."""
 
-    def normal(self, count: int) -> Tensor: ...
+    client: Client
+    each: Each  # what one image can change of the part: its own row, or all of it
+    source: Source
+    came: Payload = ()  # what the method was given
 
-    def uniform(self, count: int) -> Tensor: ...
-
-
-class Seeded:
-    """Noise that comes again: whoever knows the run's seed can take it away."""
-
-    def __init__(self, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def normal(self, count: int) -> Tensor:
-        return torch.randn(count, generator=self.generator, dtype=torch.float64)
-
-    def uniform(self, count: int) -> Tensor:
-        return (torch.rand(count, generator=self.generator, dtype=torch.float64) + 2.0**-54).clamp(max=1 - 2.0**-53)
-
-
-class System:
-    """Noise that nobody else knows: from the operating system's entropy."""
-
-    def normal(self, count: int) -> Tensor:
-        return torch.from_numpy(ndtri(self.uniform(count).numpy()))
-
-    def uniform(self, count: int) -> Tensor:
-        bits = np.frombuffer(os.urandom(8 * count), dtype=np.uint64) >> np.uint64(11)
-        return torch.from_numpy(((bits.astype(np.float64) + 0.5) * 2.0**-53).clip(max=1 - 2.0**-53))
+    @property
+    def classes(self) -> int:
+        return self.client.data.spec.classes
 
 
 @dataclass(frozen=True)
@@ -96,15 +74,15 @@ class Mechanism:
         """What one answer costs; none: it says nothing of the data."""
         return None
 
-    def apply(self, values: Sequence[Payload], each: Each, client: Client, source: Source) -> list[Payload]:
+    def apply(self, values: Sequence[Payload], turn: Turn) -> list[Payload]:
         """What leaves instead of these values."""
         raise NotImplementedError
 
     def __str__(self) -> str:
-        told = {field.name: getattr(self, field.name) for field in fields(self)}
         name = next(name for name, kind in MECHANISMS.items() if kind is type(self))
+        told = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         options = (f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in told.items())
-        return " ".join([name, *(text for text in options if not text.endswith("=None"))])
+        return " ".join([name, *options])
 
 
 @dataclass(frozen=True)
@@ -114,6 +92,12 @@ class Additive(Mechanism):
     clip: Positive  # C: the largest norm of what one image, or the whole answer, may be
     noise: Positive | None = None  # the noise's scale in units of C; none: as epsilon allows
     each: Each | None = None  # whether C bounds each row, or the answer; none: rows where they belong to one image
+    of: Literal["value", "change"] = "value"  # what C bounds: the answer, or how it differs from what came down
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.of == "change" and self.each == "image":
+            raise ConfigError("of=change: it is for answers as a whole, with each=answer")
 
     def norms(self, rows: Tensor) -> Tensor:
         raise NotImplementedError
@@ -130,15 +114,15 @@ class Additive(Mechanism):
         assert self.noise is not None
         return rows + (self.noise * self.clip * self.draw(rows.numel(), source)).view_as(rows)
 
-    def apply(self, values: Sequence[Payload], each: Each, client: Client, source: Source) -> list[Payload]:
-        if (self.each or each) == "image":
-            return [self._by_row(value, source) for value in values]
-        found = [leaf for value in values for _, leaf in leaves(value)]
-        numbers = [torch.as_tensor(leaf).detach().double().cpu().flatten() for leaf in found if _is_float(leaf)]
+    def apply(self, values: Sequence[Payload], turn: Turn) -> list[Payload]:
+        if (self.each or turn.each) == "image":
+            return [self._by_row(value, turn.source) for value in values]
+        numbers = _numbers(values)
         if not numbers:
             raise ConfigError(f"{self}: there are no decimal numbers in it to add noise to; withhold protects others")
-        told = self.noisy(self.clipped(torch.cat(numbers)[None])[0], source)
-        given = iter(torch.split(told, [len(number) for number in numbers]))
+        start = torch.zeros(1, dtype=torch.float64) if self.of == "value" else self._came(values, turn.came)
+        change = self.clipped((torch.cat(numbers) - start)[None])[0]
+        given = iter(torch.split(start + self.noisy(change, turn.source), [len(number) for number in numbers]))
 
         def instead(name: str, leaf: Payload) -> Payload:
             if not _is_float(leaf):
@@ -149,6 +133,13 @@ class Additive(Mechanism):
             return _like(leaf, told) if isinstance(leaf, Tensor) else float(told)
 
         return [_rebuilt(value, instead) for value in values]
+
+    def _came(self, values: Sequence[Payload], came: Payload) -> Tensor:
+        """The numbers from which those of an answer started: what came down in the same structure."""
+        (start,) = [_found(came, values[0])] if len(values) == 1 else [None]
+        if start is None:
+            raise ConfigError(f"{self}: nothing of the answer's structure came down from which it could have changed")
+        return torch.cat(_numbers([start]))
 
     def _by_row(self, value: Payload, source: Source) -> Tensor:
         if not (isinstance(value, Tensor) and value.is_floating_point() and value.ndim):
@@ -205,8 +196,8 @@ class Response(Mechanism):
         """How often the true label is told."""
         return 1 / (1 + (classes - 1) * math.exp(-self.epsilon))
 
-    def apply(self, values: Sequence[Payload], each: Each, client: Client, source: Source) -> list[Payload]:
-        return [self._told(value, client.data.spec.classes, source) for value in values]
+    def apply(self, values: Sequence[Payload], turn: Turn) -> list[Payload]:
+        return [self._told(value, turn.classes, turn.source) for value in values]
 
     def _told(self, value: Payload, classes: int, source: Source) -> Tensor:
         labels = _labels(value, classes, str(self))
@@ -219,12 +210,10 @@ class Response(Mechanism):
 class Withhold(Mechanism):
     """Nothing of the values: zeros, and labels at random."""
 
-    def apply(self, values: Sequence[Payload], each: Each, client: Client, source: Source) -> list[Payload]:
-        classes = client.data.spec.classes
-
+    def apply(self, values: Sequence[Payload], turn: Turn) -> list[Payload]:
         def blank(_: str, leaf: Payload) -> Payload:
-            if each == "image" and isinstance(leaf, Tensor) and not leaf.is_floating_point():
-                drawn = (source.uniform(leaf.numel()) * classes).long()
+            if turn.each == "image" and isinstance(leaf, Tensor) and not leaf.is_floating_point():
+                drawn = (turn.source.uniform(leaf.numel()) * turn.classes).long()
                 return drawn.view(leaf.shape).to(leaf.dtype).to(leaf.device)
             return _blank(leaf)
 
@@ -261,15 +250,15 @@ class ClassMeans(Mechanism):
         every = torch.cat([clipped, torch.full_like(clipped[:, :1], self.clip)], 1)
         return every.new_zeros(classes, every.shape[1]).index_add_(0, labels, every)
 
-    def apply(self, values: Sequence[Payload], each: Each, client: Client, source: Source) -> list[Payload]:
+    def apply(self, values: Sequence[Payload], turn: Turn) -> list[Payload]:
         assert self.noise is not None
         value, given = values
         if not (isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1):
             raise ConfigError(f"{self}: it needs a tensor of decimal numbers with a row for each image")
-        classes = client.data.spec.classes
+        classes = turn.classes
         labels = _labels(given, classes, str(self))
         sums = self.sums(value.detach().double().cpu().flatten(1), labels, classes)
-        told = Gaussian(self.clip, self.noise).noisy(sums, source)
+        told = Gaussian(self.clip, self.noise).noisy(sums, turn.source)
         sizes = (told[:, -1] / self.clip).clamp(min=0)
         means = told[:, :-1] / sizes.clamp(min=1)[:, None]
         shares = _shared(sizes, len(labels))
@@ -326,6 +315,24 @@ def _labels(value: Payload, classes: int, who: str) -> Tensor:
 
 def _is_float(leaf: Payload) -> bool:
     return leaf.is_floating_point() if isinstance(leaf, Tensor) else isinstance(leaf, float)
+
+
+def _numbers(values: Sequence[Payload]) -> list[Tensor]:
+    """The decimal numbers in these values, leaf by leaf."""
+    found = [leaf for value in values for _, leaf in leaves(value)]
+    return [torch.as_tensor(leaf).detach().double().cpu().flatten() for leaf in found if _is_float(leaf)]
+
+
+def _found(tree: Payload, like: Payload) -> Payload | None:
+    """A part of the tree with the same names and shapes as another; none if there is no such part."""
+
+    def outline(value: Payload) -> list[tuple[str, object]]:
+        return [(at, leaf.shape if isinstance(leaf, Tensor) else type(leaf)) for at, leaf in leaves(value)]
+
+    if outline(tree) == outline(like):
+        return tree
+    inner = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    return next((part for value in inner if (part := _found(value, like)) is not None), None)
 
 
 def _blank(leaf: Payload) -> Payload:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from barter.core.algorithm import Algorithm
-from barter.core.payload import Payload, leaves
+from barter.core.payload import Payload, nbytes
 
 __all__ = ["covered", "crossed", "parts_of", "put", "take"]
 
@@ -65,5 +65,5 @@ def put(answer: Payload, key: str, values: list[Payload]) -> Payload:
 def crossed(algorithm: Algorithm[Any, Any], method: str, answer: Payload) -> list[str]:
     """The parts in which this answer says anything."""
     keys = _keys(getattr(type(algorithm), method, None)) or ("",)
-    said = {key: [leaf for value in take(answer, key) for _, leaf in leaves(value)] for key in keys}
-    return [f"{method}.{key}" if key else method for key, found in said.items() if any(x is not None for x in found)]
+    said = {key: sum(map(nbytes, take(answer, key))) for key in keys}
+    return [f"{method}.{key}" if key else method for key, count in said.items() if count]

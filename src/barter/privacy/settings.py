@@ -30,7 +30,9 @@ class Privacy:
 
     epsilon: Positive | None = None  # ε: what each client may spend in the run; none: no limit
     delta: Annotated[float, Range(gt=0, le=0.01)] = 1e-5  # δ: the chance that ε does not hold; far below 1 / images
-    parts: dict[str, str] = field(default_factory=dict)  # METHOD or METHOD.KEY of an answer -> mechanism, options
+    parts: dict[str, str] = field(
+        default_factory=dict, hash=False
+    )  # METHOD or METHOD.KEY of an answer -> mechanism, options
 
     def __post_init__(self) -> None:
         check(self, "privacy.")

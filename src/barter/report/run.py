@@ -22,9 +22,11 @@ from barter.core.record import Round
 from barter.data.task import SITES, make_task
 from barter.gallery import pictures
 from barter.parties import names_of, narrowed
+from barter.privacy.show import cells, conclusion
+from barter.privacy.statement import Statement
 from barter.report import charts
 from barter.report.page import Section, Tile, chart, code, folded, page, side_by_side, strip, table, text
-from barter.runs.folder import METRICS, records, rounds_done
+from barter.runs.folder import METRICS, PRIVACY, records, rounds_done
 from barter.runs.picture import Row
 from barter.runs.progress import duration, size
 from barter.runs.tables import HEADINGS, alone, closing_cells
@@ -111,6 +113,7 @@ class RunReport:
             Section("Alone and after", [side_by_side(*gains), self._clients(rounds)]),
             self.split.section("Images by client and class"),
             *([] if live or not self.images else [_gallery(self.run)]),
+            *_privacy(self.run),
             _traffic(rounds),
             _time(rounds),
             _memory(rounds),
@@ -152,6 +155,15 @@ def tiles(rounds: Sequence[Round]) -> list[Tile]:
     found.append(Tile("time", duration(spent), f"{duration(spent / len(rounds))} a round"))
     failed = sum(len(r.failures) for r in rounds)
     return [*found, Tile("failures", str(failed), "of clients' calls" if failed else "every client answered")]
+
+
+def _privacy(run: Path) -> list[Section]:
+    """What left the clients, and what that promises."""
+    if not (run / PRIVACY).is_file():
+        return []
+    statement = Statement.from_json((run / PRIVACY).read_text())
+    parts = table(*cells(statement)) if statement.rows else ""
+    return [Section("Privacy", [parts, *map(text, conclusion(statement))])]
 
 
 def _traffic(rounds: Sequence[Round]) -> Section:

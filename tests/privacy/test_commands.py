@@ -1,0 +1,64 @@
+"""Privacy as a user meets it on the command line and in a report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from barter.cli import main
+from tests.test_cli import QUICK
+
+PARTS = 'privacy.parts={"learn.embeddings" = "gaussian clip=4", "learn.labels" = "withhold"}'
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+    capsys.readouterr()
+    assert main([*arguments]) == status
+    found = capsys.readouterr()
+    return " ".join((found.err if status else found.out).split())
+
+
+def test_a_run_ends_with_its_statement_and_stops_when_the_budget_is_spent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(tmp_path / "run")
+    text = said(capsys, "run", "--out", run, *QUICK, "--set", "privacy.epsilon=8", "--set", PARTS)
+    for words in (
+        "learn.weights nothing 2 ∞",
+        "learn.embeddings gaussian clip=4 noise=1.6978 2 8 given the client's network",
+        "learn.labels withhold 2 0",
+        "The run as a whole: ε = ∞, there is no promise.",
+        "Why: learn.weights, teach.logits left as computed.",
+        "What is protected costs ε = 8 with δ = 1e-05 together, within 8.",
+    ):
+        assert words in text
+    assert said(capsys, "privacy", run) in text
+    stopped = said(capsys, "resume", run, "--rounds", "4", status=1)
+    assert "the privacy budget is spent after round 2" in stopped
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert main(["report", run, "--no-images"]) == 0
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "<h2>Privacy</h2>" in page
+    assert "given the client&#x27;s network" in page
+
+
+def test_other_runs_say_that_nothing_is_protected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    local = ["--algorithm", "local", "--set", "rounds=1", "--set", "algorithm.max_epochs=1"]
+    text = said(capsys, "run", "--out", str(tmp_path / "run"), *local)
+    assert f"nothing is protected: `barter privacy {tmp_path / 'run'}` says what left the clients" in text
+    assert said(capsys, "privacy", str(tmp_path / "run")) == "Nothing left the clients."
+    assert "says nothing of privacy" in said(capsys, "privacy", str(tmp_path), status=2)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ('privacy.parts={"learn.weight" = "withhold"}', "DFFKE sends no 'learn.weight': did you mean 'learn.weights'?"),
+        ('privacy.parts={"learn.labels" = "gaussian"}', "gaussian needs clip=..."),
+        ("privacy.epsilon=0", "privacy.epsilon=0: must be float > 0 or none"),
+        ("privacy.budget=3", "unknown key 'privacy.budget'"),
+    ],
+)
+def test_mistakes(setting: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in said(capsys, "run", "--set", setting, status=2)
