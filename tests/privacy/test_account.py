@@ -93,7 +93,8 @@ def test_calibration_beside_others() -> None:
 def test_nothing_costs_nothing_and_much_is_finite() -> None:
     assert spent({}, DELTA) == 0
     assert spent({Gaussian(1e6): 1}, DELTA) == 0, "δ alone covers it"
-    assert math.isfinite(spent({Gaussian(1e-3): 1000}, DELTA))
+    for noise in (2e-3, 1.99e-3, 1e-9, 1e-150):
+        assert spent({Gaussian(noise): 1}, DELTA) == pytest.approx(2 / noise**2, rel=0.01)
 
 
 def test_without_the_accountant_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ __all__ = ["Gaussian", "Pure", "Release", "Releases", "Sampled", "calibrated", "
 
 STEP = 1e-4  # of discretised privacy losses; they are rounded up
 POINTS = 2e5  # at most about so many of them
+HUGE = 1e3  # μ beyond which nobody asks for the last digits of ε
 LARGEST = 20.0  # logarithm of noise that is looked at
 
 
@@ -104,6 +105,8 @@ def _gaussian_epsilon(mu: float, delta: float) -> float:
     if mu == 0 or _log_delta(0.0, mu) <= math.log(delta):
         return 0.0
     largest = mu * (mu / 2 - float(ndtri(delta)))  # where the first term alone is δ
+    if mu > HUGE:
+        return largest
     return float(brentq(lambda epsilon: _log_delta(epsilon, mu) - math.log(delta), 0.0, largest, xtol=1e-12))
 
 
