@@ -23,9 +23,9 @@ from barter.privacy.mechanisms import (
     Response,
     Turn,
     Withhold,
-    mechanism_of,
 )
 from barter.privacy.noise import Seeded, Source, System
+from barter.privacy.registry import mechanism_of
 
 CLASSES = 4
 CLIENT = cast(Client, SimpleNamespace(data=SimpleNamespace(spec=SimpleNamespace(classes=CLASSES))))

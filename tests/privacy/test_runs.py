@@ -275,6 +275,20 @@ def test_variances_of_networks_stay_what_they_are() -> None:
     assert all(not value.any() for value in told.values() if not value.is_floating_point()), "counters are withheld"
 
 
+def test_the_papers_noise_promises_nothing_and_is_said_to() -> None:
+    parts = {"learn.embeddings": "paper"}
+    experiment, bare = (small_federation(tiny("dffke"), privacy=Privacy(parts=p), rounds=1) for p in (parts, {}))
+    for e in (experiment, bare):
+        e.engine.round = 1
+    noisy, exact = (e.engine.call("learn", {0: ()})[0] for e in (experiment, bare))
+    assert float((noisy["embeddings"] - exact["embeddings"]).std()) > 0.01
+    assert torch.equal(noisy["labels"], exact["labels"])
+    row = next(row for row in experiment.privacy().rows if row.part == "learn.embeddings")
+    assert row.protection == "paper, which promises nothing"
+    assert math.isinf(row.epsilon)
+    assert "learn.embeddings left with noise that promises nothing" in experiment.privacy().why
+
+
 @dataclass(frozen=True, kw_only=True)
 class Vandal(FedAvg):
     """Writes to what it was given."""

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from barter.core.errors import ConfigError
 from barter.core.nodes import Client
-from barter.core.params import Positive, build, check, did_you_mean
+from barter.core.params import Positive, check
 from barter.core.payload import Payload, leaves
 from barter.privacy import account
 from barter.privacy.account import Release
 from barter.privacy.noise import Source
 
 __all__ = [
-    "MECHANISMS",
     "Additive",
     "ClassMeans",
     "Each",
@@ -33,7 +32,8 @@ __all__ = [
     "Response",
     "Turn",
     "Withhold",
-    "mechanism_of",
+    "alike",
+    "as_rows",
 ]
 
 Each = Literal["image", "answer"]
@@ -57,6 +57,8 @@ class Turn:
 class Mechanism:
     """Of all that it can be told, frozen; what it does to the values of the parts that it covers."""
 
+    name: ClassVar[str]  # as a configuration calls it
+
     def __post_init__(self) -> None:
         check(self)
 
@@ -70,8 +72,13 @@ class Mechanism:
         """The key of another part of the same answer that it covers too."""
         return None
 
+    @property
+    def promises(self) -> bool:
+        """Whether anything follows from what is done."""
+        return True
+
     def release(self) -> Release | None:
-        """What one answer costs; none: it says nothing of the data."""
+        """What one answer costs; none: it says nothing of the data, or promises nothing."""
         return None
 
     def apply(self, values: Sequence[Payload], turn: Turn) -> list[Payload]:
@@ -79,10 +86,9 @@ class Mechanism:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        name = next(name for name, kind in MECHANISMS.items() if kind is type(self))
         told = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         options = (f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in told.items())
-        return " ".join([name, *options])
+        return " ".join([self.name, *options])
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,7 @@ class Additive(Mechanism):
             told = next(given)
             if name.endswith("running_var"):  # of a network, which takes its root
                 told = told.clamp(min=0)
-            return _like(leaf, told) if isinstance(leaf, Tensor) else float(told)
+            return alike(leaf, told) if isinstance(leaf, Tensor) else float(told)
 
         return [_rebuilt(value, instead) for value in values]
 
@@ -142,15 +148,16 @@ class Additive(Mechanism):
         return torch.cat(_numbers([start]))
 
     def _by_row(self, value: Payload, source: Source) -> Tensor:
-        if not (isinstance(value, Tensor) and value.is_floating_point() and value.ndim):
-            raise ConfigError(f"{self}: it needs a tensor of decimal numbers with a row for each image")
-        rows = value.detach().double().cpu().flatten(1) if value.ndim > 1 else value.detach().double().cpu()[:, None]
-        return _like(value, self.noisy(self.clipped(rows), source))
+        value = as_rows(value, str(self))
+        rows = value.double().cpu().reshape(len(value), -1)
+        return alike(value, self.noisy(self.clipped(rows), source))
 
 
 @dataclass(frozen=True)
 class Gaussian(Additive):
     """Gaussian noise, by Euclidean length."""
+
+    name = "gaussian"
 
     def release(self) -> Release:
         assert self.noise is not None
@@ -167,6 +174,8 @@ class Gaussian(Additive):
 class Laplace(Additive):
     """Laplace noise, by the sum of absolute values."""
 
+    name = "laplace"
+
     def release(self) -> Release:
         assert self.noise is not None
         return account.Pure(2 / self.noise)
@@ -182,6 +191,8 @@ class Laplace(Additive):
 @dataclass(frozen=True)
 class Response(Mechanism):
     """Randomised response: a label is the true one e^ε times as often as any other."""
+
+    name = "response"
 
     epsilon: Positive  # ε of each answer
 
@@ -210,6 +221,8 @@ class Response(Mechanism):
 class Withhold(Mechanism):
     """Nothing of the values: zeros, and labels at random."""
 
+    name = "withhold"
+
     def apply(self, values: Sequence[Payload], turn: Turn) -> list[Payload]:
         def blank(_: str, leaf: Payload) -> Payload:
             if turn.each == "image" and isinstance(leaf, Tensor) and not leaf.is_floating_point():
@@ -227,6 +240,8 @@ class ClassMeans(Mechanism):
     An image that is replaced moves the classes' clipped sums and, in units of C, their sizes by no more than 2 C
     together: by 2 C within a class, by C √2 and C √2 from one class to another.
     """
+
+    name = "means"
 
     clip: Positive  # C: the largest length of a row
     noise: Positive | None = None  # the noise's scale in units of C; none: as epsilon allows
@@ -252,47 +267,15 @@ class ClassMeans(Mechanism):
 
     def apply(self, values: Sequence[Payload], turn: Turn) -> list[Payload]:
         assert self.noise is not None
-        value, given = values
-        if not (isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1):
-            raise ConfigError(f"{self}: it needs a tensor of decimal numbers with a row for each image")
+        value, given = as_rows(values[0], str(self)), values[1]
         classes = turn.classes
         labels = _labels(given, classes, str(self))
-        sums = self.sums(value.detach().double().cpu().flatten(1), labels, classes)
+        sums = self.sums(value.double().cpu().reshape(len(value), -1), labels, classes)
         told = Gaussian(self.clip, self.noise).noisy(sums, turn.source)
         sizes = (told[:, -1] / self.clip).clamp(min=0)
         means = told[:, :-1] / sizes.clamp(min=1)[:, None]
         shares = _shared(sizes, len(labels))
-        return [_like(value, means[shares]), shares.to(given.dtype).to(given.device)]
-
-
-MECHANISMS: dict[str, type[Mechanism]] = {
-    "gaussian": Gaussian,
-    "laplace": Laplace,
-    "response": Response,
-    "withhold": Withhold,
-    "means": ClassMeans,
-}
-
-
-def mechanism_of(text: str, part: str) -> Mechanism:
-    """The mechanism that a text such as "gaussian clip=4" names, for a part."""
-    name, *options = text.split() or [""]
-    if name not in MECHANISMS:
-        raise ConfigError(f"privacy.parts: {part}={text!r}: unknown mechanism: {did_you_mean(name, MECHANISMS)}")
-    values: dict[str, object] = {}
-    for option in options:
-        key, equals, value = option.partition("=")
-        if not equals:
-            raise ConfigError(f"privacy.parts: {part}={text!r}: write key=value, such as clip=4")
-        try:
-            values[key] = float(value)
-        except ValueError:
-            values[key] = value
-    kind = MECHANISMS[name]
-    for field in fields(kind):
-        if field.name not in values and field.default is MISSING:
-            raise ConfigError(f"privacy.parts: {part}={text!r}: {name} needs {field.name}=...")
-    return build(kind, values, f"privacy.parts: {part}: ")
+        return [alike(value, means[shares]), shares.to(given.dtype).to(given.device)]
 
 
 def _shared(sizes: Tensor, count: int) -> Tensor:
@@ -302,6 +285,12 @@ def _shared(sizes: Tensor, count: int) -> Tensor:
     return torch.searchsorted(ends.double(), (torch.arange(count).double() + 0.5) / max(1, count)).clamp(
         max=len(sizes) - 1
     )
+
+
+def as_rows(value: Payload, who: str) -> Tensor:
+    if not (isinstance(value, Tensor) and value.is_floating_point() and value.ndim):
+        raise ConfigError(f"{who}: it needs a tensor of decimal numbers with a row for each image")
+    return value.detach()
 
 
 def _labels(value: Payload, classes: int, who: str) -> Tensor:
@@ -340,7 +329,7 @@ def _blank(leaf: Payload) -> Payload:
     return torch.zeros_like(leaf) if isinstance(leaf, Tensor) else None if leaf is None else type(leaf)()
 
 
-def _like(leaf: Tensor, numbers: Tensor) -> Tensor:
+def alike(leaf: Tensor, numbers: Tensor) -> Tensor:
     """The numbers in the shape, the kind and the place of a tensor."""
     return torch.empty_like(leaf).copy_(numbers.view(leaf.shape))
 

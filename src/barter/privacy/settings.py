@@ -12,8 +12,9 @@ from barter.core.algorithm import Algorithm
 from barter.core.errors import ConfigError
 from barter.core.params import Positive, Range, check, did_you_mean
 from barter.privacy.account import Gaussian, Release, calibrated, require_accountant, spent
-from barter.privacy.mechanisms import Additive, ClassMeans, Each, Laplace, Mechanism, mechanism_of
+from barter.privacy.mechanisms import Additive, ClassMeans, Each, Laplace, Mechanism
 from barter.privacy.parts import covered, parts_of
+from barter.privacy.registry import mechanism_of
 
 __all__ = ["Plan", "Privacy"]
 

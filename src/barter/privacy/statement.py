@@ -91,8 +91,13 @@ def statement(
     crosses = getattr(type(algorithm), "crosses", {})
     rows = [_row(plan, crosses, part, count) for part, count in most.items() if count]
     clients = {k: max(plan.cost(plan.released(seen)), told.get(k, 0.0)) for k, seen in sorted(crossed.items())}
-    bare = ", ".join(row.part for row in rows if math.isinf(row.epsilon))
+    bare = ", ".join(row.part for row in rows if math.isinf(row.epsilon) and not row.protection)
     why = [f"{bare} left as computed"] if bare else []
+    why += [
+        f"{row.part} left with noise that promises nothing"
+        for row in rows
+        if row.protection and math.isinf(row.epsilon)
+    ]
     why += [f"{row.part}: {row.given} learnt from private images without protection" for row in rows if row.given]
     epsilon = math.inf if why else max(clients.values(), default=0.0)
     noise = "the operating system of each site" if secret else "the run's seed: whoever knows it can take it away"
@@ -107,6 +112,8 @@ def _row(plan: Plan, crosses: Mapping[str, str], part: str, count: int) -> Row:
     if part in plan.covers:
         name = plan.covers[part]
         protection = str(plan.mechanisms[name]) if name == part else f"{plan.mechanisms[name]} ({name})"
+        if not plan.mechanisms[name].promises:
+            return Row(part, what, f"{protection}, which promises nothing", count, math.inf)
         return Row(part, what, protection, count, plan.cost({name: count}), plan.given(part))
     public = plan.tells.get(part) == "nothing"
     return Row(part, what, "", count, 0.0 if public else math.inf)

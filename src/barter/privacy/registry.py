@@ -1,0 +1,36 @@
+"""Mechanisms by the names that a configuration calls them."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+
+from barter.core.errors import ConfigError
+from barter.core.params import build, did_you_mean
+from barter.privacy.mechanisms import ClassMeans, Gaussian, Laplace, Mechanism, Response, Withhold
+from barter.privacy.paper import Paper
+
+__all__ = ["MECHANISMS", "mechanism_of"]
+
+KINDS: tuple[type[Mechanism], ...] = (Gaussian, Laplace, Response, ClassMeans, Paper, Withhold)
+MECHANISMS = {kind.name: kind for kind in KINDS}
+
+
+def mechanism_of(text: str, part: str) -> Mechanism:
+    """The mechanism that a text such as "gaussian clip=4" names, for a part."""
+    name, *options = text.split() or [""]
+    if name not in MECHANISMS:
+        raise ConfigError(f"privacy.parts: {part}={text!r}: unknown mechanism: {did_you_mean(name, MECHANISMS)}")
+    values: dict[str, object] = {}
+    for option in options:
+        key, equals, value = option.partition("=")
+        if not equals:
+            raise ConfigError(f"privacy.parts: {part}={text!r}: write key=value, such as clip=4")
+        try:
+            values[key] = float(value)
+        except ValueError:
+            values[key] = value
+    kind = MECHANISMS[name]
+    for field in fields(kind):
+        if field.name not in values and field.default is MISSING:
+            raise ConfigError(f"privacy.parts: {part}={text!r}: {name} needs {field.name}=...")
+    return build(kind, values, f"privacy.parts: {part}: ")
