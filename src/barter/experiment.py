@@ -118,7 +118,7 @@ class Experiment:
             monitor=monitor,
             streams=streams,
             device_memory=memory,
-            tune=fuse,
+            tune=None if config.privacy.training else fuse,
             threads=config.threads,
             guard=Guard(config.privacy, algorithm),
         )
@@ -212,7 +212,11 @@ class Experiment:
     def _require_budget(self) -> None:
         """An error, before anything is done, if too few clients could answer in another round like the last ones."""
         plan, ids = Plan(self.config.privacy, self.algorithm), self.engine.client_ids
-        spent = plan.exhausted(self.engine.crossed, self.round)
+        if isinstance(self.engine, LocalEngine):
+            released = {k: client.released for k, client in self.engine.clients.items()}
+        else:  # their accounts are their own, this is what we know of them
+            released = {k: plan.released(seen) for k, seen in self.engine.crossed.items()}
+        spent = plan.exhausted(released, self.round)
         if len(ids) - len(spent) < (self.config.min_clients or len(ids)):
             names = ", ".join(map(str, spent[:5])) + (f" and {len(spent) - 5} more" if len(spent) > 5 else "")
             raise PrivacyError(

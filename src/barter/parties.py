@@ -20,6 +20,7 @@ from barter.core.nodes import Client, Server
 from barter.core.payload import Payload
 from barter.data.task import Task
 from barter.models import zoo
+from barter.models.grouped import grouped
 from barter.models.pooled import pooled
 from barter.models.zoo import Own
 
@@ -81,6 +82,8 @@ def cut(config: Config, names: Mapping[int, str], networks: Mapping[int, Classif
                 network = algorithm.network(copy.deepcopy(networks[k]), share, spec)
                 if algorithm.feature_width is not None:
                     network = pooled(network, algorithm.feature_width)
+                if config.privacy.training:
+                    grouped(network)
             made[key] = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return made[key]
 

@@ -138,8 +138,9 @@ def settle(setup: Setup, session: Payload) -> tuple[LocalEngine, Precision]:
         kind: type[Client] = config.algorithm.parties()[1]
         client = kind(k, network, device, train, {"local": test}, public_data(data, spec, device), name)
     memory = budget(device, config.device_memory)
+    tune = None if config.privacy.training else fuse
     guard = Guard(config.privacy, config.algorithm, secret=True)
-    engine = LocalEngine(config.algorithm, {k: client}, seed=config.seed, device_memory=memory, tune=fuse, guard=guard)
+    engine = LocalEngine(config.algorithm, {k: client}, seed=config.seed, device_memory=memory, tune=tune, guard=guard)
     engine.cores = 1  # nobody computes beside this client: all threads that torch has are for its kernels
     return engine, resolved("auto" if device.type == "cpu" else config.precision, device)
 

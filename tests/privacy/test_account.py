@@ -69,7 +69,7 @@ def test_mixtures_cost_more_than_their_parts_and_less_than_their_sum(noise: floa
 def test_a_step_on_a_sample_costs_what_another_accountant_says() -> None:
     accountant = dp_accounting.pld.PLDAccountant(REPLACE)
     accountant.compose(dp_accounting.PoissonSampledDpEvent(0.02, dp_accounting.GaussianDpEvent(1.5)), 50)
-    assert spent({Sampled(1.5, 0.02): 50}, DELTA) == pytest.approx(accountant.get_epsilon(DELTA), abs=1e-6)
+    assert spent({Sampled(1.5, 0.02): 50}, DELTA) == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-3)
 
 
 @pytest.mark.parametrize("classes", [2, 10])

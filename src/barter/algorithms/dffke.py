@@ -278,7 +278,7 @@ class DFFKE(Algorithm[Hub, Trader]):
 
     def augment(self, data: Images, width: int) -> Augment:
         """How a client is used to see images in training, for transfer images of this width."""
-        return data.augment.resized(data.pixels.shape[-1], width) if self.augmented else Augment()
+        return data.augment.resized(data.side, width) if self.augmented else Augment()
 
     def exchange_loss(
         self, model: Classifier, spec: Spec, augment: Augment, images: Tensor, target: Tensor, *docked: Tensor

@@ -74,8 +74,11 @@ class PublicDistillation(Algorithm[S, C]):
         self.train(client)
         client.report |= {f"before_{name}": value for name, value in evaluate(client).items()}
         logits = predict(client.model.eval(), public_images(client).batch, places)
-        counts = client.data.class_counts()
-        return {"said": self.said(logits), "counts": counts if self.weighting == "classes" else counts[:0]}
+        none = torch.zeros(0, dtype=torch.long, device=client.device)
+        return {
+            "said": self.said(logits),
+            "counts": client.data.class_counts() if self.weighting == "classes" else none,
+        }
 
     def train(self, client: C) -> None:
         """What a client does before it answers."""

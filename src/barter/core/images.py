@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any, Self
@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Augment", "Images", "Spec", "augmented", "prepared", "statistics"]
+from barter.core.errors import ConfigError
+
+__all__ = ["Augment", "Images", "PrivateTraining", "Sealed", "Spec", "augmented", "prepared", "statistics"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,11 @@ class Images:
     def device(self) -> torch.device:
         return self.pixels.device
 
+    @property
+    def side(self) -> int:
+        """How wide the images are before they are brought to the agreed size."""
+        return self.pixels.shape[-1]
+
     def class_counts(self) -> Tensor:
         """How many images there are of each class."""
         return torch.bincount(self.labels, minlength=self.spec.classes)
@@ -73,6 +80,48 @@ class Images:
     def batch(self, index: Tensor, *, augmented: bool = False) -> Tensor:
         """The images at these indices as the models want them."""
         return prepared(self.pixels[index], self.spec, self.augment if augmented else Augment())
+
+
+@dataclass(frozen=True)
+class PrivateTraining:
+    """How a network may learn from sealed images."""
+
+    clip: float  # C: the largest length of one image's gradient
+    noise: float  # standard deviation of the noise on a step's sum, in units of C
+    normal: Callable[[int], Tensor]  # where noise comes from
+    uniform: Callable[[int], Tensor]  # and the choice of images
+    count: Callable[[float, int], None]  # told the share of images in a step and the number of steps; may refuse
+
+
+class Sealed(Images):
+    """Images at which nothing may look but private training."""
+
+    def __init__(self, images: Images, training: PrivateTraining) -> None:
+        self._images, self.training = images, training
+        self.spec, self.augment = images.spec, images.augment
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    @property
+    def device(self) -> torch.device:
+        return self._images.device
+
+    @property
+    def side(self) -> int:
+        return self._images.side
+
+    def opened(self) -> Images:
+        """For private training alone."""
+        return self._images
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("pixels", "labels"):
+            raise ConfigError(
+                f"privacy.training: this method as configured looks at private images ({name}) other than by `fit`, "
+                "which alone is private; set what does so otherwise, or protect its answers with privacy.parts"
+            )
+        raise AttributeError(name)
 
 
 def prepared(pixels: Tensor, spec: Spec, augment: Augment) -> Tensor:

@@ -154,15 +154,21 @@ class LocalEngine(BaseEngine):
         try:
             stream = seeds.scope(self.seed, *path, device=client.device)
             with self.parking.fetched(client), client.seated(), stream:
-                came = self.guard.kept(method, arrived) if self.guard else ()
                 with knowing_alone(client) if self._alone else nullcontext():
-                    answer = getattr(self.algorithm, method)(client, *arrived)
+                    answer = self._answered(method, client, path, arrived)
                     lanes.rest()
-                if self.guard is None:
-                    return answer
-                return self.guard.protect(client, method, answer, came, seeds.stream_seed(self.seed, *path, "privacy"))
+                return answer
         finally:
             self.watched.advance(self._credit.pop(lane))
+
+    def _answered(self, method: str, client: Client, path: tuple[object, ...], arrived: tuple[Any, ...]) -> Any:
+        """What leaves the client when its method is done."""
+        if self.guard is None:
+            return getattr(self.algorithm, method)(client, *arrived)
+        came, stream = self.guard.kept(method, arrived), seeds.stream_seed(self.seed, *path, "privacy")
+        with self.guard.sealing(client, method, stream):
+            answer = getattr(self.algorithm, method)(client, *arrived)
+        return self.guard.protect(client, method, answer, came, stream)
 
     def _on_streams(self, turns: Mapping[int, Callable[[], None]]) -> None:
         """The largest first, each on the lane where least is to be done yet, best one that has its graphs."""

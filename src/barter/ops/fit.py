@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from barter.core import lanes
-from barter.core.images import Augment, Images, Spec, prepared
+from barter.core.errors import ConfigError
+from barter.core.images import Augment, Images, Sealed, Spec, prepared
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
+from barter.ops.private import fit_privately
 from barter.ops.trainer import Anchor, Recipe, Trainer, adam, sgd
 
 __all__ = [
@@ -108,13 +110,19 @@ def fit(
     """Train the client's model for so many epochs, or until an epoch's accuracy reaches the goal.
 
     An epoch is a pass over the data, or so many `steps`. How often each class came up is added to `seen`. The `loss` is
-    one of logits and labels. An `anchor` holds the parameters near a place.
+    one of logits and labels. An `anchor` holds the parameters near a place. Images that are sealed are learnt from in
+    private: for all epochs, since when to stop would tell of them.
     """
     data = data or client.data
     trainer = Trainer.of(client.model.train(), recipe, anchor)
     judge = partial(classification, client.model, data.spec, data.augment, loss=loss)
     batches = index_batches(len(data), batch_size, data.device)
     per_epoch = steps or epoch_length(len(data), batch_size)
+    if isinstance(data, Sealed):
+        if seen is not None or present is not None:
+            raise ConfigError("privacy.training: which classes a client has is not told in private training")
+        fit_privately(client, data, trainer, loss, epochs=epochs, per_epoch=per_epoch, batch_size=batch_size)
+        return Fitted(epochs, float("nan"), float("nan"))
     masked = () if present is None else (present,)
     fitted = Fitted(0, float("nan"), 0.0)
     for epoch in client.track(range(1, epochs + 1)):

@@ -188,12 +188,16 @@ class Trainer:
         with precision.autocast(self._device(batch)):
             values = loss(*batch)
         torch.autograd.backward(values[0] if isinstance(values, tuple) else values)
+        self.descend()
+        return tuple(v.detach() for v in values) if isinstance(values, tuple) else values.detach()
+
+    def descend(self) -> None:
+        """Go down the gradients that the parameters have."""
         if self.anchor is not None:
             self.anchor.pull(self.parameters)
         if self.recipe.clip is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.recipe.clip)
         self.optimizer.step()
-        return tuple(v.detach() for v in values) if isinstance(values, tuple) else values.detach()
 
     def _device(self, batch: Sequence[Tensor]) -> torch.device:
         return batch[0].device if batch else next(self.modules[0].parameters()).device

@@ -19,7 +19,7 @@ from barter.core.errors import ConfigError
 
 __all__ = ["Gaussian", "Pure", "Release", "Releases", "Sampled", "calibrated", "require_accountant", "spent"]
 
-STEP = 1e-4  # of discretised privacy losses; they are rounded up
+STEP = 1e-3  # of discretised privacy losses; they are rounded up
 POINTS = 2e5  # at most about so many of them
 HUGE = 1e3  # μ beyond which nobody asks for the last digits of ε
 LARGEST = 20.0  # logarithm of noise that is looked at

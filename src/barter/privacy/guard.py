@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from barter.core.algorithm import Algorithm
 from barter.core.errors import ConfigError, PrivacyError
+from barter.core.images import PrivateTraining, Sealed
 from barter.core.nodes import Client
 from barter.core.payload import Payload, isolate
 from barter.privacy.mechanisms import Mechanism, Turn
 from barter.privacy.noise import Seeded, Source, System
 from barter.privacy.parts import put, take
-from barter.privacy.settings import Plan, Privacy
+from barter.privacy.settings import TRAINING, Plan, Privacy
 
 __all__ = ["Guard"]
 
@@ -27,22 +30,48 @@ class Guard:
         changes = any(getattr(mechanism, "of", "") == "change" for mechanism in self.plan.of(method).values())
         return isolate(came) if changes else ()
 
-    def protect(self, client: Client, method: str, answer: Payload, came: Payload, stream: int) -> Payload:
-        """What leaves instead of a client's answer to what came; `stream` is the seed of noise that comes again."""
-        mechanisms = self.plan.of(method)
-        if not mechanisms:
-            return answer
-        released = {**client.released, **{name: client.released.get(name, 0) + 1 for name in mechanisms}}
+    @contextmanager
+    def sealing(self, client: Client, method: str, stream: int) -> Iterator[None]:
+        """Inside, nothing but private training looks at the client's images, if training is to be private."""
+        training = self.plan.training
+        if training is None or method == Algorithm.evaluate.__name__:
+            yield
+            return
+
+        def count(rate: float, steps: int) -> None:
+            name = f"{TRAINING} {rate!r}"
+            self._spend(client, {**client.released, name: client.released.get(name, 0) + steps}, method)
+
+        source, own = self._source(stream), client.data
+        how = PrivateTraining(training.clip, training.noise, source.normal, source.uniform, count)
+        client.data = Sealed(own, how)
+        try:
+            yield
+        finally:
+            client.data = own
+
+    def _source(self, stream: int) -> Source:
+        return System() if self.secret else Seeded(stream)
+
+    def _spend(self, client: Client, released: dict[str, int], method: str) -> None:
         if not self.plan.allows(released):
             raise PrivacyError(
                 f"client {client.id} does not answer {method!r}: it would have spent epsilon = "
                 f"{self.plan.cost(released):.4g} then, of {self.plan.privacy.epsilon:g}"
             )
-        source: Source = System() if self.secret else Seeded(stream)
-        for name, mechanism in mechanisms.items():
-            answer = self._changed(name, mechanism, answer, Turn(client, self.plan.each(name), source, came))
         client.released = released
         client.report["epsilon"] = self.plan.cost(released)
+
+    def protect(self, client: Client, method: str, answer: Payload, came: Payload, stream: int) -> Payload:
+        """What leaves instead of a client's answer to what came; `stream` is the seed of noise that comes again."""
+        mechanisms = self.plan.of(method)
+        if not mechanisms:
+            return answer
+        more = {name: client.released.get(name, 0) + 1 for name in mechanisms}
+        self._spend(client, {**client.released, **more}, method)
+        source = self._source(stream)
+        for name, mechanism in mechanisms.items():
+            answer = self._changed(name, mechanism, answer, Turn(client, self.plan.each(name), source, came))
         return answer
 
     def _changed(self, name: str, mechanism: Mechanism, answer: Payload, turn: Turn) -> Payload:

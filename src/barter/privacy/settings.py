@@ -10,13 +10,30 @@ from typing import Annotated, Any
 
 from barter.core.algorithm import Algorithm
 from barter.core.errors import ConfigError
-from barter.core.params import Positive, Range, check, did_you_mean
-from barter.privacy.account import Gaussian, Release, calibrated, require_accountant, spent
+from barter.core.params import Positive, Range, build, check, did_you_mean
+from barter.privacy.account import Gaussian, Release, Sampled, calibrated, require_accountant, spent
 from barter.privacy.mechanisms import Additive, ClassMeans, Each, Laplace, Mechanism
 from barter.privacy.parts import covered, parts_of
 from barter.privacy.registry import mechanism_of
 
-__all__ = ["Plan", "Privacy"]
+__all__ = ["TRAINING", "Plan", "Privacy", "Training"]
+
+
+TRAINING = "training"  # of an account: so many steps, behind it the share of images in each
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Training of which everything may be told: DP-SGD."""
+
+    clip: Positive  # C: the largest length of one image's gradient
+    noise: Positive  # of a step's sum, in units of C
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def __str__(self) -> str:
+        return f"{TRAINING} clip={self.clip:g} noise={self.noise:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +48,7 @@ class Privacy:
 
     epsilon: Positive | None = None  # ε: what each client may spend in the run; none: no limit
     delta: Annotated[float, Range(gt=0, le=0.01)] = 1e-5  # δ: the chance that ε does not hold; far below 1 / images
+    training: str = ""  # DP-SGD, such as "clip=1 noise=1.1", and nothing but `fit` looks at images; empty: as ever
     parts: dict[str, str] = field(
         default_factory=dict, hash=False
     )  # METHOD or METHOD.KEY of an answer -> mechanism, options
@@ -41,6 +59,9 @@ class Privacy:
     def settled(self, algorithm: Algorithm[Any, Any], rounds: int) -> Privacy:
         """The same with all noise in it, for so many rounds; an error for what cannot be done to this method."""
         plan = Plan(self, algorithm)
+        if plan.training is not None:
+            require_accountant()
+            return self
         free = {part: m for part, m in plan.mechanisms.items() if getattr(m, "noise", 0) is None}
         for part, mechanism in free.items():
             if self.epsilon is None or isinstance(mechanism, Laplace):
@@ -59,6 +80,14 @@ class Privacy:
         return replace(self, parts={p: f"{t} noise={noise:g}" if p in free else t for p, t in self.parts.items()})
 
 
+def _training(text: str) -> Training:
+    try:
+        values = {key: float(value) for key, value in (option.split("=") for option in text.split())}
+    except ValueError:
+        raise ConfigError(f"privacy.training={text!r}: write it as clip=1 noise=1.1") from None
+    return build(Training, values, "privacy.training: ")
+
+
 def _or_epsilon(mechanism: Mechanism) -> str:
     return "" if isinstance(mechanism, Laplace) else ", or privacy.epsilon for the run"
 
@@ -75,6 +104,11 @@ class Plan:
     def __init__(self, privacy: Privacy, algorithm: Algorithm[Any, Any]) -> None:
         self.privacy, self.tells = privacy, type(algorithm).tells
         self.parts = parts_of(algorithm)
+        self.training = _training(privacy.training) if privacy.training else None
+        if self.training is not None and privacy.parts:
+            raise ConfigError(
+                "privacy.training: all that leaves is as private as the training is; leave out privacy.parts"
+            )
         self.mechanisms = {part: mechanism_of(text, part) for part, text in privacy.parts.items()}
         self.covers: dict[str, str] = {}  # part -> the name under which it is protected
         for name, mechanism in self.mechanisms.items():
@@ -119,10 +153,16 @@ class Plan:
         """ε of so many releases of each name."""
         releases: Counter[Release] = Counter()
         for name, count in released.items():
-            release = self.mechanisms[name].release() if name in self.mechanisms else None
+            release = self._release(name)
             if release is not None:
                 releases[release] += count
         return spent(releases, self.privacy.delta)
+
+    def _release(self, name: str) -> Release | None:
+        kind, _, rate = name.partition(" ")
+        if kind == TRAINING and self.training is not None:
+            return Sampled(self.training.noise, float(rate))
+        return self.mechanisms[name].release() if name in self.mechanisms else None
 
     def allows(self, released: Mapping[str, int]) -> bool:
         """Whether so many releases are within the budget."""
@@ -137,11 +177,10 @@ class Plan:
                 counts[name] = max(counts.get(name, 0), count)
         return counts
 
-    def exhausted(self, crossed: Mapping[int, Mapping[str, int]], rounds: int) -> list[int]:
+    def exhausted(self, released: Mapping[int, Mapping[str, int]], rounds: int) -> list[int]:
         """The clients that cannot answer in another round as they did in these."""
         found = []
-        for k, seen in sorted(crossed.items()):
-            counts = self.released(seen)
+        for k, counts in sorted(released.items()):
             again = {name: count + max(1, -(-count // max(1, rounds))) for name, count in counts.items()}
             if not self.allows(again):
                 found.append(k)

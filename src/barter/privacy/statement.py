@@ -89,7 +89,8 @@ def statement(
     parts = [*said, *sorted({part for seen in crossed.values() for part in seen} - said.keys())]
     most = {part: max((seen.get(part, 0) for seen in crossed.values()), default=0) for part in parts}
     crosses = getattr(type(algorithm), "crosses", {})
-    rows = [_row(plan, crosses, part, count) for part, count in most.items() if count]
+    told = {k: told.get(k, 0.0) for k in crossed}
+    rows = [_row(plan, crosses, part, count, told) for part, count in most.items() if count]
     clients = {k: max(plan.cost(plan.released(seen)), told.get(k, 0.0)) for k, seen in sorted(crossed.items())}
     bare = ", ".join(row.part for row in rows if math.isinf(row.epsilon) and not row.protection)
     why = [f"{bare} left as computed"] if bare else []
@@ -106,7 +107,7 @@ def statement(
     )
 
 
-def _row(plan: Plan, crosses: Mapping[str, str], part: str, count: int) -> Row:
+def _row(plan: Plan, crosses: Mapping[str, str], part: str, count: int, told: Mapping[int, float]) -> Row:
     text = crosses.get(part.partition(".")[0], "up: what the method does not say")
     what = text.rpartition("up:")[2].partition("; down:")[0].strip() if "up:" in text else text
     if part in plan.covers:
@@ -115,5 +116,7 @@ def _row(plan: Plan, crosses: Mapping[str, str], part: str, count: int) -> Row:
         if not plan.mechanisms[name].promises:
             return Row(part, what, f"{protection}, which promises nothing", count, math.inf)
         return Row(part, what, protection, count, plan.cost({name: count}), plan.given(part))
+    if plan.training is not None:
+        return Row(part, what, str(plan.training), count, max(told.values()))
     public = plan.tells.get(part) == "nothing"
     return Row(part, what, "", count, 0.0 if public else math.inf)

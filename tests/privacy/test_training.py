@@ -1,0 +1,176 @@
+"""Private training: gradients of single images, noise, accounts, and what may not look at images any more."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from barter.core.errors import ClientError, ConfigError, PrivacyError
+from barter.core.images import Augment, Images, PrivateTraining, Sealed, Spec, prepared
+from barter.engines.local import LocalEngine
+from barter.experiment import Experiment
+from barter.models.grouped import grouped
+from barter.ops.fit import fit, sgd
+from barter.ops.private import clipped_sum
+from barter.parties import initial
+from barter.privacy import Privacy
+from barter.privacy.account import Sampled, spent
+from barter.privacy.noise import Seeded
+from tests.conftest import same, small_federation, state, tiny
+
+SPEC = Spec(1, 8, 8, 3, (0.5,), (0.5,))
+
+
+def images(n: int, seed: int = 0) -> Images:
+    at = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(256, (n, 1, 8, 8), generator=at, dtype=torch.uint8)
+    return Images(pixels, torch.randint(3, (n,), generator=at), SPEC)
+
+
+def network(name: str = "small-resnet") -> Any:
+    model = initial(name, SPEC, 0).train()
+    grouped(model)
+    return model
+
+
+def total(model: nn.Module, data: Images, clip: float) -> Tensor:
+    trained = dict(model.named_parameters())
+    sums = clipped_sum(model, trained, F.cross_entropy, data, torch.arange(len(data)), clip)
+    return torch.cat([part.flatten() for part in sums])
+
+
+@pytest.mark.parametrize("name", ["small-cnn", "small-vgg", "small-resnet", "small-separable", "small-mlp"])
+def test_each_images_gradient_is_cut_by_itself(name: str) -> None:
+    model, data = network(name), images(5)
+    expected = torch.zeros(sum(p.numel() for p in model.parameters()))
+    lengths = []
+    for i in range(len(data)):
+        x = prepared(data.pixels[i : i + 1], SPEC, Augment())
+        slopes = torch.autograd.grad(F.cross_entropy(model(x), data.labels[i : i + 1]), list(model.parameters()))
+        slope = torch.cat([part.flatten() for part in slopes])
+        lengths.append(float(slope.norm()))
+        expected += slope * min(1.0, lengths[0] / float(slope.norm()))
+    assert max(lengths) > lengths[0] > min(lengths) or len(set(lengths)) > 1
+    assert torch.allclose(total(model, data, lengths[0]), expected, atol=1e-5)
+
+
+def test_a_replaced_image_moves_the_sum_by_2_c() -> None:
+    model, data, other = network(), images(6), images(6, seed=1)
+    swapped = Images(
+        torch.cat([other.pixels[:1], data.pixels[1:]]), torch.cat([other.labels[:1], data.labels[1:]]), SPEC
+    )
+    assert 0 < float((total(model, data, 0.1) - total(model, swapped, 0.1)).norm()) <= 0.2 + 1e-6
+    assert float(total(model, Images(data.pixels[:0], data.labels[:0], SPEC), 0.1).norm()) == 0
+
+
+def private(experiment: Experiment, noise: float, clip: float, counted: list[Any]) -> Sealed:
+    assert isinstance(experiment.engine, LocalEngine)
+    source = Seeded(0)
+    how = PrivateTraining(clip, noise, source.normal, source.uniform, lambda rate, steps: counted.append((rate, steps)))
+    return Sealed(experiment.engine.clients[0].data, how)
+
+
+def test_a_step_has_the_noise_that_is_paid_for() -> None:
+    experiment = small_federation(tiny("local"), models="small-mlp", privacy=Privacy(training="clip=1 noise=1"))
+    client, counted = experiment.engine.clients[0], []  # type: ignore[attr-defined, var-annotated]
+    before = torch.cat([p.detach().flatten() for p in client.model.parameters()]).clone()
+    client.data = private(experiment, noise=5.0, clip=1e-9, counted=counted)
+    n = len(client.data)
+    fitted = fit(client, epochs=1, steps=1, batch_size=20, recipe=sgd(1e9))
+    after = torch.cat([p.detach().flatten() for p in client.model.parameters()])
+    assert float((after - before).std()) == pytest.approx(5.0 / 20, rel=0.03), "of 5 C, over 20 images on average"
+    assert counted == [(20 / n, 1)]
+    assert (fitted.epochs, math.isnan(fitted.accuracy)) == (1, True)
+
+
+def test_a_private_run_learns_and_is_accounted_for() -> None:
+    privacy = Privacy(training="clip=1 noise=0.7", epsilon=1000)
+    experiment = small_federation(tiny("fedavg", lr=0.5), models="small-mlp", rounds=2, privacy=privacy)
+    first, second = experiment.rounds(2)
+    assert second.server["global"] > 0.2
+    client = experiment.engine.clients[1]  # type: ignore[attr-defined]
+    n = len(client.data)
+    steps = 2 * -(-n // 50)
+    assert client.released == {f"training {50 / n!r}": steps}
+    cost = spent({Sampled(0.7, 50 / n): steps}, 1e-5)
+    assert second.clients[1]["epsilon"] == pytest.approx(cost)
+    statement = experiment.privacy()
+    assert statement.epsilon == max(second.clients[k]["epsilon"] for k in range(3)) > first.clients[0]["epsilon"]
+    assert [(row.part, row.protection) for row in statement.rows] == [("client_update", "training clip=1 noise=0.7")]
+    assert not any(isinstance(part, nn.BatchNorm1d) for part in client.model.modules())
+
+
+def test_a_private_run_stops_before_its_budget_is_exceeded() -> None:
+    privacy = Privacy(training="clip=1 noise=2", epsilon=4.2)
+    experiment = small_federation(tiny("fedavg"), rounds=20, privacy=privacy)
+    with pytest.raises(PrivacyError, match=r"spent after round \d: "):
+        list(experiment.rounds(20))
+    assert experiment.round > 0
+    assert 3 < experiment.privacy().epsilon <= 4.2
+
+
+def test_private_runs_are_the_same_again() -> None:
+    one, other = (small_federation(tiny("fedavg"), privacy=Privacy(training="clip=1 noise=1")) for _ in range(2))
+    one.step()
+    other.step()
+    assert same(state(one), state(other))
+
+
+@pytest.mark.parametrize("name", ["local", "fedprox", "dsfl", "fedbn", "pfedla"])
+def test_methods_that_train_by_fit_alone(name: str) -> None:
+    experiment = small_federation(tiny(name), privacy=Privacy(training="clip=1 noise=1"))
+    record = experiment.step()
+    assert not record.failures
+    assert all(told["epsilon"] > 0 for told in record.clients.values())
+    assert math.isfinite(experiment.privacy().epsilon)
+
+
+def test_dffke_that_shows_no_images() -> None:
+    quiet = tiny("dffke", embeddings="noise", local_review=False, renewed=False)
+    experiment = small_federation(quiet, privacy=Privacy(training="clip=1 noise=1"))
+    experiment.step()
+    statement = experiment.privacy()
+    assert math.isfinite(statement.epsilon)
+    assert {row.part for row in statement.rows} >= {"learn.weights", "teach.logits"}
+
+
+@pytest.mark.parametrize("name", ["dffke", "fedproto", "central", "dense", "heterofl", "fedaf"])
+def test_methods_that_look_at_images_otherwise_are_refused(name: str) -> None:
+    experiment = small_federation(tiny(name), privacy=Privacy(training="clip=1 noise=1"))
+    with pytest.raises(ClientError, match=r"privacy.training: (this method|which classes)"):
+        experiment.step()
+
+
+def test_images_are_open_again_afterwards() -> None:
+    experiment = small_federation(tiny("local"), privacy=Privacy(training="clip=1 noise=1"))
+    experiment.step()
+    data = experiment.engine.clients[0].data  # type: ignore[attr-defined]
+    assert not isinstance(data, Sealed)
+    assert len(data.pixels) == len(data)
+
+
+def test_networks_that_mix_images_are_refused() -> None:
+    experiment = small_federation(tiny("local"), models="small-mlp")
+    client = experiment.engine.clients[0]  # type: ignore[attr-defined]
+    client.data = private(experiment, 1.0, 1.0, [])
+    with pytest.raises(ConfigError, match="BatchNorm1d mixes images"):
+        fit(client, epochs=1, batch_size=20, recipe=sgd(0.1))
+
+
+@pytest.mark.parametrize(
+    ("privacy", "message"),
+    [
+        ({"training": "clip=1"}, "privacy.training: .*noise"),
+        ({"training": "much"}, "write it as clip=1 noise=1.1"),
+        ({"training": "clip=0 noise=1"}, "clip=0.0: must be float > 0"),
+        ({"training": "clip=1 noise=1", "parts": {"client_update": "withhold"}}, "leave out privacy.parts"),
+    ],
+)
+def test_mistakes(privacy: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        small_federation(tiny("fedavg"), privacy=Privacy(**privacy))
