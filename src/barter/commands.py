@@ -256,12 +256,15 @@ def _close(
     console = _console()
     for remark in algorithm.remarks(records):
         console.print(f"note: {remark}", style="yellow")
-    if (out / PRIVACY).is_file():
-        if Statement.from_json((out / PRIVACY).read_text()).protected:
-            privacy(out)
-        else:
-            console.print(f"nothing is protected: `barter privacy {out}` says what left the clients")
-    console.print(f"run folder: {out}")
+    _end(out)
+
+
+def _end(out: Path) -> None:
+    if (out / PRIVACY).is_file() and Statement.from_json((out / PRIVACY).read_text()).protected:
+        privacy(out)
+    elif (out / PRIVACY).is_file():
+        _console().print(f"nothing is protected: `barter privacy {out}` says what left the clients")
+    _console().print(f"run folder: {out}")
 
 
 def _drive_flower(config: Config, out: Path, watcher: Watcher, *, resume: bool, simulate: bool) -> None:
@@ -330,7 +333,7 @@ def flower_start(folder: Path, host: str, *, insecure: bool) -> None:
         _optional("loopback").coordinate(folder, host, watcher, insecure=insecure)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped; `barter flower start {folder}` continues") from None
-    watcher.console.print(f"run folder: {folder / 'run'}")
+    _end(folder / "run")
 
 
 def site(file: Path, worker: Path | None) -> None:

@@ -293,7 +293,10 @@ class Experiment:
         if not resume:
             return RunFolder.create(path, to_toml(self.config))
         folder = RunFolder.existing(path)
-        begun = read(folder.config)
+        silent = {
+            "privacy": plain(replace(self.config, privacy=Privacy()))["privacy"]
+        }  # runs begun before there was any
+        begun = {**silent, **read(folder.config)}
         key = first_difference(plain(self.config), begun, but=RESULT_FREE)
         if key is not None:
             raise CheckpointError(f"{path} is a run of another configuration: {key} differs")

@@ -18,7 +18,7 @@ from barter.config import Config, resolve
 from barter.core.errors import ConfigError
 from barter.core.images import Images, Spec
 from barter.core.nodes import Client, Server
-from barter.core.params import Count, Whole, check
+from barter.core.params import Count, Positive, Whole, check
 from barter.core.payload import Payload
 from barter.core.precision import Precision, resolved
 from barter.data.task import SITES, Data, make_task, own_data, public_data
@@ -28,6 +28,7 @@ from barter.engines.site import Site
 from barter.models.fused import fuse
 from barter.parties import cut, device_named, initial, make_client, make_server, names_of
 from barter.privacy.guard import Guard
+from barter.privacy.settings import Plan
 
 __all__ = ["Hello", "Setup", "agree", "federation", "introduce", "make_site", "new_attempt", "settle"]
 
@@ -46,6 +47,7 @@ class Setup:
     model: str = ""  # a name of the zoo or package.module:factory; empty: as the run says
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where this site computes
     threads: Count | None = None  # on how many cores; none means all
+    epsilon: Positive | None = None  # take part only in runs that promise at most this; none: in all
     insecure: bool = False  # without encryption and without a key: for tests on one machine only
 
     def __post_init__(self) -> None:
@@ -97,6 +99,7 @@ def _config(toml: str) -> Config:
 def introduce(setup: Setup, toml: str) -> Payload:
     """A site's hello to a run."""
     config = _config(toml)
+    _require_promise(setup, config)
     if setup.share is not None:
         _require_share(setup, config)
     architecture = setup.model or names_of(config.algorithm, config.models, config.clients)[setup.share or 0]
@@ -120,8 +123,20 @@ def _require_share(setup: Setup, config: Config) -> None:
         raise ConfigError(f"site {setup.name} wants share {setup.share}, the run has {config.clients}, from 0 on")
 
 
+def _require_promise(setup: Setup, config: Config) -> None:
+    if setup.epsilon is None:
+        return
+    budget, bare = config.privacy.epsilon, Plan(config.privacy, config.algorithm).open()
+    if bare or budget is None or budget > setup.epsilon:
+        why = f"{', '.join(bare)} would leave without one" if bare else f"its privacy.epsilon is {budget}"
+        raise ConfigError(
+            f"site {setup.name} wants a promise of epsilon = {setup.epsilon:g}, and the run makes none: {why}"
+        )
+
+
 def settle(setup: Setup, session: Payload) -> tuple[LocalEngine, Precision]:
     """The client that a site is in a run."""
+    _require_promise(setup, _config(session["config"]))
     config, spec, k = _config(session["config"]), Spec.of(session["spec"]), int(session["client"])
     device = device_named(setup.device)
     named = {k: str(session["architecture"])}

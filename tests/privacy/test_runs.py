@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import pytest
+import tomli_w
 import torch
 from scipy.stats import beta
 from torch import Tensor
@@ -151,6 +152,16 @@ def test_a_resumed_run_goes_on_with_its_account_and_its_noise(tmp_path: Path) ->
 
 def resolve_own(folder: Path) -> dict[str, Any]:
     return read(folder / "config.toml")
+
+
+def test_runs_that_were_begun_before_there_was_privacy_go_on(tmp_path: Path) -> None:
+    old = small_federation(Telling(), models="small-mlp", out=tmp_path, rounds=2)
+    old.step()
+    old.folder.release()  # type: ignore[union-attr]
+    config = read(tmp_path / "config.toml")
+    del config["privacy"]
+    (tmp_path / "config.toml").write_text(tomli_w.dumps(config))
+    small_federation(Telling(), models="small-mlp", out=tmp_path, rounds=2, resume=True).step()
 
 
 def test_forked_turns_and_turns_here_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,6 +317,13 @@ def test_changes_are_since_what_came_not_since_what_became_of_it() -> None:
     w = {name: value for name, value in experiment.server.model.state_dict().items() if value.is_floating_point()}
     told = experiment.engine.call("client_update", {0: (w,)})[0]
     assert sum(float((told[name] - w[name]).square().sum()) for name in w) == pytest.approx(1, rel=1e-3)
+
+
+def test_methods_that_are_not_said_to_cross_are_not_answered() -> None:
+    experiment = telling()
+    assert isinstance(experiment.engine, LocalEngine)
+    replies = experiment.engine.call("gallery", {0: (1, 2)})
+    assert "'gallery' is not answered" in replies.failures[0].error
 
 
 def test_nothing_is_said_of_what_does_not_cross() -> None:

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("flwr")
 
 from barter.config import Config, to_toml
+from barter.core.errors import ConfigError
 from barter.core.images import Spec
 from barter.deploy import conduct
 from barter.engines import flower
@@ -64,3 +65,28 @@ def test_what_a_site_told_counts_also_where_the_server_takes_it_back(tmp_path: P
     refused = ask("b", {"a": 0}, 3)["error"]
     assert "does not answer 'client_update'" in refused
     assert "answer" not in ask("c", {"a": 0, "b": 0}, 1), "nor does it in an attempt that knows of nothing"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "privacy", "why"),
+    [
+        ("fedavg", Privacy(), "client_update would leave without one"),
+        ("fedavg", Privacy(epsilon=9, parts=PARTS), "its privacy.epsilon is 9.0"),
+        ("fedavg", Privacy(training="clip=1 noise=1"), "its privacy.epsilon is None"),
+        ("dffke", Privacy(epsilon=4, parts={"learn.embeddings": "gaussian clip=1"}), "learn.weights, learn.embeddings"),
+        ("fedavg", Privacy(epsilon=8, parts=PARTS), None),
+        ("fedavg", Privacy(epsilon=3, training="clip=1 noise=1"), None),
+        ("local", Privacy(epsilon=3), None),
+    ],
+)
+def test_a_site_can_ask_for_a_promise(tmp_path: Path, algorithm: str, privacy: Privacy, why: str | None) -> None:
+    careful = site(tmp_path, name="a", share=0, device="cpu", epsilon=8)
+    run = to_toml(Config(**{**FIELDS, "algorithm": tiny(algorithm)}, clients=1, privacy=privacy))
+    said = careful.answer({"ask": "hello", "config": run})
+    session = {"run": "0" * 16, "config": run, "spec": {}, "client": 0, "architecture": "small-mlp", "attempt": "a"}
+    if why is None:
+        assert "hello" in said
+        return
+    assert "wants a promise of epsilon = 8, and the run makes none: " + why in said["error"]
+    with pytest.raises(ConfigError, match="wants a promise"):
+        careful.settle(session)

@@ -128,6 +128,7 @@ def test_methods_that_train_by_fit_alone(name: str) -> None:
     assert not record.failures
     assert all(told["epsilon"] > 0 for told in record.clients.values())
     assert math.isfinite(experiment.privacy().epsilon)
+    assert (experiment.privacy().epsilon > 0) == (name != "local"), "nothing leaves there"
 
 
 def test_dffke_that_shows_no_images() -> None:

@@ -27,6 +27,9 @@ class Guard:
 
     def kept(self, method: str, came: Payload) -> Payload:
         """What came for a method, where the change since then is told: it may write to what it was given."""
+        promised = self.plan.training is not None or self.plan.mechanisms
+        if promised and method not in {*self.plan.methods, Algorithm.evaluate.__name__}:
+            raise PrivacyError(f"{method!r} is not answered: it is none of the methods that are said to cross")
         changes = any(getattr(mechanism, "of", "") == "change" for mechanism in self.plan.of(method).values())
         return isolate(came) if changes else ()
 

@@ -30,7 +30,7 @@ def _keys(method: Callable[..., Any] | None) -> tuple[str, ...] | None:
     """The keys of what a method returns; none at all where it returns nothing."""
     try:
         return _named(get_type_hints(method).get("return", Any))
-    except (NameError, TypeError):  # annotated with what only its author can see
+    except Exception:  # annotated with what only its author can see
         return ()
 
 

@@ -103,7 +103,7 @@ class Plan:
 
     def __init__(self, privacy: Privacy, algorithm: Algorithm[Any, Any]) -> None:
         self.privacy, self.tells = privacy, type(algorithm).tells
-        self.parts = parts_of(algorithm)
+        self.methods, self.parts = set(getattr(type(algorithm), "crosses", {})), parts_of(algorithm)
         self.training = _training(privacy.training) if privacy.training else None
         if self.training is not None and privacy.parts:
             raise ConfigError(
@@ -144,6 +144,15 @@ class Plan:
         )
         through = self.tells.get(part) == "row of the network" or isinstance(mechanism, ClassMeans)
         return "the client's network" if rows and through else ""
+
+    def open(self) -> list[str]:
+        """The parts that may leave without a promise."""
+        if self.training is not None:
+            return []
+        every = [part for parts in self.parts.values() for part in parts if self.tells.get(part) != "nothing"]
+        return [
+            p for p in every if p not in self.covers or self.given(p) or not self.mechanisms[self.covers[p]].promises
+        ]
 
     def of(self, method: str) -> dict[str, Mechanism]:
         """The mechanisms for a method's answers."""

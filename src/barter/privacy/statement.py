@@ -100,7 +100,7 @@ def statement(
         if row.protection and math.isinf(row.epsilon)
     ]
     why += [f"{row.part}: {row.given} learnt from private images without protection" for row in rows if row.given]
-    epsilon = math.inf if why else max(clients.values(), default=0.0)
+    epsilon = math.inf if why else max(clients.values(), default=0.0) if rows else 0.0
     noise = "the operating system of each site" if secret else "the run's seed: whoever knows it can take it away"
     return Statement(
         type(algorithm).__name__, tuple(rows), epsilon, privacy.delta, privacy.epsilon, clients, tuple(why), noise
