@@ -50,6 +50,7 @@ def fit_privately(
                 told = (slope + own.view_as(parameter)) / (rate * len(data))
                 parameter.grad = torch.empty_like(parameter).copy_(told)  # in the parameter's own memory format
             trainer.descend()
+            lanes.breathe()
         trainer.anneal(epoch / epochs)
         lanes.rest()
 

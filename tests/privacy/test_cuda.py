@@ -1,0 +1,48 @@
+"""Protected answers and private training where clients compute on the streams of a GPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from barter.privacy import Privacy
+from tests.conftest import federation, same, state, tiny
+
+pytestmark = pytest.mark.cuda
+
+PARTS = {
+    "learn.weights": "gaussian clip=1",
+    "learn.embeddings": "means clip=1",
+    "teach.logits": "laplace clip=1 noise=50",
+}
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_answers_are_protected_on_any_number_of_streams(streams: int) -> None:
+    experiment = federation(
+        tiny("dffke"), device="cuda", streams=streams, rounds=2, privacy=Privacy(epsilon=50, parts=PARTS)
+    )
+    list(experiment.rounds(2))
+    statement = experiment.privacy()
+    assert [row.part for row in statement.rows if math.isinf(row.epsilon)] == []
+    assert max(statement.clients.values()) == pytest.approx(50, rel=0.01)
+
+
+def test_private_training_is_the_same_on_any_number_of_streams() -> None:
+    runs = [
+        federation(tiny("fedavg"), device="cuda", streams=streams, privacy=Privacy(training="clip=1 noise=1"))
+        for streams in (1, 3)
+    ]
+    for experiment in runs:
+        list(experiment.rounds(2))
+    assert same(state(runs[0]), state(runs[1]))
+    assert runs[0].privacy().epsilon > 0
+
+
+@pytest.mark.parametrize("name", ["fedprox", "dffke"])
+def test_methods_train_privately(name: str) -> None:
+    quiet = {"embeddings": "noise", "local_review": False, "renewed": False} if name == "dffke" else {}
+    experiment = federation(tiny(name, **quiet), device="cuda", privacy=Privacy(training="clip=1 noise=1"))
+    assert not experiment.step().failures
+    assert math.isfinite(experiment.privacy().epsilon)
