@@ -80,6 +80,10 @@ class Config:
         if self.min_clients is not None and self.min_clients > self.clients:
             raise ConfigError(f"min_clients={self.min_clients}: there are only {self.clients} clients")
         object.__setattr__(self, "privacy", self.privacy.settled(self.algorithm, self.rounds))
+        if self.start and self.privacy.training:
+            raise ConfigError(
+                f"start={self.start!r}: networks of another run know private images before privacy.training"
+            )
         if self.start and self.engine == "flower":
             raise ConfigError(f"start={self.start!r}: sites of a run on Flower start from the seed; use engine=local")
 

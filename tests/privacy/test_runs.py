@@ -362,6 +362,20 @@ def test_a_mechanism_that_does_not_fit_is_that_clients_failure() -> None:
         telling({"tell.labels": "gaussian clip=1 noise=1 each=answer"}, epsilon=None).step()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Twice(Telling):
+    """Says everything in two entries."""
+
+    def tell(self, client: Client) -> list[Told]:  # type: ignore[override]
+        return 2 * [super().tell(client)]
+
+
+def test_an_image_has_one_row_in_an_answer() -> None:
+    privacy = Privacy(parts={"tell.rows": "gaussian clip=1 noise=1"})
+    with pytest.raises(ClientError, match="an image has rows in several entries of the answer"):
+        small_federation(Twice(), models="small-mlp", privacy=privacy).step()
+
+
 def test_a_configuration_is_read_and_written() -> None:
     settings = ["algorithm.name=dffke", "privacy.epsilon=8", 'privacy.parts={"learn.embeddings" = "gaussian clip=4"}']
     config = resolve(with_settings({}, settings))

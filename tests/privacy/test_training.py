@@ -163,6 +163,11 @@ def test_networks_that_mix_images_are_refused() -> None:
         fit(client, epochs=1, batch_size=20, recipe=sgd(0.1))
 
 
+def test_networks_that_know_images_already_are_refused() -> None:
+    with pytest.raises(ConfigError, match="know images already"):
+        small_federation(tiny("fedavg"), start="runs/other", privacy=Privacy(training="clip=1 noise=1"))
+
+
 @pytest.mark.parametrize(
     ("privacy", "message"),
     [

@@ -84,6 +84,8 @@ class Guard:
         if not all(found):
             missing = next(key for key, values in zip(keys, found, strict=True) if not values)
             raise ConfigError(f"privacy.parts: {name}: the answer of this method as configured has no {missing!r}")
+        if turn.each == "image" and max(map(len, found)) > 1:
+            raise ConfigError(f"privacy.parts: {name}: an image has rows in several entries of the answer")
         told = mechanism.apply([value for values in found for value in values], turn)
         for key in keys:
             answer = put(answer, key, told)

@@ -142,7 +142,7 @@ class Additive(Mechanism):
 
     def _came(self, values: Sequence[Payload], came: Payload) -> Tensor:
         """The numbers from which those of an answer started: what came down in the same structure."""
-        (start,) = [_found(came, values[0])] if len(values) == 1 else [None]
+        start = _found(came, values[0]) if len(values) == 1 else None
         if start is None:
             raise ConfigError(f"{self}: nothing of the answer's structure came down from which it could have changed")
         return torch.cat(_numbers([start]))

@@ -49,9 +49,7 @@ class Privacy:
     epsilon: Positive | None = None  # ε: what each client may spend in the run; none: no limit
     delta: Annotated[float, Range(gt=0, le=0.01)] = 1e-5  # δ: the chance that ε does not hold; far below 1 / images
     training: str = ""  # DP-SGD, such as "clip=1 noise=1.1", and nothing but `fit` looks at images; empty: as ever
-    parts: dict[str, str] = field(
-        default_factory=dict, hash=False
-    )  # METHOD or METHOD.KEY of an answer -> mechanism, options
+    parts: dict[str, str] = field(default_factory=dict, hash=False)  # METHOD.KEY of an answer, or METHOD -> mechanism
 
     def __post_init__(self) -> None:
         check(self, "privacy.")
@@ -150,9 +148,8 @@ class Plan:
         if self.training is not None:
             return []
         every = [part for parts in self.parts.values() for part in parts if self.tells.get(part) != "nothing"]
-        return [
-            p for p in every if p not in self.covers or self.given(p) or not self.mechanisms[self.covers[p]].promises
-        ]
+        kept = [part for part, name in self.covers.items() if self.mechanisms[name].promises and not self.given(part)]
+        return [part for part in every if part not in kept]
 
     def of(self, method: str) -> dict[str, Mechanism]:
         """The mechanisms for a method's answers."""
