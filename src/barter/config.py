@@ -81,9 +81,7 @@ class Config:
             raise ConfigError(f"min_clients={self.min_clients}: there are only {self.clients} clients")
         object.__setattr__(self, "privacy", self.privacy.settled(self.algorithm, self.rounds))
         if self.start and self.privacy.training:
-            raise ConfigError(
-                f"start={self.start!r}: networks of another run know private images before privacy.training"
-            )
+            raise ConfigError(f"start={self.start!r}: its networks know images already, before privacy.training")
         if self.start and self.engine == "flower":
             raise ConfigError(f"start={self.start!r}: sites of a run on Flower start from the seed; use engine=local")
 
