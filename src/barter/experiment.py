@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from barter.config import RESULT_FREE, Config, first_difference, partition_named
 from barter.core import seeds
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
-from barter.core.errors import CheckpointError, ConfigError, PrivacyError
+from barter.core.errors import CheckpointError, ClientError, ConfigError, PrivacyError
 from barter.core.images import Images
 from barter.core.nodes import Monitor, Node, Server, Silence, as_numbers
 from barter.core.params import BY_PYTHON
@@ -197,9 +198,14 @@ class Experiment:
         try:
             with threaded(self.config.threads), using(self.precision), self.engine.at_home(), self.server.seated():
                 record = self._run(self.round + 1)
-        except BaseException:
+        except BaseException as error:
             if self.folder is not None:
+                with suppress(OSError):
+                    self.folder.state(self.privacy().to_json())  # what has left has left
                 self.folder.release()
+            refused = [failure.error for failure in self.engine.failures if PrivacyError.__name__ in failure.error]
+            if isinstance(error, ClientError) and refused:
+                raise PrivacyError(self._spent(refused[0].partition(f"{PrivacyError.__name__}: ")[2])) from None
             raise
         self._unfinished = False
         return record
@@ -212,18 +218,16 @@ class Experiment:
     def _require_budget(self) -> None:
         """An error, before anything is done, if too few clients could answer in another round like the last ones."""
         plan, ids = Plan(self.config.privacy, self.algorithm), self.engine.client_ids
-        if isinstance(self.engine, LocalEngine):
-            released = {k: client.released for k, client in self.engine.clients.items()}
-        else:  # their accounts are their own, this is what we know of them
-            released = {k: plan.released(seen) for k, seen in self.engine.crossed.items()}
-        spent = plan.exhausted(released, self.round)
+        spent = plan.exhausted({k: plan.released(seen) for k, seen in self.engine.crossed.items()}, self.round)
         if len(ids) - len(spent) < (self.config.min_clients or len(ids)):
             names = ", ".join(map(str, spent[:5])) + (f" and {len(spent) - 5} more" if len(spent) > 5 else "")
-            raise PrivacyError(
-                f"the privacy budget is spent after round {self.round}: another would cost client {names} more than "
-                f"epsilon = {plan.privacy.epsilon:g}. What was done is kept; more rounds need a larger "
-                "privacy.epsilon, or more noise, in a new run"
-            )
+            raise PrivacyError(self._spent(f"another would cost client {names} more than {plan.privacy.epsilon:g}"))
+
+    def _spent(self, why: str) -> str:
+        return (
+            f"the privacy budget is spent after round {self.round}: {why}. What was done is kept; more rounds need a "
+            "larger privacy.epsilon, or more noise, in a new run"
+        )
 
     def _run(self, t: int) -> Round:
         start = time.perf_counter()

@@ -132,9 +132,11 @@ def test_methods_that_train_by_fit_alone(name: str) -> None:
 
 
 def test_dffke_that_shows_no_images() -> None:
-    quiet = tiny("dffke", embeddings="noise", local_review=False, renewed=False)
-    experiment = small_federation(quiet, privacy=Privacy(training="clip=1 noise=1"))
-    experiment.step()
+    quiet = tiny("dffke", embeddings="noise", local_review=False, renewed=False, later_epochs=0)
+    once = Privacy(training="clip=1 noise=1", epsilon=20)
+    experiment = small_federation(quiet, privacy=once, rounds=2)
+    first, second = experiment.rounds(2)
+    assert first.clients[0]["epsilon"] == second.clients[0]["epsilon"] > 10, "it trains before the first exchange only"
     statement = experiment.privacy()
     assert math.isfinite(statement.epsilon)
     assert {row.part for row in statement.rows} >= {"learn.weights", "teach.logits"}

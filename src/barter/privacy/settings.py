@@ -187,7 +187,9 @@ class Plan:
         """The clients that cannot answer in another round as they did in these."""
         found = []
         for k, counts in sorted(released.items()):
-            again = {name: count + max(1, -(-count // max(1, rounds))) for name, count in counts.items()}
+            again = {
+                n: count + max(1, -(-count // max(1, rounds))) for n, count in counts.items() if n in self.mechanisms
+            }
             if not self.allows(again):
                 found.append(k)
         return found

@@ -116,7 +116,8 @@ def _row(plan: Plan, crosses: Mapping[str, str], part: str, count: int, told: Ma
         if not plan.mechanisms[name].promises:
             return Row(part, what, f"{protection}, which promises nothing", count, math.inf)
         return Row(part, what, protection, count, plan.cost({name: count}), plan.given(part))
+    if plan.tells.get(part) == "nothing":
+        return Row(part, what, "", count, 0.0)
     if plan.training is not None:
         return Row(part, what, str(plan.training), count, max(told.values()))
-    public = plan.tells.get(part) == "nothing"
-    return Row(part, what, "", count, 0.0 if public else math.inf)
+    return Row(part, what, "", count, math.inf)
