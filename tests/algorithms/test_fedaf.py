@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import nn
 from barter.algorithms.fedaf import FedAF, global_loss, interpolated, mean_by_class, symmetric_kl
 from barter.algorithms.feddm import FedDM, at_distance
 from barter.core.clients import Replies
-from barter.core.images import Spec
+from barter.core.images import Augment, Spec, prepared
 from barter.data.task import Data
+from barter.ops.condense import averaging
 from tests.conftest import federation, same, state, tiny
 from tests.ops.test_condense import Linear
 
@@ -148,10 +150,107 @@ def test_clients_end_a_round_with_the_servers_model_and_send_no_weights() -> Non
         assert record.mean("bytes_up") < 0.1 * record.mean("bytes_down")
 
 
+def given_away(client: Any, shared: Any, **changes: Any) -> tuple[Any, Any]:
+    """What the client sends, and the mean logits that its model has for it, class by class."""
+    torch.manual_seed(0)
+    given = FedAF(ipc=2, steps=30, **changes).condense(client, shared)
+    labels = given["classes"].repeat_interleave(given["sizes"])
+    logits = client.model.eval()(prepared(given["images"], client.data.spec, Augment()))
+    return given, (averaging(labels, given["classes"]) @ logits).detach()
+
+
+def test_collaboration_draws_what_is_sent_to_what_everybody_has() -> None:
+    """The claim of CDC: condensed images stand for a class as all clients have it, not as their own client does."""
+    experiment = federation(tiny("fedaf"), seed=2)
+    list(experiment.rounds(1))
+    clients: Any = experiment.engine.clients
+    local = {k: FedAF().summarise(client) for k, client in clients.items()}
+    shared = FedAF().merge(experiment.server, Replies(local, dict.fromkeys(local, 1), {}))
+    client, apart = clients[0], {}
+    for weight in (0.0, 1.0, 10.0):
+        given, u = given_away(client, shared, lambda_loc=weight)
+        apart[weight] = (u - shared["logits"][torch.isin(shared["classes"], given["classes"])]).square().mean().item()
+    own = local[0]["logits"][torch.isin(local[0]["classes"], given["classes"])]
+    everybodys = shared["logits"][torch.isin(shared["classes"], given["classes"])]
+    assert apart[1.0] < apart[0.0]
+    assert apart[10.0] < 0.6 * apart[0.0]
+    assert apart[10.0] < 0.6 * (own - everybodys).square().mean().item(), "nearer to all than the client's own images"
+
+
+def test_knowledge_matching_holds_the_model_to_what_it_knew_of_the_originals() -> None:
+    """The claim of LGKM: soft labels of the originals keep what few condensed images would make the model forget."""
+    experiment = federation(tiny("fedaf"))
+    server, client = experiment.server, experiment.engine.clients[0]
+    before = {at: value.clone() for at, value in server.model.state_dict().items()}
+    held = torch.unique(client.data.labels)[:2]
+    soft = torch.zeros(2, 10)
+    soft[:, held] = torch.tensor([[0.6, 0.4], [0.4, 0.6]])  # two classes that look alike
+    images = torch.cat([client.data.pixels[client.data.labels == c][:2] for c in held])
+    lots: Any = {0: {"classes": held, "sizes": torch.tensor([2, 2]), "images": images, "soft": soft}}
+    gap = {}
+    for weight in (0.0, 2.0):
+        server.model.load_state_dict(before)
+        torch.manual_seed(0)
+        FedAF(server_epochs=60, lambda_glob=weight, tau=1.0).train(server, Replies(lots, {0: 1}, {}))
+        means = server.model.eval()(prepared(images, server.spec, Augment())).view(2, 2, -1).mean(1)
+        said = means.softmax(1)
+        assert said.argmax(1).tolist() == held.tolist(), "the classes are learnt either way"
+        gap[weight] = (said - soft).abs().sum().item()
+    assert gap[2.0] < 0.6 * gap[0.0]
+    assert server.report["knowledge_end"] < 0.5 * server.report["knowledge_start"]
+
+
+@pytest.mark.parametrize("name", ["fedaf", "feddm"])
+def test_the_record_says_what_the_terms_did_and_how_varied_images_are(name: str) -> None:
+    (record,) = federation(tiny(name)).rounds(1)
+    terms = {"matching"} | ({"collaboration"} if name == "fedaf" else set())
+    ends = {f"{term}_{when}" for term in terms for when in ("start", "end")}
+    for told in record.clients.values():
+        assert ends | {"variety_within", "variety_between"} <= told.keys()
+        assert told["matching_end"] < told["matching_start"]
+        assert 0.3 < told["variety_within"] < 3, "real images, hardly changed by three steps"
+        assert 0.3 < told["variety_between"] < 3
+    server = {"entropy"} | ({"knowledge"} if name == "fedaf" else set())
+    assert {f"{term}_{when}" for term in server for when in ("start", "end")} <= record.server.keys()
+    assert record.server["entropy_end"] < record.server["entropy_start"]
+
+
+def test_images_that_are_all_alike_are_spoken_of() -> None:
+    client: Any = federation(tiny("feddm")).engine.clients[0]
+    label = client.data.labels[0].item()
+    own = client.data.batch((client.data.labels == label).nonzero()[:5, 0])
+    labels = torch.full((5,), label)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        FedDM().look(client, own, labels)
+    faint = own.mean(0) + 0.1 * (own - own.mean(0))  # a hundredth of the variance
+    with pytest.warns(RuntimeWarning, match=rf"client 0: .* all alike: {label} \(0\.01.*init_images"):
+        FedDM().look(client, faint, labels)
+    assert client.report["variety_within"] < 0.02
+    assert "variety_between" not in client.report, "there is one class"
+
+
+def test_both_start_and_train_alike() -> None:
+    """What differs between the results of the two is what differs between the methods."""
+    for field in ("ipc", "min_samples", "steps", "batch_size", "clip", "init_images", "server_epochs", "server_lr"):
+        assert getattr(FedAF(), field) == getattr(FedDM(), field)
+    af, dm = FedAF(), FedDM()
+    assert af.image_lr / (1 - af.momentum) == pytest.approx(dm.image_lr / (1 - dm.image_momentum))
+
+
 def test_presets_are_the_papers() -> None:
     paper = FedAF.preset("paper")
-    assert (paper.ipc, paper.min_samples, paper.steps, paper.image_lr, paper.server_epochs) == (50, 50, 1000, 1.0, 500)
-    assert FedDM.preset("paper").steps == 1000
+    assert (paper.ipc, paper.min_samples, paper.steps, paper.image_lr, paper.momentum) == (50, 50, 1000, 1.0, 0.9)
+    assert (paper.lambda_loc, paper.lambda_glob, paper.gamma, paper.clip, paper.init_images) == (
+        1e-4,
+        0.01,
+        0.9,
+        None,
+        5,
+    )
+    assert (paper.server_epochs, paper.server_lr, paper.batch_size, paper.fraction) == (500, 1e-3, 256, 1.0)
+    dm = FedDM.preset("paper")
+    assert (dm.steps, dm.server_epochs, dm.image_lr, dm.clip, dm.rho, dm.init_images) == (1000, 500, 1.0, 2.0, 5.0, 1)
 
 
 @pytest.mark.parametrize("name", ["fedaf", "feddm"])
