@@ -20,7 +20,7 @@ test: $(VENV)/installed  ## lint, types and the test suite
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n auto
+	$(BIN)/pytest -n auto --dist worksteal
 
 test-slow: $(VENV)/installed  ## the tests that take minutes
 	$(BIN)/pytest -m slow

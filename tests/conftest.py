@@ -42,6 +42,18 @@ TINY: dict[str, dict[str, Any]] = {
     "feddm": {"ipc": 2, "steps": 3, "server_epochs": 30},
     "fedfree": {"epochs": 1, "batch_size": 50},
     "dfrd": {"epochs": 1, "batch_size": 50, "iterations": 2, "samples": 4, "noise": 8, "global_steps": 2},
+    "fedftg": {"epochs": 1, "batch_size": 50, "iterations": 2, "generator_steps": 1, "samples": 6, "noise": 8},
+    "dense": {"epochs": 1, "batch_size": 50, "passes": 2, "generator_steps": 2, "samples": 6, "noise": 8, "pool": 30},
+    "fedzkt": {"epochs": 1, "batch_size": 50, "iterations": 2, "client_steps": 2, "samples": 6, "noise": 8},
+    "fediod": {
+        "epochs": 1,
+        "batch_size": 50,
+        "iterations": 1,
+        "global_steps": 1,
+        "samples": 6,
+        "noise": 8,
+        "discriminator_width": 4,
+    },
     "heterofl": {"epochs": 1, "batch_size": 50},
     "feddropout": {"epochs": 1, "batch_size": 50},
     "fedrolex": {"epochs": 1, "batch_size": 50},
@@ -101,8 +113,13 @@ def federation(algorithm: Algorithm[Any, Any], source: Any = "digits", **options
     return Experiment(algorithm, **{"clients": 3, "models": models, "data": data, "device": "cpu", **options})
 
 
-def few_digits(folder: Path) -> str:
-    """A source of so few images that a round takes a moment, in a file that other processes can read too."""
+def small_federation(algorithm: Algorithm[Any, Any], **options: Any) -> Experiment:
+    """The same of so few images that a round takes half as long."""
+    return federation(algorithm, conformance.few_digits(), **options)
+
+
+def digits_file(folder: Path) -> str:
+    """A source of as few images, in a file that other processes can read too."""
     arrays = dict(zip(("x_train", "y_train", "x_test", "y_test"), conformance.few_digits(), strict=True))
     images = {name: a.permute(0, 2, 3, 1) if name.startswith("x") else a for name, a in arrays.items()}
     np.savez(folder / "digits.npz", **{name: a.numpy() for name, a in images.items()})

@@ -22,7 +22,7 @@ from barter.core.payload import isolate, nbytes
 from barter.ops.fit import Trainer
 from barter.ops.inversion import drawn_loss
 from barter.ops.transfer import Lesson, heard
-from tests.conftest import TINY, federation, same, state, tiny
+from tests.conftest import TINY, federation, same, small_federation, state, tiny
 
 
 def watched(clients: int = 3, **changes: Any) -> tuple[Experiment, dict[int, list[tuple[Augment, Tensor]]], Any]:
@@ -127,7 +127,7 @@ def test_each_hears_so_many_others_in_order(ids: list[int], peers: int | None, s
 
 @pytest.mark.parametrize("renewed", [True, False])
 def test_normalisation_ends_with_the_statistics_of_private_data(renewed: bool) -> None:
-    experiment = federation(tiny("dffke", renewed=renewed, batch_size=10**4))
+    experiment = small_federation(tiny("dffke", renewed=renewed, batch_size=10**4))
     list(experiment.rounds(1))
     for client in experiment.engine.clients.values():
         model = copy.deepcopy(client.model).eval()
@@ -154,7 +154,7 @@ def test_a_warm_decoder_starts_where_the_last_rounds_ended(warm: bool, monkeypat
         return drawn_loss(decoder, *arguments)
 
     monkeypatch.setattr("barter.ops.inversion.drawn_loss", noted)
-    experiment = federation(tiny("dffke", warm_decoder=warm))
+    experiment = small_federation(tiny("dffke", warm_decoder=warm, transfer="decoder"))
     list(experiment.rounds(3))
     assert isinstance(experiment.server, Hub)
     ends = [entry["decoder"] for entry in experiment.server.buffer]
@@ -174,7 +174,7 @@ def test_the_decoder_draws_for_networks_that_see_images_moved_by_half_as_much(
         return drawn_loss(decoder, spec, viewers, *arguments)
 
     monkeypatch.setattr("barter.ops.inversion.drawn_loss", noted)
-    experiment = federation(tiny("dffke", augmented=on), clients=2, models="small-mlp")
+    experiment = small_federation(tiny("dffke", augmented=on), clients=2, models="small-mlp")
     for client in experiment.engine.clients.values():
         client.data.augment = Augment(crop=3, flip=True)
     list(experiment.rounds(1))
@@ -191,7 +191,7 @@ def test_learning_rates_fall_to_zero_within_each_phase(cosine: bool, monkeypatch
         rates[self].append(self.optimizer.param_groups[0]["lr"])
 
     monkeypatch.setattr(Trainer, "anneal", noted)
-    list(federation(tiny("dffke", cosine=cosine, tau=1.0, decoder_steps=5, exchange_steps=4)).rounds(1))
+    list(small_federation(tiny("dffke", cosine=cosine, tau=1.0, decoder_steps=5, exchange_steps=4)).rounds(1))
     assert sorted(map(len, rates.values())) == [2, 2, 2, 4, 4, 4, 5]  # two epochs; the exchange; the decoder
     for fallen in rates.values():
         share = [0.5 * (1 + math.cos(math.pi * (i + 1) / len(fallen))) if cosine else 1 for i in range(len(fallen))]
@@ -202,7 +202,7 @@ def test_learning_rates_fall_to_zero_within_each_phase(cosine: bool, monkeypatch
 @pytest.mark.parametrize("memory", [None, 1, 0])
 @pytest.mark.parametrize("later", [0, 1, None])
 def test_after_the_first_exchange_local_training_has_a_length_of_its_own(later: int | None, memory: int | None) -> None:
-    experiment = federation(tiny("dffke", tau=1.0, max_epochs=3, later_epochs=later, memory=memory), clients=2)
+    experiment = small_federation(tiny("dffke", tau=1.0, max_epochs=3, later_epochs=later, memory=memory), clients=2)
     epochs = [[record.clients[k]["epochs"] for k in range(2)] for record in experiment.rounds(3)]
     expected = 3 if later is None else later
     assert epochs == [[3, 3], [expected, expected], [expected, expected]]
@@ -217,7 +217,7 @@ def test_without_local_training_clients_offer_what_the_last_exchange_left() -> N
             offered[client.id] = isolate(dict(offer["weights"]))
             return offer
 
-    experiment = federation(Watched(**{**TINY["dffke"], "later_epochs": 0}))
+    experiment = small_federation(Watched(**{**TINY["dffke"], "later_epochs": 0}))
     left: dict[int, Any] = {}
     reached: dict[int, float] = {}
     for record in experiment.rounds(3):
@@ -234,14 +234,14 @@ CHANGES: list[dict[str, Any]] = [
     {"max_epochs": 1},
     {"later_epochs": 2},
     {"share": 0.3},
-    {"half": False},
+    {"transfer": "decoder"},
     {"code_dim": 8},
     {"docking_epochs": 2},
     {"whiten": 0.0},
     {"whiten": 1.0},
     {"decoder_epochs": 3},
     {"decoder_steps": 3},
-    {"decoder_batch": 20},
+    {"decoder_batch": 5},
     {"warm_decoder": False},
     {"exchange_epochs": 3},
     {"exchange_steps": 3},
@@ -268,7 +268,7 @@ LATER = {"later_epochs", "warm_decoder", "memory"}  # options of the second roun
 
 
 def outcome(rounds: int, **changes: Any) -> dict[str, Tensor]:
-    experiment = federation(tiny("dffke", **changes))
+    experiment = small_federation(tiny("dffke", **changes))
     list(experiment.rounds(rounds))
     return isolate(dict(experiment.engine.clients[0].model.state_dict()))
 
@@ -288,20 +288,20 @@ def test_and_the_same_options_do_not(rounds: int) -> None:
 
 
 def test_no_option_was_forgotten() -> None:
-    elsewhere = {"transfer", "parts"}  # images of 8 pixels are not cut
+    elsewhere = {"parts"}  # images of 8 pixels are not cut
     assert {name for changes in CHANGES for name in changes} == {f.name for f in fields(DFFKE)} - elsewhere
 
 
 def test_the_papers_preset_is_the_paper() -> None:
     paper, code = DFFKE.preset("paper"), DFFKE.preset("code")
-    off = "parts half mixed whiten cosine renewed augmented warm_decoder local_review"
+    off = "parts mixed whiten cosine renewed augmented warm_decoder local_review"
     assert {name: bool(getattr(paper, name)) for name in off.split()} == dict.fromkeys(off.split(), False)
     assert (paper.share, paper.decoder_epochs, paper.exchange_epochs) == (0.15, 6, 4)
     assert (paper.decoder_steps, paper.exchange_steps) == (0, 0), "no floors"
     assert (paper.batch_size, paper.decoder_batch) == (100, None)
     assert (paper.max_epochs, paper.later_epochs) == (100, None), "as good as no limit"
     assert (paper.tau, paper.lr, paper.code_dim, paper.docking_epochs) == (0.98, 1e-3, 512, 100)
-    assert (paper.peers, paper.memory, paper.direction) == (None, None, "teacher")
+    assert (paper.peers, paper.memory, paper.direction, paper.transfer) == (None, None, "teacher", "decoder")
     assert (paper.embedding_loss, paper.logit_loss) == (False, False)
     assert code == DFFKE.preset(
         "paper", {"share": 1.0, "local_review": True, "embedding_loss": True, "logit_loss": True}

@@ -40,7 +40,7 @@ def trial(name: str) -> Trial:
 
 NEVER_ALONE = {"central", "fedaf", "feddm"}  # others' data come first, or clients train no network of their own
 # What is known before each exchange, not before the first alone.
-EACH_ROUND = {"dffke", "fedbn", "fedfree", "fedzge", "perfedavg", "fedmd", "dsfl", "mhat", "feddf"}
+EACH_ROUND = {"dffke", "fedbn", "fedfree", "fedzge", "fedzkt", "perfedavg", "fedmd", "dsfl", "mhat", "feddf"}
 
 
 def test_says_what_clients_knew_alone(name: str) -> None:

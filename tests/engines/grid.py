@@ -13,6 +13,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
+from barter import deploy
 from barter.engines import front
 from barter.engines.codec import decode, encode
 from barter.engines.frames import Frame
@@ -39,6 +40,7 @@ class LoopbackGrid(Grid):
         self.sent = 0
         for name, value in {"_run_id": 1, "_node_id": 1, "_task_id": 1}.items():
             monkeypatch.setattr(TaskIdentity, name, value)
+        monkeypatch.setattr(deploy, "POLL_SECONDS", 0)  # all sites are here
         monkeypatch.setattr(front, "ask", self._hand_over)
         monkeypatch.setattr(front.atexit, "register", lambda function: function)
 

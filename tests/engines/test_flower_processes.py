@@ -16,13 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from barter import DFFKE
 from barter.cli import main
 from barter.core.payload import isolate, leaves
 from barter.runs import checkpoint
 from barter.runs.folder import RunFolder, records
 from barter.supervise import FLOWER, free_port
-from tests.conftest import TINY, federation, same
+from tests.conftest import TINY, digits_file, federation, same, tiny
 
 pytest.importorskip("flwr")
 CPU = torch.device("cpu")
@@ -35,16 +34,26 @@ def remembered(folder: Path) -> Any:
     return {name: checkpoint.read(path, CPU)[0]["memory"] for name, path in sorted(found.items())}
 
 
-@pytest.mark.parametrize("place", [[], pytest.param(["--simulate"], marks=pytest.mark.slow)])
-def test_a_run_on_this_machine_is_the_run_of_one_process(tmp_path: Path, place: list[str]) -> None:
-    """Three sites with three architectures, over TLS and with keys, or simulated; and no process is left behind."""
+@pytest.mark.parametrize(
+    ("name", "clients", "place"),
+    [
+        ("feddistill", 2, []),  # one call in a round: every call starts a process of Flower's at every site
+        pytest.param("dffke", 3, [], marks=pytest.mark.slow),
+        pytest.param("dffke", 3, ["--simulate"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_on_this_machine_is_the_run_of_one_process(
+    tmp_path: Path, name: str, clients: int, place: list[str]
+) -> None:
+    """Sites with different architectures, over TLS and with keys, or simulated; and no process is left behind."""
     if place:
         pytest.importorskip("ray")
-    fields = [f"algorithm.{key}={json.dumps(value)}" for key, value in TINY["dffke"].items()]
-    settings = [f"--set={setting}" for setting in ["clients=3", "rounds=2", *fields]]
+    fields = {f"algorithm.{key}": json.dumps(value) for key, value in TINY[name].items()}
+    chosen = {"algorithm.name": name, "clients": clients, "rounds": 2, "data.source": digits_file(tmp_path), **fields}
+    settings = [f"--set={key}={value}" for key, value in chosen.items()]
     command = ["run", "--engine", "flower", *place, "--device", "cpu", "--out", str(tmp_path / "run"), *settings]
     assert main(command) == 0
-    local = federation(DFFKE(**TINY["dffke"]))
+    local = federation(tiny(name), clients=clients, data=digits_file(tmp_path))
     list(local.rounds(2))
     remote = RunFolder.existing(tmp_path / "run").load(CPU)
     assert remote is not None

@@ -12,7 +12,7 @@ from barter.core.images import Augment, Spec
 from barter.ops.fit import adam, classification, sgd
 from barter.ops.inversion import Terms, Viewer, drawn_loss
 from barter.ops.trainer import Anchor, Trainer, _contents, _identity, _modules, _objection
-from tests.conftest import federation, tiny
+from tests.conftest import federation, small_federation, tiny
 
 SPEC = Spec(1, 8, 8, 10, (0.5,), (0.5,))
 
@@ -131,7 +131,7 @@ def test_a_client_learns_from_so_many_peers_in_an_iteration(
     monkeypatch.setattr(DFFKE, "exchange_loss", counted)
     options = {"mixed": mixed, "peers": peers, "exchange_epochs": 3, "exchange_steps": 0, "max_epochs": 1}
     options["batch_size"] = 250  # so that an epoch is one step
-    list(federation(tiny("dffke", **options), clients=4).rounds(2))
+    list(small_federation(tiny("dffke", **options), clients=4).rounds(2))
     each = 1 if mixed else peers  # mixed, they share one step
     assert len(steps) == 4 * 3 * (each + 2 * each), "fresh in round 1; fresh and remembered in round 2"
 
@@ -167,3 +167,24 @@ def test_an_anchor_holds_where_it_was_dropped() -> None:
     for _ in range(200):
         trainer.step(point.bowl, torch.tensor(1.0))
     assert torch.allclose(point.w.detach(), torch.tensor([(1 + 3 * 3) / 4, 0.0])), "between the bowl's least and it"
+
+
+def test_an_optimizer_that_is_remembered_goes_on() -> None:
+    def loss(layer: nn.Linear, x: Tensor) -> Tensor:
+        return layer(x).square().mean()
+
+    batches = torch.randn(4, 8, 3, generator=torch.Generator().manual_seed(0))
+    ends = []
+    for remembered in (None, True, False):
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 2)
+        trainer = Trainer([layer], adam(0.1))
+        for i, x in enumerate(batches):
+            if i == 2 and remembered is not None:
+                moments = trainer.moments()
+                trainer = Trainer([layer], adam(0.1))
+                trainer.recall(moments if remembered else [])
+            trainer.step(partial(loss, layer), x)
+        ends.append(layer.weight.detach().clone())
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], ends[2])

@@ -18,7 +18,7 @@ from barter.cli import main
 from barter.core.payload import leaves
 from barter.runs import checkpoint
 from barter.runs.folder import RunFolder
-from tests.conftest import TINY, few_digits, same
+from tests.conftest import TINY, digits_file, same
 from tests.forked import forked, status
 
 ROUNDS = 3
@@ -89,7 +89,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def flags(place: Path) -> list[str]:
-    return [f"--set={key}={value}" for key, value in {**SETTINGS, "data.source": few_digits(place)}.items()]
+    return [f"--set={key}={value}" for key, value in {**SETTINGS, "data.source": digits_file(place)}.items()]
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from barter.algorithms.central import Central
+from barter.algorithms.dense import DENSE
 from barter.algorithms.dffke import DFFKE
 from barter.algorithms.dfrd import DFRD
 from barter.algorithms.dsfl import DSFL
@@ -17,8 +18,10 @@ from barter.algorithms.feddm import FedDM
 from barter.algorithms.feddropout import FedDropout
 from barter.algorithms.feddyn import FedDyn
 from barter.algorithms.fedfree import FedFree
+from barter.algorithms.fedftg import FedFTG
 from barter.algorithms.fedgen import FedGen
 from barter.algorithms.fedgh import FedGH
+from barter.algorithms.fediod import FedIOD
 from barter.algorithms.fedkd import FedKD
 from barter.algorithms.fedktl import FedKTL
 from barter.algorithms.fedmd import FedMD
@@ -27,6 +30,7 @@ from barter.algorithms.fedprox import FedProx
 from barter.algorithms.fedrolex import FedRolex
 from barter.algorithms.fedtgp import FedTGP
 from barter.algorithms.fedzge import FedZGE
+from barter.algorithms.fedzkt import FedZKT
 from barter.algorithms.fml import FML
 from barter.algorithms.heterofl import HeteroFL
 from barter.algorithms.lgfedavg import LGFedAvg
@@ -39,6 +43,7 @@ from barter.core.algorithm import Algorithm
 
 __all__ = [
     "ALGORITHMS",
+    "DENSE",
     "DFFKE",
     "DFRD",
     "DSFL",
@@ -54,9 +59,11 @@ __all__ = [
     "FedDistill",
     "FedDropout",
     "FedDyn",
+    "FedFTG",
     "FedFree",
     "FedGH",
     "FedGen",
+    "FedIOD",
     "FedKD",
     "FedKTL",
     "FedMD",
@@ -65,6 +72,7 @@ __all__ = [
     "FedRolex",
     "FedTGP",
     "FedZGE",
+    "FedZKT",
     "HeteroFL",
     "LGFedAvg",
     "Local",
@@ -77,6 +85,10 @@ ALGORITHMS: dict[str, type[Algorithm[Any, Any]]] = {
     "fedaf": FedAF,
     "fedzge": FedZGE,
     "dfrd": DFRD,
+    "fedftg": FedFTG,
+    "dense": DENSE,
+    "fedzkt": FedZKT,
+    "fediod": FedIOD,
     "fedfree": FedFree,
     "feddm": FedDM,
     "heterofl": HeteroFL,

@@ -49,7 +49,7 @@ from barter.ops.docking import unify
 from barter.ops.fit import Course, adam, alternate, classification, epoch_length, fit
 from barter.ops.inversion import Discrepancy, Schedule, Terms, Viewer, fit_decoder
 from barter.ops.statistics import renew
-from barter.ops.transfer import Entry, Lesson, batches, draw, heard, lesson, newest, taught
+from barter.ops.transfer import Entry, Lesson, batches, depicted, draw, heard, lesson, newest, taught
 from barter.ops.views import cut, embeddings, number
 
 __all__ = ["DFFKE", "Hub", "Trader"]
@@ -94,10 +94,10 @@ class Trader(Client):
 
 
 PAPER: dict[str, object] = {
-    **{"max_epochs": 100, "later_epochs": None, "share": 0.15, "parts": 0, "half": False, "whiten": 0.0},
+    **{"max_epochs": 100, "later_epochs": None, "share": 0.15, "parts": 0, "whiten": 0.0},
     **{"decoder_epochs": 6, "decoder_steps": 0, "decoder_batch": None, "warm_decoder": False, "cosine": False},
     **{"exchange_epochs": 4, "exchange_steps": 0, "mixed": False, "augmented": False, "renewed": False},
-    **{"memory": None, "local_review": False},
+    **{"memory": None, "transfer": "decoder", "local_review": False},
 }
 CODE = {"share": 1.0, "local_review": True, "embedding_loss": True, "logit_loss": True}
 
@@ -108,9 +108,9 @@ class DFFKE(Algorithm[Hub, Trader]):
 
     replicas = True
     crosses = {
-        "learn": "up: weights, embeddings of a share of the images and their labels",
+        "learn": "up: weights, embeddings of a share of the images and of their parts, labels",
         "train": "nothing",
-        "teach": "down: decoder, translated embeddings of all clients; up: logits on the client's own synthetic images",
+        "teach": "down: synthetic images of all clients' data; up: logits on those of the client's own",
         "exchange": "down: the other clients' logits",
     }
     presets = {"paper": PAPER, "code": {**PAPER, **CODE}}
@@ -122,7 +122,6 @@ class DFFKE(Algorithm[Hub, Trader]):
     later_epochs: Whole | None = 0  # the same once it has exchanged, for `local_review` goes on; none as before (paper)
     share: Fraction = 0.6  # share of a client's embeddings that it offers; the paper's byte counts come out for 0.15
     parts: Whole = 4  # and of so many by so many parts of an image, of 8 pixels or more; the paper has none
-    half: bool = True  # codes travel and are kept in half precision; not in the paper
     code_dim: Count = 512  # h: width of the unified embedding space
     docking_epochs: Count = 100  # T_Tran: full-batch steps per client for docking layers and global head
     whiten: NonNegative = 0.1  # codes vary alike where they vary by more than this share of the mean; 0 in the paper
@@ -143,7 +142,8 @@ class DFFKE(Algorithm[Hub, Trader]):
     weight_decay: NonNegative = 1e-5  # of the clients' Adam
     docking_weight_decay: NonNegative = 1e-3  # of the docking layers' Adam
     embeddings: Literal["real", "noise"] = "real"  # E_k: of private images, or noise that tells nothing
-    transfer: Literal["decoder", "public"] = "decoder"  # transfer images: drawn by the decoder, or public data
+    transfer: Literal["images", "decoder", "public"] = "images"  # what stands for data: images that the server draws,
+    # the decoder and codes from which clients draw them (paper), or public data
     direction: Literal["teacher", "student"] = "teacher"  # KL(teacher ‖ student) or the reverse
     discrepancy: Discrepancy = "none"  # F of L_md in the decoder's loss, for which another client is the student
     local_review: bool = True  # a step on a private batch in every exchange iteration (authors' code)
@@ -188,16 +188,16 @@ class DFFKE(Algorithm[Hub, Trader]):
         data, examples = client.data, max(2, math.ceil(self.share * len(client.data)))
         augment = self.augment(data, data.spec.width)
         offer: Offer = {"examples": examples, "crop": augment.crop, "flip": augment.flip}
-        if self.transfer == "decoder":
+        if self.transfer != "public":
             offer["weights"] = client.model.state_dict()
-        if self.transfer == "decoder" and self.embeddings == "real":
+        if self.transfer != "public" and self.embeddings == "real":
             client.offered[0] = index = torch.randperm(len(data), device=client.device)[:examples]
             offer["embeddings"] = embeddings(client.model, data, index, cut(self.parts, data.spec))
             offer["labels"] = data.labels[index]
         return offer
 
     def make_transfer_data(self, server: Hub, offers: Replies[Offer]) -> tuple[dict[int, Tensor], State]:
-        """Embeddings in one space (Eqs. 10 and 11), and the decoder that makes images of them."""
+        """Embeddings in one space (Eqs. 10 and 11), and the decoder that makes images of them; or these images."""
         size, device = {k: offer["examples"] for k, offer in offers.items()}, server.device
         if self.transfer == "public":
             assert server.public is not None
@@ -215,7 +215,9 @@ class DFFKE(Algorithm[Hub, Trader]):
         # Images that hold their own when they are moved a little are less of an adversarial pattern, and teach better.
         viewers = {k: Viewer(models[k], z[k], Augment(o["crop"] // 2, o["flip"])) for k, o in offers.items()}
         decoder = self.train_decoder(server, viewers, codes, e)
-        return {k: code.half() if self.half else code for k, code in codes.items()}, decoder
+        if self.transfer == "decoder":
+            return codes, decoder
+        return {k: depicted(decoder, server.spec, code).half() for k, code in codes.items()}, {}
 
     def train_decoder(self, server: Hub, viewers: dict[int, Viewer], codes: Tensors, e: Tensors) -> State:
         """The decoder Dec, which makes of each code an image that its client's encoder maps back to it (Eq. 12)."""
@@ -254,7 +256,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         data, model, size = client.data, client.model, self.batch_size
         sources = taught(client.buffer, lessons, partial(draw, client), size, mixed=self.mixed)
         own = partial(classification, model, data.spec, data.augment)
-        drawn = drawn_side(data.spec) if self.transfer == "decoder" else data.spec.width
+        drawn = data.spec.width if self.transfer == "public" else drawn_side(data.spec)
         peer = partial(self.exchange_loss, model, data.spec, self.augment(data, drawn))
         courses: list[Course] = [(own, batches([[data.pixels, data.labels]], size))] if self.local_review else []
         courses += [(peer, ([*batch, *client.docking.values()] for batch in source)) for source in sources]

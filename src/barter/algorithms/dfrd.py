@@ -24,14 +24,13 @@ slow generator that begins as a copy, statistics of the clients' own data (bench
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from barter.algorithms.partial import PartialTraining, Update
 from barter.core import lanes
@@ -43,14 +42,26 @@ from barter.core.params import Count, Fraction, NonNegative, Positive
 from barter.core.payload import State, isolate
 from barter.models.generators import Merge, MergeGenerator
 from barter.ops.average import average
-from barter.ops.distill import kl
-from barter.ops.fit import Trainer, adam, sgd
+from barter.ops.distill import kl, kl_each
+from barter.ops.fit import adam, sgd
 from barter.ops.submodel import Extraction, Places
-from barter.ops.synthesis import Output, diversity, fidelity, label_weights, shown
+from barter.ops.synthesis import (
+    Ensemble,
+    Output,
+    Player,
+    Rule,
+    assembled,
+    diversity,
+    duel,
+    fidelity,
+    label_weights,
+    shown,
+    useful,
+    variety,
+)
 
 __all__ = ["DFRD", "Distiller"]
 
-Rule: TypeAlias = Literal["student-wrong", "all", "differ"]
 EXTRACTION: Mapping[str, Extraction] = {"heterofl": "static", "feddropout": "random", "fedrolex": "rolling"}
 
 
@@ -61,33 +72,12 @@ class Distiller(Server):
     slow: State = {}
 
 
-class Ensemble(nn.Module):
-    """The clients' models; their opinion is the mean of their logits, each weighted by how much it knows of a label."""
-
-    def __init__(self, models: Iterable[Classifier]) -> None:
-        super().__init__()
-        self.models = nn.ModuleList(models)
-
-    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
-        logits = torch.stack([model(x) for model in self.models])  # (K, B, C)
-        return (weights[:, :, None] * logits).sum(0)
-
-
-def useful(ensemble: Tensor, student: Tensor, y: Tensor, rule: Rule) -> Tensor:
-    """ε of Eq. 3: 1 for the images that a rule wants more of."""
-    taught, known = ensemble.argmax(1), student.argmax(1)
-    if rule == "student-wrong":
-        return ((taught == y) & (known != y)).float()
-    return (taught != known).float() if rule == "differ" else torch.ones_like(y, dtype=torch.float)
-
-
 def transferability(ensemble: Tensor, student: Tensor, chosen: Tensor, temperature: float, over: str) -> Tensor:
     """L_tran (Eq. 3): minus KL(student ‖ ensemble) on the chosen images, over the batch or over their number.
 
     Zero where none is chosen.
     """
-    log_p, log_q = (F.log_softmax(logits / temperature, 1) for logits in (student, ensemble))
-    divergence = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(1)
+    divergence = kl_each(student / temperature, ensemble / temperature)
     size = chosen.sum().clamp_min(1.0) if over == "chosen" else len(chosen)
     return -(chosen * divergence).sum() / size
 
@@ -183,22 +173,11 @@ class DFRD(PartialTraining[Distiller]):
             updates = active.scatter(self.train, {k: {} for k in active})
         else:
             updates = self.exchange(server, active, t)  # Eq. 1
-        ensemble = self.assembled(server, updates)
+        ensemble = assembled(server, {k: update["weights"] for k, update in updates.items()})
         tau, p = label_weights(torch.stack([u["counts"] for u in updates.values()]).float(), self.smoothing)
         generator, slow = self.recalled(server)
         self.play(server, generator, slow, ensemble, tau, p)  # Eqs. 2 to 5 and 7
         self.remember(server, generator)  # Eq. 6
-
-    def assembled(self, server: Distiller, updates: Replies[Update]) -> Ensemble:
-        """The models that came back."""
-
-        def new() -> Ensemble:
-            return Ensemble(server.architectures[k]() for k in updates).to(server.device)
-
-        ensemble = lanes.kept(("ensemble", *updates), new)
-        for model, update in zip(ensemble.models, updates.values(), strict=True):
-            model.load_state_dict(update["weights"])
-        return ensemble.eval().requires_grad_(False)
 
     def recalled(self, server: Distiller) -> tuple[MergeGenerator, MergeGenerator | None]:
         """The generator and its slow copy; in the first round there is none."""
@@ -231,19 +210,14 @@ class DFRD(PartialTraining[Distiller]):
             y = torch.multinomial(p, self.samples, replacement=True)
             return [z, y, tau[:, y]]
 
-        losses = torch.zeros(2, device=server.device)
-        for i in server.track("distil", range(self.iterations)):
-            if i == 0 or not self.lasting_optimizers:
-                drawing = Trainer.of(generator.train(), adam(self.generator_lr, beta1=0.5))
-                learning = Trainer.of(model, sgd(self.global_lr, weight_decay=self.global_weight_decay))
-            model.eval()
-            for _ in range(self.generator_steps):
-                losses[0] += drawing.step(improve, *draw())
-            model.train(self.student_norm == "trained" or self.base == "none")
-            for _ in range(self.global_steps):
-                losses[1] += learning.step(learn, *draw(), *(draw() if slow is not None else ()))
-        server.report["generator_loss"] = float(losses[0]) / (self.iterations * self.generator_steps)
-        server.report["global_loss"] = float(losses[1]) / (self.iterations * self.global_steps)
+        def draw_twice() -> list[Tensor]:
+            return [*draw(), *(draw() if slow is not None else ())]
+
+        recipe = sgd(self.global_lr, weight_decay=self.global_weight_decay)
+        artist = Player(generator, adam(self.generator_lr, beta1=0.5), improve, draw, self.generator_steps)
+        student = Player(model, recipe, learn, draw_twice, self.global_steps)
+        training, lasting = self.student_norm == "trained" or self.base == "none", self.lasting_optimizers
+        duel(server, artist, student, self.iterations, training=training, lasting=lasting)
 
     def generator_loss(
         self,
@@ -291,18 +265,24 @@ class DFRD(PartialTraining[Distiller]):
             loss = loss + self.alpha * divergence(slow, *again)
         return loss * self.temperature**2 if self.square_temperature else loss
 
-    @torch.no_grad()
     def creations(self, party: Distiller | Client, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
         if not isinstance(party, Distiller):
             return None
         generator, _ = self.recalled(party)
-        z = torch.randn(self.samples, self.noise, device=party.device)
-        y = torch.randint(party.spec.classes, (self.samples,), device=party.device)
+        x, y = self.made(party, generator)
         chosen = wanted(y)
-        return y[chosen], shown(generator.train()(z, y), party.spec, self.output)[chosen]
+        return y[chosen], x[chosen]
 
     def remember(self, server: Distiller, generator: MergeGenerator) -> None:
         """The generator, and its slow copy moved towards it."""
         now = isolate(dict(generator.state_dict()))
         first = now if self.slow_start == "copy" else {at: torch.zeros_like(w) for at, w in now.items()}
         server.generator, server.slow = now, moved(server.slow or first, now, self.slow_momentum)
+        server.report |= variety(*self.made(server, generator))
+
+    @torch.no_grad()
+    def made(self, server: Distiller, generator: MergeGenerator) -> tuple[Tensor, Tensor]:
+        """Images of all classes, and their labels."""
+        z = torch.randn(self.samples, self.noise, device=server.device)
+        y = torch.randint(server.spec.classes, (self.samples,), device=server.device)
+        return shown(generator.train()(z, y), server.spec, self.output), y

@@ -42,7 +42,7 @@ from barter.ops.average import average
 from barter.ops.distill import kl
 from barter.ops.fit import Trainer, adam
 from barter.ops.heads import head_state, put_on
-from barter.ops.synthesis import diversity, label_weights
+from barter.ops.synthesis import diversity, fidelity_by_label, label_weights
 
 __all__ = ["FedGen", "Source", "Update", "generator_loss", "loss"]
 
@@ -67,8 +67,7 @@ def generator_loss(
     """Every head should name the features for what they were made for, as far as it knows the class; and diversity."""
     z = generator(noise, y)
     logits = (torch.einsum("bd,kcd->kbc", z, weight) + bias[:, None]).float()
-    wrong = F.cross_entropy(logits.flatten(0, 1), y.repeat(len(weight)), reduction="none").view_as(shares)
-    return (shares * wrong).sum(0).mean() + eta * diversity(z.float(), noise, norm=1)
+    return fidelity_by_label(logits, y, shares) + eta * diversity(z.float(), noise, norm=1)
 
 
 def loss(
@@ -96,7 +95,7 @@ class FedGen(SharedHead[Source]):
     """Heads go up, their mean and a generator of features come down."""
 
     crosses = {
-        "learn": "down: the head, the generator, the classes it knows; up: the head, trained, and images of each class"
+        "learn": "down: the head, the generator, the classes it knows; up: the head, how many images of each class"
     }
 
     alpha: NonNegative = 10.0  # α: how much the cross entropy on generated features counts

@@ -46,9 +46,9 @@ from barter.core.params import Count, Fraction, NonNegative, Positive
 from barter.core.payload import State
 from barter.core.precision import exact
 from barter.models.generators import LabelGenerator
-from barter.ops.distill import kl
+from barter.ops.distill import kl, tempered
 from barter.ops.fit import Trainer, adam, fit
-from barter.ops.synthesis import Output, diversity, fidelity, shown
+from barter.ops.synthesis import Output, diversity, fidelity, shown, variety
 from barter.ops.zeroth import Direction, directional, directions, loss_estimate
 
 __all__ = ["Asked", "FedZGE", "Oracle"]
@@ -80,7 +80,7 @@ def equilibrium(ensemble: Tensor) -> Tensor:
 
 def distillation(model: Classifier, tau: float, x: Tensor, ensemble: Tensor) -> Tensor:
     """What a model learns from the clients' joint opinion."""
-    return tau**2 * kl(ensemble / tau, model(x) / tau)
+    return tempered(tau, model(x), ensemble)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +131,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
         u = directions(x, self.queries, self.direction)
         answers = active.run(self.answer, torch.cat([x.detach()[None], x.detach() + self.eps * u]))
         ensemble = self.opinion(answers)  # (1 + q, B, C)
+        server.report |= variety(x.detach(), y)
         self.improve(server, generator, x, z, y, u, ensemble)
         self.learn(server.model.train(), x.detach(), ensemble[0], self.global_steps)
         active.only(answers).run(self.distil, ensemble[0])

@@ -26,12 +26,11 @@ __all__ = ["clients_in", "read_split", "write_split"]
 Array = np.ndarray[Any, Any]
 
 # All that numpy's arrays ask of a pickle; whatever else a file names is not looked up, let alone called.
-HARMLESS = {
-    (module, name)
+HARMLESS = {("numpy", "ndarray"), ("numpy", "dtype")} | {
+    (f"{root}.{module}", name)
     for root in ("numpy.core", "numpy._core")
-    for module, name in ((f"{root}.multiarray", "_reconstruct"), (f"{root}.multiarray", "scalar"))
-} | {("numpy", "ndarray"), ("numpy", "dtype"), ("numpy.core.numeric", "_frombuffer")}
-HARMLESS |= {("numpy._core.numeric", "_frombuffer")}
+    for module, name in (("multiarray", "_reconstruct"), ("multiarray", "scalar"), ("numeric", "_frombuffer"))
+}
 
 
 class _Arrays(pickle.Unpickler):

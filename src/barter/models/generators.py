@@ -15,7 +15,16 @@ from barter.core import lanes
 from barter.core.images import Spec
 from barter.core.payload import State
 
-__all__ = ["Decoder", "LabelGenerator", "LatentGenerator", "Merge", "MergeGenerator", "drawn_side", "resized"]
+__all__ = [
+    "Decoder",
+    "LabelGenerator",
+    "LatentGenerator",
+    "Merge",
+    "MergeGenerator",
+    "PatchDiscriminator",
+    "drawn_side",
+    "resized",
+]
 
 Merge: TypeAlias = Literal["mul", "add", "cat", "ncat", "none"]
 M = TypeVar("M", bound=nn.Module)
@@ -192,6 +201,25 @@ class MergeGenerator(nn.Module):
 
     def forward(self, z: Tensor, y: Tensor) -> Tensor:
         return self.drawn(self.merged(z, y))
+
+
+class PatchDiscriminator(nn.Module):
+    """Whether each part of an image is a real image's: a logit for every four by four pixels or so. FedIOD's."""
+
+    def __init__(self, spec: Spec, width: int = 128) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(spec.channels, width, 4, 2, 1),
+            nn.LeakyReLU(0.2),
+            nn.Conv2d(width, 2 * width, 4, 2, 1, bias=False),
+            nn.BatchNorm2d(2 * width),
+            nn.LeakyReLU(0.2),
+            nn.Conv2d(2 * width, 1, 1, bias=False),
+        ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def forward(self, x: Tensor) -> Tensor:
+        judged: Tensor = self.body(x)
+        return judged
 
 
 def _as_dcgan(layer: nn.Module) -> None:

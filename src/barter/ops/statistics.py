@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from barter.core import lanes, precision
 from barter.core.images import Images
 from barter.core.model import Classifier
 
-__all__ = ["norm_names", "renew", "whiten", "whitening"]
+__all__ = ["compared", "norm_names", "renew", "whiten", "whitening"]
 
 
 def _norms(model: nn.Module) -> list[_BatchNorm]:
@@ -50,6 +52,26 @@ def renew(model: Classifier, data: Images, batch_size: int) -> None:
     for layer, momentum in zip(norms, momenta, strict=True):
         layer.momentum = momentum
     model.eval()
+
+
+@contextmanager
+def compared(model: nn.Module) -> Iterator[list[Tensor]]:
+    """What a network sees inside, compared with the statistics that its normalisation keeps: for every such layer the
+    distances between means and between variances (DeepInversion)."""
+    found: list[Tensor] = []
+
+    def compare(layer: Any, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0].float()
+        axes = [axis for axis in range(x.dim()) if axis != 1]
+        var, mean = torch.var_mean(x, axes, correction=0)
+        found.append((layer.running_var - var).norm() + (layer.running_mean - mean).norm())
+
+    hooks = [layer.register_forward_pre_hook(compare) for layer in _norms(model)]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def whitening(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:

@@ -1,23 +1,133 @@
-"""Training a generator on what networks see in its images."""
+"""Training a generator on what networks see in its images, and a network on what others see in them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from barter.core import lanes
 from barter.core.images import Spec, statistics
+from barter.core.model import Classifier
+from barter.core.nodes import Node, Server
+from barter.core.payload import State, isolate
+from barter.models.generators import Decoder, resized
+from barter.ops.fit import Recipe, Trainer
 
-__all__ = ["Output", "diversity", "fidelity", "label_weights", "shown"]
+__all__ = [
+    "Artist",
+    "Ensemble",
+    "Output",
+    "Player",
+    "Rule",
+    "assembled",
+    "diversity",
+    "duel",
+    "exhibited",
+    "fidelity",
+    "fidelity_by_label",
+    "label_weights",
+    "named",
+    "painted",
+    "painter",
+    "put_away",
+    "shown",
+    "useful",
+    "variety",
+]
 
 Output: TypeAlias = Literal["matched", "tanh"]
+Rule: TypeAlias = Literal["student-wrong", "all", "differ"]
+
+
+class Artist(Server):
+    """A server with a generator of images."""
+
+    generator: State = {}
+
+
+class Ensemble(nn.Module):
+    """The clients' models; their opinion is the mean of their logits, each weighted by how much it knows of a label."""
+
+    def __init__(self, models: Iterable[Classifier]) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(models)
+
+    def said(self, x: Tensor) -> Tensor:
+        """What each of them says (clients, images, classes)."""
+        return torch.stack([model(x) for model in self.models])
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        return (weights[:, :, None] * self.said(x)).sum(0)
+
+
+def assembled(server: Server, weights: Mapping[int, State]) -> Ensemble:
+    """The models that came back, frozen."""
+
+    def new() -> Ensemble:
+        return Ensemble(server.architectures[k]() for k in weights).to(server.device)
+
+    ensemble = lanes.kept(("ensemble", *weights), new)
+    for model, w in zip(ensemble.models, weights.values(), strict=True):
+        model.load_state_dict(w)
+    return ensemble.eval().requires_grad_(False)
+
+
+def painter(server: Artist, width: int) -> Decoder:
+    """The server's generator as the last round left it, for codes of this width."""
+    generator = lanes.keep("generator", Decoder(width, server.spec).to(server.device))
+    if server.generator:
+        generator.load_state_dict(server.generator)
+    return generator.train()
+
+
+def painted(generator: Decoder, codes: Tensor, spec: Spec) -> Tensor:
+    """The images that codes (images, width) stand for, as networks get to see them."""
+    return resized(generator(codes[:, None]), spec)
+
+
+def named(z: Tensor, y: Tensor, classes: int) -> Tensor:
+    """Noise and labels as one code."""
+    return torch.cat([z, F.one_hot(y, classes).to(z)], 1)
+
+
+@torch.no_grad()
+def put_away(server: Artist, generator: Decoder, codes: Tensor, y: Tensor | None = None) -> None:
+    """Remember the generator, and report how different its images of these codes are.
+
+    Without labels, an image is of the class that the server's model sees in it.
+    """
+    server.generator = isolate(dict(generator.state_dict()))
+    x = painted(generator, codes, server.spec)
+    server.report |= variety(x, server.model.eval()(x).argmax(1) if y is None else y)
+
+
+@torch.no_grad()
+def exhibited(
+    party: Node, codes: Tensor, y: Tensor | None, wanted: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor] | None:
+    """Labels and pictures of these codes, for the experimenter's eyes; nobody but an artist has any."""
+    if not isinstance(party, Artist) or not party.generator:
+        return None
+    x = painted(painter(party, codes.shape[1]), codes, party.spec)
+    labels = party.model.eval()(x).argmax(1) if y is None else y
+    chosen = wanted(labels)
+    return labels[chosen], x[chosen]
 
 
 def fidelity(ensemble: Tensor, y: Tensor) -> Tensor:
     """L_fid: the clients together should see in an image what it was made for."""
     return F.cross_entropy(ensemble, y)
+
+
+def fidelity_by_label(said: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+    """Each client by itself should see it, as far as it knows the label (clients, images)."""
+    wrong = F.cross_entropy(said.flatten(0, 1), y.repeat(len(said)), reduction="none").view_as(weights)
+    return (weights * wrong).sum(0).mean()
 
 
 def diversity(x: Tensor, h: Tensor, *, norm: int = 2) -> Tensor:
@@ -28,6 +138,14 @@ def diversity(x: Tensor, h: Tensor, *, norm: int = 2) -> Tensor:
     made, origins = x.flatten(1), h.flatten(1)
     apart = torch.cdist(made, made, p=norm).pow(norm) / made.shape[1]
     return torch.exp(-(apart * torch.cdist(origins, origins).square() / origins.shape[1]).mean())
+
+
+def useful(ensemble: Tensor, student: Tensor, y: Tensor, rule: Rule) -> Tensor:
+    """1 for the images that a rule wants more of (ε of DFRD's Eq. 3; DENSE's is "differ")."""
+    taught, known = ensemble.argmax(1), student.argmax(1)
+    if rule == "student-wrong":
+        return ((taught == y) & (known != y)).float()
+    return (taught != known).float() if rule == "differ" else torch.ones_like(y, dtype=torch.float)
 
 
 def label_weights(counts: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
@@ -43,3 +161,51 @@ def shown(drawn: Tensor, spec: Spec, output: Output) -> Tensor:
         return drawn
     mean, std = statistics(spec, drawn.device)
     return ((drawn + 1) / 2 - mean) / std
+
+
+def variety(x: Tensor, y: Tensor) -> dict[str, float]:
+    """How far images lie from the mean of their class, and how far the classes' means lie from each other.
+
+    Root mean squares over pixels, in standard deviations of the data. A generator that draws one image for each class
+    has no variety; one that draws the same for all classes has no contrast. Of a class's single image nothing follows.
+    """
+    rows = x.flatten(1).float()
+    counts = torch.bincount(y)
+    means = rows.new_zeros(len(counts), rows.shape[1]).index_add_(0, y, rows) / counts.clamp_min(1)[:, None]
+    within = (rows - means[y]).square().mean(1).sum() / max(1, len(rows) - int((counts > 0).sum()))
+    between = (means[y] - rows.mean(0)).square().mean()
+    return {"variety": float(within.sqrt()), "contrast": float(between.sqrt())}
+
+
+@dataclass(frozen=True)
+class Player:
+    """A module that is trained, so many steps a turn, each on a batch that is drawn for it."""
+
+    module: nn.Module
+    recipe: Recipe
+    loss: Callable[..., Tensor]
+    draw: Callable[[], Sequence[Tensor]]
+    steps: int
+
+
+def duel(
+    server: Server, generator: Player, student: Player, turns: int, *, training: bool, lasting: bool = True
+) -> None:
+    """Generator and student in turn: one looks for images that teach the other something.
+
+    The student is frozen while the generator learns, and normalises by its batch only if it is `training`. Optimizers
+    last for all turns, or for one.
+    """
+    losses, model = torch.zeros(2, device=server.device), student.module
+    for turn in server.track("distil", range(turns)):
+        if turn == 0 or not lasting:
+            drawing = Trainer.of(generator.module.train(), generator.recipe)
+            learning = Trainer.of(model, student.recipe)
+        model.eval().requires_grad_(False)
+        for _ in range(generator.steps):
+            losses[0] += drawing.step(generator.loss, *generator.draw())
+        model.train(training).requires_grad_(True)
+        for _ in range(student.steps):
+            losses[1] += learning.step(student.loss, *student.draw())
+    server.report["generator_loss"] = float(losses[0]) / (turns * generator.steps)
+    server.report["global_loss"] = float(losses[1]) / (turns * student.steps)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from barter.core import lanes, precision
 from barter.core.lanes import Lane
+from barter.core.payload import State, isolate
 
 __all__ = ["Anchor", "Recipe", "Trainer", "adam", "sgd"]
 
@@ -123,6 +124,20 @@ class Trainer:
                 del self.steps[key]
         while len(self.steps) > GRAPHS:
             del self.steps[next(iter(self.steps))]
+
+    def moments(self) -> list[State]:
+        """What the optimizer has gathered for each parameter, to be remembered."""
+        return [isolate(dict(self.optimizer.state[parameter])) for parameter in self.parameters]
+
+    def recall(self, moments: Sequence[State]) -> None:
+        """Go on with what an optimizer of this kind has gathered; with nothing, from the start."""
+        for parameter, gathered in zip(self.parameters if moments else (), moments, strict=True):
+            state = self.optimizer.state[parameter]
+            for name, tensor in gathered.items():
+                if name in state:  # a graph may know its place
+                    state[name].copy_(tensor)
+                else:
+                    state[name] = tensor.clone()
 
     def anneal(self, done: float) -> None:
         """Set the learning rate for the part of the training that is done, from 0 to 1, if the recipe is to fall."""

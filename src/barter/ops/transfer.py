@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from barter.core.evaluation import predict
+from barter.core.images import Spec
 from barter.core.nodes import Client
 from barter.core.payload import State
 from barter.models.generators import Decoder
@@ -21,6 +22,7 @@ __all__ = [
     "Page",
     "Targets",
     "batches",
+    "depicted",
     "draw",
     "drawn",
     "heard",
@@ -32,11 +34,11 @@ __all__ = [
 
 
 class Entry(TypedDict):
-    """The transfer images of one round: what every client's are made from, and the decoder that makes them."""
+    """The transfer images of one round, or what every client's are made from."""
 
     round: int
-    codes: dict[int, Tensor]  # of each image's views, for the decoder; without one, places in the public data set
-    decoder: State
+    codes: dict[int, Tensor]  # images (n, C, H, W), codes of each image's views (n, V, h), places in the public data
+    decoder: State  # that makes images of codes
 
 
 class Targets(TypedDict):
@@ -56,11 +58,18 @@ Say: TypeAlias = Callable[[Tensor], Mapping[str, Tensor]]
 
 def draw(client: Client, entry: Entry, codes: Tensor) -> Tensor:
     """The transfer images that these codes of a round stand for."""
-    if not entry["decoder"]:
-        assert client.public is not None
-        return client.public.batch(codes)
-    decoder = Decoder.restored(entry["decoder"], client.data.spec, views.parts_of(codes.shape[1]))
-    return predict(decoder, lambda part: codes[part].float(), torch.arange(len(codes), device=client.device))
+    if codes.ndim == 4:
+        return codes.float()
+    if entry["decoder"]:
+        return depicted(entry["decoder"], client.data.spec, codes)
+    assert client.public is not None
+    return client.public.batch(codes)
+
+
+def depicted(decoder: State, spec: Spec, codes: Tensor) -> Tensor:
+    """The images that a decoder makes of these codes."""
+    restored = Decoder.restored(decoder, spec, views.parts_of(codes.shape[1]))
+    return predict(restored, lambda part: codes[part], torch.arange(len(codes), device=codes.device))
 
 
 def newest(entries: Sequence[Entry], limit: int | None) -> list[Entry]:

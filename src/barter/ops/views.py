@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -66,9 +65,10 @@ def seen(images: Tensor, views: Tensor, parts: int, spec: Spec) -> Tensor:
 
 def embeddings(model: Classifier, data: Images, index: Tensor, parts: int) -> Tensor:
     """What a network makes of each of these images: of the whole, then of its parts."""
-
-    def view(which: int, some: Tensor) -> Tensor:
-        return seen(data.batch(some), torch.full_like(some, which), parts, data.spec)
-
     features = model.eval().features
-    return torch.stack([predict(features, partial(view, which), index) for which in range(number(parts))], 1)
+
+    def every(x: Tensor) -> Tensor:
+        seen_as = (torch.full((len(x),), view, device=x.device) for view in range(number(parts)))
+        return torch.stack([features(seen(x, view, parts, data.spec)) for view in seen_as], 1)
+
+    return predict(every, data.batch, index)

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from scipy.stats import t as student
+from scipy.special import stdtrit  # all of scipy.stats takes a second to load
 
 from barter.runs.picture import Curve
 from barter.runs.progress import duration, size
@@ -116,7 +116,7 @@ def paired(values: Sequence[float]) -> tuple[float, float] | None:
     """The 95 % confidence interval of a mean of differences (Student's t); none for too few."""
     if len(values) < FEW:
         return None
-    half = float(student.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    half = float(stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))
     mean = statistics.fmean(values)
     return mean - half, mean + half
 

@@ -1,0 +1,141 @@
+"""What generators of images share: terms of their losses, how they take turns with a student, how they are measured."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from barter.core.images import Spec
+from barter.core.nodes import Server
+from barter.ops.distill import kl, kl_each, tempered
+from barter.ops.fit import sgd
+from barter.ops.statistics import compared
+from barter.ops.synthesis import Ensemble, Player, assembled, duel, fidelity_by_label, named, variety
+from tests.conftest import federation, tiny
+
+P, Q = torch.tensor([[0.0, math.log(3)], [0.0, 0.0]]), torch.tensor([[0.0, 0.0], [math.log(3), 0.0]])
+
+
+def test_divergences_by_hand() -> None:
+    one = 0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.5)  # KL of (1/4, 3/4) from (1/2, 1/2)
+    other = 0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25)
+    assert kl_each(P, Q).tolist() == pytest.approx([one, other])
+    assert kl(P, Q).item() == pytest.approx((one + other) / 2)
+    assert tempered(2.0, 2 * Q, 2 * P).item() == pytest.approx(4 * (one + other) / 2), "the teacher comes last"
+
+
+def test_each_client_is_asked_by_what_it_knows() -> None:
+    said = torch.stack([P, Q])  # probabilities of class 1: 3/4 and 1/2; 1/2 and 1/4
+    y, weights = torch.tensor([1, 1]), torch.tensor([[0.25, 0.0], [0.75, 1.0]])
+    first = 0.25 * -math.log(0.75) + 0.75 * -math.log(0.5)
+    assert fidelity_by_label(said, y, weights).item() == pytest.approx((first - math.log(0.25)) / 2)
+
+
+def test_variety_by_hand() -> None:
+    x = torch.tensor([[0.0, 0.0], [2.0, 0.0], [9.0, 9.0], [9.0, 9.0]])[:, None, None, :]
+    y = torch.tensor([1, 1, 4, 4])
+    # Class 1 has its two images one off its mean (1, 0) in one of two pixels; four images, two classes.
+    # The classes' means are (1, 0) and (9, 9), each 4 and 4.5 off their mean.
+    assert variety(x, y) == pytest.approx({"variety": math.sqrt((0.5 + 0.5) / 2), "contrast": math.sqrt(18.125)})
+
+
+def test_collapsed_generators_are_seen() -> None:
+    real, y = torch.randn(100, 1, 4, 4, generator=torch.Generator().manual_seed(0)), torch.arange(100) % 10
+    one_for_each, one_for_all = real[:10][y], real[:1].expand(100, -1, -1, -1)
+    assert variety(one_for_each, y)["variety"] == pytest.approx(0, abs=1e-6)
+    assert variety(one_for_each, y)["contrast"] > 0.5
+    assert variety(one_for_all, y) == pytest.approx({"variety": 0, "contrast": 0}, abs=1e-6)
+    assert variety(real, y)["variety"] == pytest.approx(1, rel=0.1), "of noise with the data's deviation"
+    assert variety(real[:10], y[:10])["variety"] == 0, "of single images nothing follows"
+
+
+def test_networks_are_compared_with_their_statistics() -> None:
+    network = nn.Sequential(nn.BatchNorm2d(2), nn.Flatten(), nn.BatchNorm1d(2), nn.BatchNorm1d(2, affine=False)).eval()
+    for layer, mean, var in ((0, [1.0, 0.0], [1.0, 4.0]), (2, [0.0, 0.0], [1.0, 1.0]), (3, [0.0, 0.0], [1.0, 1.0])):
+        network[layer].running_mean, network[layer].running_var = torch.tensor(mean), torch.tensor(var)  # type: ignore[assignment]
+    x = torch.tensor([[1.0, 3.0], [1.0, -1.0]])[:, :, None, None].requires_grad_()  # means 1 and 1, variances 0 and 4
+    with compared(network) as found:
+        network(x)
+    assert found[0].item() == pytest.approx(1 + 1), "a mean is 1 off, and a variance is"
+    assert len(found) == 3
+    torch.autograd.grad(found[0], x, retain_graph=True)
+    with compared(network) as again:
+        network(x.detach())
+        network(x.detach())
+    assert len(again) == 6
+    network(x)
+    assert len(again) == 6, "nobody looks any more"
+
+
+def test_networks_that_keep_no_statistics_are_not_compared() -> None:
+    with compared(nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 2))) as found:
+        pass
+    assert found == []
+
+
+def test_labels_are_told_apart_from_noise() -> None:
+    assert named(torch.tensor([[5.0, 6.0]]), torch.tensor([1]), 3).tolist() == [[5, 6, 0, 1, 0]]
+
+
+class Number(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.norm = nn.Parameter(torch.tensor(0.0)), nn.BatchNorm1d(1)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_players_take_turns_and_the_student_is_frozen_meanwhile(training: bool) -> None:
+    spec = Spec(1, 1, 1, 2, (0.0,), (1.0,))
+    server, artist, student = Server(spec, {}, None, torch.device("cpu")), Number(), Number()
+    moves: list[str] = []
+
+    def seek(z: Tensor) -> Tensor:
+        moves.append("g")
+        assert not student.w.requires_grad
+        assert not student.norm.training
+        return artist.w * z
+
+    def learn(z: Tensor) -> Tensor:
+        moves.append("s")
+        assert student.w.requires_grad
+        assert student.norm.training == training
+        return student.w * z
+
+    one, other = [torch.tensor(2.0)], [torch.tensor(3.0)]
+    players = Player(artist, sgd(0.1), seek, lambda: one, 2), Player(student, sgd(0.1), learn, lambda: other, 1)
+    duel(server, *players, 2, training=training)
+    assert "".join(moves) == "ggsggs"
+    assert artist.w.item() == pytest.approx(-0.1 * 2 * 4)
+    assert student.w.item() == pytest.approx(-0.1 * 3 * 2)
+    # Losses before each step: 0, -0.4, -0.8, -1.2 and 0, -0.9.
+    assert server.report == pytest.approx({"generator_loss": -0.6, "global_loss": -0.45})
+
+
+def test_optimizers_may_be_new_in_each_turn() -> None:
+    server = Server(Spec(1, 1, 1, 2, (0.0,), (1.0,)), {}, None, torch.device("cpu"))
+    ends, one = [], [torch.tensor(1.0)]
+    for lasting in (True, False):
+        artist, student = Number(), Number()
+        first = Player(artist, sgd(0.1, momentum=0.5), lambda z, w=artist.w: w * z, lambda: one, 1)
+        second = Player(student, sgd(0.1), lambda z, w=student.w: w * z, lambda: one, 1)
+        duel(server, first, second, 2, training=False, lasting=lasting)
+        ends.append(artist.w.item())
+    assert ends == pytest.approx([-0.25, -0.2])
+
+
+def test_the_ensemble_is_what_came_back_and_frozen() -> None:
+    experiment = federation(tiny("dfrd", base="none"), models="small-mlp,small-cnn")
+    clients = experiment.engine.clients
+    ensemble = assembled(experiment.server, {k: dict(clients[k].model.state_dict()) for k in (1, 2)})
+    x = clients[0].data.batch(torch.arange(4))
+    said = ensemble.said(x)
+    assert isinstance(ensemble, Ensemble)
+    for row, k in zip(said, (1, 2), strict=True):
+        assert torch.equal(row, clients[k].model.eval()(x))
+    weights = torch.tensor([[1.0, 0.0, 0.5, 0.25], [0.0, 1.0, 0.5, 0.75]])
+    expected = torch.stack([said[0, 0], said[1, 1], said[:, 2].mean(0), 0.25 * said[0, 3] + 0.75 * said[1, 3]])
+    assert torch.allclose(ensemble(x, weights), expected)
+    assert not any(p.requires_grad for p in ensemble.parameters())
