@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from barter import DFFKE, Algorithm, Classifier, Client, Clients, Experiment, Local, Server
+from barter.cli import main
 from barter.config import read, resolve
 from barter.core.errors import CheckpointError, ClientError, ConfigError
 from barter.core.images import Spec
@@ -28,6 +29,34 @@ def test_the_loop_is_the_users() -> None:
     seen += [r.round for r in experiment.rounds(4)]
     assert seen == [1, 2, 3, 4]
     assert list(experiment.rounds(4)) == []
+
+
+def test_what_a_method_remarks_of_a_run_is_said_at_its_end(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Local, "remarks", lambda _, rounds: [f"no [layer] moved in {len(rounds)} rounds"])
+    experiment = federation(tiny("local"))
+    next(experiment.rounds(2))
+    assert not caplog.messages
+    federation(tiny("local")).step()
+    list(federation(tiny("local")).rounds(2))
+    assert caplog.messages == ["no [layer] moved in 2 rounds"]
+    settings = [f"--set={s}" for s in ("rounds=2", "clients=2", "algorithm.max_epochs=1")]
+    assert main(["run", "--algorithm", "local", *settings, "--out", str(tmp_path / "run")]) == 0
+    assert "note: no [layer] moved in 2 rounds" in capsys.readouterr().out
+    assert main(["resume", str(tmp_path / "run"), "--rounds", "3"]) == 0
+    assert "note: no [layer] moved in 3 rounds" in capsys.readouterr().out
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert "no [layer] moved in 3 rounds" in next((tmp_path / "run").glob("*.html")).read_text()
+    folder = ["--out", str(tmp_path / "many"), "--seeds", "0"]
+    assert main(["compare", "--algorithms", "local", *settings, *folder]) == 0
+    assert main(["report", str(tmp_path / "many")]) == 0
+    page = next((tmp_path / "many").glob("*.html")).read_text()
+    assert "Remarks" in page
+    assert "no [layer] moved in 2 rounds" in page
 
 
 def test_own_modules_take_part() -> None:

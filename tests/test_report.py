@@ -24,9 +24,9 @@ from barter.algorithms.local import Local
 from barter.cli import main
 from barter.comparison import Comparison, Request
 from barter.config import resolve, to_toml, with_settings
+from barter.core.record import Round
 from barter.report import page
 from barter.runs.folder import records
-from barter.runs.record import Round
 from barter.runs.tables import closing_cells
 from tests.browser import CHROMIUM, Browser
 from tests.test_cli import QUICK

@@ -21,6 +21,7 @@ from barter.core.nodes import Monitor, Node, Server, Silence, as_numbers
 from barter.core.params import BY_PYTHON
 from barter.core.payload import Payload
 from barter.core.precision import resolved, using
+from barter.core.record import Round
 from barter.core.threads import free, threaded
 from barter.data.partition import Dirichlet, Domains, Listed, Partition
 from barter.data.splits import clients_in
@@ -34,7 +35,6 @@ from barter.models.zoo import Own
 from barter.parties import described, device_named, everybodys_networks, make_client, make_server
 from barter.runs.folder import RunFolder, finished, has_checkpoint
 from barter.runs.progress import onlooker
-from barter.runs.record import Round
 
 __all__ = ["Experiment"]
 
@@ -170,8 +170,13 @@ class Experiment:
         """
         wanted = progress and self.round < n and isinstance(self.engine.watched, Silence)
         watcher = onlooker(n, self.round) if wanted else None
+        done = [] if self.folder is None else self.folder.records()
         while self.round < n:
-            yield self.step() if watcher is None else watcher.over(self.engine, self.step)
+            done.append(self.step() if watcher is None else watcher.over(self.engine, self.step))
+            yield done[-1]
+        if wanted:
+            for remark in self.algorithm.remarks(done):
+                log.warning("%s", remark)
 
     def step(self) -> Round:
         """One round."""

@@ -7,8 +7,8 @@ import torch
 
 from barter.core.errors import CheckpointError
 from barter.core.payload import isolate
+from barter.core.record import Round
 from barter.runs.folder import RunFolder
-from barter.runs.record import Round
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,8 @@ import torch
 
 from barter.core.errors import CheckpointError
 from barter.core.payload import Payload
+from barter.core.record import Round
 from barter.runs.checkpoint import flush, read, write
-from barter.runs.record import Round
 
 __all__ = ["RunFolder", "finished", "has_checkpoint", "last_checkpoint", "records", "rounds_done"]
 
