@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import warnings
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from barter.algorithms.fedaf import FedAF, global_loss, interpolated, mean_by_cl
 from barter.algorithms.feddm import FedDM, at_distance
 from barter.core.clients import Replies
 from barter.core.images import Augment, Spec, prepared
+from barter.core.record import Round
 from barter.data.task import Data
 from barter.ops.condense import averaging
 from tests.conftest import federation, same, state, tiny
@@ -128,6 +129,8 @@ def test_when_no_class_is_large_enough_the_model_stays(name: str) -> None:
     (record,) = experiment.rounds(1)
     assert all(torch.equal(v, before[at]) for at, v in experiment.server.model.state_dict().items())
     assert not record.failures
+    (remark,) = experiment.algorithm.remarks([record])
+    assert remark.startswith("min_samples=1000000: no class of a client has 1000000 images")
 
 
 def test_a_warm_start_begins_where_the_last_round_ended() -> None:
@@ -206,28 +209,35 @@ def test_the_record_says_what_the_terms_did_and_how_varied_images_are(name: str)
     terms = {"matching"} | ({"collaboration"} if name == "fedaf" else set())
     ends = {f"{term}_{when}" for term in terms for when in ("start", "end")}
     for told in record.clients.values():
-        assert ends | {"variety_within", "variety_between"} <= told.keys()
+        assert ends | {"variety", "contrast", "own_variety", "own_contrast"} <= told.keys()
         assert told["matching_end"] < told["matching_start"]
-        assert 0.3 < told["variety_within"] < 3, "real images, hardly changed by three steps"
-        assert 0.3 < told["variety_between"] < 3
+        assert 0.5 < told["variety"] / told["own_variety"] < 2, "real images, hardly changed by three steps"
+        assert 0.5 < told["contrast"] / told["own_contrast"] < 2
     server = {"entropy"} | ({"knowledge"} if name == "fedaf" else set())
     assert {f"{term}_{when}" for term in server for when in ("start", "end")} <= record.server.keys()
     assert record.server["entropy_end"] < record.server["entropy_start"]
 
 
 def test_images_that_are_all_alike_are_spoken_of() -> None:
-    client: Any = federation(tiny("feddm")).engine.clients[0]
+    algorithm, experiment = FedDM(), federation(tiny("feddm"))
+    client: Any = experiment.engine.clients[0]
     label = client.data.labels[0].item()
-    own = client.data.batch((client.data.labels == label).nonzero()[:5, 0])
-    labels = torch.full((5,), label)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        FedDM().look(client, own, labels)
-    faint = own.mean(0) + 0.1 * (own - own.mean(0))  # a hundredth of the variance
-    with pytest.warns(RuntimeWarning, match=rf"client 0: .* all alike: {label} \(0\.01.*init_images"):
-        FedDM().look(client, faint, labels)
-    assert client.report["variety_within"] < 0.02
-    assert "variety_between" not in client.report, "there is one class"
+    own = client.data.batch((client.data.labels == label).nonzero()[:, 0])
+    algorithm.look(client, own, torch.full((len(own),), label))
+    assert client.report["variety"] == pytest.approx(client.report["own_variety"])
+    assert client.report["contrast"] == pytest.approx(0, abs=1e-6), "there is one class"
+    rounds = [
+        Round(t, {0: dict(client.report), 3: dict(client.report)}, {"condensed": 20.0}, {}, {}, []) for t in (1, 2)
+    ]
+    assert algorithm.remarks(rounds) == []
+    algorithm.look(client, own.mean(0) + 0.09 * (own - own.mean(0)), torch.full((len(own),), label))
+    rounds[1].clients[3].update(client.report)
+    (remark,) = algorithm.remarks(rounds)
+    assert re.match(
+        r"the condensed images of a class are all but the same at client 3: .*init_images.*image_lr", remark
+    )
+    assert algorithm.remarks(rounds[:1]) == [], "as they were in the end"
+    assert FedDM(ipc=1).remarks(rounds) == [], "of one image nothing follows"
 
 
 def test_both_start_and_train_alike() -> None:

@@ -25,7 +25,6 @@ from barter.ops.condense import (
     quantised,
     redrawn,
     sliced_wasserstein,
-    variety,
 )
 from barter.ops.fit import Trainer, sgd
 from tests.conftest import federation
@@ -165,15 +164,6 @@ def test_the_matching_loss_by_hand() -> None:
     apart = (1 + 1 + 16) / 3
     assert terms(False, 0.5) == pytest.approx([36 + 0.5 * apart, 36, apart])
     assert terms(False, 0.5, 0 * known) == pytest.approx([36, 36, 0])
-
-
-def test_variety_by_hand() -> None:
-    images = torch.tensor([[0.0, 0.0], [2.0, 4.0], [7.0, 7.0], [10.0, 10.0]]).view(4, 1, 1, 2)
-    within, between = variety(images, torch.tensor([3, 3, 1, 5]))
-    assert within == {3: pytest.approx((2 + 8) / 2)}, "a single image has no variety"
-    # Means of classes 1, 3, 5: (7, 7), (1, 2), (10, 10).
-    assert between == pytest.approx((21 + 49 / 3) / 2)
-    assert variety(images[:2], torch.tensor([3, 3]))[1] == 0
 
 
 def test_the_terms_of_a_loss_at_both_ends() -> None:

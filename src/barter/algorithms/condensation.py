@@ -7,7 +7,6 @@ differs between their results is what differs between the methods.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,12 +18,14 @@ from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive
 from barter.core.payload import State
-from barter.ops.condense import Collaboration, Lot, condense, ends, labels_of, lot, mean_images, portions, variety
+from barter.core.record import Round
+from barter.ops.condense import Collaboration, Lot, condense, ends, labels_of, lot, mean_images, portions
 from barter.ops.fit import Trainer, epoch_length, index_batches, sgd
+from barter.ops.synthesis import variety
 
 __all__ = ["Condensation", "Condenser"]
 
-ALIKE = 0.1  # of the originals' variety: a class whose condensed images have less shows one image again and again
+ALIKE = 0.1  # of the originals' variety: condensed images with less show one image of a class again and again
 
 
 class Condenser(Client):
@@ -85,24 +86,25 @@ class Condensation(Algorithm[Server, Condenser]):
         return lot(data, sizes, images)
 
     def look(self, client: Condenser, images: Tensor, labels: Tensor) -> None:
-        """Note how varied the condensed images are, beside the client's own; say so where they are all alike."""
+        """Note how varied the condensed images are, and the client's own of the same classes."""
         members = [(client.data.labels == c).nonzero()[: self.batch_size, 0] for c in torch.unique(labels)]
         own = torch.cat(members)
-        within, between = variety(images, labels)
-        own_within, own_between = variety(client.data.batch(own), client.data.labels[own])
-        shares = {c: value / own_within[c] for c, value in within.items() if own_within.get(c)}
-        if shares:
-            client.report["variety_within"] = sum(shares.values()) / len(shares)
-        if own_between:
-            client.report["variety_between"] = between / own_between
-        if alike := {c: share for c, share in shares.items() if share < ALIKE}:
-            said = ", ".join(f"{c} ({share:.3f} of the originals' variety)" for c, share in alike.items())
+        client.report |= variety(images, labels)
+        told = variety(client.data.batch(own), client.data.labels[own])
+        client.report |= {f"own_{name}": value for name, value in told.items()}
+
+    def remarks(self, rounds: Sequence[Round]) -> list[str]:
+        remarks = []
+        if rounds and not any(record.server.get("condensed") for record in rounds):
+            way_out = f"no class of a client has {self.min_samples} images, and the model stayed as it was: lower it"
+            remarks.append(f"min_samples={self.min_samples}: {way_out}")
+        last = {k: told for record in rounds for k, told in record.clients.items() if "own_variety" in told}
+        alike = [k for k, told in last.items() if told["variety"] < ALIKE * told["own_variety"]]
+        if alike and self.ipc > 1:
+            who = f"client{'s' * (len(alike) > 1)} {', '.join(map(str, sorted(alike)))}"
             way_out = "start each from fewer originals (init_images) or take a smaller image_lr"
-            warnings.warn(
-                f"client {client.id}: condensed images of a class are all alike: {said}; {way_out}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            remarks.append(f"the condensed images of a class are all but the same at {who}: {way_out}")
+        return remarks
 
     def creations(self, party: Server | Condenser, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
         if not isinstance(party, Condenser) or not party.images:

@@ -31,7 +31,6 @@ __all__ = [
     "quantised",
     "redrawn",
     "sliced_wasserstein",
-    "variety",
 ]
 
 
@@ -91,15 +90,6 @@ def mean_images(data: Images, sizes: Mapping[int, int], of: int) -> Tensor:
         batch = data.batch(members[torch.cat([own, others], 1).flatten()])
         drawn.append(batch.view(size, of, *batch.shape[1:]).mean(1))
     return torch.cat(drawn)
-
-
-def variety(images: Tensor, labels: Tensor) -> tuple[dict[int, float], float]:
-    """How much images differ: the variance of a pixel within each class of several, and between the classes' means."""
-    rows, classes = images.flatten(1).float(), torch.unique(labels)
-    groups = {int(c): rows[labels == c] for c in classes}
-    within = {c: float(group.var(0).mean()) for c, group in groups.items() if len(group) > 1}
-    means = torch.stack([group.mean(0) for group in groups.values()])
-    return within, float(means.var(0).mean()) if len(means) > 1 else 0.0
 
 
 def quantised(images: Tensor, spec: Spec) -> Tensor:
