@@ -48,7 +48,7 @@ class Condensation(Algorithm[Server, Condenser]):
     steps: Count = 200  # condensation steps per round; both papers have 1000
     batch_size: Count = 256  # real images of a class per step, and images per step of the server
     image_lr: Positive = 1.0  # learning rate of the images
-    clip: Positive | None = 2.0  # largest norm of the images' gradient; FedAF's paper clips FedDM's alone
+    clip: Positive | None = 2.0  # largest norm of the images' gradient
     init_images: Count = 1  # m: originals whose mean a condensed image starts from; FedAF's paper takes several
     server_epochs: Count = 200  # passes over all condensed images per round; both papers have 500
     server_lr: Positive = 0.01  # η: learning rate of the model; FedAF's paper has 0.001 for both methods
