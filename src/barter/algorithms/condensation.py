@@ -42,9 +42,7 @@ class Condensation(Algorithm[Server, Condenser]):
 
     fraction: Fraction = 1.0  # share of clients per round
     ipc: Count = 10  # IPC: condensed images per class, at most as many as there are originals; FedAF's paper has 50
-    min_samples: Count = (
-        2  # classes with fewer images are left out; as many as ipc in FedAF's paper, by its byte counts
-    )
+    min_samples: Count = 2  # classes with fewer images are left out; FedAF's paper has as many as ipc (Table 7)
     steps: Count = 200  # condensation steps per round; both papers have 1000
     batch_size: Count = 256  # real images of a class per step, and images per step of the server
     image_lr: Positive = 1.0  # learning rate of the images
