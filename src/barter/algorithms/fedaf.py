@@ -22,10 +22,11 @@ Where the paper is silent or at odds with itself:
 Condensed images are no privacy mechanism: a class of few images can show them.
 
 Preset "paper" is CIFAR-10's. The default has fewer images per class and fewer steps, for small data and a CPU, and
-keeps small classes. Its images start as single originals: means of several are blurred, and cost two points of
-accuracy. Their gradient is clipped. Networks drawn by Eq. 17 stay close to the global model, so that gradients are
-small in the first round and a hundred times larger once the model is trained: a rate alone is too slow for the one or
-too fast for the others. The weights of both terms are larger than the paper's for CIFAR-10, at which neither is felt.
+keeps small classes. Its images start as single originals: means of several, as in the paper, show less of them, and
+cost a point of accuracy in the first round. Their gradient is clipped. Networks drawn by Eq. 17 stay close to the
+global model, so that gradients are small in the first round and a hundred times larger once the model is trained: a
+rate alone is too slow for the one or too fast for the others. The weights of both terms are
+larger than the paper's for CIFAR-10, at which neither is felt.
 """
 
 from __future__ import annotations
