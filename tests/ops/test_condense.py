@@ -196,6 +196,17 @@ def test_condensed_images_have_the_mean_features_of_the_originals() -> None:
     assert terms.keys() == {"matching_start", "matching_end"}
 
 
+def test_pixels_stay_between_black_and_white() -> None:
+    """What is matched is what is sent: nothing is lost when images become bytes, but for rounding."""
+    client = federation(Local(max_epochs=1)).engine.clients[0]
+    sizes = portions(client.data, 2, 1)
+    start = mean_images(client.data, sizes, of=1)
+    made, _ = condense(client, start, sizes, steps=5, batch_size=50, recipe=sgd(50.0), sampled=lambda model: None)
+    sent = prepared(quantised(made, client.data.spec), client.data.spec, Augment())
+    assert not torch.allclose(made, start, atol=0.1), "they were moved"
+    assert torch.allclose(made, sent, atol=0.51 / 255 / min(client.data.spec.std))
+
+
 def test_gradients_are_clipped() -> None:
     weight = nn.Parameter(torch.zeros(2))
     trainer = Trainer.of(nn.ParameterList([weight]), sgd(1.0, clip=2.0))
