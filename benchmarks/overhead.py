@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 import tomllib
@@ -85,14 +86,19 @@ def measured(name: str, settings: list[str], suite: dict[str, Any]) -> dict[str,
     return {"method": name, "round": seconds, "passes": passes.seconds, "updates": updates.seconds}
 
 
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("methods", nargs="*", help="variants of the suite; without any, all")
     args = parser.parse_args()
     suite = tomllib.loads((HERE / "suites" / "baselines.toml").read_text())
     variants = suite["compare"]["variants"]
-    print("| method | a round, s | passes, s | optimizers, s | round / passes | round / (passes + optimizers) |")
-    print("|---|---|---|---|---|---|", flush=True)
+    say("| method | a round, s | passes, s | optimizers, s | round / passes | round / (passes + optimizers) |")
+    say("|---|---|---|---|---|---|")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         suite["data"]["source"] = random_images(Path(folder), 28, 1, 10, 2000, 500)
@@ -103,7 +109,7 @@ def main() -> None:
             rows.append(row)
             whole, passes, updates = row["round"], row["passes"], row["updates"]
             ratios = [f"{whole / part:.2f}" if part else "-" for part in (passes, passes + updates)]
-            print(f"| {name} | {whole:.2f} | {passes:.2f} | {updates:.2f} | {' | '.join(ratios)} |", flush=True)
+            say(f"| {name} | {whole:.2f} | {passes:.2f} | {updates:.2f} | {' | '.join(ratios)} |")
     out = HERE / "results" / "overhead.json"
     out.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
 
