@@ -1,7 +1,7 @@
 """Condensation: what FedDM and FedAF have in common.
 
 Clients condense their images into a few per class, the server trains the one model on everybody's and sends it back.
-Where images start, how their gradient is clipped and how long the server trains is the same for both, so that what
+Where images start, how far they may go in a step and how long the server trains is the same for both, so that what
 differs between their results is what differs between the methods.
 """
 
@@ -50,7 +50,7 @@ class Condensation(Algorithm[Server, Condenser]):
     init_images: Count = 1  # m: originals whose mean a condensed image starts from; FedAF's paper takes several
     server_epochs: Count = 200  # passes over all condensed images per round; both papers have 500
     server_lr: Positive = 0.01  # η: learning rate of the model; FedAF's paper has 0.001 for both methods
-    momentum: NonNegative = 0.9  # of the SGD for the model
+    momentum: NonNegative = 0.9  # of the SGD for the model; FedAF has it for images too
 
     def condensed(
         self,
