@@ -4,11 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from barter import DFFKE, Algorithm, Classifier, Client, Clients, Experiment, Local, Server
+from barter.cli import main
 from barter.config import read, resolve
 from barter.core.errors import CheckpointError, ClientError, ConfigError
 from barter.core.images import Spec
@@ -28,6 +30,34 @@ def test_the_loop_is_the_users() -> None:
     seen += [r.round for r in experiment.rounds(4)]
     assert seen == [1, 2, 3, 4]
     assert list(experiment.rounds(4)) == []
+
+
+def test_what_a_method_remarks_of_a_run_is_said_at_its_end(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Local, "remarks", lambda _, rounds: [f"no [layer] moved in {len(rounds)} rounds"])
+    experiment = federation(tiny("local"))
+    next(experiment.rounds(2))
+    assert not caplog.messages
+    federation(tiny("local")).step()
+    list(federation(tiny("local")).rounds(2))
+    assert caplog.messages == ["no [layer] moved in 2 rounds"]
+    settings = [f"--set={s}" for s in ("rounds=2", "clients=2", "algorithm.max_epochs=1")]
+    assert main(["run", "--algorithm", "local", *settings, "--out", str(tmp_path / "run")]) == 0
+    assert "note: no [layer] moved in 2 rounds" in capsys.readouterr().out
+    assert main(["resume", str(tmp_path / "run"), "--rounds", "3"]) == 0
+    assert "note: no [layer] moved in 3 rounds" in capsys.readouterr().out
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert "no [layer] moved in 3 rounds" in next((tmp_path / "run").glob("*.html")).read_text()
+    folder = ["--out", str(tmp_path / "many"), "--seeds", "0"]
+    assert main(["compare", "--algorithms", "local", *settings, *folder]) == 0
+    assert main(["report", str(tmp_path / "many")]) == 0
+    page = next((tmp_path / "many").glob("*.html")).read_text()
+    assert "Remarks" in page
+    assert "no [layer] moved in 2 rounds" in page
 
 
 def test_own_modules_take_part() -> None:
@@ -170,6 +200,32 @@ def test_a_run_is_resumed_as_what_it_was(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=f"another configuration: {key} differs"):
             federation(tiny("local"), **changed, out=tmp_path / "run", resume=True)
     assert federation(tiny("local"), rounds=99, out=tmp_path / "run", resume=True).round == 1
+
+
+def test_two_experiments_are_not_mixed_up(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (60, 8, 8, 1), dtype=np.uint8), np.arange(60) % 3
+    np.savez(tmp_path / "a.npz", x_train=x, y_train=y)
+    run = tmp_path / "run"
+    settings = ["clients=2", "rounds=1", f"data.source=npz:{tmp_path / 'a.npz'}", "algorithm.max_epochs=1"]
+    settings += ["partition.name=iid"]
+    assert main(["run", "--algorithm", "local", *(f"--set={s}" for s in settings), "--out", str(run)]) == 0
+    written = (run / "config.toml").read_text()
+    recorded = (run / "metrics.jsonl").read_text()
+
+    def refused(match: str) -> None:
+        with pytest.raises(CheckpointError, match=match):
+            Experiment.from_config(resolve(read(run / "config.toml")), run, resume=True)
+        assert (run / "metrics.jsonl").read_text() == recorded, "nothing is lost"
+
+    (run / "config.toml").write_text(written.replace("seed = 0", "seed = 1"))
+    refused(r"config\.toml was changed after round 1: seed is not what it was")
+    (run / "config.toml").write_text(written)
+    np.savez(tmp_path / "a.npz", x_train=x[::-1], y_train=y)
+    refused(r"a\.npz does not hold the data that .*run was begun with")
+    np.savez(tmp_path / "a.npz", x_train=x, y_train=y)
+    assert main(["resume", str(run), "--rounds", "2"]) == 0
+    assert len(Path(run / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_after_an_error_the_folder_is_free_for_a_resumption(tmp_path: Path) -> None:

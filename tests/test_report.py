@@ -12,21 +12,23 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from plotly.offline import get_plotlyjs_version
 
 from barter import commands
 from barter.algorithms.local import Local
 from barter.cli import main
 from barter.comparison import Comparison, Request
 from barter.config import resolve, to_toml, with_settings
+from barter.core.record import Round
 from barter.report import page
 from barter.runs.folder import records
-from barter.runs.record import Round
 from barter.runs.tables import closing_cells
 from tests.browser import CHROMIUM, Browser
 from tests.test_cli import QUICK
@@ -203,10 +205,17 @@ def test_odd_names_are_text_and_nothing_else(tmp_path: Path) -> None:
 
 def test_a_page_of_many_clients_and_rounds_stays_small(tmp_path: Path) -> None:
     content = report(written(tmp_path / "run", 100, 200, "partition.alpha=1"))
-    assert len(content.encode()) < 6e6
+    assert len(content.encode()) < 3e6
     lines = charts(content)["Accuracy on the global test set, by round"]
     assert len(lines) == 102, "every client, their mean, and the server's model"
     assert len(lines[99]["y"]) == 200
+
+
+def test_the_browser_has_the_plotly_that_the_figures_are_made_for() -> None:
+    carried = (files("barter") / "templates" / "plotly-cartesian.min.js").read_text()
+    found = re.search(r"plotly\.js \(cartesian - minified\) v(\d+)\.", carried[:200])
+    assert found is not None
+    assert found[1] == get_plotlyjs_version().split(".")[0]
 
 
 def test_what_is_no_run_or_empty_is_refused_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

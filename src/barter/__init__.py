@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from barter.core.errors import BarterError
     from barter.core.model import Classifier, split
     from barter.core.nodes import Client, Server
+    from barter.core.record import Round
     from barter.experiment import Experiment
     from barter.kept import load
-    from barter.runs.record import Round
 
 __all__ = [
     "ALGORITHMS",
@@ -66,7 +66,7 @@ _MODULES = {
     "core.nodes": {"Client", "Server"},
     "experiment": {"Experiment"},
     "kept": {"load"},
-    "runs.record": {"Round"},
+    "core.record": {"Round"},
     "algorithms": {"ALGORITHMS", "DFFKE", "FedAvg", "Local"},
 }
 

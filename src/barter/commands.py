@@ -20,8 +20,10 @@ from rich.table import Table
 from barter.comparison import Comparison, Request, run_all
 from barter.config import Config, algorithm_named, read, resolve, to_toml, with_settings
 from barter.conformance import CHECKS, examined
+from barter.core.algorithm import Algorithm
 from barter.core.errors import BarterError, ConfigError, Interrupted
 from barter.core.params import describe
+from barter.core.record import Round
 from barter.core.threads import free
 from barter.data.sources import load as load_data
 from barter.data.splits import write_split
@@ -34,7 +36,6 @@ from barter.parties import device_named, names_of
 from barter.runs.folder import records
 from barter.runs.picture import Kinds, bubbles
 from barter.runs.progress import ManyRuns, Watcher
-from barter.runs.record import Round
 from barter.runs.summary import cells
 from barter.runs.tables import accuracy_table, closing_table, count_table
 
@@ -221,7 +222,7 @@ def _drive(config: Config, out: Path, *, resume: bool, simulate: bool, tensorboa
             watcher.finish(record)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped in round {experiment.round + 1}; `barter resume {out}` continues") from None
-    _close(records, experiment.architectures, experiment.task, out)
+    _close(records, experiment.architectures, experiment.task, out, config.algorithm)
 
 
 def _said(threads: int | None) -> str:
@@ -232,11 +233,16 @@ def _said(threads: int | None) -> str:
     return f", {threads} of {most} threads" if threads < most else f", {threads} thread{'s' * (threads > 1)}"
 
 
-def _close(records: Sequence[Round], architectures: Sequence[str], task: Task, out: Path) -> None:
+def _close(
+    records: Sequence[Round], architectures: Sequence[str], task: Task, out: Path, algorithm: Algorithm[Any, Any]
+) -> None:
     held = [[c for c, n in enumerate(row) if n] for row in task.class_table().tolist()]
     samples = [len(images) for images in task.train]
     _console(wide=True).print(closing_table(records, architectures, samples, held))
-    _console().print(f"run folder: {out}")
+    console = _console()
+    for remark in algorithm.remarks(records):
+        console.print(f"note: {remark}", style="yellow")
+    console.print(f"run folder: {out}")
 
 
 def _drive_flower(config: Config, out: Path, watcher: Watcher, *, resume: bool, simulate: bool) -> None:
@@ -257,7 +263,7 @@ def _drive_flower(config: Config, out: Path, watcher: Watcher, *, resume: bool, 
         records = (loopback.simulate if simulate else loopback.run_here)(config, out, watcher, resume=resume)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped; `barter resume {out}` continues") from None
-    _close(records, names, task, out)
+    _close(records, names, task, out, config.algorithm)
 
 
 EXTRAS = {

@@ -21,11 +21,11 @@ import tomli_w
 from barter.config import RESULT_FREE, Config, first_difference, plain, read, resolve, to_toml, with_settings
 from barter.core.errors import CheckpointError, ConfigError
 from barter.core.params import did_you_mean
+from barter.core.record import Round
 from barter.data.task import anchored
 from barter.runs.folder import records, rounds_done
 from barter.runs.picture import curves
 from barter.runs.progress import duration
-from barter.runs.record import Round
 from barter.runs.summary import (
     ALWAYS,
     METRICS,

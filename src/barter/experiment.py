@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from barter.core.nodes import Monitor, Node, Server, Silence, as_numbers
 from barter.core.params import BY_PYTHON
 from barter.core.payload import Payload
 from barter.core.precision import resolved, using
+from barter.core.record import Round
 from barter.core.threads import free, threaded
 from barter.data.partition import Dirichlet, Domains, Listed, Partition
 from barter.data.splits import clients_in
@@ -32,9 +34,8 @@ from barter.models import zoo
 from barter.models.fused import fuse
 from barter.models.zoo import Own
 from barter.parties import described, device_named, everybodys_networks, make_client, make_server
-from barter.runs.folder import RunFolder, finished, has_checkpoint
+from barter.runs.folder import RunFolder, finished, has_checkpoint, last_checkpoint
 from barter.runs.progress import onlooker
-from barter.runs.record import Round
 
 __all__ = ["Experiment"]
 
@@ -153,6 +154,9 @@ class Experiment:
         self.round, self._unfinished = 0, False
         if config.start and not (resume and out is not None and has_checkpoint(Path(out))):
             self._start_from(Path(config.start))
+        clients = engine.clients.values() if isinstance(engine, LocalEngine) else ()
+        held = [*(client.data for client in clients), *([] if test is None else [test])]
+        self._data = "" if out is None else " ".join(images.fingerprint() for images in held)
         self.folder = None if out is None else self._open(Path(out), resume)
 
     @classmethod
@@ -170,8 +174,13 @@ class Experiment:
         """
         wanted = progress and self.round < n and isinstance(self.engine.watched, Silence)
         watcher = onlooker(n, self.round) if wanted else None
+        done = [] if self.folder is None else self.folder.records()
         while self.round < n:
-            yield self.step() if watcher is None else watcher.over(self.engine, self.step)
+            done.append(self.step() if watcher is None else watcher.over(self.engine, self.step))
+            yield done[-1]
+        if wanted:
+            for remark in self.algorithm.remarks(done):
+                log.warning("%s", remark)
 
     def step(self) -> Round:
         """One round."""
@@ -201,7 +210,7 @@ class Experiment:
         self.round = t
         if self.folder is not None:
             self.folder.append(record)
-            self.folder.save(t, self._state())
+            self.folder.save(t, self._state(), self._origin())
         return record
 
     def _record(self, t: int, everybody: Clients, start: float) -> Round:
@@ -224,6 +233,10 @@ class Experiment:
                 by_client[client][f"bytes_{direction}"] += count
         clients = {k: {**metrics.get(k, {}), **by_client[k]} for k in everybody}
         return Round(t, clients, server, seconds, by_method, failures)
+
+    def _origin(self) -> dict[str, str]:
+        """What the run's results come from."""
+        return {"config": to_toml(self.config), "data": self._data}
 
     def _state(self) -> dict[str, Any]:
         return {"server": self.server.memory(), "clients": self.engine.memory(), "networks": self.networks}
@@ -249,6 +262,20 @@ class Experiment:
                     f"start={str(run)!r}: the network of {who} is {there[k]}{task} there and {here[k]} here"
                 ) from None
 
+    def _require_same(self, path: Path, origin: Mapping[str, str]) -> None:
+        """Refuse to go on with a configuration or data that the checkpoint is not made of."""
+        key = first_difference(plain(self.config), tomllib.loads(origin["config"]), but=RESULT_FREE)
+        if key is not None:
+            raise CheckpointError(
+                f"{path / 'config.toml'} was changed after round {self.round}: {key} is not what it was; "
+                "change it back, or start a new run"
+            )
+        if origin["data"] != self._data:
+            raise CheckpointError(
+                f"{self.config.data.source} does not hold the data that {path} was begun with: bring them back, "
+                "or start a new run"
+            )
+
     def _open(self, path: Path, resume: bool) -> RunFolder:
         if not resume:
             return RunFolder.create(path, to_toml(self.config))
@@ -257,14 +284,16 @@ class Experiment:
         key = first_difference(plain(self.config), begun, but=RESULT_FREE)
         if key is not None:
             raise CheckpointError(f"{path} is a run of another configuration: {key} differs")
-        found = folder.load(torch.device("cpu"))
+        found = last_checkpoint(path)
         if found is not None:
-            self.round, state = found
+            self.round, state, origin = found
+            self._require_same(path, origin)
             try:
                 self.server.recall(state["server"])
                 self.engine.recall(state["clients"])
             except (KeyError, RuntimeError) as error:
                 raise CheckpointError(f"{path} holds the checkpoint of another experiment: {error}") from error
+        folder.go_on_after(self.round)
         threads, before = self.config.threads, begun.get("threads")
         if self.round and isinstance(before, int) and threads not in (None, before):
             log.warning("%s goes on with threads=%d, begun with %d: last digits will differ", path, threads, before)

@@ -14,12 +14,12 @@ import torch
 
 from barter.config import Config, read, to_toml
 from barter.core.errors import BarterError
+from barter.core.record import Round
 from barter.data.task import anchored
 from barter.deploy import Coordinator, init, write_app
 from barter.runs.folder import RunFolder, records
 from barter.runs.journal import follow
 from barter.runs.progress import Watcher
-from barter.runs.record import Round
 from barter.supervise import FLOWER, Child, free_port
 
 __all__ = ["coordinate", "run_here", "simulate"]

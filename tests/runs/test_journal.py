@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from barter.core.errors import BarterError
+from barter.core.record import Round
 from barter.runs.journal import Journal, follow
 from barter.runs.progress import Watcher
-from barter.runs.record import Round
 
 
 def record(t: int) -> Round:

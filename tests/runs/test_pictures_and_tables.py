@@ -9,9 +9,9 @@ from PIL import Image
 from rich.console import Console
 
 from barter.core.errors import ConfigError
+from barter.core.record import Round
 from barter.runs.picture import COLOURS, Kinds, bubbles
 from barter.runs.progress import Watcher, duration, size
-from barter.runs.record import Round
 from barter.runs.tables import closing_table, count_table
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from barter.runs.record import Round
+from barter.core.record import Round
 from barter.runs.summary import (
     Column,
     Question,

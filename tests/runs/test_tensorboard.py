@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from barter.cli import main
+from barter.core.record import Round
 from barter.runs.folder import records
-from barter.runs.record import Round
 
 SMALL = ("--algorithm", "local", "--set", "algorithm.max_epochs=1", "--set", "clients=2", "--set", "models=small-mlp")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Self, get_args
 
@@ -18,6 +18,7 @@ from barter.core.model import Classifier
 from barter.core.nodes import Client, Server, as_numbers
 from barter.core.params import build, check, did_you_mean
 from barter.core.payload import State
+from barter.core.record import Round
 
 __all__ = ["Algorithm"]
 
@@ -99,6 +100,13 @@ class Algorithm(Generic[S, C]):
     def evaluate_server(self, server: S, test: Images) -> dict[str, float]:
         """What the round's record says of the server's model."""
         return {} if server.model_or_none is None else {"global": accuracy(server.model, test)}
+
+    def remarks(self, rounds: Sequence[Round]) -> list[str]:
+        """What somebody who sees accuracies alone should know of a run: no exchange ever took place, images are alike.
+
+        Clauses without a full stop, each with the way out.
+        """
+        return []
 
     def gallery(self, client: C, t: int, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
         """What round t made of some of a client's images, for the experimenter's eyes: their places, and the pictures.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -65,6 +66,13 @@ class Images:
     @property
     def device(self) -> torch.device:
         return self.pixels.device
+
+    def fingerprint(self) -> str:
+        """A short name for exactly these images and labels."""
+        digest = hashlib.blake2b(digest_size=8)
+        for tensor in (self.pixels, self.labels):
+            digest.update(tensor.contiguous().cpu().numpy().data)
+        return digest.hexdigest()
 
     def class_counts(self) -> Tensor:
         """How many images there are of each class."""

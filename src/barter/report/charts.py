@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from barter.core.record import Round
 from barter.runs.picture import COLOURS, Curve, band
-from barter.runs.record import Round
 from barter.runs.summary import Results, value
 from barter.runs.tables import alone
 

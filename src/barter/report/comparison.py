@@ -10,11 +10,11 @@ import tomli_w
 
 from barter.comparison import Comparison
 from barter.config import Config, read, resolve, to_toml
+from barter.core.record import Round
 from barter.report import charts
 from barter.report.page import Section, Tile, chart, code, folded, page, side_by_side, table, text
 from barter.report.run import Split, cited, failures, phases
 from barter.runs.folder import rounds_done
-from barter.runs.record import Round
 from barter.runs.summary import METRICS, Comparative, Results, cells, lines
 
 __all__ = ["ComparisonReport"]
@@ -87,6 +87,12 @@ class ComparisonReport:
             for r in rounds
             for failure in r.failures
         ]
+        remarks = [
+            [f"{name}, seed {seed}", remark]
+            for name, runs in results.items()
+            for seed, rounds in runs.items()
+            for remark in configs[name].algorithm.remarks(rounds)
+        ]
         return [
             Section("Table", [_table(compared), *([text(f"Not finished: {'; '.join(missing)}.")] if missing else [])]),
             Section(
@@ -95,6 +101,7 @@ class ComparisonReport:
             Section("Seeds and bytes", [side_by_side(*outcomes)]),
             _costs(results),
             self._splits[example].section(f"Images by client and class: {first}, seed {seed}"),
+            *([Section("Remarks", [table(["run", "remark"], remarks)])] if remarks else []),
             failures("run", failed),
             cited([config.algorithm for config in configs.values()]),
             Section("Variants", [folded(name, code(to_toml(config))) for name, config in configs.items()]),

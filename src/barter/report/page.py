@@ -12,7 +12,6 @@ from pathlib import Path
 from string import Template
 
 import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
 
 from barter.core.errors import ConfigError
 from barter.version import __version__
@@ -54,7 +53,8 @@ class Section:
 
 def page(title: str, subtitle: str, tiles: Sequence[Tile], sections: Sequence[Section], live: str = "") -> str:
     """The whole page; a live one reads itself again and again, and says why."""
-    template = Template((files("barter") / "templates" / "report.html").read_text())
+    templates = files("barter") / "templates"
+    template = Template((templates / "report.html").read_text())
     anchors = {section.title: section.title.lower().replace(" ", "-") for section in sections}
     return template.substitute(
         mark=f'{MARK} {__version__}">',
@@ -72,7 +72,7 @@ def page(title: str, subtitle: str, tiles: Sequence[Tile], sections: Sequence[Se
             f'<section id="{anchors[s.title]}"><h2>{escape(s.title)}</h2>{"".join(s.parts)}</section>' for s in sections
         ),
         version=__version__,
-        plotly=get_plotlyjs(),
+        plotly=(templates / "plotly-cartesian.min.js").read_text(),  # a third of all of Plotly: it opens much sooner
     )
 
 

@@ -18,6 +18,7 @@ from barter.config import Config, read, resolve, to_toml
 from barter.core.algorithm import Algorithm
 from barter.core.errors import BarterError
 from barter.core.params import BY_PYTHON
+from barter.core.record import Round
 from barter.data.task import SITES, make_task
 from barter.gallery import pictures
 from barter.parties import names_of, narrowed
@@ -26,7 +27,6 @@ from barter.report.page import Section, Tile, chart, code, folded, page, side_by
 from barter.runs.folder import METRICS, records, rounds_done
 from barter.runs.picture import Row
 from barter.runs.progress import duration, size
-from barter.runs.record import Round
 from barter.runs.tables import HEADINGS, alone, closing_cells
 
 __all__ = ["RunReport", "Split", "cited", "failures", "phases"]
@@ -104,7 +104,9 @@ class RunReport:
             chart(f"Accuracy {tests[key]}, by round", charts.learning(rounds, key, self.names)) for key in tests
         ]
         gains = [chart(f"Accuracy {tests[key]}, by client", charts.gains(rounds, key, self.names)) for key in tests]
+        remarks = [text(remark) for remark in self.config.algorithm.remarks(rounds)]
         return [
+            *([Section("Remarks", remarks)] if remarks else []),
             Section("Learning", [side_by_side(*learning) if tests else text("The clients report no accuracy.")]),
             Section("Alone and after", [side_by_side(*gains), self._clients(rounds)]),
             self.split.section("Images by client and class"),

@@ -12,8 +12,8 @@ from typing import Any
 
 from barter.core.errors import BarterError
 from barter.core.nodes import Monitor
+from barter.core.record import Round
 from barter.runs.progress import Watcher
-from barter.runs.record import Round
 
 __all__ = ["Journal", "follow"]
 

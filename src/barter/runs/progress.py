@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from barter.core.nodes import Monitor
-from barter.runs.record import Round
+from barter.core.record import Round
 
 __all__ = ["ManyRuns", "Onlooker", "Watcher", "duration", "onlooker", "size"]
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from scipy.special import stdtrit  # all of scipy.stats takes a second to load
 
+from barter.core.record import Round
 from barter.runs.picture import Curve
 from barter.runs.progress import duration, size
-from barter.runs.record import Round
 
 __all__ = [
     "ALWAYS",

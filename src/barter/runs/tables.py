@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from rich import box
 from rich.table import Table
 
+from barter.core.record import Round
 from barter.runs.progress import size
-from barter.runs.record import Round
 
 __all__ = ["HEADINGS", "accuracy_table", "alone", "closing_cells", "closing_table", "count_table"]
 

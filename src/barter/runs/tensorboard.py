@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
+from barter.core.record import Round
 from barter.runs.folder import records
-from barter.runs.record import Round
 
 __all__ = ["FOLDER", "TensorBoard"]
 
