@@ -24,7 +24,7 @@ slow generator that begins as a copy, statistics of the clients' own data (bench
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -40,6 +40,7 @@ from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive
 from barter.core.payload import State, isolate
+from barter.core.record import Round
 from barter.models.generators import Merge, MergeGenerator
 from barter.ops.average import average
 from barter.ops.distill import kl, kl_each
@@ -51,6 +52,7 @@ from barter.ops.synthesis import (
     Player,
     Rule,
     assembled,
+    collapsed,
     diversity,
     duel,
     fidelity,
@@ -264,6 +266,9 @@ class DFRD(PartialTraining[Distiller]):
         if slow is not None:
             loss = loss + self.alpha * divergence(slow, *again)
         return loss * self.temperature**2 if self.square_temperature else loss
+
+    def remarks(self, rounds: Sequence[Round]) -> list[str]:
+        return collapsed(rounds, "a higher beta_div may help")
 
     def creations(self, party: Distiller | Client, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
         if not isinstance(party, Distiller):

@@ -46,11 +46,23 @@ from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive, Whole
 from barter.core.payload import State
 from barter.core.precision import exact
+from barter.core.record import Round
 from barter.models.generators import LabelGenerator
 from barter.ops.distill import kl, tempered
 from barter.ops.ensemble import class_shares, mixed
 from barter.ops.fit import Trainer, adam, epoch_length, fit, index_batches
-from barter.ops.synthesis import Output, canvases, diversity, fidelity, pooled, shown, spectrum, variety, within_range
+from barter.ops.synthesis import (
+    Output,
+    canvases,
+    collapsed,
+    diversity,
+    fidelity,
+    pooled,
+    shown,
+    spectrum,
+    variety,
+    within_range,
+)
 from barter.ops.zeroth import Direction, directional, directions, loss_estimate
 
 __all__ = ["Asked", "FedZGE", "Oracle", "Told"]
@@ -64,11 +76,11 @@ class Told(TypedDict):
 
 
 class Asked(Server):
-    """A generator, the moments of its optimizer, and the images of the last rounds with the clients' opinion of them."""
+    """A generator, the moments of its optimizer, and the last rounds' images with the clients' opinion of them."""
 
     generator: State = {}
     moments: list[State] = []
-    memory: list[list[Tensor]] = []
+    lessons: list[list[Tensor]] = []
     spectrum: list[Tensor] = []  # of all clients' images
 
 
@@ -76,7 +88,7 @@ class Oracle(Client):
     """A client that answers with logits only."""
 
     batch: list[Tensor] = []  # the images it was asked about in this round
-    memory: list[list[Tensor]] = []  # those of the last rounds, and everybody's opinion of them
+    lessons: list[list[Tensor]] = []  # those of the last rounds, and everybody's opinion of them
 
 
 def transferability(ensemble: Tensor, student: Tensor, tau: float) -> Tensor:
@@ -194,14 +206,14 @@ class FedZGE(Algorithm[Asked, Oracle]):
             self.improve(server, optimizer, x, z, y, u, said, shares)
             lessons.append([x.detach(), self.opinion(said[0], shares), y])
         self.remember(server, generator, optimizer, lessons)
-        self.study(server.model.train(), server.memory, self.global_steps, self.distil_lr, None)
-        active.run(self.distil, server.memory[-1][1])
+        self.study(server.model.train(), server.lessons, self.global_steps, self.distil_lr, None, 0)
+        active.run(self.distil, server.lessons[-1][1])
 
     def learn(self, client: Oracle) -> Told:
         """Train on private data."""
-        if self.rehearse and client.memory:
+        if self.rehearse and client.lessons:
             steps = self.epochs * epoch_length(len(client.data), self.batch_size)
-            self.study(client.model.train(), client.memory, steps, self.lr, client.data)
+            self.study(client.model.train(), client.lessons, steps, self.lr, client.data, self.batch_size)
         else:
             fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=adam(self.lr, cosine=True))
         client.report |= {f"before_{name}": value for name, value in evaluate(client).items()}
@@ -225,7 +237,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
         if server.generator:
             generator.load_state_dict(server.generator)
         elif self.canvas:
-            torch.nn.init.zeros_(generator.body[-2].weight)  # of the normalisation before tanh
+            generator.body[-2].load_state_dict({"weight": torch.zeros(server.spec.channels)}, strict=False)
         return generator.train()
 
     def drawn(self, server: Asked, generator: LabelGenerator, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -237,6 +249,11 @@ class FedZGE(Algorithm[Asked, Oracle]):
             return shown(made, server.spec, self.output), z, y
         _, std = statistics(server.spec, server.device)
         return within_range(canvases(count, server.spectrum[0]) + made / std, server.spec), z, y
+
+    def remarks(self, rounds: Sequence[Round]) -> list[str]:
+        return collapsed(
+            rounds, "canvas=true gives them the variety of the data" if not self.canvas else "ask fewer queries"
+        )
 
     @torch.no_grad()
     def creations(self, party: Asked | Oracle, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
@@ -325,20 +342,19 @@ class FedZGE(Algorithm[Asked, Oracle]):
         server.report |= variety(x, y) | {"agreement": float((ensemble.argmax(1) == y).float().mean())}
         server.generator = dict(generator.state_dict())
         server.moments = [optimizer.state[p] for p in generator.parameters() if self.lasting_optimizer and self.queries]
-        server.memory = [*server.memory, [x, ensemble]][-self.memory :]
+        server.lessons = [*server.lessons, [x, ensemble]][-self.memory :]
 
     def study(
-        self, model: Classifier, memory: Sequence[list[Tensor]], steps: int, lr: float, own: Images | None
+        self, model: Classifier, lessons: Sequence[list[Tensor]], steps: int, lr: float, own: Images | None, size: int
     ) -> None:
-        """Steps towards the clients' joint opinion of the images of the last rounds, beside a client's own images."""
-        rows = [torch.cat(column) for column in zip(*memory, strict=True)]
+        """Steps towards the clients' opinion of the last rounds' images, beside so many of a client's own in each."""
+        rows = [torch.cat(column) for column in zip(*lessons, strict=True)]
         trainer = Trainer.of(model, adam(lr, cosine=True))
-        made, size = len(rows[0]), self.distil_batch or len(rows[0])
-        batches = index_batches(made, size, rows[0].device)
+        batches = index_batches(len(rows[0]), self.distil_batch or len(rows[0]), rows[0].device)
         loss: Callable[..., Tensor] = partial(distillation, model, self.tau)
         if own is not None:
             loss = partial(rehearsal, model, self.tau, own.spec, own.augment)
-            private = index_batches(len(own), self.batch_size, own.device)
+            private = index_batches(len(own), size, own.device)
         for step in range(steps):
             chosen = next(batches)
             beside = () if own is None else (own.pixels[part := next(private)], own.labels[part])
@@ -346,8 +362,8 @@ class FedZGE(Algorithm[Asked, Oracle]):
             trainer.anneal((step + 1) / steps)
 
     def distil(self, client: Oracle, ensemble: Tensor) -> None:
-        client.memory = [*client.memory, [torch.cat(client.batch), ensemble]][-self.memory :]
+        client.lessons = [*client.lessons, [torch.cat(client.batch), ensemble]][-self.memory :]
         client.batch = []
         model = client.model.train(self.rehearse or self.statistics == "batch")
         own = client.data if self.rehearse else None
-        self.study(model, client.memory, self.local_steps, self.distil_lr, own)
+        self.study(model, client.lessons, self.local_steps, self.distil_lr, own, self.distil_batch or self.batch_size)

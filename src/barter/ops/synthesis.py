@@ -15,6 +15,7 @@ from barter.core.images import Spec, statistics
 from barter.core.model import Classifier
 from barter.core.nodes import Node, Server
 from barter.core.payload import State, isolate
+from barter.core.record import Round
 from barter.models.generators import Decoder, resized
 from barter.ops.ensemble import class_shares
 from barter.ops.fit import Recipe, Trainer
@@ -28,6 +29,7 @@ __all__ = [
     "Rule",
     "assembled",
     "canvases",
+    "collapsed",
     "diversity",
     "duel",
     "exhibited",
@@ -173,7 +175,8 @@ def canvases(count: int, known: Tensor) -> Tensor:
     """Images that show nothing, with frequencies like these: their variety is given, no generator can lose it."""
     high, wide = (waves(size, size, known.device) for size in known.shape[-2:])
     mean, deviation = known
-    return high @ (mean + deviation * torch.randn(count, *mean.shape, device=known.device)) @ wide.T
+    drawn: Tensor = high @ (mean + deviation * torch.randn(count, *mean.shape, device=known.device)) @ wide.T
+    return drawn
 
 
 def within_range(x: Tensor, spec: Spec) -> Tensor:
@@ -216,6 +219,22 @@ def variety(x: Tensor, y: Tensor) -> dict[str, float]:
     within = (rows - means[y]).square().mean(1).sum() / max(1, len(rows) - int((counts > 0).sum()))
     between = (means[y] - rows.mean(0)).square().mean()
     return {"variety": float(within.sqrt()), "contrast": float(between.sqrt())}
+
+
+USUAL = (
+    0.5  # the variety of images of one class, in standard deviations of the data: digits have 0.55, Fashion-MNIST 0.65
+)
+
+
+def collapsed(rounds: Sequence[Round], way_out: str) -> list[str]:
+    """A remark on a run whose last images of a class are less than a tenth as different as images usually are."""
+    found = rounds[-1].server.get("variety") if rounds else None
+    if found is None or found >= USUAL / 10:
+        return []
+    return [
+        f"the generator has collapsed: its images of one class differ by {found:.3f} standard deviations of the data, "
+        f"where those of a class usually differ by {USUAL}; {way_out}"
+    ]
 
 
 @dataclass(frozen=True)

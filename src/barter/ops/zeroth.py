@@ -16,8 +16,9 @@ Direction: TypeAlias = Literal["sphere", "gaussian"]
 def waves(size: int, count: int, device: torch.device) -> Tensor:
     """The lowest frequencies of the cosine transform (size, count), orthonormal."""
     places = (torch.arange(size, device=device) + 0.5) / size
-    rows = torch.cos(math.pi * places[:, None] * torch.arange(count, device=device))
-    return rows / rows.norm(dim=0)
+    rows: Tensor = torch.cos(math.pi * places[:, None] * torch.arange(count, device=device))
+    unit: Tensor = rows / rows.norm(dim=0)
+    return unit
 
 
 def directions(x: Tensor, q: int, kind: Direction, frequencies: int | None = None) -> Tensor:
