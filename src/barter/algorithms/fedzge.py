@@ -12,7 +12,7 @@ Where the paper is silent or at odds with itself:
   code draws; `direction = "gaussian"` has the factor 1.
 - Eq. 7 has norms, with which the exponential underflows; the mean squares of the code are used. Eq. 9 is minimised.
 - The images of the round's distillation are those from before the generator's step.
-- Training and answering are one call, for the queries do not depend on the training.
+- Labels come in turn instead of being drawn, so that there are as many of each.
 - The server's model is the first client's network; the paper's is the largest of its clients'.
 
 Preset "paper" is the authors' code: one difference of the whole batch's loss per direction, a new optimizer in each
@@ -20,10 +20,17 @@ round, batch statistics in queries and distillation, images between -1 and 1 wha
 what is a mistake there: entropies that mix two batches, test images seen in training mode, the best epoch reported; and
 data are normalised and augmented as the task says.
 
-The default is what we would stand behind: differences of logits, contracted with the exact derivative of the loss;
-exact derivatives for what needs no client; a lasting optimizer; images in the data's range; clients that keep their own
-statistics; a step large enough for float32, in which queries are computed on any device. Its estimate is closer to the
-true gradient for the same queries (benchmarks/README.md).
+The default is what we would stand behind. A generator that only has to please the clients draws one picture for each
+class, from which nobody learns (docs/algorithms/fedzge.md has the numbers). So:
+
+- it changes canvases: images that are random but for mean and deviation of their frequencies, which are the data's and
+  which clients tell. Variety is then given, and diversity asks for more of it within classes, where it is lost;
+- a client counts by its images of a class, of which it tells the number;
+- clients see private images in every step of distillation, and the images of the last rounds while they train;
+- the round's images come in several portions with a step of the generator after each, for the same bytes;
+- changes have low frequencies, differences are of logits, contracted with the exact derivative of the loss, and what
+  needs no client is differentiated exactly; a lasting optimizer; images in the data's range; a step large enough for
+  float32, in which queries are computed on any device.
 """
 
 from __future__ import annotations
