@@ -167,11 +167,10 @@ class FedZGE(Algorithm[Asked, Oracle]):
     epochs: Count = 10  # E1: local epochs, the learning rate falling to zero in each round
     batch_size: Count = 256  # images per step of local training
     lr: Positive = 0.01  # Adam's learning rate of local training
-    weighting: Literal["classes", "examples"] = (
-        "classes"  # clients count by their images of a class; by all in the paper
-    )
+    weighting: Literal["classes", "examples"] = "classes"  # clients count by images of a class; by all in the paper
     samples: Count = 500  # B: generated images per round
     noise: Count = 100  # d_z: width of the noise
+    canvas: bool = True  # the generator changes random images with the data's frequencies; it draws all in the paper
     generator_steps: Count = 10  # of the generator per round, each on its part of the B images; 1 in the paper
     generator_lr: Positive = 2e-3  # η_G: Adam's learning rate of the generator; 1e-3 in the paper
     lasting_optimizer: bool = True  # the generator's optimizer goes on from round to round; new in each in the paper
@@ -192,9 +191,6 @@ class FedZGE(Algorithm[Asked, Oracle]):
     distil_lr: Positive = 2e-3  # Adam's learning rate of distillation; 0.01 in the paper
     global_steps: Count = 60  # E2: steps of the global model; 10 in the paper
     local_steps: Count = 30  # E3: steps of each client; 10 in the paper
-    canvas: bool = (
-        True  # the generator changes images that are random but for their frequencies; it draws all in the paper
-    )
     rehearse: bool = True  # clients that distil see private images too in every step, lest they forget them
 
     def round(self, server: Asked, clients: Clients, t: int) -> None:
