@@ -348,5 +348,5 @@ def test_remarks_on_images_that_are_alike_and_on_a_rate_too_high() -> None:
     (rate,) = DFRD().remarks(rounds(0.8, (0.9, 0.8), (0.8, 0.9), (0.9, 0.7)))
     assert "in 2 of 3 rounds" in rate
     assert "global_lr" in rate
-    (alike,) = DFRD().remarks(rounds(0.05, (0.8, 0.9)))
+    (alike,) = DFRD().remarks(rounds(0.04, (0.8, 0.9)))
     assert "beta_div" in alike

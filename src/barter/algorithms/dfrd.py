@@ -55,6 +55,7 @@ from barter.ops.synthesis import (
     Player,
     Rule,
     assembled,
+    collapsed,
     diversity,
     duel,
     fidelity,
@@ -67,7 +68,6 @@ from barter.ops.synthesis import (
 __all__ = ["DFRD", "Distiller"]
 
 EXTRACTION: Mapping[str, Extraction] = {"heterofl": "static", "feddropout": "random", "fedrolex": "rolling"}
-ALIKE = 0.1  # variety within a class, in standard deviations of the data
 
 
 class Distiller(Server):
@@ -325,9 +325,7 @@ class DFRD(PartialTraining[Distiller]):
         return said
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
-        told = []
-        if rounds and rounds[-1].server.get("variety", 1.0) < ALIKE:
-            told.append("the generator's images of a class are all alike: raise beta_div")
+        told = collapsed(rounds, "a higher beta_div may help")
         worse = sum(r.server.get("global", 1.0) < r.server.get("averaged", 0.0) for r in rounds)
         if 2 * worse > len(rounds):
             told.append(
