@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from barter import Client, Experiment, Local
 from barter.algorithms.fedzge import FedZGE
-from barter.core.clients import Replies
 from barter.core.model import Classifier
 
 clients: Mapping[int, Client] = {}  # those of the run that goes on in this process
@@ -31,11 +30,10 @@ clients: Mapping[int, Client] = {}  # those of the run that goes on in this proc
 class WhiteBox(FedZGE):
     """The true gradient in place of the estimate."""
 
-    def by_logits(self, model: Classifier, x: Tensor, z: Tensor, y: Tensor, u: Tensor, ensemble: Tensor) -> Tensor:
-        images = x.detach().requires_grad_()
-        logits = {k: client.model.eval()(images) for k, client in clients.items()}
-        seen = self.opinion(Replies(logits, {k: len(client.data) for k, client in clients.items()}, {}))
-        (slope,) = torch.autograd.grad(self.loss(seen, model(images), images, z, y), images)
+    def by_logits(self, model: Classifier, loss: Callable[..., Tensor], x: Tensor, u: Tensor, said: Tensor) -> Tensor:
+        images = x.clone().requires_grad_()
+        seen = torch.stack([client.model.eval()(images) for client in clients.values()])
+        (slope,) = torch.autograd.grad(loss(seen, model(images), images), images)
         return slope
 
 

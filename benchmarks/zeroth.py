@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,22 +27,23 @@ def cosine(preset: str, queries: int, experiment: Experiment, seed: int) -> floa
     algorithm: Any = FedZGE.preset(preset, {"queries": queries, "statistics": "own"})
     server, clients = experiment.server, experiment.engine.clients
     torch.manual_seed(seed)
-    generator, z, y = algorithm.prepare(server)
-    x = algorithm.pictures(generator, server.spec, z, y).detach()
-    u = directions(x, queries, algorithm.direction)
-    examples = {k: len(client.data) for k, client in clients.items()}
+    images, z, y = algorithm.drawn(server, algorithm.recalled(server), algorithm.samples)
+    x = images.detach()
+    u = directions(x, queries, algorithm.direction, algorithm.frequencies)
+    told: Any = {k: {"counts": client.data.class_counts()} for k, client in clients.items()}
+    sizes = {k: len(client.data) for k, client in clients.items()}
+    shares = algorithm.shares(Replies(dict.fromkeys(clients, x), sizes, {}), told)
+    loss = partial(algorithm.loss, shares, z, y)
 
-    def opinion(points: torch.Tensor) -> torch.Tensor:
-        logits = {k: client.model.eval()(points) for k, client in clients.items()}
-        mean: torch.Tensor = algorithm.opinion(Replies(logits, examples, {}))
-        return mean
+    def said(points: torch.Tensor) -> torch.Tensor:
+        return torch.stack([client.model.eval()(points) for client in clients.values()])
 
     model, images = server.model.eval(), x.clone().requires_grad_()
-    (true,) = torch.autograd.grad(algorithm.loss(opinion(images), model(images), images, z, y), images)
+    (true,) = torch.autograd.grad(loss(said(images), model(images), images), images)
     with torch.no_grad():
-        answers = torch.stack([opinion(points) for points in (x, *(x + algorithm.eps * direction for direction in u))])
+        answers = torch.stack([said(points) for points in (x, *(x + algorithm.eps * direction for direction in u))])
     estimate = algorithm.by_logits if algorithm.estimator == "logits" else algorithm.by_loss
-    slope = estimate(model, x, z, y, u, answers)
+    slope = estimate(model, loss, x, u, answers)
     return float(torch.cosine_similarity(slope.flatten().double(), true.flatten().double(), 0))
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -199,6 +200,32 @@ def test_a_run_is_resumed_as_what_it_was(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=f"another configuration: {key} differs"):
             federation(tiny("local"), **changed, out=tmp_path / "run", resume=True)
     assert federation(tiny("local"), rounds=99, out=tmp_path / "run", resume=True).round == 1
+
+
+def test_two_experiments_are_not_mixed_up(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (60, 8, 8, 1), dtype=np.uint8), np.arange(60) % 3
+    np.savez(tmp_path / "a.npz", x_train=x, y_train=y)
+    run = tmp_path / "run"
+    settings = ["clients=2", "rounds=1", f"data.source=npz:{tmp_path / 'a.npz'}", "algorithm.max_epochs=1"]
+    settings += ["partition.name=iid"]
+    assert main(["run", "--algorithm", "local", *(f"--set={s}" for s in settings), "--out", str(run)]) == 0
+    written = (run / "config.toml").read_text()
+    recorded = (run / "metrics.jsonl").read_text()
+
+    def refused(match: str) -> None:
+        with pytest.raises(CheckpointError, match=match):
+            Experiment.from_config(resolve(read(run / "config.toml")), run, resume=True)
+        assert (run / "metrics.jsonl").read_text() == recorded, "nothing is lost"
+
+    (run / "config.toml").write_text(written.replace("seed = 0", "seed = 1"))
+    refused(r"config\.toml was changed after round 1: seed is not what it was")
+    (run / "config.toml").write_text(written)
+    np.savez(tmp_path / "a.npz", x_train=x[::-1], y_train=y)
+    refused(r"a\.npz does not hold the data that .*run was begun with")
+    np.savez(tmp_path / "a.npz", x_train=x, y_train=y)
+    assert main(["resume", str(run), "--rounds", "2"]) == 0
+    assert len(Path(run / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_after_an_error_the_folder_is_free_for_a_resumption(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +39,7 @@ from barter.privacy import Privacy
 from barter.privacy.guard import Guard
 from barter.privacy.settings import Plan
 from barter.privacy.statement import Statement, statement
-from barter.runs.folder import RunFolder, finished, has_checkpoint
+from barter.runs.folder import RunFolder, finished, has_checkpoint, last_checkpoint
 from barter.runs.progress import onlooker
 
 __all__ = ["Experiment"]
@@ -162,6 +163,9 @@ class Experiment:
         self._told: dict[int, float] = {}  # ε that clients have told of themselves
         if config.start and not (resume and out is not None and has_checkpoint(Path(out))):
             self._start_from(Path(config.start))
+        clients = engine.clients.values() if isinstance(engine, LocalEngine) else ()
+        held = [*(client.data for client in clients), *([] if test is None else [test])]
+        self._data = "" if out is None else " ".join(images.fingerprint() for images in held)
         self.folder = None if out is None else self._open(Path(out), resume)
         if self.folder is not None and self.round:
             self.folder.state(self.privacy().to_json())  # a kill may have come before
@@ -243,7 +247,7 @@ class Experiment:
         self._told |= {k: told["epsilon"] for k, told in record.clients.items() if "epsilon" in told}
         if self.folder is not None:
             self.folder.append(record)
-            self.folder.save(t, self._state())
+            self.folder.save(t, self._state(), self._origin())
             self.folder.state(self.privacy().to_json())
         return record
 
@@ -267,6 +271,10 @@ class Experiment:
                 by_client[client][f"bytes_{direction}"] += count
         clients = {k: {**metrics.get(k, {}), **by_client[k]} for k in everybody}
         return Round(t, clients, server, seconds, by_method, failures)
+
+    def _origin(self) -> dict[str, str]:
+        """What the run's results come from."""
+        return {"config": to_toml(self.config), "data": self._data}
 
     def _state(self) -> dict[str, Any]:
         memory = {"server": self.server.memory(), "clients": self.engine.memory()}
@@ -293,20 +301,36 @@ class Experiment:
                     f"start={str(run)!r}: the network of {who} is {there[k]}{task} there and {here[k]} here"
                 ) from None
 
+    def _require_same(self, path: Path, origin: Mapping[str, str]) -> None:
+        """Refuse to go on with a configuration or data that the checkpoint is not made of."""
+        key = first_difference(plain(self.config), self._begun(tomllib.loads(origin["config"])), but=RESULT_FREE)
+        if key is not None:
+            raise CheckpointError(
+                f"{path / 'config.toml'} was changed after round {self.round}: {key} is not what it was; "
+                "change it back, or start a new run"
+            )
+        if origin["data"] != self._data:
+            raise CheckpointError(
+                f"{self.config.data.source} does not hold the data that {path} was begun with: bring them back, "
+                "or start a new run"
+            )
+
+    def _begun(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        """What a run was begun with; some were before there was privacy, and say nothing of it."""
+        return {"privacy": plain(replace(self.config, privacy=Privacy()))["privacy"], **tree}
+
     def _open(self, path: Path, resume: bool) -> RunFolder:
         if not resume:
             return RunFolder.create(path, to_toml(self.config))
         folder = RunFolder.existing(path)
-        silent = {
-            "privacy": plain(replace(self.config, privacy=Privacy()))["privacy"]
-        }  # runs begun before there was any
-        begun = {**silent, **read(folder.config)}
+        begun = self._begun(read(folder.config))
         key = first_difference(plain(self.config), begun, but=RESULT_FREE)
         if key is not None:
             raise CheckpointError(f"{path} is a run of another configuration: {key} differs")
-        found = folder.load(torch.device("cpu"))
+        found = last_checkpoint(path)
         if found is not None:
-            self.round, state = found
+            self.round, state, origin = found
+            self._require_same(path, origin)
             try:
                 self.server.recall(state["server"])
                 self.engine.recall(state["clients"])
@@ -315,6 +339,7 @@ class Experiment:
                     self._told |= {k: told["epsilon"] for k, told in record.clients.items() if "epsilon" in told}
             except (KeyError, RuntimeError) as error:
                 raise CheckpointError(f"{path} holds the checkpoint of another experiment: {error}") from error
+        folder.go_on_after(self.round)
         threads, before = self.config.threads, begun.get("threads")
         if self.round and isinstance(before, int) and threads not in (None, before):
             log.warning("%s goes on with threads=%d, begun with %d: last digits will differ", path, threads, before)

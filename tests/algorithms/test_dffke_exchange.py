@@ -248,7 +248,7 @@ CHANGES: list[dict[str, Any]] = [
     {"mixed": False},
     {"augmented": False},
     {"cosine": False},
-    {"renewed": False},
+    {"renewed": True},
     {"peers": 1},
     {"memory": 0},
     {"lr": 2e-3},

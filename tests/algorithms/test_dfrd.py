@@ -7,12 +7,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from barter.algorithms.dfrd import DFRD, Ensemble, excess, label_weights, moved, transferability, useful
+from barter.algorithms import dfrd
+from barter.algorithms.dfrd import DFRD, Ensemble, as_averaged, excess, label_weights, moved, transferability, useful
+from barter.core.evaluation import accuracy
 from barter.core.images import Spec
-from barter.core.payload import nbytes
+from barter.core.payload import isolate, nbytes
+from barter.core.record import Round
 from barter.engines.local import LocalEngine
 from barter.models.generators import Merge, MergeGenerator
-from barter.ops.synthesis import diversity, fidelity, shown
+from barter.ops.fit import fit, sgd
+from barter.ops.synthesis import assembled, diversity, fidelity, shown
 from tests.conftest import federation, same, tiny
 
 
@@ -277,3 +281,72 @@ def test_the_server_learns_from_the_clients_on_generated_images_alone() -> None:
     experiment = federation(DFRD(base="none", **settings), models="small-mlp", partition="iid")
     first, *_, last = [r.server["global"] for r in experiment.rounds(3)]
     assert last > max(0.3, first)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rate"),
+    [({}, 0.0025), ({"base": "none"}, 0.01), ({"global_lr": 0.5}, 0.5), (dict(DFRD.presets["paper"]), 0.01)],
+)
+def test_the_rate_of_the_global_model(changes: Any, rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[float] = []
+    monkeypatch.setattr(dfrd, "sgd", lambda lr, **settings: used.append(lr) or sgd(lr, **settings))
+    list(federation(tiny("dfrd", **{**changes, "iterations": 2})).rounds(1))
+    assert used == [rate]
+
+
+def test_fine_tuning_mends_what_averaging_broke() -> None:
+    """Two networks that started from different weights know the digits; their mean does not."""
+    algorithm = DFRD(base="fedavg", iterations=10, samples=32, noise=16)
+    experiment = federation(algorithm, models="small-cnn", partition="iid", clients=2)
+    server: Any = experiment.server
+    torch.manual_seed(0)
+    weights = {}
+    for k, client in experiment.engine.clients.items():
+        for part in client.model.modules():
+            if isinstance(part, nn.Conv2d | nn.Linear | nn.BatchNorm2d):
+                part.reset_parameters()
+        fit(client, epochs=3, batch_size=10, recipe=sgd(0.02, 0.9))
+        weights[k] = isolate(dict(client.model.state_dict()))
+    server.model.load_state_dict({at: (w + weights[1][at]) / 2 for at, w in weights[0].items()})
+    server.averaged = isolate(dict(server.model.state_dict()))
+    tau, p = label_weights(torch.ones(2, 10), 0.0)
+    ensemble, (generator, _) = assembled(server, weights), algorithm.recalled(server)
+    algorithm.play(server, generator, None, ensemble, tau, p)
+    algorithm.judge(server, generator, ensemble, tau, p)
+    assert experiment.test is not None
+    told = algorithm.evaluate_server(server, experiment.test)
+    assert min(accuracy(c.model, experiment.test) for c in experiment.engine.clients.values()) > 0.85
+    assert told["averaged"] < 0.5
+    assert told["global"] > told["averaged"] + 0.15
+    assert server.report["agreement"] > server.report["agreement_before"] + 0.15
+    assert server.report["recognised"] > 0.2
+
+
+def test_the_record_has_the_average_beside_what_was_made_of_it() -> None:
+    experiment = federation(tiny("dfrd"), models="small-cnn")
+    first, last = experiment.rounds(2)
+    assert first.server["averaged"] != first.server["global"]
+    server: Any = experiment.server
+    before = isolate(dict(server.model.state_dict()))
+    with as_averaged(server):
+        assert experiment.test is not None
+        assert accuracy(server.model, experiment.test) == last.server["averaged"]
+        assert not same(before, dict(server.model.state_dict()))
+    assert same(before, dict(server.model.state_dict()))
+    (alone,) = federation(tiny("dfrd", base="none")).rounds(1)
+    assert "averaged" not in alone.server
+    assert {"recognised", "agreement", "variety", "contrast"} <= alone.server.keys()
+
+
+def test_remarks_on_images_that_are_alike_and_on_a_rate_too_high() -> None:
+    def rounds(variety: float, *pairs: tuple[float, float]) -> list[Round]:
+        told = [{"averaged": a, "global": g, "variety": variety} for a, g in pairs]
+        return [Round(round=t, server=s, clients={}, bytes={}, seconds={}, failures=[]) for t, s in enumerate(told, 1)]
+
+    assert DFRD().remarks([]) == []
+    assert DFRD().remarks(rounds(0.8, (0.9, 0.8), (0.8, 0.9))) == []
+    (rate,) = DFRD().remarks(rounds(0.8, (0.9, 0.8), (0.8, 0.9), (0.9, 0.7)))
+    assert "in 2 of 3 rounds" in rate
+    assert "global_lr" in rate
+    (alike,) = DFRD().remarks(rounds(0.04, (0.8, 0.9)))
+    assert "beta_div" in alike

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch import nn
 from barter.algorithms.fedaf import FedAF, global_loss, interpolated, mean_by_class, symmetric_kl
 from barter.algorithms.feddm import FedDM, at_distance
 from barter.core.clients import Replies
-from barter.core.images import Spec
+from barter.core.images import Augment, Spec, prepared
+from barter.core.record import Round
 from barter.data.task import Data
+from barter.ops.condense import averaging
 from tests.conftest import federation, same, state, tiny
 from tests.ops.test_condense import Linear
 
@@ -48,12 +51,13 @@ def test_equation_14_by_hand() -> None:
     apart = 0.5 * ((r[[0, 2]] - t) * np.log(r[[0, 2]] / t)).sum(1)
     R = torch.tensor(r).float()
     for known, terms in (([1.0, 1.0, 1.0], apart), ([1.0, 1.0, 0.0], apart[:1])):
-        loss = global_loss(model, SPEC, 0.5, 4.0, pixels, labels, R, torch.tensor(known))
-        assert loss.item() == pytest.approx(entropy + 0.5 * terms.mean(), abs=1e-5)
+        told = global_loss(model, SPEC, 0.5, 4.0, pixels, labels, R, torch.tensor(known))
+        expected = [entropy + 0.5 * terms.mean(), entropy, terms.mean()]
+        assert [x.item() for x in told] == pytest.approx(expected, abs=1e-5)
     plain = global_loss(model, SPEC, 0.0, 4.0, pixels, labels, R, torch.ones(3))
-    assert plain.item() == pytest.approx(entropy, abs=1e-5)
+    assert [x.item() for x in plain] == pytest.approx([entropy] * 2, abs=1e-5)
     nobody = global_loss(model, SPEC, 0.5, 4.0, pixels, labels, R, torch.zeros(3))
-    assert nobody.item() == pytest.approx(entropy, abs=1e-5)
+    assert [x.item() for x in nobody] == pytest.approx([entropy, entropy, 0], abs=1e-5)
 
 
 def test_means_are_over_the_clients_that_hold_a_class() -> None:
@@ -125,6 +129,8 @@ def test_when_no_class_is_large_enough_the_model_stays(name: str) -> None:
     (record,) = experiment.rounds(1)
     assert all(torch.equal(v, before[at]) for at, v in experiment.server.model.state_dict().items())
     assert not record.failures
+    (remark,) = experiment.algorithm.remarks([record])
+    assert remark.startswith("min_samples=1000000: no class of a client has 1000000 images")
 
 
 def test_a_warm_start_begins_where_the_last_round_ended() -> None:
@@ -147,10 +153,118 @@ def test_clients_end_a_round_with_the_servers_model_and_send_no_weights() -> Non
         assert record.mean("bytes_up") < 0.1 * record.mean("bytes_down")
 
 
+def given_away(client: Any, shared: Any, **changes: Any) -> tuple[Any, Any]:
+    """What the client sends, and the mean logits that its model has for it, class by class."""
+    torch.manual_seed(0)
+    given = FedAF(ipc=2, steps=30, **changes).condense(client, shared)
+    labels = given["classes"].repeat_interleave(given["sizes"])
+    logits = client.model.eval()(prepared(given["images"], client.data.spec, Augment()))
+    return given, (averaging(labels, given["classes"]) @ logits).detach()
+
+
+def test_collaboration_draws_what_is_sent_to_what_everybody_has() -> None:
+    """The claim of CDC: condensed images stand for a class as all clients have it, not as their own client does."""
+    experiment = federation(tiny("fedaf"), seed=2)
+    list(experiment.rounds(1))
+    clients: Any = experiment.engine.clients
+    local = {k: FedAF().summarise(client) for k, client in clients.items()}
+    shared = FedAF().merge(experiment.server, Replies(local, dict.fromkeys(local, 1), {}))
+    client, apart = clients[0], {}
+    for weight in (0.0, FedAF().lambda_loc):
+        given, u = given_away(client, shared, lambda_loc=weight)
+        apart[weight] = (u - shared["logits"][torch.isin(shared["classes"], given["classes"])]).square().mean().item()
+    own = local[0]["logits"][torch.isin(local[0]["classes"], given["classes"])]
+    everybodys = shared["logits"][torch.isin(shared["classes"], given["classes"])]
+    without, collaborating = apart.values()
+    assert collaborating < 0.6 * without
+    assert collaborating < 0.6 * (own - everybodys).square().mean().item(), "nearer to all than the client's own images"
+
+
+def test_knowledge_matching_holds_the_model_to_what_it_knew_of_the_originals() -> None:
+    """The claim of LGKM: soft labels of the originals keep what few condensed images would make the model forget."""
+    experiment = federation(tiny("fedaf"))
+    server, client = experiment.server, experiment.engine.clients[0]
+    before = {at: value.clone() for at, value in server.model.state_dict().items()}
+    held = torch.unique(client.data.labels)[:2]
+    soft = torch.zeros(2, 10)
+    soft[:, held] = torch.tensor([[0.6, 0.4], [0.4, 0.6]])  # two classes that look alike
+    images = torch.cat([client.data.pixels[client.data.labels == c][:2] for c in held])
+    lots: Any = {0: {"classes": held, "sizes": torch.tensor([2, 2]), "images": images, "soft": soft}}
+    gap = {}
+    for weight in (0.0, FedAF().lambda_glob):
+        server.model.load_state_dict(before)
+        torch.manual_seed(0)
+        FedAF(server_epochs=60, lambda_glob=weight, tau=1.0).train(server, Replies(lots, {0: 1}, {}))
+        means = server.model.eval()(prepared(images, server.spec, Augment())).view(2, 2, -1).mean(1)
+        said = means.softmax(1)
+        assert said.argmax(1).tolist() == held.tolist(), "the classes are learnt either way"
+        gap[weight] = (said - soft).abs().sum().item()
+    without, held_to_it = gap.values()
+    assert held_to_it < 0.6 * without
+    assert server.report["knowledge_end"] < 0.5 * server.report["knowledge_start"]
+
+
+@pytest.mark.parametrize("name", ["fedaf", "feddm"])
+def test_the_record_says_what_the_terms_did_and_how_varied_images_are(name: str) -> None:
+    (record,) = federation(tiny(name)).rounds(1)
+    terms = {"matching"} | ({"collaboration"} if name == "fedaf" else set())
+    ends = {f"{term}_{when}" for term in terms for when in ("start", "end")}
+    for told in record.clients.values():
+        assert ends | {"variety", "contrast", "own_variety", "own_contrast"} <= told.keys()
+        assert told["matching_end"] < told["matching_start"]
+        assert 0.5 < told["variety"] / told["own_variety"] < 2, "real images, hardly changed by three steps"
+        assert 0.5 < told["contrast"] / told["own_contrast"] < 2
+    server = {"entropy"} | ({"knowledge"} if name == "fedaf" else set())
+    assert {f"{term}_{when}" for term in server for when in ("start", "end")} <= record.server.keys()
+    assert record.server["entropy_end"] < record.server["entropy_start"]
+
+
+def test_images_that_are_all_alike_are_spoken_of() -> None:
+    algorithm, experiment = FedDM(), federation(tiny("feddm"))
+    client: Any = experiment.engine.clients[0]
+    label = client.data.labels[0].item()
+    own = client.data.batch((client.data.labels == label).nonzero()[:, 0])
+    algorithm.look(client, own, torch.full((len(own),), label))
+    assert client.report["variety"] == pytest.approx(client.report["own_variety"])
+    assert client.report["contrast"] == pytest.approx(0, abs=1e-6), "there is one class"
+    rounds = [
+        Round(t, {0: dict(client.report), 3: dict(client.report)}, {"condensed": 20.0}, {}, {}, []) for t in (1, 2)
+    ]
+    assert algorithm.remarks(rounds) == []
+    algorithm.look(client, own.mean(0) + 0.09 * (own - own.mean(0)), torch.full((len(own),), label))
+    rounds[1].clients[3].update(client.report)
+    (remark,) = algorithm.remarks(rounds)
+    assert re.match(
+        r"the condensed images of a class are all but the same at client 3: .*init_images.*image_lr", remark
+    )
+    assert algorithm.remarks(rounds[:1]) == [], "as they were in the end"
+    assert FedDM(ipc=1).remarks(rounds) == [], "of one image nothing follows"
+
+
+def test_both_start_and_train_alike() -> None:
+    """What differs between the results of the two is what differs between the methods."""
+    af, dm = FedAF(), FedDM()
+    for field in ("ipc", "min_samples", "steps", "batch_size", "init_images", "server_epochs", "server_lr", "momentum"):
+        assert getattr(af, field) == getattr(dm, field)
+    assert af.clip is not None
+    assert dm.clip is not None
+    farthest = [dm.image_lr * dm.clip / (1 - dm.image_momentum), af.image_lr * af.clip / (1 - af.momentum)]
+    assert farthest == pytest.approx([4, 4]), "how far images may go in a step"
+
+
 def test_presets_are_the_papers() -> None:
     paper = FedAF.preset("paper")
-    assert (paper.ipc, paper.min_samples, paper.steps, paper.image_lr, paper.server_epochs) == (50, 50, 1000, 1.0, 500)
-    assert FedDM.preset("paper").steps == 1000
+    assert (paper.ipc, paper.min_samples, paper.steps, paper.image_lr, paper.momentum) == (50, 50, 1000, 1.0, 0.9)
+    assert (paper.lambda_loc, paper.lambda_glob, paper.gamma, paper.clip, paper.init_images) == (
+        1e-4,
+        0.01,
+        0.9,
+        None,
+        5,
+    )
+    assert (paper.server_epochs, paper.server_lr, paper.batch_size, paper.fraction) == (500, 1e-3, 256, 1.0)
+    dm = FedDM.preset("paper")
+    assert (dm.steps, dm.server_epochs, dm.image_lr, dm.clip, dm.rho, dm.init_images) == (1000, 500, 1.0, 2.0, 5.0, 1)
 
 
 @pytest.mark.parametrize("name", ["fedaf", "feddm"])

@@ -10,12 +10,24 @@ from hypothesis import strategies as st
 from torch import nn
 
 from barter import ALGORITHMS
-from barter.algorithms.fedfree import Bridge, FedFree, Layer, change, counterpart, entropy, fitted, layers_of, respond
+from barter.algorithms.fedfree import (
+    Bridge,
+    FedFree,
+    Layer,
+    change,
+    counterpart,
+    credits,
+    entropy,
+    fitted,
+    layers_of,
+    respond,
+)
 from barter.core.clients import Replies
 from barter.core.errors import ConfigError
 from barter.core.payload import nbytes
+from barter.core.record import Round
 from barter.models.small import fedfree_cnn
-from tests.conftest import federation, tiny
+from tests.conftest import federation, small_federation, tiny
 
 
 def layer(weight: Any, bias: Any = None, depth: float = 0.0) -> Layer:
@@ -61,15 +73,16 @@ def test_a_lone_layer_is_as_deep_as_it_stands_in_the_network() -> None:
 
 def test_kernels_larger_than_the_noise_and_tsallis_of_order_one() -> None:
     g, teacher = layer(torch.randn(2, 1, 5, 5), torch.randn(2)), layer(torch.randn(2, 1, 24, 24))
-    assert FedFree(side=2).imitate(g, [teacher])["weight"].isfinite().all()
+    assert FedFree(side=2, transfer="sampled").imitate(g, [teacher])["weight"].isfinite().all()
     with pytest.raises(ConfigError, match="tsallis_order=1"):
         FedFree(tsallis_order=1.0)
 
 
 def test_the_counterpart_is_of_the_same_kind_at_the_nearest_depth() -> None:
     spec = federation(FedFree()).task.spec
-    server = layers_of(fedfree_cnn(spec.__class__(3, 32, 32, 10, (0.5,) * 3, (0.5,) * 3)))
-    assert [(one["kind"], tuple(one["weight"].shape)) for one in server] == [
+    network = fedfree_cnn(spec.__class__(3, 32, 32, 10, (0.5,) * 3, (0.5,) * 3))
+    server = {str(i): one for i, one in enumerate(layers_of(network))}
+    assert [(one["kind"], tuple(one["weight"].shape)) for one in server.values()] == [
         ("conv", (32, 3, 5, 5)),
         ("conv", (64, 32, 5, 5)),
         ("linear", (1600, 1600)),
@@ -77,28 +90,28 @@ def test_the_counterpart_is_of_the_same_kind_at_the_nearest_depth() -> None:
         ("linear", (10, 384)),
     ]
     convolution, linear = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1)
-    assert [counterpart(layer(convolution, depth=d), server) for d in (0, 0.4, 0.6, 1)] == [0, 0, 1, 1]
-    assert [counterpart(layer(linear, depth=d), server) for d in (0, 0.2, 0.3, 0.7, 1)] == [2, 2, 3, 3, 4]
-    assert counterpart(layer(linear), [one for one in server if one["kind"] == "conv"]) is None
+    assert [counterpart(layer(convolution, depth=d), server) for d in (0, 0.4, 0.6, 1)] == [*"0011"]
+    assert [counterpart(layer(linear, depth=d), server) for d in (0, 0.2, 0.3, 0.7, 1)] == [*"22334"]
+    assert counterpart(layer(linear), {at: one for at, one in server.items() if one["kind"] == "conv"}) is None
 
 
 def test_entropies_by_hand() -> None:
-    weight = torch.tensor([0.0, 0.1, 0.2, 0.9])  # two bins between 0 and 1: three and one
+    weight = torch.tensor([0.0, 0.1, 0.2, 0.9])  # two bins between the extremes: three and one
     p = np.array([0.75, 0.25])
-    assert entropy(weight, "shannon", 2, (0, 1), 1.5) == pytest.approx(-(p * np.log(p)).sum())
-    assert entropy(weight, "collision", 2, (0, 1), 1.5) == pytest.approx(-np.log((p**2).sum()))
-    assert entropy(weight, "tsallis", 2, (0, 1), 2.0) == pytest.approx(1 - (p**2).sum())
-    assert entropy(weight, "tsallis", 2, (0, 1), 1.5) == pytest.approx((1 - (p**1.5).sum()) / 0.5)
+    assert entropy(weight, "shannon", 2, 1.5) == pytest.approx(-(p * np.log(p)).sum())
+    assert entropy(weight, "collision", 2, 1.5) == pytest.approx(-np.log((p**2).sum()))
+    assert entropy(weight, "tsallis", 2, 2.0) == pytest.approx(1 - (p**2).sum())
+    assert entropy(weight, "tsallis", 2, 1.5) == pytest.approx((1 - (p**1.5).sum()) / 0.5)
     for kind in ("shannon", "collision", "tsallis"):
-        assert entropy(torch.full((9,), 0.3), kind, 8, (0, 1), 1.5) == pytest.approx(0, abs=1e-12)  # type: ignore[arg-type]
+        assert entropy(torch.full((9,), 0.3), kind, 8, 1.5) == pytest.approx(0, abs=1e-12)  # type: ignore[arg-type]
 
 
-def test_the_gain_looks_through_own_or_common_bins() -> None:
-    narrow, wide = torch.linspace(0, 0.1, 64), torch.linspace(0, 1, 64)
-    own = FedFree(edges="own", bins=8).gain(narrow, wide)
-    common = FedFree(edges="common", bins=8).gain(narrow, wide)
-    assert own == pytest.approx(0), "a scaled layer has the same entropy between its own extremes"
-    assert common == pytest.approx(np.log(8)), "in common bins the narrow layer fills one of eight"
+def test_the_gain_compares_shapes_whatever_the_scale() -> None:
+    even, scaled = torch.linspace(0, 0.1, 64), torch.linspace(0, 1, 64)
+    assert FedFree(bins=8).gain(even, scaled) == pytest.approx(0)
+    spiked = torch.cat([torch.zeros(63), torch.ones(1)])
+    p = np.array([63, 1]) / 64
+    assert FedFree(bins=8).gain(spiked, even) == pytest.approx(np.log(8) + (p * np.log(p)).sum())
 
 
 def test_layers_are_fitted_axis_by_axis_around_the_centre_of_the_kernel() -> None:
@@ -128,7 +141,7 @@ def test_in_expectation_the_transfer_is_its_closed_form(a: int, b: int, c: int, 
     method = FedFree()
     size = (4000, max(b, d)) if not convolution else (400, max(b, d), 8, 8)
     sampled = method.discrepancy(w, g_bias, teacher, torch.randn(size))
-    assert sampled.item() == pytest.approx(method.expected(w, g_bias, teacher).item(), rel=0.15)
+    assert sampled.sum().item() == pytest.approx(method.expected(w, g_bias, teacher).sum().item(), rel=0.15)
 
 
 def test_the_analytic_form_is_a_moving_average() -> None:
@@ -144,7 +157,8 @@ def test_the_analytic_form_is_a_moving_average() -> None:
 def test_the_sampled_form_agrees_with_it_in_expectation() -> None:
     torch.manual_seed(1)
     g, teacher = layer(torch.randn(2, 3), torch.randn(2)), layer(torch.randn(2, 3), torch.randn(2))
-    steps = [FedFree(server_lr=0.1).imitate(g, [teacher])["weight"] for _ in range(600)]
+    sampled = FedFree(server_lr=0.1, transfer="sampled")
+    steps = [sampled.imitate(g, [teacher])["weight"] for _ in range(600)]
     expected = FedFree(server_lr=0.1, transfer="analytic").imitate(g, [teacher])["weight"]
     assert torch.allclose(torch.stack(steps).mean(0), expected, atol=0.02)
     assert not torch.equal(steps[0], steps[1])
@@ -171,14 +185,14 @@ def test_a_client_is_given_the_layer_with_the_largest_gain_or_none() -> None:
     server: Any = experiment.server
     assert isinstance(server, Bridge)
     flat, uneven, even = torch.zeros(8, 1), torch.tensor([[0.0]] * 6 + [[1.0]] * 2), torch.linspace(0, 1, 8)[:, None]
-    server.layers = [{**layer(w, torch.zeros(8)), "name": str(i)} for i, w in enumerate((flat, uneven, even))]
+    server.layers = {str(i): layer(w, torch.zeros(8)) for i, w in enumerate((flat, uneven, even))}
     uploads: Replies[list[Layer]] = Replies(
         {0: [layer(uneven)], 1: [layer(even)], 2: [layer(torch.zeros(1, 1, 1, 1))]}, dict.fromkeys(range(3), 1), {}
     )
-    gifts = FedFree(bins=8, edges="own").align(server, uploads)
+    gifts = FedFree(bins=8, match="depth").align(server, uploads)
     assert gifts.keys() == {0}
-    assert torch.equal(gifts[0]["weight"], even)
-    assert gifts[0]["name"] == "it", "named as the client calls it"
+    assert torch.equal(gifts[0][0]["weight"], even)
+    assert gifts[0][0]["name"] == "it", "named as the client calls it"
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -186,11 +200,13 @@ def test_only_k_layers_go_up_and_one_comes_down(k: int) -> None:
     experiment = federation(tiny("fedfree", layers=k))
     (record,) = experiment.rounds(1)
     server: Any = experiment.server
-    words = 60  # bytes of a layer's name, kind and depth
+    words = 60  # bytes of a layer's name, kind and depth; beside them, 4 for each output
     for i, client in experiment.engine.clients.items():
         sizes = sorted(nbytes(one) for one in layers_of(client.model))
-        assert sum(sizes[:k]) <= record.clients[i]["bytes_up"] <= sum(sizes[-k:])
-        assert record.clients[i]["bytes_down"] <= max(nbytes(one) for one in server.layers) + words
+        outputs = 4 * sum(sorted(len(one["weight"]) for one in layers_of(client.model))[-k:])
+        assert sum(sizes[:k]) <= record.clients[i]["bytes_up"] <= sum(sizes[-k:]) + outputs
+        assert record.clients[i]["given"] == k
+        assert record.clients[i]["bytes_down"] <= max(nbytes(one) for one in server.layers.values()) + words
 
 
 def test_a_received_layer_arrives_where_it_was_taken_from() -> None:
@@ -200,7 +216,7 @@ def test_a_received_layer_arrives_where_it_was_taken_from() -> None:
     place = client.model.get_submodule(name)
     others = {n: p.clone() for n, p in client.model.named_parameters() if not n.startswith(name)}
     gift = {**layer(torch.ones_like(place.weight), torch.ones(len(place.weight))), "name": name}
-    FedFree().receive(client, gift)  # type: ignore[arg-type]
+    FedFree().receive(client, [gift])  # type: ignore[arg-type]
     assert torch.equal(place.weight, torch.ones_like(place.weight))
     assert all(torch.equal(p, others[n]) for n, p in client.model.named_parameters() if n in others)
 
@@ -209,4 +225,97 @@ def test_presets_differ_as_the_docstring_says() -> None:
     kind = ALGORITHMS["fedfree"]
     assert kind.preset("sound") == kind()
     assert kind.preset("tableA2").epochs == 30  # type: ignore[attr-defined]
-    assert kind.preset("paper").fill == "zero"  # type: ignore[attr-defined]
+    for name in ("paper", "tableA2"):
+        published: Any = kind.preset(name)
+        assert (published.match, published.outputs, published.fill) == ("depth", "all", "zero")
+        assert (published.server_lr, published.transfer) == (0.01, "sampled")
+
+
+def test_an_output_counts_as_much_as_training_changed_it() -> None:
+    before, after = layer([[1.0, 1.0], [2.0, 0.0]]), layer([[1.0, 3.0], [2.0, 0.0]])
+    assert credits(before, after).tolist() == [4.0, 0.0]
+    teachers = [{**layer([[8.0], [1.0]], [8.0, 1.0]), "credit": torch.tensor([3.0, 0.0])}]
+    teachers += [{**layer([[4.0], [2.0]], [4.0, 2.0]), "credit": torch.tensor([1.0, 0.0])}]
+    g = layer([[0.0], [5.0]], [0.0, 5.0])
+    moved = FedFree().imitate(g, teachers)  # type: ignore[arg-type]
+    assert moved["weight"].tolist() == [[7.0], [5.0]], "(3 * 8 + 1 * 4) / 4; an output that nobody trained stays"
+    assert moved["bias"].tolist() == [7.0, 5.0]
+    half = FedFree(server_lr=0.25).imitate(g, teachers)  # type: ignore[arg-type]
+    assert half["weight"].tolist() == [[3.5], [5.0]]
+    assert FedFree(outputs="all").imitate(g, teachers)["weight"].tolist() == [[6.0], [1.5]]  # type: ignore[arg-type]
+    narrow = {**layer([[1.0]]), "credit": torch.tensor([1.0])}
+    parts = FedFree().parts([teachers[0], narrow])  # type: ignore[list-item]
+    assert [part.tolist() for part in parts] == [[0.75, 0.0], [0.25]]
+
+
+def test_layers_only_go_to_the_same_place_of_the_same_network() -> None:
+    """Of three clients two have one network: they exchange, and the third learns alone."""
+    experiment = federation(tiny("fedfree", layers=9), models="small-cnn,small-mlp,small-cnn")
+    (record,) = experiment.rounds(1)
+    server: Any = experiment.server
+    shapes = {at: tuple(one["weight"].shape) for at, one in server.layers.items()}
+    for i, client in experiment.engine.clients.items():
+        for one in layers_of(client.model):
+            assert shapes[f"{server.names[i]}/{one['name']}"] == tuple(one["weight"].shape)
+    assert record.clients[1]["taken"] == 0
+    assert record.server["gifts"] == sum(told["taken"] for told in record.clients.values()) >= 1
+
+
+def test_the_servers_layer_is_the_mean_and_a_client_gets_it() -> None:
+    algorithm: Any = FedFree(outputs="all", bins=4)
+    experiment = federation(algorithm, models="small-mlp", clients=2)
+    server: Any = experiment.server
+    one, two = torch.zeros(10, 256), torch.linspace(0, 2, 2560).view(10, 256)
+    one[0, 0] = 3.0
+    uploads = Replies({0: [{**layer(one), "name": "head"}], 1: [{**layer(two), "name": "head"}]}, {0: 1, 1: 1}, {})
+    algorithm.share(server, uploads)
+    assert torch.allclose(server.layers["small-mlp/head"]["weight"], (one + two) / 2)
+    gifts = algorithm.align(server, uploads)
+    assert gifts.keys() == {0}, (
+        "the mean fills its range more evenly than a layer with one large weight, and less than one that does"
+    )
+    algorithm.receive(experiment.engine.clients[0], gifts[0])
+    assert torch.allclose(experiment.engine.clients[0].model.head.weight, (one + two) / 2)  # type: ignore[union-attr]
+
+
+def test_of_a_head_a_client_takes_the_outputs_of_its_classes() -> None:
+    experiment = federation(tiny("fedfree"), partition="classes", models="small-mlp")
+    client: Any = experiment.engine.clients[0]
+    held = client.data.class_counts() > 0
+    assert 0 < held.sum() < 10
+    head = client.model.head
+    before = head.weight.detach().clone()
+    gift: Any = {**layer(torch.full_like(before, 7.0), torch.full((10,), 7.0)), "name": "head"}
+    FedFree().receive(client, [gift])
+    assert (head.weight[held] == 7).all()
+    assert torch.equal(head.weight[~held], before[~held])
+    FedFree(outputs="all").receive(client, [gift])
+    assert (head.weight == 7).all()
+
+
+def test_clients_with_few_images_gain_from_each_others_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same images, by the same training: with the exchange well above without it, on their own tests too."""
+
+    def last() -> Round:
+        algorithm = FedFree(epochs=3)
+        return list(small_federation(algorithm, clients=6, models="small-cnn", partition="iid").rounds(3))[-1]
+
+    together = last()
+    monkeypatch.setattr(FedFree, "align", lambda *_: {})
+    alone = last()
+    assert alone.mean("taken") == 0 < together.mean("taken")
+    assert together.mean("local") > alone.mean("local") + 0.05
+    assert together.mean("global") > alone.mean("global") + 0.05
+
+
+def test_a_run_without_exchange_says_so() -> None:
+    alone = federation(tiny("fedfree"), models="small-cnn,small-mlp,small-vgg")
+    rounds = list(alone.rounds(2))
+    (said,) = alone.algorithm.remarks(rounds)
+    assert "no layer was exchanged in 2 rounds" in said
+    assert "fedproto" in said
+    (published,) = FedFree(match="depth").remarks(rounds)
+    assert "server_lr" in published
+    assert FedFree().remarks([]) == []
+    together = federation(tiny("fedfree"), models="small-cnn")
+    assert together.algorithm.remarks(list(together.rounds(1))) == []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from barter.core import lanes
+from barter.core import lanes, seeds
 from barter.core.lanes import Lane
 from barter.core.payload import isolate, nbytes
 from barter.engines.local import LocalEngine
@@ -103,9 +103,21 @@ def test_bf16_is_the_default_and_weights_stay_fp32(name: str) -> None:
     experiment = on_cuda(name)
     assert experiment.precision == "bf16"
     default, full = finished(experiment), finished(on_cuda(name, precision="fp32"))
-    assert {v.dtype for v in default.values() if isinstance(v, Tensor) and v.is_floating_point()} == {torch.float32}
+    held = {at: v for at, v in default.items() if isinstance(v, Tensor) and v.is_floating_point()}
+    assert {v.dtype for at, v in held.items() if ".buffer[" not in at} == {torch.float32}, "images may be half"
     assert not same(default, full)
     assert distance(default, full) < 0.5
+
+
+def test_what_is_drawn_on_the_cpu_leaves_the_gpu_alone() -> None:
+    device, drawn = torch.device("cuda", 0), []
+    for inner in (False, True):
+        with seeds.scope(0, "a", device=device):
+            if inner:
+                with seeds.scope(1, "b"):
+                    torch.rand(1)
+            drawn.append(torch.rand(3, device=device))
+    assert torch.equal(*drawn)
 
 
 def test_dropout_draws_from_the_seed_streams(monkeypatch: pytest.MonkeyPatch) -> None:

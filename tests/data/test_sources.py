@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,36 @@ def test_folder_with_and_without_a_test_part(tmp_path: Path) -> None:
     parts = load(f"folder:{tmp_path / 'parts'}")
     assert (parts.x_train.shape, len(parts.y_test)) == ((14, 3, 64, 64), 6)
     assert set(parts.x_test[:, 0].flatten().tolist()) == {0, 1, 2}
+
+
+def test_the_parts_of_a_folder_are_no_classes(tmp_path: Path) -> None:
+    for part, images in (("train", 10), ("val", 3), ("test", 2)):
+        for kind in ("cat", "dog"):
+            for i in range(images):
+                picture(tmp_path / part / kind / f"{i}.png", shade=i)
+    assert len(load(f"folder:{tmp_path}").y_test) == 4, "test/ is the test part where there is one"
+    shutil.rmtree(tmp_path / "test")
+    validated = load(f"folder:{tmp_path}")
+    assert (validated.classes, len(validated.y_train), len(validated.y_test)) == (["cat", "dog"], 20, 6)
+    shutil.move(tmp_path / "val", tmp_path / "extra")
+    with pytest.raises(ConfigError, match="holds train/ and extra/ beside it"):
+        load(f"folder:{tmp_path}")
+    shutil.rmtree(tmp_path / "extra")
+    alone = load(f"folder:{tmp_path}")
+    assert (alone.classes, len(alone.y_train), len(alone.y_test), alone.held_out) == (["cat", "dog"], 16, 4, True)
+    shutil.move(tmp_path / "train", tmp_path / "val")
+    with pytest.raises(ConfigError, match="holds val/ and no train/"):
+        load(f"folder:{tmp_path}")
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_channels_that_come_first_are_said(tmp_path: Path, channels: int) -> None:
+    x, y = np.zeros((4, channels, 8, 8), np.uint8), np.arange(4) % 2
+    np.savez(tmp_path / "a.npz", x_train=x, y_train=y)
+    with pytest.raises(ConfigError, match=r"channels first: x\.transpose"):
+        load(f"npz:{tmp_path / 'a.npz'}")
+    np.savez(tmp_path / "a.npz", x_train=x.transpose(0, 2, 3, 1), y_train=y)
+    assert load(f"npz:{tmp_path / 'a.npz'}").x_train.shape[1:] == (channels, 8, 8)
 
 
 def test_domains(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 from barter.cli import main
 from barter.core.payload import isolate, leaves
 from barter.runs import checkpoint
-from barter.runs.folder import RunFolder, records
+from barter.runs.folder import last_checkpoint, records
 from barter.supervise import FLOWER, free_port
 from tests.conftest import TINY, digits_file, federation, same, tiny
 
@@ -55,7 +55,7 @@ def test_a_run_on_this_machine_is_the_run_of_one_process(
     assert main(command) == 0
     local = federation(tiny(name), clients=clients, data=digits_file(tmp_path))
     list(local.rounds(2))
-    remote = RunFolder.existing(tmp_path / "run").load(CPU)
+    remote = last_checkpoint(tmp_path / "run")
     assert remote is not None
     assert same(dict(leaves(remote[1]["server"])), dict(leaves(isolate(local.server.memory()))))
     members = {f"client-{k}": memory for k, memory in local.engine.memory().items()}

@@ -16,6 +16,7 @@ from barter.ops.condense import (
     Canvas,
     averaging,
     condense,
+    ends,
     gathered,
     lot,
     matching_loss,
@@ -106,6 +107,15 @@ def test_images_start_as_means_of_their_class() -> None:
     assert quantised(start, SPEC)[:, 0, 0].tolist() == [[0, 1]] * 2 + [[100, 101]] * 3
 
 
+def test_no_two_start_from_the_same_original() -> None:
+    pixels = torch.arange(20, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 1, 2)
+    images = Images(pixels, torch.arange(20) % 2, SPEC)
+    start = quantised(mean_images(images, {0: 10, 1: 4}, of=1), SPEC)[:, 0, 0, 0].tolist()
+    assert sorted(start[:10]) == list(range(0, 20, 2)), "all that there are"
+    assert len(set(start[10:])) == 4
+    assert all(x % 2 for x in start[10:])
+
+
 def test_the_bytes_of_a_lot_are_those_of_its_images() -> None:
     """Table 7 of FedAF counts one byte per pixel and channel: 50 images of a CIFAR class are 153,600 bytes."""
     spec = Spec(3, 32, 32, 10, (0.5,) * 3, (0.25,) * 3)
@@ -136,20 +146,30 @@ def test_a_network_is_redrawn_but_not_its_statistics() -> None:
 
 
 def test_the_matching_loss_by_hand() -> None:
-    model = Linear([[1.0, 0.0], [0.0, 2.0]], [[1.0, 1.0], [0.0, 1.0], [0.0, 0.0]])
+    seen_through = Linear([[1.0, 0.0], [0.0, 2.0]], [[1.0, 1.0], [0.0, 1.0], [0.0, 0.0]])
+    model = Linear([[1.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]])
     canvas = Canvas(torch.tensor([[[[1.0, 1.0]]], [[[3.0, 1.0]]]]))  # two images of one class: mean (2, 1)
     pixels = torch.tensor([[[[255, 0]]]], dtype=torch.uint8)  # normalised (2, -2)
     one, half = torch.ones(1, 1), torch.full((1, 2), 0.5)
     v, known = torch.tensor([[1.0, 2.0, 0.0]]), torch.ones(1)
+
+    def terms(logits: bool, weight: float, known: Tensor = known) -> list[float]:
+        given = pixels, one, half, v, known
+        return [x.item() for x in matching_loss(canvas, seen_through, model, SPEC, logits, weight, None, *given)]
+
     # Features: condensed (2, 2), real (2, -4). Logits: condensed (4, 2, 0), real (-2, -4, 0).
-    plain = matching_loss(canvas, model, SPEC, False, 0.0, None, pixels, one, half, v, known)
-    assert plain.item() == pytest.approx(36)
-    both = matching_loss(canvas, model, SPEC, True, 0.0, None, pixels, one, half, v, known)
-    assert both.item() == pytest.approx(36 + 36 + 36)
-    held = matching_loss(canvas, model, SPEC, False, 0.5, None, pixels, one, half, v, known)
-    assert held.item() == pytest.approx(36 + 0.5 * (9 + 0 + 0) / 3)
-    unknown = matching_loss(canvas, model, SPEC, False, 0.5, None, pixels, one, half, v, 0 * known)
-    assert unknown.item() == pytest.approx(36)
+    assert terms(False, 0.0) == pytest.approx([36, 36])
+    assert terms(True, 0.0) == pytest.approx([36 + 36 + 36] * 2)
+    # The model's own logits of the condensed, (2, 1, 4), beside (1, 2, 0).
+    apart = (1 + 1 + 16) / 3
+    assert terms(False, 0.5) == pytest.approx([36 + 0.5 * apart, 36, apart])
+    assert terms(False, 0.5, 0 * known) == pytest.approx([36, 36, 0])
+
+
+def test_the_terms_of_a_loss_at_both_ends() -> None:
+    told = [torch.tensor([3.0, 4.0]), torch.tensor([1.0, 2.0])]
+    assert ends(["a", "b"], told) == {"a_start": 3, "b_start": 4, "a_end": 1, "b_end": 2}
+    assert ends(["a", "b"], [torch.tensor([3.0])]) == {"a_start": 3, "a_end": 3}, "one step, and a term that is off"
 
 
 def test_condensed_images_have_the_mean_features_of_the_originals() -> None:
@@ -167,9 +187,24 @@ def test_condensed_images_have_the_mean_features_of_the_originals() -> None:
             )
             return float((averaging(labels, classes) @ model.features(images) - real).square().sum())
 
-    made = condense(client, start, sizes, steps=40, batch_size=10**6, recipe=sgd(0.5, 0.9), sampled=lambda model: None)
+    options = {"steps": 40, "batch_size": 10**6, "recipe": sgd(0.5, 0.9)}
+    made, terms = condense(client, start, sizes, **options, sampled=lambda model: None)  # type: ignore[arg-type]
     assert distance(made) < 0.2 * distance(start)
     assert made.shape == start.shape
+    assert terms["matching_start"] == pytest.approx(distance(start), rel=1e-4)
+    assert terms["matching_end"] < 0.2 * terms["matching_start"]
+    assert terms.keys() == {"matching_start", "matching_end"}
+
+
+def test_pixels_stay_between_black_and_white() -> None:
+    """What is matched is what is sent: nothing is lost when images become bytes, but for rounding."""
+    client = federation(Local(max_epochs=1)).engine.clients[0]
+    sizes = portions(client.data, 2, 1)
+    start = mean_images(client.data, sizes, of=1)
+    made, _ = condense(client, start, sizes, steps=5, batch_size=50, recipe=sgd(50.0), sampled=lambda model: None)
+    sent = prepared(quantised(made, client.data.spec), client.data.spec, Augment())
+    assert not torch.allclose(made, start, atol=0.1), "they were moved"
+    assert torch.allclose(made, sent, atol=0.51 / 255 / min(client.data.spec.std))
 
 
 def test_gradients_are_clipped() -> None:

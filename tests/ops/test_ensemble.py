@@ -9,7 +9,17 @@ from torch import Tensor, nn
 from barter.core.errors import ConfigError
 from barter.core.images import Images, Spec
 from barter.core.model import SplitClassifier
-from barter.ops.ensemble import class_shares, consensus, distil, drawn, logit_loss, require_labels, sharpened, soft_loss
+from barter.ops.ensemble import (
+    class_shares,
+    consensus,
+    distil,
+    drawn,
+    logit_loss,
+    mixed,
+    require_labels,
+    sharpened,
+    soft_loss,
+)
 from barter.ops.fit import sgd
 
 SPEC = Spec(1, 1, 2, 3, (0.0,), (1.0,))
@@ -25,6 +35,15 @@ def test_consensus_is_a_mean_in_which_classes_may_count_by_who_has_them() -> Non
     shares = class_shares(torch.tensor([[30, 0, 0], [10, 5, 0]]))
     assert shares.tolist() == [[0.75, 0.0, 0.5], [0.25, 1.0, 0.5]], "all alike where nobody has any"
     assert consensus([one, other], shares).tolist() == [[1.5, 6.0, 2.0]]
+
+
+def test_a_mixture_trusts_those_who_know_a_class() -> None:
+    said = torch.tensor([[[math.log(9.0), 0.0]], [[0.0, math.log(3.0)]]])  # 0.9, 0.1 and 0.25, 0.75
+    shares = torch.tensor([[0.75, 0.0], [0.25, 1.0]])
+    assert mixed(said, shares).exp()[0].tolist() == pytest.approx([0.75 * 0.9 + 0.25 * 0.25, 0.75], abs=1e-5)
+    loud = torch.stack([said[0] * 100, said[1]])  # a network with large logits is sure, and no more than that
+    assert mixed(loud, shares).exp()[0].tolist() == pytest.approx([0.75 + 0.25 * 0.25, 0.75], abs=1e-5)
+    assert mixed(torch.stack([said, loud]), shares).shape == (2, 1, 2)
 
 
 def test_era_by_hand() -> None:

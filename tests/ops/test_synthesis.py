@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,22 @@ from barter.core.nodes import Server
 from barter.ops.distill import kl, kl_each, tempered
 from barter.ops.fit import sgd
 from barter.ops.statistics import compared
-from barter.ops.synthesis import Ensemble, Player, assembled, duel, fidelity_by_label, named, variety
+from barter.ops.synthesis import (
+    Ensemble,
+    Player,
+    assembled,
+    canvases,
+    collapsed,
+    diversity,
+    duel,
+    fidelity,
+    fidelity_by_label,
+    named,
+    pooled,
+    spectrum,
+    variety,
+    within_range,
+)
 from tests.conftest import federation, tiny
 
 P, Q = torch.tensor([[0.0, math.log(3)], [0.0, 0.0]]), torch.tensor([[0.0, 0.0], [math.log(3), 0.0]])
@@ -50,6 +67,70 @@ def test_collapsed_generators_are_seen() -> None:
     assert variety(one_for_all, y) == pytest.approx({"variety": 0, "contrast": 0}, abs=1e-6)
     assert variety(real, y)["variety"] == pytest.approx(1, rel=0.1), "of noise with the data's deviation"
     assert variety(real[:10], y[:10])["variety"] == 0, "of single images nothing follows"
+
+
+def test_diversity_among_images_of_a_class_by_hand() -> None:
+    x, h = torch.tensor([[0.0, 0.0], [2.0, 0.0], [7.0, 1.0]]), torch.tensor([[1.0], [4.0], [0.0]])
+    # Of the pairs of one class there is one, twice: mean squares 2 and 9.
+    assert diversity(x, h, torch.tensor([3, 3, 1])).item() == pytest.approx(math.exp(-2 * 9), rel=1e-3)
+    assert diversity(x, h, torch.arange(3)).item() == 1, "without such pairs there is nothing to gain"
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_generator_collapses_unless_images_of_a_class_must_differ(within: bool) -> None:
+    """One picture for each class satisfies fidelity, and the classes differ: over all pairs little is left to gain."""
+    torch.manual_seed(0)
+    classes, pixels = 10, 12
+    network, generator = nn.Linear(pixels, classes), nn.Linear(classes + 4, pixels)
+    nn.init.normal_(network.weight)
+    optimizer = torch.optim.Adam(generator.parameters(), lr=0.05)
+    y = torch.arange(60) % classes
+    for _ in range(100):
+        z = torch.randn(60, 4)
+        x = 2 * generator(named(z, y, classes)).tanh()
+        loss = fidelity(network(x), y) + diversity(x, z, y if within else None)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    found = variety(x.detach()[:, None, None], y)["variety"]
+    assert found > 0.8 if within else found < 0.6
+
+
+def test_a_spectrum_pooled_is_that_of_all_images() -> None:
+    torch.manual_seed(0)
+    one, other = torch.randn(30, 2, 4, 6) + 1, 3 * torch.randn(10, 2, 4, 6)
+    whole = spectrum(torch.cat([one, other]))
+    assert torch.allclose(pooled([spectrum(one), spectrum(other)], [30, 10]), whole, atol=1e-5)
+    flat = spectrum(torch.full((2, 1, 4, 4), 0.5))
+    assert flat[0, 0, 0, 0].item() == pytest.approx(0.5 * 4), "the lowest frequency is the mean, times the side"
+    assert flat.abs().sum().item() == pytest.approx(2.0, abs=1e-5)
+
+
+def test_canvases_have_the_frequencies_and_the_variety_of_the_data() -> None:
+    experiment = federation(tiny("local"), data="digits", clients=1)
+    data = experiment.engine.clients[0].data
+    x = data.batch(torch.arange(len(data)))
+    torch.manual_seed(0)
+    made = canvases(2000, spectrum(x))
+    assert torch.allclose(spectrum(made), spectrum(x), atol=0.15)
+    assert torch.allclose(made.mean(0), x.mean(0), atol=0.1)
+    shown = within_range(made, data.spec)
+    assert shown.min().item() == pytest.approx(x.min().item())
+    assert shown.max().item() == pytest.approx(x.max().item())
+    total = x.var(0).mean().sqrt().item()
+    assert variety(made, torch.arange(2000) % 10)["variety"] == pytest.approx(total, rel=0.02)
+
+
+def test_a_run_whose_generator_collapsed_says_so() -> None:
+    def ended(variety: float) -> Any:
+        return [SimpleNamespace(server={"variety": variety})]
+
+    (remark,) = collapsed(ended(0.04), "raise beta_div")
+    assert "0.040 standard deviations" in remark
+    assert remark.endswith("; raise beta_div")
+    assert collapsed(ended(0.06), "") == collapsed([], "") == collapsed([SimpleNamespace(server={})], "") == []  # type: ignore[list-item]
+    for name in ("dense", "dfrd", "fedftg", "fediod", "fedzge", "fedzkt"):
+        assert len(tiny(name).remarks(ended(0.0))) == 1, name
 
 
 def test_networks_are_compared_with_their_statistics() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from barter.ops.zeroth import Direction, directional, directions, loss_estimate
+from barter.ops.zeroth import Direction, directional, directions, loss_estimate, waves
 
 
 def test_directions_are_on_the_sphere_or_gaussian() -> None:
@@ -21,6 +21,23 @@ def test_on_a_linear_function_the_expected_estimate_is_the_gradient(kind: Direct
     u = directions(x, 40_000, kind)
     differences = ((x + 0.5 * u) * a).sum((1, 2)) - (x * a).sum()
     assert torch.allclose(loss_estimate(u, differences, 0.5, kind), a, atol=0.15)
+
+
+def test_of_few_frequencies_the_expected_estimate_is_the_smooth_part_of_the_gradient() -> None:
+    torch.manual_seed(0)
+    x, a = torch.zeros(1, 1, 4, 6), torch.randn(1, 1, 4, 6)
+    kinds: tuple[Direction, Direction] = ("sphere", "gaussian")
+    for kind in kinds:
+        u = directions(x, 40_000, kind, 2)
+        estimate = loss_estimate(u, (0.5 * u * a).flatten(1).sum(1), 0.5, kind, 2)
+        high, wide = waves(4, 2, x.device), waves(6, 2, x.device)
+        assert torch.allclose(estimate, high @ (high.T @ a @ wide) @ wide.T, atol=0.05)
+
+
+def test_waves_are_orthonormal_and_the_lowest_is_even() -> None:
+    rows = waves(8, 8, torch.device("cpu"))
+    assert torch.allclose(rows.T @ rows, torch.eye(8), atol=1e-6)
+    assert torch.allclose(rows[:, 0], torch.full((8,), 8**-0.5))
 
 
 @pytest.mark.parametrize("kind", ["sphere", "gaussian"])

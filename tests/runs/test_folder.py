@@ -8,9 +8,7 @@ import torch
 from barter.core.errors import CheckpointError
 from barter.core.payload import isolate
 from barter.core.record import Round
-from barter.runs.folder import RunFolder
-
-CPU = torch.device("cpu")
+from barter.runs.folder import RunFolder, last_checkpoint
 
 
 def record(t: int) -> Round:
@@ -33,11 +31,11 @@ def test_checkpoints_come_back_whole_and_only_the_last_stays(tmp_path: Path) -> 
     for t in (1, 2, 3):
         tree = {"a": isolate(shared), "b": [isolate(shared), {7: (t, None, "x", 0.1)}], "e": torch.zeros(0, 3)}
         folder.append(record(t))
-        folder.save(t, tree)
+        folder.save(t, tree, {})
     (file,) = folder.checkpoints.iterdir()
     assert file.name == "round-000003.safetensors"
     assert file.stat().st_size < 2 * 4000, "what parties share is written once"
-    found = folder.load(CPU)
+    found = last_checkpoint(folder.path)
     assert found is not None
     assert found[0] == 3
     assert torch.equal(found[1]["a"], shared)
@@ -49,20 +47,61 @@ def test_checkpoints_come_back_whole_and_only_the_last_stays(tmp_path: Path) -> 
 def test_lines_behind_the_checkpoint_and_torn_lines_go(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", "seed = 1")
     folder.append(record(1))
-    folder.save(1, {"x": torch.ones(1)})
+    folder.save(1, {"x": torch.ones(1)}, {"seed": "1"})
     folder.append(record(2))
     with folder.metrics.open("a") as file:
         file.write('{"round": 3, "cli')
     assert [r.round for r in folder.records()] == [1, 2]
-    assert folder.load(CPU) is not None
+    found = last_checkpoint(folder.path)
+    assert found is not None
+    assert [r.round for r in folder.records()] == [1, 2], "looking changes nothing"
+    assert found[2]["seed"] == "1"
+    folder.go_on_after(found[0])
     assert [r.round for r in folder.records()] == [1]
+
+
+@pytest.mark.parametrize("kind", ["torn", "gone"])
+def test_records_that_are_damaged_or_gone_are_said_and_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    folder = RunFolder.create(tmp_path / "run", "seed = 1")
+    for t in (1, 2, 3):
+        folder.append(record(t))
+    lines = folder.metrics.read_text().splitlines(keepends=True)
+    folder.metrics.write_text("".join([lines[0], "{]\n", lines[2]]))
+    if kind == "gone":
+        folder.metrics.unlink()
+    folder.go_on_after(3)
+    (said,) = caplog.messages
+    assert ("no whole record of round 2:" if kind == "torn" else "of rounds 1 to 3:") in said
+    assert [r.round for r in folder.records()] == ([1, 3] if kind == "torn" else [])
+    aside = folder.metrics.with_suffix(".damaged")
+    assert aside.exists() == (kind == "torn") == (str(aside) in said)
+    if kind == "torn":
+        assert "{]" in aside.read_text()
+
+
+def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "seed = 1")
+    folder.save(1, {"x": torch.arange(100.0), "n": 3, "b": torch.tensor(True), "e": torch.zeros(0)}, {"seed": "1"})
+    (file,) = folder.checkpoints.iterdir()
+    whole = file.read_bytes()
+    for place in range(8, len(whole), 7):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        file.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            last_checkpoint(folder.path)
+    file.write_bytes(whole)
+    assert last_checkpoint(folder.path) is not None
 
 
 def test_no_checkpoint_is_a_fresh_start(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", "seed = 1")
     folder.append(record(1))
     (folder.checkpoints / "round-000001.tmp").write_bytes(b"torn")
-    assert folder.load(CPU) is None
+    assert last_checkpoint(folder.path) is None
+    folder.go_on_after(0)
     assert folder.records() == []
 
 
@@ -95,6 +134,6 @@ def test_damage_is_named(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", "seed = 1")
     (folder.checkpoints / "round-000001.safetensors").write_bytes(b"nonsense")
     with pytest.raises(CheckpointError, match=r"round-000001\.safetensors is damaged"):
-        folder.load(CPU)
+        last_checkpoint(folder.path)
     with pytest.raises(CheckpointError, match=r"no config\.toml"):
         RunFolder.existing(tmp_path)

@@ -19,7 +19,7 @@ own model is of another opinion; and lets its model learn the models' mean opini
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -36,13 +36,14 @@ from barter.core.images import Images, Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive
+from barter.core.record import Round
 from barter.models.generators import Decoder
 from barter.ops.condense import quantised
 from barter.ops.distill import kl_each, tempered
 from barter.ops.ensemble import class_shares, consensus, distil
 from barter.ops.fit import Trainer, adam, epoch_length, fit, sgd
 from barter.ops.statistics import compared
-from barter.ops.synthesis import Ensemble, assembled, fidelity, painted, useful, variety
+from barter.ops.synthesis import Ensemble, assembled, collapsed, fidelity, painted, useful, variety
 
 __all__ = ["DENSE", "Archive", "Sketch", "sketch_loss"]
 
@@ -174,6 +175,9 @@ class DENSE(Algorithm[Archive]):
             recipe=sgd(self.distil_lr, self.momentum),
             steps=epoch_length(len(images), self.distil_batch),
         )
+
+    def remarks(self, rounds: Sequence[Round]) -> list[str]:
+        return collapsed(rounds, "a higher lam_adv, or passes of fewer generator_steps, may help")
 
     def creations(self, party: Archive | Client, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
         if not isinstance(party, Archive) or not party.pixels:

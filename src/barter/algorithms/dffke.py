@@ -96,7 +96,7 @@ class Trader(Client):
 PAPER: dict[str, object] = {
     **{"max_epochs": 100, "later_epochs": None, "share": 0.15, "parts": 0, "whiten": 0.0},
     **{"decoder_epochs": 6, "decoder_steps": 0, "decoder_batch": None, "warm_decoder": False, "cosine": False},
-    **{"exchange_epochs": 4, "exchange_steps": 0, "mixed": False, "augmented": False, "renewed": False},
+    **{"exchange_epochs": 4, "exchange_steps": 0, "mixed": False, "augmented": False},
     **{"memory": None, "transfer": "decoder", "local_review": False},
 }
 CODE = {"share": 1.0, "local_review": True, "embedding_loss": True, "logit_loss": True}
@@ -139,7 +139,7 @@ class DFFKE(Algorithm[Hub, Trader]):
     mixed: bool = True  # batches hold codes of all clients, images of all peers; in the paper one's after the other's
     augmented: bool = True  # networks see transfer images shifted and mirrored, as in training; not in the paper
     cosine: bool = True  # learning rates of clients and decoder fall within each phase; the paper's are constant
-    renewed: bool = True  # after the exchange, BatchNorm's statistics are those of private data; not in the paper
+    renewed: bool = False  # whether BatchNorm's statistics are then those of private data alone: better on own tests
     peers: Count | None = None  # peers a client learns from in a round, drawn anew in each; none is all
     memory: Whole | None = 5  # R: past rounds kept for review; none is no limit, as in the paper
     lr: Positive = 1e-3  # η: Adam's learning rate, for every network

@@ -19,12 +19,14 @@ Where the paper is silent or at odds with itself:
 Preset "paper" is the published code but for that. It is made for 200 rounds: its generator has 20 small steps in each,
 and at temperature 10 its global model hardly moves. The default is preset "sound": more and larger steps of the
 generator, distillation times the temperature squared, images in the data's range, optimizers that last for a round, a
-slow generator that begins as a copy, statistics of the clients' own data (benchmarks/README.md).
+slow generator that begins as a copy, statistics of the clients' own data. With the temperature squared the paper's rate
+undoes a good average, so fine-tuning has a quarter of it (benchmarks/README.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -35,11 +37,13 @@ from torch import Tensor
 from barter.algorithms.partial import PartialTraining, Update
 from barter.core import lanes
 from barter.core.clients import Clients, Replies
-from barter.core.images import Spec
+from barter.core.evaluation import accuracy
+from barter.core.images import Images, Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive
 from barter.core.payload import State, isolate
+from barter.core.record import Round
 from barter.models.generators import Merge, MergeGenerator
 from barter.ops.average import average
 from barter.ops.distill import kl, kl_each
@@ -51,6 +55,7 @@ from barter.ops.synthesis import (
     Player,
     Rule,
     assembled,
+    collapsed,
     diversity,
     duel,
     fidelity,
@@ -66,10 +71,11 @@ EXTRACTION: Mapping[str, Extraction] = {"heterofl": "static", "feddropout": "ran
 
 
 class Distiller(Server):
-    """A generator and the slow copy of it."""
+    """A generator and the slow copy of it; what the server's model was before it was fine-tuned."""
 
     generator: State = {}
     slow: State = {}
+    averaged: State = {}
 
 
 def transferability(ensemble: Tensor, student: Tensor, chosen: Tensor, temperature: float, over: str) -> Tensor:
@@ -95,6 +101,15 @@ def moved(slow: State, now: State, momentum: float) -> State:
     }
 
 
+@contextmanager
+def as_averaged(server: Distiller) -> Iterator[None]:
+    """The server's model as it was before it was fine-tuned."""
+    tuned = isolate(dict(server.model.state_dict()))
+    server.model.load_state_dict(server.averaged)
+    yield
+    server.model.load_state_dict(tuned)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DFRD(PartialTraining[Distiller]):
     """The server's model learns from the clients' on generated images, after averaging or instead of it."""
@@ -106,6 +121,7 @@ class DFRD(PartialTraining[Distiller]):
             "iterations": 10,
             "generator_steps": 2,
             "generator_lr": 2e-4,
+            "global_lr": 0.01,
             "steps": 20,
             "batch_size": 64,
             "lr": 0.01,
@@ -130,7 +146,7 @@ class DFRD(PartialTraining[Distiller]):
     noise: Count = 64  # d: width of the noise
     merge: Merge = "mul"  # o(z, y): how noise and label become one
     generator_lr: Positive = 2e-3  # Adam's learning rate of the generator, first momentum 0.5; 2e-4 in the paper
-    global_lr: Positive = 0.01  # SGD's learning rate of the global model
+    global_lr: Positive | None = None  # SGD's rate of the global model; none: 0.01 (paper) alone, else a quarter of it
     global_weight_decay: NonNegative = 1e-4  # of that SGD
     lasting_optimizers: bool = True  # one optimizer for all iterations of a round; a new one for each in the paper
     temperature: Positive = 10.0  # of distillation and transferability
@@ -175,9 +191,11 @@ class DFRD(PartialTraining[Distiller]):
             updates = self.exchange(server, active, t)  # Eq. 1
         ensemble = assembled(server, {k: update["weights"] for k, update in updates.items()})
         tau, p = label_weights(torch.stack([u["counts"] for u in updates.values()]).float(), self.smoothing)
+        server.averaged = isolate(dict(server.model.state_dict())) if self.one_architecture else {}
         generator, slow = self.recalled(server)
         self.play(server, generator, slow, ensemble, tau, p)  # Eqs. 2 to 5 and 7
         self.remember(server, generator)  # Eq. 6
+        self.judge(server, generator, ensemble, tau, p)
 
     def recalled(self, server: Distiller) -> tuple[MergeGenerator, MergeGenerator | None]:
         """The generator and its slow copy; in the first round there is none."""
@@ -213,7 +231,8 @@ class DFRD(PartialTraining[Distiller]):
         def draw_twice() -> list[Tensor]:
             return [*draw(), *(draw() if slow is not None else ())]
 
-        recipe = sgd(self.global_lr, weight_decay=self.global_weight_decay)
+        rate = self.global_lr or (0.01 if self.base == "none" else 0.0025)
+        recipe = sgd(rate, weight_decay=self.global_weight_decay)
         artist = Player(generator, adam(self.generator_lr, beta1=0.5), improve, draw, self.generator_steps)
         student = Player(model, recipe, learn, draw_twice, self.global_steps)
         training, lasting = self.student_norm == "trained" or self.base == "none", self.lasting_optimizers
@@ -265,24 +284,51 @@ class DFRD(PartialTraining[Distiller]):
             loss = loss + self.alpha * divergence(slow, *again)
         return loss * self.temperature**2 if self.square_temperature else loss
 
-    def creations(self, party: Distiller | Client, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
-        if not isinstance(party, Distiller):
-            return None
-        generator, _ = self.recalled(party)
-        x, y = self.made(party, generator)
-        chosen = wanted(y)
-        return y[chosen], x[chosen]
-
     def remember(self, server: Distiller, generator: MergeGenerator) -> None:
         """The generator, and its slow copy moved towards it."""
         now = isolate(dict(generator.state_dict()))
         first = now if self.slow_start == "copy" else {at: torch.zeros_like(w) for at, w in now.items()}
         server.generator, server.slow = now, moved(server.slow or first, now, self.slow_momentum)
-        server.report |= variety(*self.made(server, generator))
 
     @torch.no_grad()
-    def made(self, server: Distiller, generator: MergeGenerator) -> tuple[Tensor, Tensor]:
-        """Images of all classes, and their labels."""
+    def judge(self, server: Distiller, generator: MergeGenerator, ensemble: Ensemble, tau: Tensor, p: Tensor) -> None:
+        """Report how images vary, in how many the clients see the label, and how often the model says as they do."""
+        x, y = self.made(server, generator, p)
+        seen = ensemble(x, tau[:, y]).argmax(1)
+        server.report |= variety(x, y)
+        server.report["recognised"] = (seen == y).float().mean()
+        server.report["agreement"] = (server.model.eval()(x).argmax(1) == seen).float().mean()
+        if server.averaged:
+            with as_averaged(server):
+                server.report["agreement_before"] = (server.model(x).argmax(1) == seen).float().mean()
+
+    @torch.no_grad()
+    def made(self, server: Distiller, generator: MergeGenerator, p: Tensor) -> tuple[Tensor, Tensor]:
+        """Images of classes that are drawn so often, and their labels."""
         z = torch.randn(self.samples, self.noise, device=server.device)
-        y = torch.randint(server.spec.classes, (self.samples,), device=server.device)
+        y = torch.multinomial(p, self.samples, replacement=True)
         return shown(generator.train()(z, y), server.spec, self.output), y
+
+    def creations(self, party: Distiller | Client, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
+        if not isinstance(party, Distiller):
+            return None
+        generator, _ = self.recalled(party)
+        x, y = self.made(party, generator, torch.ones(party.spec.classes, device=party.device))
+        chosen = wanted(y)
+        return y[chosen], x[chosen]
+
+    def evaluate_server(self, server: Distiller, test: Images) -> dict[str, float]:
+        said = super().evaluate_server(server, test)
+        if server.averaged:
+            with as_averaged(server):
+                said["averaged"] = accuracy(server.model, test)
+        return said
+
+    def remarks(self, rounds: Sequence[Round]) -> list[str]:
+        told = collapsed(rounds, "a higher beta_div may help")
+        worse = sum(r.server.get("global", 1.0) < r.server.get("averaged", 0.0) for r in rounds)
+        if 2 * worse > len(rounds):
+            told.append(
+                f"fine-tuning lowered the server's accuracy in {worse} of {len(rounds)} rounds: lower global_lr"
+            )
+        return told

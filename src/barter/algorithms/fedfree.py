@@ -10,7 +10,7 @@ Where the paper is silent or at odds with itself:
 - A layer is a convolution or a linear layer, weight and bias together: biases of normalisation start at zero, and
   Eq. 2 would divide by it. Grouped convolutions have no counterpart at the server and stay at home.
 - "Type and approximate depth": the layer of the same type at the nearest relative depth among its kind; where it is the
-  only one, as a head is, in the whole network.
+  only one, as a head is, in the whole network. Any layer of the type may come back.
 - The server's network never sees an image. It is the paper's CNN for 32 x 32 images, whatever the task's size.
 - Noise: 64 samples; for convolutions 8 x 8 pixels without borders (what leaves on one side comes in on the other). Of
   layers that differ in size the first outputs are compared; inputs, edges of kernels and biases that a client's layer
@@ -21,14 +21,16 @@ Where the paper is silent or at odds with itself:
   adapters. `fill = "zero"` copies flattened weights as the equation does, `fill = "retain"` copies along each axis.
 - Local epochs are 5 in the text and 30 in Table A2. The order of Tsallis' entropy is not given.
 
-Preset "paper" is the text with the equations, "tableA2" has that table's epochs. Preset "sound" is the default:
-replacing with zeros what no layer covers destroys a network (benchmarks/README.md), and an entropy over each tensor's
-own range compares shapes of histograms that mean different things, so that both are put into common bins.
+Preset "paper" is the text with the equations, "tableA2" has that table's epochs. A layer of another network, or of
+another depth, means nothing in its new place and destroys what was there (benchmarks/README.md). So by default, preset
+"sound", layers are exchanged among clients of one architecture, which start from the same weights, and only for those
+in the same place; the server's is the mean of those uploaded, in which an output counts as much as training changed it;
+of a head a client takes the outputs of classes that it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NotRequired, TypeAlias, TypedDict
 
@@ -42,12 +44,14 @@ from barter.core.errors import ConfigError
 from barter.core.evaluation import evaluate
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
+from barter.core.record import Round
 from barter.models.small import fedfree_cnn
 from barter.ops.fit import fit, sgd
 
 __all__ = ["Bridge", "FedFree"]
 
 TINY = 1e-12  # keeps Eq. 2 finite for a layer that starts at zero
+AS_PUBLISHED = {"match": "depth", "outputs": "all", "server_lr": 0.01, "transfer": "sampled", "fill": "zero"}
 Entropy: TypeAlias = Literal["shannon", "tsallis", "collision"]
 
 
@@ -59,12 +63,13 @@ class Layer(TypedDict):
     depth: float  # 0 for the first of its kind in its network, 1 for the last
     weight: Tensor
     bias: NotRequired[Tensor]
+    credit: NotRequired[Tensor]  # how much training changed each output
 
 
 class Bridge(Server):
-    """The server's network, layer by layer."""
+    """The server's layers: those of its network, or one for each place in each of the clients' networks."""
 
-    layers: list[Layer] = []
+    layers: dict[str, Layer] = {}
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
@@ -99,16 +104,20 @@ def change(before: Layer, after: Layer) -> Tensor:
     return (new - old).square().sum() / (old.square().sum() + TINY)
 
 
-def counterpart(layer: Layer, others: Sequence[Layer]) -> int | None:
-    """Where among the others the layer of the same kind at the nearest relative depth stands."""
-    same = [j for j, other in enumerate(others) if other["kind"] == layer["kind"]]
+def credits(before: Layer, after: Layer) -> Tensor:
+    """How much training changed each output of a layer."""
+    return (after["weight"] - before["weight"]).flatten(1).square().sum(1)
+
+
+def counterpart(layer: Layer, others: Mapping[str, Layer]) -> str | None:
+    """Which of the others is of the same kind, at the nearest relative depth."""
+    same = [at for at, other in others.items() if other["kind"] == layer["kind"]]
     return same[round(layer["depth"] * (len(same) - 1))] if same else None
 
 
-def entropy(weight: Tensor, kind: Entropy, bins: int, edges: tuple[float, float], order: float) -> float:
-    """H of a layer's weights, sorted into bins between two edges; in nats."""
-    low, high = edges
-    counts = torch.histc(weight.flatten().float(), bins, low, high).double()
+def entropy(weight: Tensor, kind: Entropy, bins: int, order: float) -> float:
+    """H of a layer's weights, sorted into bins between their extremes; in nats."""
+    counts = torch.histc(weight.flatten().float(), bins).double()
     p = counts[counts > 0] / counts.sum()
     if kind == "shannon":
         return float(-(p * p.log()).sum())
@@ -145,13 +154,13 @@ class FedFree(Algorithm[Bridge, Client]):
     """Single layers travel: up those that changed most, down the one that seems to hold more."""
 
     crosses = {
-        "learn": "up: the weights of the k layers that training changed most",
-        "receive": "down: the weights of one of the server's layers",
+        "learn": "up: the weights of the k layers that training changed most, and how much it changed each output",
+        "receive": "down: the weights of one of the server's layers, or nothing",
     }
     presets = {
-        "paper": {"fill": "zero", "edges": "own"},
-        "tableA2": {"fill": "zero", "edges": "own", "epochs": 30},
-        "sound": {"fill": "retain", "edges": "common"},
+        "paper": AS_PUBLISHED,
+        "tableA2": {**AS_PUBLISHED, "epochs": 30},
+        "sound": {},
     }
 
     fraction: Fraction = 1.0  # share of clients per round
@@ -159,15 +168,16 @@ class FedFree(Algorithm[Bridge, Client]):
     batch_size: Count = 10  # B: images per step
     lr: Positive = 0.01  # η: learning rate of the clients' SGD
     layers: Count = 2  # k: critical layers that a client uploads
-    server_lr: Positive = 0.01  # α: learning rate of the server's layers
+    match: Literal["place", "depth"] = "place"  # whose layers correspond: the same of one architecture, or as published
+    outputs: Literal["trained", "all"] = "trained"  # which count and are taken: as far as trained, or all alike (paper)
+    server_lr: Positive = 0.5  # α: learning rate of the server's layers; at 0.5 they are the mean, 0.01 in the paper
     steps: Count = 1  # gradient steps of a global layer per round; the paper's Eqs. 4 and 5 are one
-    transfer: Literal["sampled", "analytic"] = "sampled"  # on Gaussian noise, or in closed form
+    transfer: Literal["sampled", "analytic"] = "analytic"  # on Gaussian noise (paper), or in closed form
     samples: Count = 64  # samples of noise per step; not in the paper
     side: Count = 8  # height and width of noise for convolutions; not in the paper
     bins: Count = 256  # bins of the histogram behind the entropy
     entropy: Entropy = "shannon"  # H of Eq. 6
     tsallis_order: Positive = 1.5  # q of Tsallis' entropy, not 1; not in the paper
-    edges: Literal["own", "common"] = "common"  # bins between a layer's own extremes (paper), or between those of both
     fill: Literal["zero", "retain"] = "retain"  # what the received layer does not cover: zero (Eq. 7), or as it was
 
     def __post_init__(self) -> None:
@@ -176,15 +186,16 @@ class FedFree(Algorithm[Bridge, Client]):
             raise ConfigError("tsallis_order=1: there Tsallis' entropy is Shannon's; set entropy to shannon")
 
     def setup(self, server: Bridge, clients: Clients) -> None:
-        spec = replace(server.spec, height=32, width=32)
-        server.layers = layers_of(fedfree_cnn(spec).to(server.device))
+        if self.match == "depth":
+            network = fedfree_cnn(replace(server.spec, height=32, width=32)).to(server.device)
+            server.layers = {layer["name"]: layer for layer in layers_of(network)}
 
     def round(self, server: Bridge, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)
         uploads = active.run(self.learn)  # Eq. 2
         self.share(server, uploads)  # Eqs. 3-5
         gifts = self.align(server, uploads)  # Eq. 6
-        active.only(gifts).scatter(self.receive, gifts)  # Eq. 7
+        active.scatter(self.receive, {k: gifts.get(k, []) for k in active})  # Eq. 7
         server.report["gifts"] = len(gifts)
 
     def learn(self, client: Client) -> list[Layer]:
@@ -192,42 +203,60 @@ class FedFree(Algorithm[Bridge, Client]):
         fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=sgd(self.lr))
         client.report |= {f"before_{name}": value for name, value in evaluate(client).items()}
         after = layers_of(client.model)
+        if self.outputs == "trained":
+            for old, new in zip(before, after, strict=True):
+                new["credit"] = credits(old, new)
         changes = torch.stack([change(old, new) for old, new in zip(before, after, strict=True)])
-        critical = changes.argsort(descending=True, stable=True)[: self.layers]
-        return [after[at] for at in critical.tolist()]
+        critical = changes.argsort(descending=True, stable=True)[: self.layers].tolist()
+        client.report["given"] = len(critical)
+        return [after[at] for at in critical]
 
     def share(self, server: Bridge, uploads: Replies[list[Layer]]) -> None:
-        """Every layer of the server's network imitates the uploaded layers that correspond to it."""
-        teachers: dict[int, list[Layer]] = {}
-        for uploaded in uploads.values():
+        """Every layer of the server's imitates the uploaded layers that correspond to it."""
+        teachers: dict[str, list[Layer]] = {}
+        for k, uploaded in uploads.items():
             for layer in uploaded:
-                j = counterpart(layer, server.layers)
-                if j is not None:
-                    teachers.setdefault(j, []).append(layer)
-        for j, imitated in teachers.items():
+                at = self.place(server, k, layer)
+                if at is not None:
+                    teachers.setdefault(at, []).append(layer)
+        for at, imitated in teachers.items():
             for _ in range(self.steps):
-                server.layers[j] = self.imitate(server.layers[j], imitated)
+                server.layers[at] = self.imitate(server.layers.get(at, imitated[0]), imitated)
+
+    def place(self, server: Bridge, k: int, layer: Layer) -> str | None:
+        """Which of the server's layers corresponds to this one of client k."""
+        return f"{server.names[k]}/{layer['name']}" if self.match == "place" else counterpart(layer, server.layers)
 
     def imitate(self, g: Layer, teachers: Sequence[Layer]) -> Layer:
         """One step down the gradient of Eq. 3."""
-        w, b = (part.clone().requires_grad_() for part in (g["weight"], g["bias"]))
+        w = g["weight"].clone().requires_grad_()
+        b = g.get("bias", torch.zeros(len(w), device=w.device)).clone().requires_grad_()
         if self.transfer == "analytic":
-            losses = [self.expected(w, b, layer) for layer in teachers]
+            gaps = [self.expected(w, b, layer) for layer in teachers]
         else:
             inputs = max(w.shape[1], *(layer["weight"].shape[1] for layer in teachers))
             kernels = [size for layer in (g, *teachers) for size in layer["weight"].shape[2:]]
             sides = [max(self.side, *kernels)] * 2 if kernels else []
             noise = torch.randn(self.samples, inputs, *sides, device=w.device)
-            losses = [self.discrepancy(w, b, layer, noise) for layer in teachers]
-        slopes = torch.autograd.grad(torch.stack(losses).mean(), (w, b))
+            gaps = [self.discrepancy(w, b, layer, noise) for layer in teachers]
+        losses = [(part[: len(gap)] * gap).sum() for part, gap in zip(self.parts(teachers), gaps, strict=True)]
+        slopes = torch.autograd.grad(torch.stack(losses).sum(), (w, b))
         weight, bias = (part.detach() - self.server_lr * slope for part, slope in zip((w, b), slopes, strict=True))
-        return {**g, "weight": weight, "bias": bias}
+        return {"name": g["name"], "kind": g["kind"], "depth": g["depth"], "weight": weight, "bias": bias}
+
+    def parts(self, teachers: Sequence[Layer]) -> list[Tensor]:
+        """How much each teacher's opinion of each output counts, together 1: alike, or as training changed it."""
+        credit = [layer.get("credit", layer["weight"].new_ones(len(layer["weight"]))) for layer in teachers]
+        if self.outputs == "all":
+            return [torch.ones_like(c) / len(teachers) for c in credit]
+        total = torch.stack([fitted(c, torch.Size([max(map(len, credit))])) for c in credit]).sum(0)
+        return [c / (total[: len(c)] + TINY) for c in credit]
 
     def discrepancy(self, w: Tensor, b: Tensor, layer: Layer, noise: Tensor) -> Tensor:
-        """A term of Eq. 3: how differently two layers answer to the same noise."""
+        """A term of Eq. 3: how differently two layers answer to the same noise, by output."""
         outputs = min(len(w), len(layer["weight"]))
         taught = respond(layer["weight"], layer.get("bias"), noise)[:, :outputs]
-        return (respond(w, b, noise)[:, :outputs] - taught).square().sum(1).mean()
+        return (respond(w, b, noise)[:, :outputs] - taught).square().mean(0)
 
     def expected(self, w: Tensor, b: Tensor, layer: Layer) -> Tensor:
         """The same in expectation over noise."""
@@ -235,37 +264,52 @@ class FedFree(Algorithm[Bridge, Client]):
         shape = torch.Size([outputs, *(max(a, c) for a, c in zip(w.shape[1:], layer["weight"].shape[1:], strict=True))])
         taught = layer.get("bias", torch.zeros(outputs, device=w.device))[:outputs]
         gap = fitted(w[:outputs], shape) - fitted(layer["weight"][:outputs], shape)
-        return gap.square().sum() + (b[:outputs] - taught).square().sum()
+        return gap.flatten(1).square().sum(1) + (b[:outputs] - taught).square()
 
-    def align(self, server: Bridge, uploads: Replies[list[Layer]]) -> dict[int, Layer]:
+    def align(self, server: Bridge, uploads: Replies[list[Layer]]) -> dict[int, list[Layer]]:
         """For each client the global layer with the largest positive knowledge gain over one that it uploaded."""
-        gifts: dict[int, Layer] = {}
+        gifts: dict[int, list[Layer]] = {}
         for k, uploaded in uploads.items():
             best = 0.0
             for layer in uploaded:
-                for g in server.layers:
-                    gain = self.gain(layer["weight"], g["weight"]) if g["kind"] == layer["kind"] else 0.0
+                for g in self.candidates(server, k, layer):
+                    gain = self.gain(layer["weight"], g["weight"])
                     if gain > best:
-                        best, gifts[k] = gain, {**g, "name": layer["name"]}
+                        best, gifts[k] = gain, [{**g, "name": layer["name"]}]
         return gifts
+
+    def candidates(self, server: Bridge, k: int, layer: Layer) -> list[Layer]:
+        """The layers that may take the place of this one: the one that corresponds, or as published all of its kind."""
+        if self.match == "place":
+            return [server.layers[f"{server.names[k]}/{layer['name']}"]]
+        return [g for g in server.layers.values() if g["kind"] == layer["kind"]]
 
     def gain(self, theta: Tensor, g: Tensor) -> float:
         """KGE of Eq. 6."""
-        own = [(float(w.min()), float(w.max())) for w in (theta, g)]
-        both = (min(low for low, _ in own), max(high for _, high in own))
-        edges = own if self.edges == "own" else [both, both]
-        local, shared = (
-            entropy(w, self.entropy, self.bins, edge, self.tsallis_order)
-            for w, edge in zip((theta, g), edges, strict=True)
-        )
+        local, shared = (entropy(w, self.entropy, self.bins, self.tsallis_order) for w in (theta, g))
         return shared - local
 
-    def receive(self, client: Client, g: Layer) -> None:
-        """The received layer takes the place of the client's own, as far as it goes (Eq. 7)."""
-        layer = client.model.get_submodule(g["name"])
-        for place, received in ((layer.weight, g["weight"]), (layer.bias, g["bias"])):
-            if isinstance(place, Tensor):
-                place.data.copy_(self.projected(received, place.detach()))
+    def receive(self, client: Client, gifts: list[Layer]) -> None:
+        """The received layer, if there is one, takes the place of the client's own, as far as it goes (Eq. 7)."""
+        client.report["taken"] = len(gifts)
+        for g in gifts:
+            layer = client.model.get_submodule(g["name"])
+            taken = slice(None) if self.outputs == "all" else self.trained(client, layer)
+            for place, received in ((layer.weight, g["weight"]), (layer.bias, g["bias"])):
+                if isinstance(place, Tensor):
+                    place.data[taken] = self.projected(received, place.detach())[taken]
+
+    def trained(self, client: Client, layer: nn.Module) -> Tensor | slice:
+        """The outputs of a layer that the client's data shape: of a head those of its classes."""
+        return client.data.class_counts() > 0 if layer is getattr(client.model, "head", None) else slice(None)
+
+    def remarks(self, rounds: Sequence[Round]) -> list[str]:
+        if not rounds or any(r.server.get("gifts") for r in rounds):
+            return []
+        why = "layers go to clients of the same architecture only; fedproto and dffke need no such"
+        if self.match == "depth":
+            why = "none of the server's had more entropy than the clients'; set server_lr higher"
+        return [f"no layer was exchanged in {len(rounds)} rounds, so clients learned alone: {why}"]
 
     def projected(self, received: Tensor, place: Tensor) -> Tensor:
         if self.fill == "retain":

@@ -19,7 +19,7 @@ occur, and a client counts for an image as much as it has of the label's images 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -34,6 +34,7 @@ from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, NonNegative, Positive
 from barter.core.payload import State
+from barter.core.record import Round
 from barter.models.generators import Decoder
 from barter.ops.average import average
 from barter.ops.ensemble import soft_loss
@@ -43,6 +44,7 @@ from barter.ops.synthesis import (
     Ensemble,
     Player,
     assembled,
+    collapsed,
     diversity,
     duel,
     exhibited,
@@ -135,6 +137,9 @@ class FedFTG(FedAvg):
         duel(server, artist, Player(model, recipe, learn, draw, self.global_steps), self.iterations, training=False)
         z, y, _ = draw()
         put_away(server, generator, named(z, y, spec.classes), y)
+
+    def remarks(self, rounds: Sequence[Round]) -> list[str]:
+        return collapsed(rounds, "a higher lam_dis may help")
 
     def creations(self, party: Server | Client, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
         classes = party.spec.classes if isinstance(party, Server) else party.data.spec.classes

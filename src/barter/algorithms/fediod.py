@@ -39,11 +39,12 @@ from barter.core.nodes import Client
 from barter.core.params import Count, Fraction, NonNegative, Positive
 from barter.core.payload import State, isolate
 from barter.core.precision import exact
+from barter.core.record import Round
 from barter.models.generators import Decoder, PatchDiscriminator
 from barter.ops.distill import tempered
 from barter.ops.ensemble import class_shares, consensus
 from barter.ops.fit import Trainer, adam, fit, sgd
-from barter.ops.synthesis import Artist, exhibited, painted, painter, put_away
+from barter.ops.synthesis import Artist, collapsed, exhibited, painted, painter, put_away
 
 __all__ = ["Curator", "FedIOD", "Judge", "discrimination", "realism", "wishes"]
 
@@ -225,6 +226,9 @@ class FedIOD(Algorithm[Curator, Judge]):
             said = consensus([answer[step] for answer in answers.values()], shares)
             loss = trainer.step(partial(learning, model, self.temperature), x, said)
         server.report["global_loss"] = float(loss)
+
+    def remarks(self, rounds: Sequence[Round]) -> list[str]:
+        return collapsed(rounds, "a higher w_gan or w_adv may help")
 
     def creations(self, party: Curator | Judge, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
         return exhibited(party, self.codes(party), None, wanted)

@@ -12,7 +12,7 @@ Where the paper is silent or at odds with itself:
   code draws; `direction = "gaussian"` has the factor 1.
 - Eq. 7 has norms, with which the exponential underflows; the mean squares of the code are used. Eq. 9 is minimised.
 - The images of the round's distillation are those from before the generator's step.
-- Training and answering are one call, for the queries do not depend on the training.
+- Labels come in turn instead of being drawn, so that there are as many of each.
 - The server's model is the first client's network; the paper's is the largest of its clients'.
 
 Preset "paper" is the authors' code: one difference of the whole batch's loss per direction, a new optimizer in each
@@ -20,51 +20,82 @@ round, batch statistics in queries and distillation, images between -1 and 1 wha
 what is a mistake there: entropies that mix two batches, test images seen in training mode, the best epoch reported; and
 data are normalised and augmented as the task says.
 
-The default is what we would stand behind: differences of logits, contracted with the exact derivative of the loss;
-exact derivatives for what needs no client; a lasting optimizer; images in the data's range; clients that keep their own
-statistics; a step large enough for float32, in which queries are computed on any device. Its estimate is closer to the
-true gradient for the same queries (benchmarks/README.md).
+The default is what we would stand behind. A generator that only has to please the clients draws one picture for each
+class, from which nobody learns (docs/algorithms/fedzge.md has the numbers). So:
+
+- it changes canvases: images that are random but for mean and deviation of their frequencies, which are the data's and
+  which clients tell. Variety is then given, and diversity asks for more of it within classes, where it is lost;
+- a client counts by its images of a class, of which it tells the number;
+- clients see private images in every step of distillation, and the images of the last rounds while they train;
+- the round's images come in several portions with a step of the generator after each, for the same bytes;
+- changes have low frequencies, differences are of logits, contracted with the exact derivative of the loss, and what
+  needs no client is differentiated exactly; a lasting optimizer; images in the data's range; a step large enough for
+  float32, in which queries are computed on any device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, TypedDict
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients, Replies
 from barter.core.evaluation import evaluate
-from barter.core.images import Spec
+from barter.core.images import Augment, Images, Spec, prepared, statistics
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
-from barter.core.params import Count, Fraction, NonNegative, Positive
+from barter.core.params import Count, Fraction, NonNegative, Positive, Whole
 from barter.core.payload import State
 from barter.core.precision import exact
+from barter.core.record import Round
 from barter.models.generators import LabelGenerator
 from barter.ops.distill import kl, tempered
-from barter.ops.fit import Trainer, adam, fit
-from barter.ops.synthesis import Output, diversity, fidelity, shown, variety
+from barter.ops.ensemble import class_shares, mixed
+from barter.ops.fit import Trainer, adam, epoch_length, fit, index_batches
+from barter.ops.synthesis import (
+    Output,
+    canvases,
+    collapsed,
+    diversity,
+    fidelity,
+    pooled,
+    shown,
+    spectrum,
+    variety,
+    within_range,
+)
 from barter.ops.zeroth import Direction, directional, directions, loss_estimate
 
-__all__ = ["Asked", "FedZGE", "Oracle"]
+__all__ = ["Asked", "FedZGE", "Oracle", "Told"]
+
+
+class Told(TypedDict):
+    """What a client says of its private images; of no class, where nobody needs to know."""
+
+    counts: Tensor  # how many there are of each class
+    spectrum: Tensor  # mean and deviation of each frequency over all of them
 
 
 class Asked(Server):
-    """A generator, and the moments of its optimizer."""
+    """A generator, the moments of its optimizer, and the last rounds' images with the clients' opinion of them."""
 
     generator: State = {}
     moments: list[State] = []
+    lessons: list[list[Tensor]] = []
+    spectrum: list[Tensor] = []  # of all clients' images
 
 
 class Oracle(Client):
     """A client that answers with logits only."""
 
-    batch: list[Tensor] = []  # the images it was last asked about
+    batch: list[Tensor] = []  # the images it was asked about in this round
+    lessons: list[list[Tensor]] = []  # those of the last rounds, and everybody's opinion of them
 
 
 def transferability(ensemble: Tensor, student: Tensor, tau: float) -> Tensor:
@@ -83,22 +114,51 @@ def distillation(model: Classifier, tau: float, x: Tensor, ensemble: Tensor) -> 
     return tempered(tau, model(x), ensemble)
 
 
+def rehearsal(
+    model: Classifier,
+    tau: float,
+    spec: Spec,
+    augment: Augment,
+    x: Tensor,
+    ensemble: Tensor,
+    pixels: Tensor,
+    labels: Tensor,
+) -> Tensor:
+    """The same, beside what a client knows of its private images."""
+    own, made = model(torch.cat([prepared(pixels, spec, augment), x])).split([len(pixels), len(x)])
+    return F.cross_entropy(own, labels) + tempered(tau, made, ensemble)
+
+
 @dataclass(frozen=True, kw_only=True)
 class FedZGE(Algorithm[Asked, Oracle]):
     """Black-box clients: images go down, logits come up."""
 
     global_model = True
     crosses = {
+        "learn": "up: how many images of each class; mean and deviation of each frequency over all images",
         "answer": "down: generated images and slightly changed copies of them; up: logits on all of them",
-        "distil": "down: the mean of everybody's logits",
+        "distil": "down: everybody's opinion of the round's images",
     }
     presets = {
         "paper": {
+            "weighting": "examples",
+            "generator_steps": 1,
+            "generator_lr": 1e-3,
+            "frequencies": None,
             "estimator": "loss",
             "lasting_optimizer": False,
             "statistics": "batch",
             "output": "tanh",
             "eps": 1e-3,
+            "pairs": "all",
+            "canvas": False,
+            "tau": 5.0,
+            "memory": 1,
+            "distil_batch": None,
+            "distil_lr": 0.01,
+            "global_steps": 10,
+            "local_steps": 10,
+            "rehearse": False,
         },
         "sound": {},
     }
@@ -106,117 +166,207 @@ class FedZGE(Algorithm[Asked, Oracle]):
     fraction: Fraction = 1.0  # share of clients per round
     epochs: Count = 10  # E1: local epochs, the learning rate falling to zero in each round
     batch_size: Count = 256  # images per step of local training
-    lr: Positive = 0.01  # Adam's learning rate of clients and global model
+    lr: Positive = 0.01  # Adam's learning rate of local training
+    weighting: Literal["classes", "examples"] = "classes"  # clients count by images of a class; by all in the paper
     samples: Count = 500  # B: generated images per round
     noise: Count = 100  # d_z: width of the noise
-    queries: Count = 10  # q: changed copies of each image
+    canvas: bool = True  # the generator changes random images with the data's frequencies; it draws all in the paper
+    generator_steps: Count = 10  # of the generator per round, each on its part of the B images; 1 in the paper
+    generator_lr: Positive = 2e-3  # η_G: Adam's learning rate of the generator; 1e-3 in the paper
+    lasting_optimizer: bool = True  # the generator's optimizer goes on from round to round; new in each in the paper
+    queries: Whole = 10  # q: changed copies of each image; 0 leaves the generator as it is, and canvases as they are
     eps: Positive = 1e-2  # ε: length of a change; 1e-3 in the paper, too little for differences in float32
     direction: Direction = "sphere"  # of the changes
+    frequencies: Count | None = 6  # a side, that changes are made of: the lowest; none is all, as in the paper
     estimator: Literal["logits", "loss"] = "logits"  # differences of logits, or of the batch's loss as in the paper
-    generator_lr: Positive = 1e-3  # η_G: Adam's learning rate of the generator
-    lasting_optimizer: bool = True  # the generator's optimizer goes on from round to round; new in each in the paper
     statistics: Literal["own", "batch"] = "own"  # of clients that answer and distil; "batch" as published
     output: Output = "matched"  # range of generated images: the data's, or -1 to 1 as in the paper
     beta_adv: NonNegative = 1.0  # β1: weight of transferability
     beta_div: NonNegative = 1.0  # β2: weight of diversity
     beta_info: NonNegative = 1.0  # β3: weight of equilibrium
-    tau: Positive = 5.0  # τ: temperature of distillation and transferability
-    global_steps: Count = 10  # E2: steps of the global model on the round's images
-    local_steps: Count = 10  # E3: steps of each client on them
+    pairs: Literal["class", "all"] = "class"  # that are to differ: those of one class, or all as in the paper
+    tau: Positive = 2.0  # τ: temperature of distillation and transferability; 5 in the paper
+    memory: Count = 10  # rounds whose images are learnt from; 1 in the paper
+    distil_batch: Count | None = 100  # generated images per step of distillation; none is all, as in the paper
+    distil_lr: Positive = 2e-3  # Adam's learning rate of distillation; 0.01 in the paper
+    global_steps: Count = 60  # E2: steps of the global model; 10 in the paper
+    local_steps: Count = 30  # E3: steps of each client; 10 in the paper
+    rehearse: bool = True  # clients that distil see private images too in every step, lest they forget them
 
     def round(self, server: Asked, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)
-        generator, z, y = self.prepare(server)
-        x = self.pictures(generator, server.spec, z, y)
-        u = directions(x, self.queries, self.direction)
-        answers = active.run(self.answer, torch.cat([x.detach()[None], x.detach() + self.eps * u]))
-        ensemble = self.opinion(answers)  # (1 + q, B, C)
-        server.report |= variety(x.detach(), y)
-        self.improve(server, generator, x, z, y, u, ensemble)
-        self.learn(server.model.train(), x.detach(), ensemble[0], self.global_steps)
-        active.only(answers).run(self.distil, ensemble[0])
+        told = active.run(self.learn)
+        active, generator, lessons = active.only(told), self.recalled(server), []
+        if self.canvas:
+            server.spectrum = [pooled([said["spectrum"] for said in told.values()], list(told.num_examples.values()))]
+        optimizer = self.optimizer(server, generator)
+        for _ in server.track("generator", range(self.generator_steps)):
+            x, z, y = self.drawn(server, generator, -(-self.samples // self.generator_steps))
+            u = directions(x, self.queries, self.direction, self.frequencies)
+            answers = active.run(self.answer, x.detach(), x.detach() + self.eps * u)
+            active, shares = active.only(answers), self.shares(answers, told)
+            said = torch.stack(list(answers.values()), 1)  # (1 + q, K, b, C)
+            self.improve(server, optimizer, x, z, y, u, said, shares)
+            lessons.append([x.detach(), self.opinion(said[0], shares), y])
+        self.remember(server, generator, optimizer, lessons)
+        self.study(server.model.train(), server.lessons, self.global_steps, self.distil_lr, None, 0)
+        active.run(self.distil, server.lessons[-1][1])
 
-    def prepare(self, server: Asked) -> tuple[LabelGenerator, Tensor, Tensor]:
-        """The generator, noise and labels for a batch."""
+    def learn(self, client: Oracle) -> Told:
+        """Train on private data."""
+        if self.rehearse and client.lessons:
+            steps = self.epochs * epoch_length(len(client.data), self.batch_size)
+            self.study(client.model.train(), client.lessons, steps, self.lr, client.data, self.batch_size)
+        else:
+            fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=adam(self.lr, cosine=True))
+        client.report |= {f"before_{name}": value for name, value in evaluate(client).items()}
+        client.batch, data = [], client.data
+        counts, images = data.class_counts(), data.batch(torch.arange(len(data), device=data.device))
+        return {
+            "counts": counts if self.weighting == "classes" else counts[:0],
+            "spectrum": spectrum(images) if self.canvas else images[:0],
+        }
+
+    def answer(self, client: Oracle, x: Tensor, changed: Tensor) -> Tensor:
+        """Say what one thinks of images and of their changed copies."""
+        client.batch = [*client.batch, x]
+        client.model.train(self.statistics == "batch")
+        with torch.no_grad(), exact():
+            return torch.stack([client.model(batch) for batch in (x, *changed)])
+
+    def recalled(self, server: Asked) -> LabelGenerator:
+        """The generator as the last round left it; one that changes canvases begins by changing nothing."""
         generator = LabelGenerator(server.spec, self.noise).to(server.device)
         if server.generator:
             generator.load_state_dict(server.generator)
-        z = torch.randn(self.samples, self.noise, device=server.device)
-        y = torch.randint(server.spec.classes, (self.samples,), device=server.device).sort().values
-        return generator.train(), z, y
+        elif self.canvas:
+            generator.body[-2].load_state_dict({"weight": torch.zeros(server.spec.channels)}, strict=False)
+        return generator.train()
 
-    def pictures(self, generator: LabelGenerator, spec: Spec, z: Tensor, y: Tensor) -> Tensor:
-        """Generated images as the clients are shown them."""
-        return shown(generator(z, y), spec, self.output)
+    def drawn(self, server: Asked, generator: LabelGenerator, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """So many images as the clients are shown them, and the noise and labels they are made of: classes in turn."""
+        z = torch.randn(count, self.noise, device=server.device)
+        y = torch.arange(count, device=server.device) % server.spec.classes
+        made = generator(z, y)
+        if not self.canvas:
+            return shown(made, server.spec, self.output), z, y
+        _, std = statistics(server.spec, server.device)
+        return within_range(canvases(count, server.spectrum[0]) + made / std, server.spec), z, y
+
+    def remarks(self, rounds: Sequence[Round]) -> list[str]:
+        return collapsed(
+            rounds, "canvas=true gives them the variety of the data" if not self.canvas else "ask fewer queries"
+        )
 
     @torch.no_grad()
     def creations(self, party: Asked | Oracle, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
-        if not isinstance(party, Asked):
+        if not isinstance(party, Asked) or not party.generator:
             return None
-        generator, z, y = self.prepare(party)
+        x, _, y = self.drawn(party, self.recalled(party), self.samples)
         chosen = wanted(y)
-        return y[chosen], self.pictures(generator, party.spec, z, y)[chosen]
+        return y[chosen], x[chosen]
 
-    def answer(self, client: Oracle, batches: Tensor) -> Tensor:
-        """Train on private data, then say what one thinks of the images and of their changed copies."""
-        recipe = adam(self.lr, cosine=True)
-        fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=recipe)
-        client.report |= {f"before_{name}": value for name, value in evaluate(client).items()}
-        client.batch = [batches[0].clone()]
-        client.model.train(self.statistics == "batch")
-        with torch.no_grad(), exact():
-            return torch.stack([client.model(batch) for batch in batches])
+    def shares(self, answers: Replies[Tensor], told: Replies[Told]) -> Tensor:
+        """How much each of those who answered counts for each class (clients, classes)."""
+        if self.weighting == "classes":
+            return class_shares(torch.stack([told[k]["counts"] for k in answers]).float())
+        sizes = torch.tensor([answers.num_examples[k] for k in answers], device=next(iter(answers.values())).device)
+        return (sizes / sizes.sum())[:, None]
 
-    def opinion(self, answers: Replies[Tensor]) -> Tensor:
-        """The mean of the clients' logits, weighted by their numbers of images."""
-        total = sum(answers.num_examples.values())
-        return torch.stack([answers.num_examples[k] / total * logits for k, logits in answers.items()]).sum(0)
+    def opinion(self, said: Tensor, shares: Tensor) -> Tensor:
+        """What the clients (..., clients, images, classes) say together."""
+        if self.weighting == "classes":
+            return mixed(said, shares)
+        return (shares[:, None] * said).sum(-3)
+
+    def optimizer(self, server: Asked, generator: LabelGenerator) -> torch.optim.Adam:
+        """The generator's, with what it gathered in earlier rounds."""
+        optimizer = torch.optim.Adam(generator.parameters(), lr=self.generator_lr, fused=True)
+        for parameter, gathered in zip(generator.parameters() if server.moments else (), server.moments, strict=True):
+            optimizer.state[parameter] = {name: tensor.clone() for name, tensor in gathered.items()}
+        return optimizer
 
     def improve(
-        self, server: Asked, generator: LabelGenerator, x: Tensor, z: Tensor, y: Tensor, u: Tensor, ensemble: Tensor
+        self,
+        server: Asked,
+        optimizer: torch.optim.Adam,
+        x: Tensor,
+        z: Tensor,
+        y: Tensor,
+        u: Tensor,
+        said: Tensor,
+        shares: Tensor,
     ) -> None:
-        """One step of the generator."""
-        model = server.model.eval()
+        """One step of the generator, if anything was asked for it."""
+        if not self.queries:
+            return
+        loss = partial(self.loss, shares, z, y)
         estimate = self.by_logits if self.estimator == "logits" else self.by_loss
-        slope = estimate(model, x, z, y, u, ensemble)
-        optimizer = torch.optim.Adam(generator.parameters(), lr=self.generator_lr, fused=True)
-        if self.lasting_optimizer and server.moments:
-            for parameter, moments in zip(generator.parameters(), server.moments, strict=True):
-                optimizer.state[parameter] = {name: tensor.clone() for name, tensor in moments.items()}
+        slope = estimate(server.model.eval(), loss, x.detach(), u, said)
+        optimizer.zero_grad()
         torch.autograd.backward(x, slope)
         optimizer.step()
-        server.moments = [optimizer.state[p] for p in generator.parameters()] if self.lasting_optimizer else []
-        server.generator = dict(generator.state_dict())
 
-    def loss(self, ensemble: Tensor, student: Tensor, x: Tensor, z: Tensor, y: Tensor) -> Tensor:
-        """The generator's objective."""
+    def loss(
+        self,
+        shares: Tensor,
+        z: Tensor,
+        y: Tensor,
+        said: Tensor,
+        student: Tensor,
+        x: Tensor,
+    ) -> Tensor:
+        """The generator's objective, of what clients and global model say of images."""
+        ensemble = self.opinion(said, shares)
         terms = self.beta_adv * transferability(ensemble, student, self.tau) + self.beta_info * equilibrium(ensemble)
-        return fidelity(ensemble, y) + terms + self.beta_div * diversity(x, z)
+        terms = terms + self.beta_div * diversity(x, z, y if self.pairs == "class" else None)
+        return fidelity(ensemble, y) + terms
 
-    def by_loss(self, model: Classifier, x: Tensor, z: Tensor, y: Tensor, u: Tensor, ensemble: Tensor) -> Tensor:
+    def by_loss(self, model: Classifier, loss: Callable[..., Tensor], x: Tensor, u: Tensor, said: Tensor) -> Tensor:
         """From one difference of the batch's loss for each direction, as the authors' code has it."""
         with torch.no_grad(), exact():
             points = [x, *(x + self.eps * direction for direction in u)]
-            losses = torch.stack(
-                [self.loss(e, model(point), point, z, y) for e, point in zip(ensemble, points, strict=True)]
-            )
-        return loss_estimate(u, losses[1:] - losses[0], self.eps, self.direction) / len(x)
+            losses = torch.stack([loss(s, model(point), point) for s, point in zip(said, points, strict=True)])
+        return loss_estimate(u, losses[1:] - losses[0], self.eps, self.direction, self.frequencies) / len(x)
 
-    def by_logits(self, model: Classifier, x: Tensor, z: Tensor, y: Tensor, u: Tensor, ensemble: Tensor) -> Tensor:
+    def by_logits(self, model: Classifier, loss: Callable[..., Tensor], x: Tensor, u: Tensor, said: Tensor) -> Tensor:
         """Exact but for the clients' part: their logits' differences, contracted with the loss's own derivative."""
-        seen, images = ensemble[0].clone().requires_grad_(), x.detach().requires_grad_()
-        value = self.loss(seen, model(images), images, z, y)
-        cotangent, direct = torch.autograd.grad(value, (seen, images))
-        return direct + directional(u, ensemble[1:], ensemble[0], cotangent, self.eps, self.direction)
+        seen, images = said[0].clone().requires_grad_(), x.clone().requires_grad_()
+        cotangent, direct = torch.autograd.grad(loss(seen, model(images), images), (seen, images))
+        for k, slope in enumerate(cotangent):
+            direct = direct + directional(u, said[1:, k], said[0, k], slope, self.eps, self.direction, self.frequencies)
+        return direct
 
-    def learn(self, model: Classifier, x: Tensor, ensemble: Tensor, steps: int) -> None:
-        """Full-batch steps towards the clients' joint opinion."""
-        trainer = Trainer.of(model, adam(self.lr, cosine=True))
+    def remember(
+        self, server: Asked, generator: LabelGenerator, optimizer: torch.optim.Adam, lessons: Iterable[list[Tensor]]
+    ) -> None:
+        """The generator, and the round's images with everybody's opinion."""
+        x, ensemble, y = (torch.cat(column) for column in zip(*lessons, strict=True))
+        server.report |= variety(x, y) | {"agreement": float((ensemble.argmax(1) == y).float().mean())}
+        server.generator = dict(generator.state_dict())
+        server.moments = [optimizer.state[p] for p in generator.parameters() if self.lasting_optimizer and self.queries]
+        server.lessons = [*server.lessons, [x, ensemble]][-self.memory :]
+
+    def study(
+        self, model: Classifier, lessons: Sequence[list[Tensor]], steps: int, lr: float, own: Images | None, size: int
+    ) -> None:
+        """Steps towards the clients' opinion of the last rounds' images, beside so many of a client's own in each."""
+        rows = [torch.cat(column) for column in zip(*lessons, strict=True)]
+        trainer = Trainer.of(model, adam(lr, cosine=True))
+        batches = index_batches(len(rows[0]), self.distil_batch or len(rows[0]), rows[0].device)
+        loss: Callable[..., Tensor] = partial(distillation, model, self.tau)
+        if own is not None:
+            loss = partial(rehearsal, model, self.tau, own.spec, own.augment)
+            private = index_batches(len(own), size, own.device)
         for step in range(steps):
-            trainer.step(partial(distillation, model, self.tau), x, ensemble)
+            chosen = next(batches)
+            beside = () if own is None else (own.pixels[part := next(private)], own.labels[part])
+            trainer.step(loss, *(row[chosen] for row in rows), *beside)
             trainer.anneal((step + 1) / steps)
 
     def distil(self, client: Oracle, ensemble: Tensor) -> None:
-        (x,) = client.batch
-        self.learn(client.model.train(self.statistics == "batch"), x, ensemble, self.local_steps)
+        client.lessons = [*client.lessons, [torch.cat(client.batch), ensemble]][-self.memory :]
         client.batch = []
+        model = client.model.train(self.rehearse or self.statistics == "batch")
+        own = client.data if self.rehearse else None
+        self.study(model, client.lessons, self.local_steps, self.distil_lr, own, self.distil_batch or self.batch_size)

@@ -20,7 +20,7 @@ learns from the server's on such images, and its weights go back to it. All dist
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -36,9 +36,21 @@ from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, NonNegative, Positive
 from barter.core.payload import State, isolate
+from barter.core.record import Round
 from barter.models.generators import Decoder
 from barter.ops.fit import Trainer, adam, sgd
-from barter.ops.synthesis import Artist, Ensemble, Player, assembled, duel, exhibited, painted, painter, put_away
+from barter.ops.synthesis import (
+    Artist,
+    Ensemble,
+    Player,
+    assembled,
+    collapsed,
+    duel,
+    exhibited,
+    painted,
+    painter,
+    put_away,
+)
 
 __all__ = ["FedZKT", "disagreement", "sl_loss"]
 
@@ -141,6 +153,9 @@ class FedZKT(FedProx):
 
     def receive(self, client: Client, w: State) -> None:
         client.model.load_state_dict(w)
+
+    def remarks(self, rounds: Sequence[Round]) -> list[str]:
+        return collapsed(rounds, "more rounds of fewer iterations may help")
 
     def creations(self, party: Server | Client, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
         return exhibited(party, self.codes(party), None, wanted)

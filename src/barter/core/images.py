@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -72,6 +73,13 @@ class Images:
     def side(self) -> int:
         """How wide the images are before they are brought to the agreed size."""
         return self.pixels.shape[-1]
+
+    def fingerprint(self) -> str:
+        """A short name for exactly these images and labels."""
+        digest = hashlib.blake2b(digest_size=8)
+        for tensor in (self.pixels, self.labels):
+            digest.update(tensor.contiguous().cpu().numpy().data)
+        return digest.hexdigest()
 
     def class_counts(self) -> Tensor:
         """How many images there are of each class."""

@@ -21,11 +21,14 @@ def stream_seed(seed: int, *path: object) -> int:
 def scope(seed: int, *path: object, device: torch.device | None = None) -> Iterator[None]:
     """Inside, torch draws from the stream of this path; outside, its state is as it was before.
 
-    Every draw counts, also those that take no generator, such as dropout and the initialisation of a layer.
+    Every draw counts, also those that take no generator, such as dropout and the initialisation of a layer. Without a
+    device it is the CPU's draws alone, and whatever is drawn on a GPU goes on as it was.
     """
     cuda = [device] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
-        # Without a GPU, torch.manual_seed writes down the whole stack every time, for devices that may yet come.
-        seeded = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
-        seeded(stream_seed(seed, *path))
+        value = stream_seed(seed, *path)
+        torch.default_generator.manual_seed(value)
+        for device in cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(value)
         yield

@@ -19,6 +19,7 @@ __all__ = ["Dataset", "assembled", "fingerprint", "from_arrays", "from_python", 
 
 HELD_OUT = 5  # where a source has no test set of its own, every fifth image of a class is held out
 MIRRORED = {"fashion-mnist", "cifar10", "cifar100", "food101", "tiny-imagenet"}  # not signs: a mirrored 3 is none
+CHANNELS = (1, 3, 4)  # that images usually have
 NEEDED, OPTIONAL = ("x_train", "y_train"), ("x_test", "y_test", "classes", "domains", "domain_train", "domain_test")
 
 
@@ -95,6 +96,8 @@ def from_arrays(source: Mapping[str, Any], name: str, where: str) -> Dataset:
         x = given[f"x_{part}"]
         if x.dtype != np.uint8 or x.ndim != 4:
             raise ConfigError(f"{where}: x_{part} is {x.dtype} of shape {x.shape}, uint8 NHWC is expected")
+        if x.shape[1] in CHANNELS and x.shape[3] not in CHANNELS:
+            raise ConfigError(f"{where}: x_{part} of shape {x.shape} has its channels first: x.transpose(0, 2, 3, 1)")
         _require_numbers(given[f"y_{part}"], len(x), classes, "class", f"{where}: y_{part}")
         if given[f"y_{part}"].max() >= max(len(given["x_train"]), len(classes or ())):
             worst = given[f"y_{part}"].max()

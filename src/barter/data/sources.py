@@ -21,6 +21,12 @@ from barter.data.splits import read_split
 __all__ = ["PATH_SOURCES", "SOURCES", "load"]
 
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
+TESTS = (
+    "test",
+    "val",
+    "valid",
+    "validation",
+)  # names of the folder of test images, best first
 FOLDER_SIZE = 64  # the side that photographs of different sizes are brought to when data.size says nothing
 
 
@@ -128,14 +134,21 @@ def _read_classes(path: Path, classes: list[str], size: int | None) -> tuple[Any
 
 def _folder(request: Request) -> Dataset:
     path = request.path
-    if (path / "train").is_dir() and (path / "test").is_dir():
+    inside = [folder.name for folder in _subfolders(path, "class")]
+    tests, parts = [name for name in TESTS if name in inside], {"train", *TESTS} & set(inside)
+    if parts and ("train" not in parts or set(inside) - parts):
+        known = " and ".join(f"{name}/" for name in sorted(parts))
+        lacking = "no train/" if "train" not in parts else f"{sorted(set(inside) - parts)[0]}/ beside it"
+        raise ConfigError(f"{path} holds {known} and {lacking}: give one folder per class, or train/ and test/ alone")
+    if tests:
         classes = [folder.name for folder in _subfolders(path / "train", "class")]
-        parts = [_read_classes(path / part, classes, request.size) for part in ("train", "test")]
-        return assembled(request.name, (*parts[0], *parts[1]), classes)
+        train, test = (_read_classes(path / part, classes, request.size) for part in ("train", tests[0]))
+        return assembled(request.name, (*train, *test), classes)
+    path = path / "train" if parts else path
     classes = [folder.name for folder in _subfolders(path, "class")]
     x, y = _read_classes(path, classes, request.size)
-    test = held_out(y)
-    return assembled(request.name, (x[~test], y[~test], x[test], y[test]), classes, held_out=True)
+    chosen = held_out(y)
+    return assembled(request.name, (x[~chosen], y[~chosen], x[chosen], y[chosen]), classes, held_out=True)
 
 
 def _domains(request: Request) -> Dataset:
@@ -200,7 +213,7 @@ SOURCES: dict[str, tuple[Callable[[Request], Dataset], str]] = {
 }
 PATH_SOURCES: dict[str, tuple[Callable[[Request], Dataset], str]] = {
     "npz": (_npz, "npz:PATH, a file with x_train, y_train (uint8 NHWC); if need be x_test, y_test, classes, domains"),
-    "folder": (_folder, "folder:PATH, one folder per class, or train/ and test/ with one each"),
+    "folder": (_folder, "folder:PATH, one folder per class, or train/ and test/ (or val/) with one each"),
     "domains": (_domains, "domains:PATH, one folder per domain, in it one per class: feature skew"),
     "clients": (
         _clients,

@@ -101,6 +101,7 @@ class Site:
         if not RUN.fullmatch(str(session["run"])):
             raise CheckpointError(f"{session['run']!r} is no name of a run")
         self.engine, self.precision = self.settle(session)
+        self.data = self.client.data.fingerprint()
         self.session, self.round, self.key, self.reply, self.unseen = session, 0, [], None, None
         found = self._find(session)
         self.stamp = self._written()
@@ -108,6 +109,8 @@ class Site:
             return
         state, notes = found
         client, self.round = self.client, int(notes["round"])
+        if notes["data"] != self.data:
+            raise CheckpointError(f"site {self.name} does not have the data that it began this run with")
         client.recall(state["memory"])
         client.report = state["report"]
         for part, training in zip(client.model.modules(), state["modes"], strict=True):
@@ -186,7 +189,8 @@ class Site:
             "reply": self.reply,
             "unseen": None if self.unseen is None else list(self.unseen),
         }
-        checkpoint.write(self._now, state, {"round": str(self.round), "attempt": self.session["attempt"]})
+        origin = {"round": str(self.round), "attempt": self.session["attempt"], "data": self.data}
+        checkpoint.write(self._now, state, origin)
         self.stamp = self._written()
 
     def _written(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypedDict
@@ -22,6 +22,7 @@ __all__ = [
     "Lot",
     "averaging",
     "condense",
+    "ends",
     "gathered",
     "labels_of",
     "lot",
@@ -80,12 +81,13 @@ def gathered(lots: Iterable[Lot]) -> tuple[Tensor, Tensor]:
 
 
 def mean_images(data: Images, sizes: Mapping[int, int], of: int) -> Tensor:
-    """So many images of each class, each the mean of some drawn at random, normalised."""
+    """So many images of each class, each the mean of some drawn at random, normalised; no two with the same first."""
     drawn = []
     for label, size in sizes.items():
         members = (data.labels == label).nonzero()[:, 0]
-        chosen = members[torch.randint(len(members), (size * of,), device=data.device)]
-        batch = data.batch(chosen)
+        own = torch.randperm(len(members), device=data.device)[:size, None]
+        others = torch.randint(len(members), (size, of - 1), device=data.device)
+        batch = data.batch(members[torch.cat([own, others], 1).flatten()])
         drawn.append(batch.view(size, of, *batch.shape[1:]).mean(1))
     return torch.cat(drawn)
 
@@ -135,9 +137,16 @@ class Collaboration:
     projections: int | None
 
 
+def ends(names: Sequence[str], told: Sequence[Tensor]) -> dict[str, float]:
+    """The terms of a loss at the first and at the last step of a training, as the round's record has them."""
+    rows = {"start": told[0].tolist(), "end": told[-1].tolist()}
+    return {f"{name}_{when}": value for when, row in rows.items() for name, value in zip(names, row, strict=False)}
+
+
 def matching_loss(
     canvas: Canvas,
     backbone: Classifier,
+    model: Classifier,
     spec: Spec,
     match_logits: bool,
     weight: float,
@@ -147,19 +156,24 @@ def matching_loss(
     synthetic: Tensor,
     v: Tensor,
     known: Tensor,
-) -> Tensor:
-    """The squared distance between mean features of real and condensed images, summed over classes (Eq. 4 of FedAF)."""
+) -> tuple[Tensor, ...]:
+    """The squared distance between mean features of real and condensed images, summed over classes (Eq. 4 of FedAF).
+
+    The whole loss, this distance, and that of the collaborative term where there is one: it is asked of the model, not
+    of the network that features are seen through.
+    """
     with torch.no_grad():
         seen = backbone.features(prepared(pixels, spec, Augment()))
         target, target_logits = real @ seen.float(), real @ backbone.logits(seen).float()
     features = backbone.features(canvas.images)
-    u = synthetic @ backbone.logits(features).float()
-    loss = (synthetic @ features.float() - target).square().sum()
+    matching = (synthetic @ features.float() - target).square().sum()
     if match_logits:
-        loss = loss + (u - target_logits).square().sum()
-    if weight:
-        loss = loss + weight * (known * sliced_wasserstein(u[:, None], v[:, None], projections)).sum()
-    return loss
+        matching = matching + (synthetic @ backbone.logits(features).float() - target_logits).square().sum()
+    if not weight:
+        return matching, matching
+    u = synthetic @ model(canvas.images).float()
+    apart = (known * sliced_wasserstein(u[:, None], v[:, None], projections)).sum()
+    return matching + weight * apart, matching, apart
 
 
 def condense(
@@ -173,17 +187,17 @@ def condense(
     sampled: Callable[[Classifier], None],
     match_logits: bool = False,
     collaboration: Collaboration | None = None,
-) -> Tensor:
+) -> tuple[Tensor, dict[str, float]]:
     """Images that, seen through ever new networks, have the mean features of the client's own, class by class.
 
-    `sampled` changes the network, a copy of the client's, before each step. Normalisation uses its running statistics:
-    those of a class's own batch would remove the very mean that is matched.
+    `sampled` changes the network, a copy of the client's, before each step. Pixels stay between black and white: what
+    is matched is what can be sent. Normalisation uses running statistics: those of a class's own batch would remove the
+    very mean that is matched. Beside them, what `ends` says of the loss.
     """
     data, labels = client.data, labels_of(sizes, client.device)
     classes = torch.tensor(list(sizes), device=client.device)
     canvas = lanes.keep(("canvas", start.shape), Canvas(start))
-    backbone = lanes.kept(("backbone", client.architecture), lambda: copy.deepcopy(client.model))
-    backbone.eval().requires_grad_(False)
+    backbone, model = (_copy(client, name) for name in ("backbone", "judge"))
     members = [(data.labels == label).nonzero()[:, 0] for label in classes.tolist()]
     real_labels = torch.cat([data.labels[at[:batch_size]] for at in members])
     fixed = [averaging(real_labels, classes), averaging(labels, classes)]
@@ -192,11 +206,23 @@ def condense(
         collaboration = Collaboration(nothing, nothing[:, 0], 0.0, None)
     fixed += [collaboration.logits, collaboration.known]
     extra = match_logits, collaboration.weight, collaboration.projections
-    loss = partial(matching_loss, canvas, backbone, data.spec, *extra)
-    trainer = Trainer.of(canvas, recipe)
-    for _ in client.track(range(steps)):
+    loss = partial(matching_loss, canvas, backbone, model, data.spec, *extra)
+    trainer, told = Trainer.of(canvas, recipe), list[Tensor]()
+    mean, std = statistics(data.spec, data.device)
+    black, white = -mean / std, (1 - mean) / std
+    for step in client.track(range(steps)):
         backbone.load_state_dict(client.model.state_dict())
         sampled(backbone)
         index = torch.cat([at[torch.randperm(len(at), device=at.device)[:batch_size]] for at in members])
-        trainer.step(loss, data.pixels[index], *fixed)
-    return canvas.images.detach().clone()
+        _, *terms = trainer.step(loss, data.pixels[index], *fixed)
+        canvas.images.data.clamp_(black, white)
+        if step in (0, steps - 1):
+            told.append(torch.stack(terms))
+    return canvas.images.detach().clone(), ends(("matching", "collaboration"), told)
+
+
+def _copy(client: Client, name: str) -> Classifier:
+    """The client's network as it is, to look through."""
+    copied = lanes.kept((name, client.architecture), lambda: copy.deepcopy(client.model))
+    copied.load_state_dict(client.model.state_dict())
+    return copied.eval().requires_grad_(False)

@@ -22,6 +22,7 @@ __all__ = [
     "distil",
     "drawn",
     "logit_loss",
+    "mixed",
     "public_images",
     "require_labels",
     "sharpened",
@@ -53,16 +54,26 @@ def drawn(images: Images, samples: int | None) -> Tensor:
     return torch.randperm(len(images), device=images.device)[:samples]
 
 
-def class_shares(counts: Tensor) -> Tensor:
+def class_shares(counts: Tensor, smoothing: float = 0.0) -> Tensor:
     """How much each client counts for each class, from its images of it; all alike where nobody has any."""
-    total = counts.sum(0, keepdim=True)
-    return torch.where(total > 0, counts / total.clamp_min(1), 1 / len(counts))
+    total = (counts + smoothing).sum(0)
+    return torch.where(total > 0, (counts + smoothing) / total.clamp_min(1e-12), 1 / len(counts))
 
 
 def consensus(answers: Sequence[Tensor], shares: Tensor | None = None) -> Tensor:
     """The mean of what networks say (images, classes), each counting by its share of a class where these are given."""
     said = torch.stack(list(answers))
     return said.mean(0) if shares is None else (shares[:, None] * said).sum(0)
+
+
+def mixed(said: Tensor, shares: Tensor) -> Tensor:
+    """What networks that know different classes say together: logits (..., clients, images, classes) to one for all.
+
+    Of each class the mean probability, everybody counting by its share of the class. Not of logits, for those of
+    different networks are not to one scale. Small ones are raised, so that their logarithms stay near the others'.
+    """
+    p = (shares[:, None] * said.softmax(-1)).sum(-3)
+    return (p + 1e-6).log()
 
 
 def sharpened(p: Tensor, temperature: float) -> Tensor:

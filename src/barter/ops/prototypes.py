@@ -11,6 +11,7 @@ from torch import Tensor
 from barter.core.evaluation import predict
 from barter.core.images import Images
 from barter.core.model import Classifier
+from barter.core.precision import exact
 
 __all__ = [
     "ByClass",
@@ -34,9 +35,10 @@ class ByClass(TypedDict):
 
 def class_means(values: Tensor, labels: Tensor) -> ByClass:
     """The mean row of every class that there is."""
-    classes, place, counts = torch.unique(labels, return_inverse=True, return_counts=True)
-    sums = values.new_zeros(len(classes), values.shape[1]).index_add(0, place, values)
-    return {"classes": classes, "vectors": sums / counts[:, None]}
+    classes = torch.unique(labels)
+    members = (labels == classes[:, None]).to(values)
+    with exact():  # a product adds up in the same order each time, on a GPU too
+        return {"classes": classes, "vectors": members @ values / members.sum(1, keepdim=True)}
 
 
 def joined(tables: Iterable[ByClass]) -> ByClass:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from barter.core.errors import CheckpointError
 from barter.core.payload import Payload, mark, origin, pack, unpack
@@ -31,6 +33,7 @@ def write(target: Path, state: Payload, notes: Mapping[str, str]) -> None:
             stored[name] = tensor.cpu().clone().contiguous()
     temporary = target.with_suffix(".tmp")
     metadata = {**notes, "header": header, "alias": json.dumps(alias)}
+    metadata["checksum"] = _checksum(stored, metadata)
     try:
         save_file(stored, temporary, metadata)
         flush(temporary)
@@ -46,13 +49,25 @@ def read(path: Path, device: torch.device) -> tuple[Payload, dict[str, str]]:
         with safe_open(path, "pt") as file:
             notes = file.metadata()
             # Copies in torch's own memory, which parties can share again.
-            stored = {name: file.get_tensor(name).to(device, copy=True) for name in file.keys()}  # noqa: SIM118
+            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if notes.pop("checksum") != _checksum(stored, notes):
+                raise ValueError("its contents are not what was written")
+            stored = {name: tensor.to(device, copy=True) for name, tensor in stored.items()}
         for tensor in stored.values():
             mark(tensor)
         alias = json.loads(notes["alias"])
         return unpack({name: stored[a] for name, a in alias.items()}, notes["header"]), notes
     except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
+
+
+def _checksum(tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> str:
+    """What tells damaged contents from whole ones."""
+    found = zlib.crc32(json.dumps([sorted(notes.items()), sorted(tensors)]).encode())
+    for name in sorted(tensors):
+        if tensors[name].numel():
+            found = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, found)
+    return f"{found:08x}"
 
 
 def flush(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import tomllib
@@ -18,6 +19,8 @@ from barter.core.record import Round
 from barter.runs.checkpoint import flush, read, write
 
 __all__ = ["RunFolder", "finished", "has_checkpoint", "last_checkpoint", "records", "rounds_done"]
+
+log = logging.getLogger("barter")
 
 METRICS = "metrics.jsonl"
 PRIVACY = "privacy.json"
@@ -89,20 +92,32 @@ class RunFolder:
         """The rounds that were recorded."""
         return records(self.path)
 
-    def save(self, round: int, state: Payload) -> None:
-        """The checkpoint of a finished round; the one before it goes only when this one is safe."""
+    def save(self, round: int, state: Payload, origin: Mapping[str, str]) -> None:
+        """The checkpoint of a finished round and what it is made of; the one before goes only when this one is safe."""
         target = self.checkpoints / f"round-{round:06d}.safetensors"
-        write(target, state, {"round": str(round)})
+        write(target, state, {**origin, "round": str(round)})
         for old in self.checkpoints.iterdir():
             if old != target:
                 old.unlink()
 
-    def load(self, device: torch.device) -> tuple[int, Payload] | None:
-        """The last finished round and its state; nothing if no round was finished. Drops later lines of metrics."""
-        found = last_checkpoint(self.path, device)
-        kept = [record for record in self.records() if record.round <= (0 if found is None else found[0])]
+    def go_on_after(self, round: int) -> None:
+        """Drop the records of later rounds, which no checkpoint holds; say so if earlier ones are not there."""
+        kept = [record for record in self.records() if record.round <= round]
+        missing = sorted(set(range(1, round + 1)) - {record.round for record in kept})
+        if missing:
+            lost = f"round {missing[0]}" if len(missing) == 1 else f"rounds {missing[0]} to {missing[-1]}"
+            log.warning(
+                "%s has no whole record of %s: tables and curves go on without%s", self.metrics, lost, self._aside()
+            )
         self._replace(self.metrics, "".join(record.to_json() + "\n" for record in kept))
-        return found
+
+    def _aside(self) -> str:
+        """Keep damaged records beside the ones that go on."""
+        if not self.metrics.exists():
+            return ""
+        aside = self.metrics.with_suffix(".damaged")
+        self.metrics.replace(aside)
+        return f"; what there was is in {aside}"
 
     @staticmethod
     def _replace(target: Path, text: str) -> None:
@@ -115,14 +130,14 @@ class RunFolder:
 
 
 def records(run: Path) -> list[Round]:
-    """The rounds that were recorded in a run's folder; a line that a kill cut short is none."""
+    """The rounds that were recorded in a run's folder; a line that a kill cut short, or that is damaged, is none."""
     metrics = run / METRICS
     found: list[Round] = []
-    for line in metrics.read_text().splitlines() if metrics.exists() else ():
+    for line in metrics.read_text(errors="replace").splitlines() if metrics.exists() else ():
         try:
             found.append(Round.from_json(line))
         except (ValueError, KeyError, TypeError):
-            break
+            continue
     return found
 
 
@@ -132,23 +147,23 @@ def rounds_done(run: Path) -> int:
     return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
-def last_checkpoint(run: Path, device: torch.device) -> tuple[int, Payload] | None:
-    """The last finished round of a run's folder and its state; nothing if no round was finished."""
+def last_checkpoint(run: Path) -> tuple[int, Payload, dict[str, str]] | None:
+    """The last finished round of a run's folder, its state and what it is made of; nothing if no round was finished."""
     found = _checkpoints(run)
     if not found:
         return None
-    state, notes = read(found[-1], device)
-    return int(notes["round"]), state
+    state, notes = read(found[-1], torch.device("cpu"))
+    return int(notes["round"]), state, notes
 
 
 def finished(run: Path) -> tuple[int, Payload]:
     """The last finished round of a run's folder and its state, to look at; an error if there is none."""
     if not (run / "config.toml").is_file():
         raise CheckpointError(f"{run} is not the folder of a run: there is no config.toml in it")
-    found = last_checkpoint(run, torch.device("cpu"))
+    found = last_checkpoint(run)
     if found is None:
         raise CheckpointError(f"{run} holds no checkpoint of a finished round")
-    return found
+    return found[:2]
 
 
 def has_checkpoint(run: Path) -> bool:
