@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,7 +123,11 @@ def test_private_runs_are_the_same_again() -> None:
     assert same(state(one), state(other))
 
 
-@pytest.mark.parametrize("name", ["local", "fedprox", "dsfl", "fedbn", "pfedla"])
+DOCUMENT = (Path(__file__).parent.parent.parent / "docs" / "privacy.md").read_text()
+WORKS = re.findall(r"`(\w+)`", DOCUMENT.partition("What works:")[2].partition(", and")[0])
+
+
+@pytest.mark.parametrize("name", WORKS)
 def test_methods_that_train_by_fit_alone(name: str) -> None:
     experiment = small_federation(tiny(name), privacy=Privacy(training="clip=1 noise=1"))
     record = experiment.step()
