@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
+
+import pytest
 
 from barter.commands import EXTRAS
 from barter.version import __version__
@@ -21,6 +26,15 @@ def test_a_wheel_holds_every_file() -> None:
     data = {path for pattern in patterns for path in SOURCE.glob(pattern)}
     packages = {path.parent for path in files if path.name == "__init__.py"}
     assert not [path for path in files - data if path.suffix != ".py" or path.parent not in packages]
+
+
+@pytest.mark.parametrize("chosen", ["", "ACTIVE"])
+def test_threads_that_wait_sleep_unless_somebody_wants_otherwise(chosen: str) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    environment |= {"OMP_WAIT_POLICY": chosen} if chosen else {}
+    say = "import sys, barter, os; print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])"
+    said = subprocess.run([sys.executable, "-c", say], env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout.split() == ["False", chosen or "PASSIVE"], "before torch is loaded, which reads it"
 
 
 def test_extras_that_are_named_exist() -> None:

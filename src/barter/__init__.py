@@ -24,9 +24,14 @@ Methods are written with what is in `barter.core` and `barter.ops`; `barter.data
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from barter.version import __version__ as __version__
+
+# Threads that wait for each other sleep. If they spin, as is usual, two programs with two threads each on two cores
+# take ten times as long: those that wait keep those that work from the cores. Read when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if TYPE_CHECKING:
     from barter.algorithms import ALGORITHMS, DFFKE, FedAvg, Local

@@ -1,0 +1,52 @@
+"""What two programs with as many threads each as there are cores cost each other, by how threads wait.
+
+    python benchmarks/threads.py
+
+Prints milliseconds of a training step, of a program by itself and of two at the same time, with threads that spin while
+they wait (OpenMP's usual way) and with threads that sleep (OMP_WAIT_POLICY=passive, which barter sets).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+STEPS = 100
+STEP = f"""
+import time, torch
+from torch import nn
+model = nn.Sequential(
+    nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1),
+    nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
+)
+optimizer, x = torch.optim.Adam(model.parameters(), fused=True), torch.randn(100, 16, 8, 8)
+for step in range({STEPS} + 10):
+    if step == 10:
+        start = time.perf_counter()
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+print(1000 * (time.perf_counter() - start) / {STEPS})
+"""
+
+
+def milliseconds(programs: int, policy: str) -> float:
+    """The mean over so many programs that run at the same time."""
+    environment = {**os.environ, "OMP_WAIT_POLICY": policy}
+    running = [
+        subprocess.Popen([sys.executable, "-c", STEP], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(programs)
+    ]
+    return sum(float(program.communicate()[0]) for program in running) / programs
+
+
+def main() -> None:
+    rows = [[f"{milliseconds(programs, policy):.1f}" for policy in ("active", "passive")] for programs in (1, 2)]
+    lines = ["| ms a step | threads spin | threads sleep |", "|---|---|---|"]
+    lines += [f"| {name} | {' | '.join(row)} |" for name, row in zip(("one program", "two"), rows, strict=True)]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
