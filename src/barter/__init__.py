@@ -29,9 +29,11 @@ from typing import TYPE_CHECKING, Any
 
 from barter.version import __version__ as __version__
 
-# Threads that wait for each other sleep. If they spin, as is usual, two programs with two threads each on two cores
-# take ten times as long: those that wait keep those that work from the cores. Read when torch is loaded.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Threads that wait for each other soon sleep. If they spin for long, as is usual, two programs with two threads each on
+# two cores take ten times as long: those that wait keep those that work from the cores. Read when torch is loaded.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # GNU's: some ten microseconds, with which nothing is lost alone
 
 if TYPE_CHECKING:
     from barter.algorithms import ALGORITHMS, DFFKE, FedAvg, Local
