@@ -56,6 +56,14 @@ def test_other_runs_say_that_nothing_is_protected(tmp_path: Path, capsys: pytest
     [
         ('privacy.parts={"learn.weight" = "withhold"}', "DFFKE sends no 'learn.weight': did you mean 'learn.weights'?"),
         ('privacy.parts={"learn.labels" = "gaussian"}', "gaussian needs clip=..."),
+        (
+            'privacy.parts={"learn.labels" = "gaussian clip=1 noise=1"}',
+            "learn.labels holds labels; `response` or `withhold` protects them",
+        ),
+        (
+            'privacy.parts={"learn.embeddings" = "response epsilon=1"}',
+            "learn.embeddings holds decimal numbers; it is for labels",
+        ),
         ("privacy.epsilon=0", "privacy.epsilon=0: must be float > 0 or none"),
         ("privacy.budget=3", "unknown key 'privacy.budget'"),
     ],

@@ -54,7 +54,7 @@ class Telling(Algorithm[Remembering, Client]):
     """Clients tell all that they have."""
 
     crosses = {"tell": "up: every image, and its label"}
-    tells = {"tell.rows": "row", "tell.labels": "row", "tell.count": "nothing"}
+    tells = {"tell.rows": "row", "tell.labels": "label", "tell.count": "nothing"}
 
     fraction: Fraction = 1.0  # of the clients that are asked
 
@@ -357,9 +357,11 @@ def test_mistakes_are_found_before_anything_runs(
         Config(algorithm=Telling(), privacy=privacy, rounds=2)
 
 
-def test_a_mechanism_that_does_not_fit_is_that_clients_failure() -> None:
+def test_a_mechanism_that_does_not_fit_is_refused_or_that_clients_failure() -> None:
+    with pytest.raises(ConfigError, match="tell.labels holds labels; `response` or `withhold` protects them"):
+        telling({"tell.labels": "gaussian clip=1 noise=1 each=answer"}, epsilon=None)
     with pytest.raises(ClientError, match=r"gaussian clip=1 noise=1 each=answer: there are no decimal numbers"):
-        telling({"tell.labels": "gaussian clip=1 noise=1 each=answer"}, epsilon=None).step()
+        telling({"tell.count": "gaussian clip=1 noise=1 each=answer"}, epsilon=None).step()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,7 +115,7 @@ class DFFKE(Algorithm[Hub, Trader]):
     }
     tells = {
         **{"learn.examples": "nothing", "learn.crop": "nothing", "learn.flip": "nothing"},
-        **{"learn.embeddings": "row of the network", "learn.labels": "row"},
+        **{"learn.embeddings": "row of the network", "learn.labels": "label"},
         **{"teach.round": "nothing", "teach.index": "nothing"},
     }
     presets = {"paper": PAPER, "code": {**PAPER, **CODE}}

@@ -22,8 +22,8 @@ from barter.core.record import Round
 
 __all__ = ["Algorithm", "Tells"]
 
-# Nothing of it; its own row, or the row that the client's network makes of it; whatever is not named, all of it.
-Tells: TypeAlias = Literal["nothing", "row", "row of the network"]
+# Nothing of it; its own label, its own row, or the row that the client's network makes of it; what is not named, all.
+Tells: TypeAlias = Literal["nothing", "label", "row", "row of the network"]
 S = TypeVar("S", bound=Server, default=Server)
 C = TypeVar("C", bound=Client, default=Client)
 

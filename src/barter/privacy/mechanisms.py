@@ -72,6 +72,10 @@ class Mechanism:
         """The key of another part of the same answer that it covers too."""
         return None
 
+    def protects(self, labels: bool, first: bool) -> bool:
+        """Whether it can be used on labels, or on decimal numbers: of its first part, or of the one beside."""
+        return labels != first
+
     @property
     def promises(self) -> bool:
         """Whether anything follows from what is done."""
@@ -196,6 +200,9 @@ class Response(Mechanism):
 
     epsilon: Positive  # ε of each answer
 
+    def protects(self, labels: bool, first: bool) -> bool:
+        return labels
+
     @property
     def needs_rows(self) -> bool:
         return True
@@ -222,6 +229,9 @@ class Withhold(Mechanism):
     """Nothing of the values: zeros, and labels at random."""
 
     name = "withhold"
+
+    def protects(self, labels: bool, first: bool) -> bool:
+        return True
 
     def apply(self, values: Sequence[Payload], turn: Turn) -> list[Payload]:
         def blank(_: str, leaf: Payload) -> Payload:

@@ -96,6 +96,10 @@ def _tidy(noise: float) -> float:
     return float(f"{math.ceil(noise / unit) * unit:.5g}")
 
 
+def _what(kind: str) -> str:
+    return "labels" if kind == "label" else "decimal numbers"
+
+
 class Plan:
     """The mechanisms of a method's parts, and what answers cost under them."""
 
@@ -128,11 +132,16 @@ class Plan:
                     f"privacy.parts: {name}={str(mechanism)!r}: rows of {part} belong to no single image, "
                     "one can change all of them; `gaussian clip=... each=answer` bounds the answer as a whole"
                 )
+        for part in wanted:
+            kind = self.tells.get(part)
+            if kind is not None and kind != "nothing" and not mechanism.protects(kind == "label", part == name):
+                other = "`response` or `withhold` protects them" if kind == "label" else "it is for labels"
+                raise ConfigError(f"privacy.parts: {name}={str(mechanism)!r}: {part} holds {_what(kind)}; {other}")
         return [part for name in wanted for part in covered(name, self.parts)]
 
     def each(self, part: str) -> Each:
         """What one image can change of a part: its own row, or the answer."""
-        return "image" if self.tells.get(part) in ("row", "row of the network") else "answer"
+        return "image" if self.tells.get(part) in ("label", "row", "row of the network") else "answer"
 
     def given(self, part: str) -> str:
         """What ε of a part takes for granted."""
