@@ -26,7 +26,7 @@ def _tensor(dtype: torch.dtype, shape: list[int], seed: int) -> torch.Tensor:
 tensors = st.builds(
     _tensor, st.sampled_from(list(DTYPES.values())), st.lists(st.integers(0, 4), max_size=3), st.integers(0, 99)
 )
-plain = st.one_of(st.none(), st.booleans(), st.integers(), st.text(), st.floats(allow_nan=False))
+plain = st.one_of(st.none(), st.booleans(), st.integers(-(2**63), 2**63 - 1), st.text(), st.floats(allow_nan=False))
 trees = st.recursive(
     st.one_of(tensors, plain),
     lambda inner: st.one_of(
@@ -120,6 +120,8 @@ def test_the_decoder_of_the_paper_has_its_size() -> None:
         ({"x": np.float32(1)}, "payload.x"),
         ({"x": np.zeros(2)}, "payload.x"),
         ({(1, 2): 3}, "key"),
+        ({"x": 2**63}, "payload.x: a whole number of more than 64 bits"),
+        ({"x": -(10**400)}, "payload.x"),
         ({"x": torch.zeros(2, dtype=torch.complex64)}, "payload.x"),
         ({"x": torch.zeros(2, 2).to_sparse()}, "payload.x"),
         (lambda: 1, "payload"),

@@ -100,6 +100,35 @@ def test_a_site_that_stays_away_is_a_failure_that_names_it(grid: LoopbackGrid, r
     assert sorted(k for k, metrics in three.clients.items() if "global" in metrics) == [0, 1]
 
 
+@pytest.mark.parametrize("bad", [{"error": "ValueError: no coffee", "traceback": ""}, {"answer": 10**400}])
+def test_an_error_is_no_answer_and_who_is_away_for_a_moment_is_waited_for(
+    grid: LoopbackGrid, run: Run, monkeypatch: pytest.MonkeyPatch, bad: dict[str, Any]
+) -> None:
+    looks, online = [], grid.get_node_ids
+
+    def deliver(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
+        if request["ask"] != "call" or request["round"] != 2:
+            return answer()
+        if node == 102 and not looks:
+            grid.offline.add(102)
+            raise Code(5)
+        return bad if node == 100 and len(looks) < 6 else answer()
+
+    def nodes() -> Any:
+        if 102 in grid.offline:
+            looks.append(102)
+            if len(looks) == 6:
+                grid.offline.clear()
+        return online()
+
+    grid.deliver = deliver
+    monkeypatch.setattr(grid, "get_node_ids", nodes)
+    experiment = run(2, min_clients=2)
+    assert experiment.folder is not None
+    (failure,) = experiment.folder.records()[1].failures
+    assert "site site-0: " in failure
+
+
 def test_too_few_answers_end_the_run_and_lose_nothing(grid: LoopbackGrid, run: Run) -> None:
     def silent(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
         if node == 100 and request["ask"] == "call" and request["round"] == 2:

@@ -23,6 +23,7 @@ Payload: TypeAlias = Any
 T = TypeVar("T")
 
 PLAIN = (str, int, float, bool, type(None))
+LEAST = -(2**63)  # of whole numbers
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -48,6 +49,8 @@ def _walk(tree: Payload, leaf: Callable[[str, Any], Any], path: str) -> Payload:
         if tree.layout is not torch.strided or tree.dtype not in DTYPES.values():
             raise PayloadError(f"{path}: a {tree.layout} tensor of {tree.dtype} cannot travel; make it dense and real")
         return leaf(path, tree)
+    if kind is int and not LEAST <= tree < -LEAST:
+        raise PayloadError(f"{path}: a whole number of more than 64 bits cannot travel")
     if kind in PLAIN:
         return leaf(path, tree)
     raise PayloadError(

@@ -157,7 +157,7 @@ class FlowerEngine(BaseEngine):
                 except BarterError as error:
                     failures[k] = self._failure(k, method, error)
             enough = len(args) if self.min_clients is None else min(self.min_clients, len(args))
-            for k, answer in self._gather(requests, enough - len(answers)):
+            for k, answer in self._gather(requests, lambda: len(answers) >= enough):
                 try:
                     answers[k] = self._checked(method, k, answer())
                 except Exception as error:  # whatever a stranger's answer makes go wrong is that stranger's failure
@@ -199,16 +199,18 @@ class FlowerEngine(BaseEngine):
         notes = "\n".join(getattr(error, "__notes__", []))
         return Failure(k, method, self.round, f"site {self.members[k].name}: {said}", notes)
 
-    def _gather(self, requests: Mapping[int, Payload], enough: int) -> Iterator[tuple[int, Callable[[], Payload]]]:
+    def _gather(
+        self, requests: Mapping[int, Payload], enough: Callable[[], bool]
+    ) -> Iterator[tuple[int, Callable[[], Payload]]]:
         """Every site's answer, or why there is none.
 
-        A site that Flower lost is asked again when it is back; it is waited for only if too few others answer.
+        A site that Flower lost is asked again when it is back; it is waited for only if too few others have answered,
+        and an error or a bad answer is none.
         """
         deadline = time.monotonic() + self.timeout
         pending: dict[str, int] = {}  # message -> client
         waiting: dict[int, str] = dict.fromkeys(requests, "the site is offline")  # not asked yet, or lost; and why
         tries = dict.fromkeys(requests, 0)
-        done = 0
         while waiting or pending:
             left = deadline - time.monotonic()
             for k, node in self._present([k for k in waiting if tries[k] < TRIES]).items() if left > 0 else ():
@@ -228,10 +230,9 @@ class FlowerEngine(BaseEngine):
                 except Exception as error:
                     yield k, lambda error=error: _again(error)  # type: ignore[misc]
                     continue
-                done += 1
                 yield k, lambda tree=tree: tree  # type: ignore[misc]
             hopeless = all(tries[k] == TRIES for k in waiting)
-            if left <= 0 or (not pending and waiting and (done >= enough or hopeless)):
+            if left <= 0 or (not pending and waiting and (enough() or hopeless)):
                 break
             time.sleep(POLL_SECONDS)
         for k, why in waiting.items():
