@@ -35,7 +35,9 @@ def tensors(draw: Callable[[Any], Any]) -> torch.Tensor:
 
 
 trees = st.recursive(
-    st.one_of(tensors(), st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text()),
+    st.one_of(
+        tensors(), st.none(), st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), st.text()
+    ),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
     max_leaves=8,
 )
