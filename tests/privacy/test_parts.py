@@ -11,7 +11,7 @@ from barter import ALGORITHMS, Algorithm, Client
 from barter.privacy.parts import crossed, parts_of, put, take
 from tests.conftest import tiny
 
-values = st.dictionaries(st.sampled_from("abc"), st.integers())
+values = st.dictionaries(st.sampled_from("abc"), st.integers(-(2**63), 2**63 - 1))
 
 
 @given(st.one_of(values, st.lists(values)), st.sampled_from(["", "a", "b"]))
