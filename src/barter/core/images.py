@@ -14,7 +14,17 @@ from torch import Tensor
 
 from barter.core.errors import ConfigError
 
-__all__ = ["Augment", "Images", "PrivateTraining", "Sealed", "Spec", "augmented", "prepared", "statistics"]
+__all__ = [
+    "Augment",
+    "Images",
+    "PrivateTraining",
+    "Sealed",
+    "Spec",
+    "augmented",
+    "fingerprint",
+    "prepared",
+    "statistics",
+]
 
 
 @dataclass(frozen=True)
@@ -76,10 +86,7 @@ class Images:
 
     def fingerprint(self) -> str:
         """A short name for exactly these images and labels."""
-        digest = hashlib.blake2b(digest_size=8)
-        for tensor in (self.pixels, self.labels):
-            digest.update(tensor.contiguous().cpu().numpy().data)
-        return digest.hexdigest()
+        return fingerprint(self.pixels, self.labels)
 
     def class_counts(self) -> Tensor:
         """How many images there are of each class."""
@@ -130,6 +137,14 @@ class Sealed(Images):
                 "which alone is private; set what does so otherwise, or protect its answers with privacy.parts"
             )
         raise AttributeError(name)
+
+
+def fingerprint(*tensors: Tensor) -> str:
+    """A short name for exactly these numbers."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        digest.update(tensor.contiguous().cpu().numpy().data)
+    return digest.hexdigest()
 
 
 def prepared(pixels: Tensor, spec: Spec, augment: Augment) -> Tensor:

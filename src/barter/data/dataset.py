@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,9 +12,10 @@ from PIL import Image
 from torch import Tensor
 
 from barter.core.errors import ConfigError
+from barter.core.images import fingerprint
 from barter.core.params import did_you_mean
 
-__all__ = ["Dataset", "assembled", "fingerprint", "from_arrays", "from_python", "held_out"]
+__all__ = ["Dataset", "assembled", "from_arrays", "from_python", "held_out"]
 
 HELD_OUT = 5  # where a source has no test set of its own, every fifth image of a class is held out
 MIRRORED = {"fashion-mnist", "cifar10", "cifar100", "food101", "tiny-imagenet"}  # not signs: a mirrored 3 is none
@@ -39,6 +39,11 @@ class Dataset:
     held_out: bool = False  # whether the test images are a part of what was given for training
     numbered: bool = False  # whether nobody named the classes: they are called by their numbers
     own_tests: tuple[tuple[Tensor, Tensor], ...] = ()  # of each client, where every client brought its own
+
+    def fingerprint(self) -> str:
+        """A short name for exactly these images and labels."""
+        train, test = (self.x_train, self.y_train, self.domain_train), (self.x_test, self.y_test, self.domain_test)
+        return fingerprint(*train, *test)
 
     @property
     def may_flip(self) -> bool:
@@ -239,11 +244,3 @@ def _tested(dataset: Dataset, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) 
         classes=classes or dataset.classes,
         domain_test=torch.zeros(len(y), dtype=torch.long),
     )
-
-
-def fingerprint(dataset: Dataset) -> str:
-    """A short name for exactly these images and labels."""
-    digest = hashlib.blake2b(digest_size=8)
-    for field in ("x_train", "y_train", "domain_train", "x_test", "y_test", "domain_test"):
-        digest.update(np.ascontiguousarray(getattr(dataset, field).numpy()).data)
-    return digest.hexdigest()

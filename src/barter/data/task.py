@@ -14,7 +14,7 @@ from barter.core.errors import ConfigError
 from barter.core.images import Augment, Images, Spec
 from barter.core.params import BY_PYTHON, Count, check
 from barter.core.seeds import stream_seed
-from barter.data.dataset import Dataset, fingerprint, from_python
+from barter.data.dataset import Dataset, from_python
 from barter.data.partition import Domains, Listed, Partition
 from barter.data.sources import PATH_SOURCES, load
 
@@ -40,7 +40,7 @@ class Data:
         if not isinstance(self.source, str):
             given = from_python(self.source, BY_PYTHON, self.size)
             object.__setattr__(self, "_given", given)
-            object.__setattr__(self, "source", f"{BY_PYTHON} {fingerprint(given)}")
+            object.__setattr__(self, "source", f"{BY_PYTHON} {given.fingerprint()}")
         check(self, "data.")
 
     @property

@@ -19,6 +19,7 @@ from barter.core.record import Round
 from barter.models.generators import Decoder, resized
 from barter.ops.ensemble import class_shares
 from barter.ops.fit import Recipe, Trainer
+from barter.ops.prototypes import class_means
 from barter.ops.zeroth import waves
 
 __all__ = [
@@ -214,10 +215,10 @@ def variety(x: Tensor, y: Tensor) -> dict[str, float]:
     has no variety; one that draws the same for all classes has no contrast. Of a class's single image nothing follows.
     """
     rows = x.flatten(1).float()
-    counts = torch.bincount(y)
-    means = rows.new_zeros(len(counts), rows.shape[1]).index_add_(0, y, rows) / counts.clamp_min(1)[:, None]
-    within = (rows - means[y]).square().mean(1).sum() / max(1, len(rows) - int((counts > 0).sum()))
-    between = (means[y] - rows.mean(0)).square().mean()
+    classes, place = torch.unique(y, return_inverse=True)
+    means = class_means(rows, y)["vectors"][place]
+    within = (rows - means).square().mean(1).sum() / max(1, len(rows) - len(classes))
+    between = (means - rows.mean(0)).square().mean()
     return {"variety": float(within.sqrt()), "contrast": float(between.sqrt())}
 
 
