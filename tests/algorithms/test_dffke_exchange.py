@@ -248,6 +248,7 @@ CHANGES: list[dict[str, Any]] = [
     {"mixed": False},
     {"augmented": False},
     {"cosine": False},
+    {"balanced": False},
     {"renewed": True},
     {"peers": 1},
     {"memory": 0},
@@ -294,7 +295,7 @@ def test_no_option_was_forgotten() -> None:
 
 def test_the_papers_preset_is_the_paper() -> None:
     paper, code = DFFKE.preset("paper"), DFFKE.preset("code")
-    off = "parts mixed whiten cosine renewed augmented warm_decoder local_review"
+    off = "parts mixed whiten cosine balanced renewed augmented warm_decoder local_review"
     assert {name: bool(getattr(paper, name)) for name in off.split()} == dict.fromkeys(off.split(), False)
     assert (paper.share, paper.decoder_epochs, paper.exchange_epochs) == (0.15, 6, 4)
     assert (paper.decoder_steps, paper.exchange_steps) == (0, 0), "no floors"

@@ -107,7 +107,7 @@ def test_masked_cross_entropy_by_hand() -> None:
     spec = Spec(1, 1, 1, 3, (0.5,), (0.5,))
     batch = (torch.zeros(1, 1, 1, 1, dtype=torch.uint8), torch.tensor([0]))
     given: Any = (Says(), spec, Augment(), *batch)
-    value, right = classification(*given, torch.tensor([1.0, 0.0, 1.0]))
+    value, right = classification(*given, torch.tensor([1.0, 0.0, 1.0]), adjust=torch.mul)
     # The logit of the absent class is zero, neither 5 nor minus infinity.
     assert value.item() == pytest.approx(np.log(np.exp(1) + np.exp(0) + np.exp(2)) - 1)
     assert right.item() == 0

@@ -9,6 +9,7 @@ import pytest
 from barter.privacy import Privacy
 from tests.conftest import federation, same, state, tiny
 
+pytest.importorskip("dp_accounting")
 pytestmark = pytest.mark.cuda
 
 PARTS = {
@@ -42,7 +43,7 @@ def test_private_training_is_the_same_on_any_number_of_streams() -> None:
 
 @pytest.mark.parametrize("name", ["fedprox", "dffke"])
 def test_methods_train_privately(name: str) -> None:
-    quiet = {"embeddings": "noise", "local_review": False, "renewed": False} if name == "dffke" else {}
+    quiet = {"embeddings": "noise", "local_review": False, "balanced": False} if name == "dffke" else {}
     experiment = federation(tiny(name, **quiet), device="cuda", privacy=Privacy(training="clip=1 noise=1"))
     assert not experiment.step().failures
     assert math.isfinite(experiment.privacy().epsilon)

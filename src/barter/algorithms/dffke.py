@@ -17,9 +17,11 @@ Preset "paper" is the paper; "code" adds what the authors' early code does besid
 default changes is ours, each change a field. Eq. 11 rewards nothing but classes, so the decoder drew one picture of
 each: codes are whitened. A network averages away where things are, so the decoder could not know either: embeddings of
 parts tell (`parts`). Batches hold images of all clients (`mixed`), for one's after the other's undo each other.
-Networks see transfer images moved (`augmented`), or they are adversarial patterns. The decoder goes on from the last
-round's, and learning rates fall. Local training ends with the first exchange: a network that learned from others shows
-more of an image in its embedding. benchmarks/README.md has what each brings.
+Networks see transfer images moved (`augmented`), or they are adversarial patterns. Networks do not learn what is
+frequent at home (`balanced`): clients add it where they judge or teach images of their own kind, so that what they hear
+of others costs nothing there. The decoder goes on from the last round's, and learning rates fall. Local training ends
+with the first exchange: a network that learned from others shows more of an image in its embedding.
+benchmarks/README.md has what each brings.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from torch import Tensor
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients, Replies
 from barter.core.errors import ConfigError
-from barter.core.evaluation import evaluate, predict
+from barter.core.evaluation import adjusted, evaluate, predict
 from barter.core.images import Augment, Images, Spec, augmented
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
@@ -48,6 +50,7 @@ from barter.ops.distill import kl
 from barter.ops.docking import unify
 from barter.ops.fit import Course, adam, alternate, classification, epoch_length, fit
 from barter.ops.inversion import Discrepancy, Schedule, Terms, Viewer, fit_decoder
+from barter.ops.shares import log_shares
 from barter.ops.statistics import renew
 from barter.ops.transfer import Entry, Lesson, batches, depicted, draw, heard, lesson, newest, taught
 from barter.ops.views import cut, embeddings, number
@@ -97,7 +100,7 @@ PAPER: dict[str, object] = {
     **{"max_epochs": 100, "later_epochs": None, "share": 0.15, "parts": 0, "whiten": 0.0},
     **{"decoder_epochs": 6, "decoder_steps": 0, "decoder_batch": None, "warm_decoder": False, "cosine": False},
     **{"exchange_epochs": 4, "exchange_steps": 0, "mixed": False, "augmented": False},
-    **{"memory": None, "transfer": "decoder", "local_review": False},
+    **{"balanced": False, "memory": None, "transfer": "decoder", "local_review": False},
 }
 CODE = {"share": 1.0, "local_review": True, "embedding_loss": True, "logit_loss": True}
 
@@ -139,6 +142,7 @@ class DFFKE(Algorithm[Hub, Trader]):
     mixed: bool = True  # batches hold codes of all clients, images of all peers; in the paper one's after the other's
     augmented: bool = True  # networks see transfer images shifted and mirrored, as in training; not in the paper
     cosine: bool = True  # learning rates of clients and decoder fall within each phase; the paper's are constant
+    balanced: bool = True  # cross entropy is told how frequent classes are at home, so networks need not learn it; ours
     renewed: bool = False  # whether BatchNorm's statistics are then those of private data alone: better on own tests
     peers: Count | None = None  # peers a client learns from in a round, drawn anew in each; none is all
     memory: Whole | None = 5  # R: past rounds kept for review; none is no limit, as in the paper
@@ -184,9 +188,13 @@ class DFFKE(Algorithm[Hub, Trader]):
     def train(self, client: Trader) -> None:
         recipe = adam(self.lr, self.weight_decay, cosine=self.cosine)
         epochs = self.later_epochs if client.exchanges and self.later_epochs is not None else self.max_epochs
-        fitted = fit(client, epochs=epochs, goal=self.tau, batch_size=self.batch_size, recipe=recipe)
+        home = self.at_home(client)
+        fitted = fit(client, epochs=epochs, goal=self.tau, batch_size=self.batch_size, recipe=recipe, by_class=home)
         client.report["epochs"] = fitted.epochs
-        client.report |= {f"before_{name}": value for name, value in evaluate(client).items()}
+        client.report |= {f"before_{name}": value for name, value in evaluate(client, home).items()}
+
+    def at_home(self, client: Trader) -> Tensor | None:
+        return log_shares(client.data) if self.balanced else None
 
     def learn(self, client: Trader) -> Offer:
         self.train(client)
@@ -254,16 +262,20 @@ class DFFKE(Algorithm[Hub, Trader]):
         model, everything = client.model.eval(), torch.arange(len(images), device=client.device)
         features = predict(model.features, lambda part: resized(images[part], client.data.spec), everything)
         translated = {"embeddings": F.linear(features, **client.docking)} if self.embedding_loss else {}
-        return {"logits": model.logits(features).detach(), **translated}
+        home = None if self.transfer == "public" else self.at_home(client)  # public images are not of its own kind
+        return {"logits": adjusted(model.logits(features).detach(), home), **translated}
 
     def exchange(self, client: Trader, lessons: dict[int, Lesson]) -> None:
         """Learn from other clients, on their data of this round and on what they taught before (Eqs. 13 and 14)."""
         data, model, size = client.data, client.model, self.batch_size
         sources = taught(client.buffer, lessons, partial(draw, client), size, mixed=self.mixed)
-        own = partial(classification, model, data.spec, data.augment)
+        own, home = partial(classification, model, data.spec, data.augment), self.at_home(client)
         drawn = data.spec.width if self.transfer == "public" else drawn_side(data.spec)
         peer = partial(self.exchange_loss, model, data.spec, self.augment(data, drawn))
-        courses: list[Course] = [(own, batches([[data.pixels, data.labels]], size))] if self.local_review else []
+        courses: list[Course] = []
+        if self.local_review:
+            beside = [] if home is None else [home]
+            courses.append((own, ([*batch, *beside] for batch in batches([[data.pixels, data.labels]], size))))
         courses += [(peer, ([*batch, *client.docking.values()] for batch in source)) for source in sources]
         made = client.buffer[-1]["codes"]
         longest = sum(len(made[i]) for i in lessons) if self.mixed else max(map(len, made.values()))

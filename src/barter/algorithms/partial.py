@@ -109,7 +109,8 @@ class PartialTraining(Algorithm[S, Client]):
             steps=self.steps,
             batch_size=self.batch_size,
             recipe=sgd(self.lr, self.momentum, self.weight_decay),
-            present=(client.data.class_counts() > 0).float() if self.masked_loss else None,
+            by_class=(client.data.class_counts() > 0).float() if self.masked_loss else None,
+            adjust=torch.mul,  # a class that the client has no image of counts as zero
             seen=counts,
         )
         if self.norm == "afterwards":

@@ -98,7 +98,12 @@ class Algorithm(Generic[S, C]):
     def evaluate(self, client: C) -> dict[str, float]:
         """What the round's record says of a client: its accuracies, and what it noted itself."""
         report, client.report = client.report, {}
-        return {**evaluate(client), **as_numbers(report)}
+        return {**evaluate(client, self.at_home(client)), **as_numbers(report)}
+
+    def at_home(self, client: C) -> Tensor | None:
+        """What a client adds to its logits for images like its own, a number for each class; nothing if its network
+        says it all."""
+        return None
 
     def evaluate_server(self, server: S, test: Images) -> dict[str, float]:
         """What the round's record says of the server's model."""

@@ -13,7 +13,7 @@ from barter.core.images import Images
 from barter.core.model import Classifier
 from barter.core.nodes import Client
 
-__all__ = ["accuracy", "evaluate", "knowing_alone", "predict"]
+__all__ = ["accuracy", "adjusted", "evaluate", "knowing_alone", "predict"]
 
 CHUNK = 500  # images at a time on the CPU and of large images; small ones on a GPU go in larger chunks
 
@@ -34,16 +34,22 @@ def predict(function: Callable[[Tensor], Tensor], batch: Callable[[Tensor], Tens
     return torch.cat(values)
 
 
-def accuracy(model: Classifier, data: Images) -> float:
-    """The share of images that the model names rightly, in evaluation mode."""
+def adjusted(logits: Tensor, by_class: Tensor | None) -> Tensor:
+    """Logits with a number for each class added, where there are such numbers."""
+    return logits if by_class is None else logits + by_class
+
+
+def accuracy(model: Classifier, data: Images, by_class: Tensor | None = None) -> float:
+    """The share of images that the model names rightly, in evaluation mode, with logits adjusted by class."""
     model.eval()
-    predicted = predict(model, data.batch, torch.arange(len(data), device=data.device)).argmax(1)
-    return float((predicted == data.labels).double().mean())
+    logits = predict(model, data.batch, torch.arange(len(data), device=data.device))
+    return float((adjusted(logits, by_class).argmax(1) == data.labels).double().mean())
 
 
-def evaluate(client: Client) -> dict[str, float]:
-    """The accuracy of a client's model on each of its test sets."""
-    return {name: accuracy(client.model, data) for name, data in client.tests.items()}
+def evaluate(client: Client, at_home: Tensor | None = None) -> dict[str, float]:
+    """The accuracy of a client's model on each of its test sets; its own know what is frequent `at_home`."""
+    here = {"local": at_home}
+    return {name: accuracy(client.model, data, here.get(name)) for name, data in client.tests.items()}
 
 
 @contextmanager

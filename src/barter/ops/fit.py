@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+Adjust: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # of logits, by a number for each class
 Course: TypeAlias = tuple[Callable[..., Any], Iterator[Sequence[Tensor]]]
 
 
@@ -70,17 +71,17 @@ def classification(
     augment: Augment,
     pixels: Tensor,
     labels: Tensor,
-    present: Tensor | None = None,
-    *,
+    *by_class: Tensor,
     loss: Loss = F.cross_entropy,
+    adjust: Adjust = torch.add,
 ) -> tuple[Tensor, Tensor]:
     """The loss on a batch of labelled bytes, and how many of them the model names rightly.
 
-    Where `present` is zero, a class's logits count as zero (the masked cross entropy of HeteroFL).
+    Logits are adjusted before, where there is a number for each class to do so by.
     """
     logits = model(prepared(pixels, spec, augment))
-    if present is not None:
-        logits = logits * present
+    for numbers in by_class:
+        logits = adjust(logits, numbers)
     return loss(logits, labels), (logits.detach().argmax(1) == labels).sum()
 
 
@@ -102,7 +103,8 @@ def fit(
     goal: float | None = None,
     data: Images | None = None,
     steps: int | None = None,
-    present: Tensor | None = None,
+    by_class: Tensor | None = None,
+    adjust: Adjust = torch.add,
     seen: Tensor | None = None,
     loss: Loss = F.cross_entropy,
     anchor: Anchor | None = None,
@@ -110,20 +112,21 @@ def fit(
     """Train the client's model for so many epochs, or until an epoch's accuracy reaches the goal.
 
     An epoch is a pass over the data, or so many `steps`. How often each class came up is added to `seen`. The `loss` is
-    one of logits and labels. An `anchor` holds the parameters near a place. Images that are sealed are learnt from in
-    private: for all epochs, since when to stop would tell of them.
+    one of logits and labels; logits are adjusted before it by numbers `by_class`, if there are any. An `anchor` holds
+    the parameters near a place. Images that are sealed are learnt from in private: for all epochs, since when to stop
+    would tell of them.
     """
     data = data or client.data
     trainer = Trainer.of(client.model.train(), recipe, anchor)
-    judge = partial(classification, client.model, data.spec, data.augment, loss=loss)
+    judge = partial(classification, client.model, data.spec, data.augment, loss=loss, adjust=adjust)
     batches = index_batches(len(data), batch_size, data.device)
     per_epoch = steps or epoch_length(len(data), batch_size)
     if isinstance(data, Sealed):
-        if seen is not None or present is not None:
+        if seen is not None or by_class is not None:
             raise ConfigError("privacy.training: which classes a client has is not told in private training")
         fit_privately(client, data, trainer, loss, epochs=epochs, per_epoch=per_epoch, batch_size=batch_size)
         return Fitted(epochs, float("nan"), float("nan"))
-    masked = () if present is None else (present,)
+    adjusting = () if by_class is None else (by_class,)
     fitted = Fitted(0, float("nan"), 0.0)
     for epoch in client.track(range(1, epochs + 1)):
         total = torch.zeros((), device=data.device)
@@ -131,7 +134,7 @@ def fit(
         count = 0
         for index in islice(batches, per_epoch):
             labels = data.labels[index]
-            value, right = trainer.step(judge, data.pixels[index], labels, *masked)
+            value, right = trainer.step(judge, data.pixels[index], labels, *adjusting)
             total += value
             hits += right
             count += len(index)
