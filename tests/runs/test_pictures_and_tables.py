@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from barter.core.errors import ConfigError
 from barter.core.record import Round
-from barter.runs.picture import COLOURS, Kinds, bubbles
+from barter.runs.picture import COLOURS, Kinds, bubbles, curves
 from barter.runs.progress import Watcher, duration, size
 from barter.runs.tables import closing_table, count_table
 
@@ -117,3 +118,14 @@ def test_nothing_of_a_split_is_cut_off(clients: int, tmp_path: Path) -> None:
     assert image.shape[1] < 2200, "many clients stand in several rows"
     rows = ink(path, COLOURS[0]).any(1).astype(int)
     assert (np.diff(rows) == 1).sum() == 2 * (3 if clients == 120 else 1)
+
+
+@pytest.mark.parametrize("methods", [2, 5, 40])
+def test_the_names_of_many_methods_leave_their_curves_room(methods: int, tmp_path: Path) -> None:
+    lines = {f"method {i}, with a field": {0: [(1, i / 100), (2, 0.5 + i / 100)]} for i in range(methods)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # matplotlib warns where nothing is left of the axes
+        curves(lines, "accuracy (%)", tmp_path / "curves.png")
+    picture = np.asarray(Image.open(tmp_path / "curves.png").convert("L"))
+    spine = max((column < 50).sum() for column in picture.T[: picture.shape[1] // 4])  # the vertical axis
+    assert spine > 1.6 * 150, "at least so many inches of 150 dots"

@@ -19,8 +19,9 @@ __all__ = ["COLOURS", "Curve", "Kinds", "Row", "band", "bubbles", "curves", "she
 WIDE = 50  # clients that stand in one row of a split's picture
 TALL = 30  # classes and domains that leave room for several such rows
 
-# Okabe and Ito's colours, which most people can tell apart, then the same dashed.
+# Okabe and Ito's colours, which most people can tell apart, then the same dashed, and so on.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+STYLES = ("-", "--", ":", "-.", (0, (5, 3)), (0, (1, 3)))
 
 # A party; real images, where there are some, and those made, of each of them or of many, in 0..1; their classes.
 Row: TypeAlias = tuple[str, Tensor | None, Tensor, Sequence[str]]
@@ -174,21 +175,24 @@ def curves(lines: Mapping[str, Mapping[int, Curve]], label: str, path: Path) -> 
     """A line per method by round: the mean over seeds, and a band of one standard deviation to each side."""
     plt = _pyplot()
     with plt.rc_context({"pdf.fonttype": 42, "svg.fonttype": "none", "font.size": 9}):
-        figure, axes = plt.subplots(figsize=(5.2, 3.4), layout="constrained")
+        below = len(lines) > 4
+        named = 0.18 * ((len(lines) + 1) // 2) if below else 0.0  # inches that the names take
+        figure, axes = plt.subplots(figsize=(5.2, max(3.4, 2.6 + named)), layout="constrained")
         for i, (name, seeds) in enumerate(lines.items()):
             rounds, *shares = band(seeds.values())
             means, spread = ([100 * share for share in column] for column in shares)
-            colour, style = COLOURS[i % len(COLOURS)], ("-", "--", ":")[i // len(COLOURS) % 3]
+            colour, style = COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS) % len(STYLES)]
             dots = "o" if len(rounds) <= 20 else None
             shown = _plain(name if not name.startswith("_") else f" {name}")  # matplotlib hides what begins with one
-            axes.plot(rounds, means, style, color=colour, marker=dots, markersize=3, linewidth=1.4, label=shown)
+            axes.plot(
+                rounds, means, linestyle=style, color=colour, marker=dots, markersize=3, linewidth=1.4, label=shown
+            )
             edges = [[m + way * s for m, s in zip(means, spread, strict=True)] for way in (-1, 1)]
             axes.fill_between(rounds, *edges, color=colour, alpha=0.18, linewidth=0)
         axes.set(xlabel="round", ylabel=label)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.25, linewidth=0.5)
         axes.spines[["top", "right"]].set_visible(False)
-        below = len(lines) > 4
         figure.legend(loc="outside lower center", ncols=2, frameon=False) if below else axes.legend(frameon=False)
         _save(figure, path)
 
