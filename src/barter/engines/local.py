@@ -14,18 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from barter.core import lanes, seeds
+from barter.compute import lanes
+from barter.compute.lanes import Lane, Tune
+from barter.compute.parking import Parking
+from barter.compute.threads import threaded
+from barter.core import seeds
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Failure, Replies
 from barter.core.evaluation import knowing_alone
-from barter.core.lanes import Lane, Tune
 from barter.core.nodes import Client, Monitor
 from barter.core.payload import Payload, leaves
-from barter.core.threads import threaded
 from barter.engines import forks
 from barter.engines.base import BaseEngine
 from barter.engines.forks import Job
-from barter.engines.parking import Parking
 from barter.privacy.guard import Guard
 
 __all__ = ["LocalEngine"]
