@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from barter.privacy.guard import Guard
 from barter.runs.folder import finished
 
 __all__ = ["Federation", "assemble", "shared", "start_from"]
+
+log = logging.getLogger("barter")
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,14 @@ def assemble(
         tune=None if config.privacy.training else fuse,
         threads=config.threads,
         guard=Guard(config.privacy, config.algorithm),
+        timeout=config.timeout,
     )
+    if config.timeout is not None and not engine.can_end():
+        log.warning(
+            "timeout=%g does not hold here: only clients that compute side by side on a CPU can be ended, with two "
+            "threads or more and at least half as many clients",
+            config.timeout,
+        )
     networks = described(task.spec, task.classes, names)
     architectures = tuple(parts.names[k] for k in range(config.clients))
     return Federation(config, server, engine, task.global_test, networks, task, architectures)

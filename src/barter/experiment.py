@@ -67,6 +67,7 @@ class Experiment:
         device_memory: float | None = None,
         threads: int | None = None,
         min_clients: int | None = None,
+        timeout: float | None = None,
         privacy: Privacy | None = None,
         start: str | Path = "",
         rounds: int = 5,
@@ -92,6 +93,7 @@ class Experiment:
             device_memory=device_memory,
             threads=threads,
             min_clients=min_clients,
+            timeout=timeout,
             privacy=privacy or Privacy(),
             start=str(start),
         )
@@ -104,7 +106,7 @@ class Experiment:
         cls, config: Config, out: Path | None = None, *, resume: bool = False, monitor: Monitor | None = None
     ) -> Experiment:
         """The experiment that a configuration describes, with all clients in this process."""
-        config = with_threads(replace(config, engine="local", timeout=Config.timeout), out, resume=resume)
+        config = with_threads(replace(config, engine="local"), out, resume=resume)
         return cls.of(assemble(config, monitor=monitor), out, resume=resume)
 
     @classmethod

@@ -43,6 +43,7 @@ from barter.runs.journal import Journal
 __all__ = ["Coordinator", "app", "conduct", "init", "site_folder", "write_app"]
 
 ROSTER = "sites.json"
+HOUR = 3600.0  # seconds that a site has for a call, unless the run says otherwise
 PATIENCE = 120.0  # seconds that sites have to come at least: they load data first
 log = logging.getLogger("barter")
 app = ServerApp()
@@ -67,8 +68,8 @@ def main(grid: Grid, context: Context) -> None:
 
 def conduct(grid: Grid, config: Config, out: Path, journal: Journal) -> Experiment:
     """Run a federation of the sites on a grid, from the start or from where it stopped."""
-    toml = to_toml(config)
-    hellos = Hellos(grid, toml, max(config.timeout, PATIENCE))
+    toml, timeout = to_toml(config), config.timeout or HOUR
+    hellos = Hellos(grid, toml, max(timeout, PATIENCE))
     roster = Roster.read(out)
     here = _gathered(hellos, config, journal, again=roster is not None)
     if roster is None:
@@ -96,7 +97,7 @@ def conduct(grid: Grid, config: Config, out: Path, journal: Journal) -> Experime
         seed=config.seed,
         min_clients=config.min_clients,
         monitor=journal,
-        timeout=config.timeout,
+        timeout=timeout,
     )
     engine.rejoin = lambda strangers: _names(hellos, strangers)
     networks = described(roster.spec, ids[0].classes, {k: said.architecture for k, said in ids.items()})

@@ -120,7 +120,7 @@ class FlowerEngine(BaseEngine):
         seed: int,
         min_clients: int | None = None,
         monitor: Monitor | None = None,
-        timeout: float = 3600.0,
+        timeout: float,
     ) -> None:
         super().__init__(algorithm, seed=seed, min_clients=min_clients, monitor=monitor)
         self.grid, self.session, self.timeout = grid, session, timeout

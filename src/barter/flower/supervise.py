@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
@@ -16,6 +15,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ import torch
 from barter.config import read
 from barter.core.errors import BarterError, ConfigError
 from barter.core.params import build
+from barter.engines.forks import die_with
 from barter.flower.codec import decode, encode
 from barter.flower.frames import Frame, serve
 from barter.flower.sites import Setup, make_site
@@ -43,11 +44,6 @@ FLOWER = {
 log = logging.getLogger("barter")
 
 
-def _die_with_parent() -> None:
-    with suppress(OSError, AttributeError):  # Linux only
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-
-
 class Child:
     """A process of ours, with all that it starts."""
 
@@ -64,7 +60,7 @@ class Child:
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM),
             )
 
     def poll(self) -> int | None:

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import tomllib
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -42,6 +43,7 @@ class RunFolder:
             raise CheckpointError(f"{path} is in use by another process") from None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be written: {error}") from None
+        _held.add(self)
 
     @classmethod
     def create(cls, path: Path, config: str) -> RunFolder:
@@ -127,6 +129,18 @@ class RunFolder:
         flush(temporary)
         temporary.rename(target)
         flush(target.parent)
+
+
+_held: weakref.WeakSet[RunFolder] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """A process that was forked off a run does not keep its folder from being used when the run is gone."""
+    for folder in list(_held):
+        folder.release()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def records(run: Path) -> list[Round]:
