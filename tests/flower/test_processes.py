@@ -89,7 +89,7 @@ def processes(*words: str) -> list[int]:
 
 
 FAULTY = '''
-import os, time
+import os, signal, time
 import torch
 from dataclasses import dataclass
 from barter.algorithms.fedavg import FedAvg
@@ -123,9 +123,9 @@ class Faulty(Algorithm[Server, Clumsy]):
         with torch.no_grad():
             for p in client.model.parameters():
                 p += 0.01 * torch.randn_like(p)
-        if fault.startswith("sleep") and not os.path.exists("asleep"):
+        if fault.startswith(("sleep", "stop")) and not os.path.exists("asleep"):
             open("asleep", "w").close()
-            time.sleep(float(fault[5:]))
+            os.kill(os.getpid(), signal.SIGSTOP) if fault == "stop" else time.sleep(float(fault[5:]))
         if fault == "raise":
             raise ValueError("the coffee is out")
         out = {name: value.clone() for name, value in client.model.state_dict().items()}
@@ -224,7 +224,7 @@ def deploy(tmp_path: Path) -> Iterator[Callable[..., Deployment]]:
 @pytest.mark.slow
 def test_bad_answers_are_failures_of_their_site(deploy: Callable[..., Deployment]) -> None:
     d = deploy(2, rounds=6, min_clients=1, timeout=25)
-    d.fault("s1", t1="nan", t2="raise", t3="shape", t4="tree", t5="sleep60")
+    d.fault("s1", t1="nan", t2="raise", t3="shape", t4="tree", t5="stop")
     d.start()
     failures = [r.failures for r in d.finish()]
     for found, said in zip(

@@ -26,11 +26,14 @@ from barter.core.params import build
 from barter.engines.forks import die_with
 from barter.flower.codec import decode, encode
 from barter.flower.frames import Frame, serve
+from barter.flower.pulse import Pulse, allow, overdue
 from barter.flower.sites import Setup, make_site
 
 __all__ = ["FLOWER", "Child", "free_port", "load_setup", "site", "work"]
 
 LONGEST_PAUSE = 10.0  # seconds between two attempts to start what dies at once
+LONGEST_CALL = 3600.0  # seconds, of calls that do not say how long they may take
+PULSE = "pulse"
 SETTLED = 60.0  # seconds after which a start counts as a success
 FLOWER = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -98,9 +101,32 @@ class Kept(Child):
                 self.due, self.started = 0.0, now
                 self.start()
 
-    def restart(self) -> None:
-        self.stop()
+    def restart(self, patience: float = 10.0) -> None:
+        self.stop(patience)
         self.process, self.due = None, 0.0
+
+
+class Watched(Kept):
+    """A child that is also started again when it is silent for longer than it said it would be.
+
+    It is looked after from here: it may be stopped, or hold its interpreter for ever, and could not do so itself.
+    """
+
+    begin = 600.0  # seconds until it must be heard of for the first time
+
+    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path, pulse: Path) -> None:
+        super().__init__(name, command, env, log)
+        self.pulse = pulse
+
+    def start(self) -> None:
+        allow(self.pulse, self.begin)
+        super().start()
+
+    def tend(self) -> None:
+        if self.process is not None and self.poll() is None and overdue(self.pulse):
+            log.warning("%s is silent for longer than it may be: it is ended and starts again from the disk", self.name)
+            self.restart(patience=1.0)
+        super().tend()
 
 
 def free_port() -> int:
@@ -129,7 +155,7 @@ def site(path: Path) -> None:
     logs.mkdir(exist_ok=True)
     env = {**os.environ, **FLOWER, "FLWR_HOME": str(home / ".flower")}
     me = [sys.executable, "-m", "barter", "site", str(path), "--worker", str(door)]
-    worker = Kept(f"site {setup.name}: worker", me, env, logs / "worker.log")
+    worker = Watched(f"site {setup.name}: worker", me, env, logs / "worker.log", rooms / PULSE)
     supernode = Kept(f"site {setup.name}: SuperNode", [], env, logs / "supernode.log")
     try:
         while not ended.wait(0.2):
@@ -164,20 +190,15 @@ def work(path: Path, door: Path) -> None:
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)
     os.chdir(home)  # paths in site.toml start at the file
-    member = make_site(setup, home / "memory")
+    member, pulse = make_site(setup, home / "memory"), Pulse(door.with_name(PULSE))
 
     def answer(frame: Frame) -> Frame:
         try:
             request = decode(frame)
-            # Who hangs is ended, and starts again from the disk: the server has given up by then.
-            watchdog = threading.Timer(request.get("timeout", 3600.0), os._exit, [75])
-            watchdog.daemon = True
-            watchdog.start()
-        except (BarterError, AttributeError) as error:
+            seconds = float(request.get("timeout", LONGEST_CALL))
+        except (BarterError, AttributeError, TypeError, ValueError) as error:
             return encode({"error": f"not understood: {error}", "traceback": ""})
-        try:
+        with pulse.call(seconds):  # after that, the server has given up
             return encode(member.answer(request))
-        finally:
-            watchdog.cancel()
 
     serve(door, answer, (door.parent / "lost").touch)
