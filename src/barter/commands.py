@@ -36,7 +36,7 @@ from barter.machine import device_named
 from barter.parties import names_of
 from barter.privacy.show import shown
 from barter.privacy.statement import Statement
-from barter.runs.folder import PRIVACY, records
+from barter.runs.folder import PRIVACY, records, unborn
 from barter.runs.picture import Kinds, bubbles
 from barter.runs.progress import ManyRuns, Watcher
 from barter.runs.summary import cells
@@ -91,6 +91,8 @@ def run(
 
 
 def resume(run: Path, rounds: int | None, threads: int | None, *, tensorboard: bool) -> None:
+    if unborn(run):
+        raise CheckpointError(f"{run} was interrupted before its run began: there is nothing to continue, run it again")
     simulated = (run / "flower").is_dir() and not (run / "flower" / "sites").exists()
     config = resolve(read(run / "config.toml"))
     if rounds is not None and rounds < (done := len(records(run))):

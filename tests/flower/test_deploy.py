@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import subprocess
 import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("flwr")
 
 from cryptography import x509
+from rich.console import Console
 
 from barter.cli import main
 from barter.config import read, resolve
+from barter.flower import deploy, loopback
 from barter.flower.supervise import FLOWER, load_setup
+from barter.runs.progress import Watcher
+from tests.forked import forked, status
 
 INIT = ["flower", "init"]
 SITES = ["--sites", "north, south", "--address", "fl.example.org:8443"]
@@ -106,3 +112,50 @@ def test_without_openssl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     assert main([*INIT, str(tmp_path / "d"), *SITES]) == 2
     assert "is openssl installed?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("moment", ["certificates.sh", "site.toml", "key.pub", "config.tmp"])
+def test_who_is_killed_while_a_run_is_set_up_can_begin_it_again(
+    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the very last file, a run has not begun; when it has, all that it needs is there."""
+    out, config = tmp_path / "run", resolve({"clients": 2, "data": {"source": "digits"}, "engine": "flower"})
+    monkeypatch.setattr(loopback, "Coordinator", Reached)
+
+    def killed() -> int:
+        write = Path.write_bytes if moment == "key.pub" else Path.write_text
+
+        def torn(path: Path, what: Any, *rest: Any) -> int:
+            if path.name == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return write(path, what, *rest)
+
+        setattr(Path, write.__name__, torn)
+        loopback.run_here(config, out, Watcher(Console(), 1), resume=False)
+        return 0
+
+    assert status(forked(killed, tmp_path / "said")) == -signal.SIGKILL, (tmp_path / "said").read_text()
+    assert not (out / "config.toml").exists()
+    with pytest.raises(Reached):
+        loopback.run_here(config, out, Watcher(Console(), 1), resume=False)
+    assert sorted(home.name for home in (out / "flower" / "sites").iterdir()) == ["client-0", "client-1"]
+    assert all((home / "key.pub").is_file() for home in (out / "flower" / "sites").iterdir())
+    assert (out / "config.toml").is_file()
+    assert sorted(path.name for path in out.iterdir()) == [".lock", "checkpoints", "config.toml", "flower"]
+
+
+class Reached(Exception):
+    """The set-up is over."""
+
+    def __init__(self, folder: Path, host: str) -> None:
+        super().__init__(folder)
+        raise self
+
+
+def test_a_deployment_is_there_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(deploy, "_template", lambda name: "exit 1" if name.endswith(".sh") else name)
+    assert main([*INIT, str(tmp_path / "d"), *SITES]) == 2
+    assert "certificates.sh failed" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -77,13 +77,14 @@ def left_behind(folder: Path, patience: float = 20) -> list[str]:
         time.sleep(0.5)
 
 
-def processes(*words: str) -> list[int]:
-    """Who runs with all of these words in its command line."""
+def processes(folder: Path, *words: str) -> list[int]:
+    """Who runs for the deployment of this folder, with all of these words in its command line."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if all(word in command for word in words) and int(path.parent.name) != os.getpid():
+            ours = f"FLWR_HOME={folder}".encode() in path.with_name("environ").read_bytes()
+            if ours and all(word in command for word in words) and int(path.parent.name) != os.getpid():
                 found.append(int(path.parent.name))
     return found
 
@@ -242,7 +243,7 @@ def test_a_killed_supernode_comes_back(deploy: Callable[..., Deployment]) -> Non
     d.fault("s2", t2="sleep15")
     d.start()
     d.asleep("s2")
-    (supernode,) = processes("flower-supernode", "s2")
+    (supernode,) = processes(d.folder, "flower-supernode", "s2")
     os.kill(supernode, signal.SIGKILL)
     d.until(lambda: any(r.failures for r in records(d.folder / "run")), 200)
     broken = next(r for r in records(d.folder / "run") if r.failures)
@@ -258,7 +259,9 @@ def test_a_killed_client_process_is_asked_again_and_not_trained_twice(deploy: Ca
     d.fault("s1", t2="sleep8")
     d.start()
     d.asleep("s1")
-    (client,) = d.until(lambda: len(found := processes("flwr-clientapp")) == 1 and found)  # the other site is done
+    (client,) = d.until(
+        lambda: len(found := processes(d.folder, "flwr-clientapp")) == 1 and found
+    )  # the other site is done
     os.kill(client, signal.SIGKILL)
     rounds = d.finish()
     assert len(rounds) == 4
@@ -273,7 +276,7 @@ def test_a_killed_worker_starts_again_from_its_memory(deploy: Callable[..., Depl
     d.fault("s1", t3="sleep8")
     d.start()
     d.asleep("s1")
-    (worker,) = processes("--worker", "s1")
+    (worker,) = processes(d.folder, "--worker", "s1")
     os.kill(worker, signal.SIGKILL)
     assert all(not r.failures for r in d.finish())
     assert (d.home("s1") / "turns").read_text().split() == ["1", "2", "3", "3", "4"]
@@ -286,8 +289,8 @@ def test_a_killed_coordinator_goes_on_where_it_was(deploy: Callable[..., Deploym
     d.fault("s1", t3="sleep5")
     d.start()
     d.asleep("s1")
-    assert processes(victim)
-    for pid in processes(victim):
+    assert processes(d.folder, victim)
+    for pid in processes(d.folder, victim):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     d.running["coordinator"].wait(120)

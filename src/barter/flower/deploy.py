@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -40,7 +41,7 @@ from barter.runs.checkpoint import flush
 from barter.runs.folder import RunFolder
 from barter.runs.journal import Journal
 
-__all__ = ["Coordinator", "app", "conduct", "init", "site_folder", "write_app"]
+__all__ = ["Coordinator", "app", "conduct", "init", "init_simulation", "site_folder"]
 
 ROSTER = "sites.json"
 HOUR = 3600.0  # seconds that a site has for a call, unless the run says otherwise
@@ -200,32 +201,53 @@ def init(folder: Path, config: Config, sites: Sequence[Mapping[str, Any]], addre
     if len(set(names)) < len(names):
         raise ConfigError(f"site names {', '.join(names)}: each needs one of its own")
     folder = folder.absolute()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # keys, and what sites send
-    (folder / "sites").mkdir()
-    write_app(folder, config, "barter.flower.front:app")
-    values = {"folder": folder, "address": address, "port": port, "first": names[0]}
-    (folder / "README.md").write_text(Template(_template("README.md")).substitute(values))
-    (folder / "certificates.sh").write_text(_template("certificates.sh"))
-    made = subprocess.run(
-        ["sh", "certificates.sh", host, "localhost", "127.0.0.1"], cwd=folder, capture_output=True, text=True
-    )
-    if made.returncode:
-        raise ConfigError(f"certificates.sh failed, is openssl installed? {made.stderr.strip()}")
-    for site in sites:
-        site_folder(folder, {"superlink": address, **site})
-    write_connection(folder, int(port), insecure=False)
+    with _whole(folder) as new:
+        (new / "sites").mkdir()
+        _write_app(new, folder, config, "barter.flower.front:app")
+        values = {"folder": folder, "address": address, "port": port, "first": names[0]}
+        (new / "README.md").write_text(Template(_template("README.md")).substitute(values))
+        (new / "certificates.sh").write_text(_template("certificates.sh"))
+        made = subprocess.run(
+            ["sh", "certificates.sh", host, "localhost", "127.0.0.1"], cwd=new, capture_output=True, text=True
+        )
+        if made.returncode:
+            raise ConfigError(f"certificates.sh failed, is openssl installed? {made.stderr.strip()}")
+        for site in sites:
+            site_folder(new, {"superlink": address, **site})
+        _write_connection(new, folder, int(port), insecure=False)
 
 
-def write_app(folder: Path, config: Config, client_app: str) -> None:
-    """What Flower bundles, and the run that it is about."""
-    (folder / "run.toml").write_text(tomli_w.dumps({**plain(config), "engine": "flower"}))
+def init_simulation(folder: Path, config: Config) -> None:
+    """The folder of a simulation: Flower's app and the run."""
+    folder = folder.absolute()
+    with _whole(folder) as new:
+        _write_app(new, folder, config, "barter.flower.simulation:app")
+
+
+@contextmanager
+def _whole(folder: Path) -> Iterator[Path]:
+    """A place to write what is to be a folder: it is there whole, or not at all."""
+    new = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(new, ignore_errors=True)  # of one who was killed
+    new.mkdir(mode=0o700, parents=True)  # keys, and what sites send
+    try:
+        yield new
+        new.rename(folder)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+
+
+def _write_app(place: Path, folder: Path, config: Config, client_app: str) -> None:
+    """What Flower bundles, and the run that it is about, for a folder that is to be."""
+    (place / "run.toml").write_text(tomli_w.dumps({**plain(config), "engine": "flower"}))
     values = {"folder": folder, "out": folder / "run", "client_app": client_app}
-    (folder / "pyproject.toml").write_text(Template(_template("pyproject.toml")).substitute(values))
+    (place / "pyproject.toml").write_text(Template(_template("pyproject.toml")).substitute(values))
 
 
-def write_connection(folder: Path, port: int, *, insecure: bool) -> None:
+def _write_connection(place: Path, folder: Path, port: int, *, insecure: bool) -> None:
     """How Flower's commands reach the SuperLink of this machine."""
-    home = folder / ".flower"
+    home = place / ".flower"
     home.mkdir(mode=0o700, exist_ok=True)
     certificate = {"root-certificates": str(folder / "certificates" / "ca.crt")}
     connection = {"address": f"127.0.0.1:{port}", **({"insecure": True} if insecure else certificate)}
@@ -262,7 +284,7 @@ class Coordinator:
         self.port = free_port() if simulation else _port(self.folder)
         self.home, certificates = self.folder / ".flower", self.folder / "certificates"
         self.env = {**os.environ, **FLOWER, "FLWR_HOME": str(self.home)}
-        write_connection(self.folder, self.port, insecure=insecure)
+        _write_connection(self.folder, self.folder, self.port, insecure=insecure)
         (self.folder / "logs").mkdir(exist_ok=True)
         command = [sys.executable, "-m", "barter.flower.gate", "--host", host, "--port", str(self.port)]
         command += ["--disable-runtime-dependency-installation"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,9 @@ from barter.config import Config, read, to_toml
 from barter.core.errors import BarterError
 from barter.core.record import Round
 from barter.data.task import anchored
-from barter.flower.deploy import Coordinator, init, write_app
+from barter.flower.deploy import Coordinator, init, init_simulation
 from barter.flower.supervise import FLOWER, Child, free_port
-from barter.runs.folder import RunFolder, records
+from barter.runs.folder import SETUP, RunFolder, records
 from barter.runs.journal import follow
 from barter.runs.progress import Watcher
 
@@ -49,15 +50,14 @@ def coordinate(folder: Path, host: str, watcher: Watcher, *, insecure: bool = Fa
 
 def run_here(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> list[Round]:
     """A SuperLink and one site for each client on this machine, with certificates and keys as between machines."""
-    config, folder = replace(config, data=anchored(config.data)), out / "flower"
+    config, folder = replace(config, data=anchored(config.data)), out / SETUP
     if not resume:
-        RunFolder.create(out, to_toml(config)).release()
         cores = config.threads or torch.get_num_threads()
         threads = {"threads": 1 if 2 * config.clients >= cores else cores}  # as clients of one process share the cores
         address = f"127.0.0.1:{free_port()}"
         device = config.device
         sites = [{"name": f"client-{k}", "share": k, "device": device, **threads} for k in range(config.clients)]
-        init(folder, config, sites, address)
+        _begin(out, config, lambda: init(folder, config, sites, address))
     elif not (folder / "sites").is_dir():
         raise BarterError(f"{out} has no Flower sites: it was not begun with --engine flower")
     else:
@@ -76,17 +76,25 @@ def run_here(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> li
 
 def simulate(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> list[Round]:
     """Flower's simulation: clients take turns in a pool of processes, on as many cores and GPUs as there are."""
-    config, folder = replace(config, data=anchored(config.data)), out / "flower"
+    config, folder = replace(config, data=anchored(config.data)), out / SETUP
     if not resume:
-        RunFolder.create(out, to_toml(config)).release()
-        folder.mkdir(mode=0o700)
-        write_app(folder.absolute(), config, "barter.flower.simulation:app")
+        _begin(out, config, lambda: init_simulation(folder, config))
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     resources = {"num-supernodes": config.clients, "client-resources-num-cpus": 1}
     share = {"client-resources-num-gpus": min(1.0, gpus / min(config.clients, 4 * gpus))} if gpus else {}
     coordinator = Coordinator(folder, "127.0.0.1", insecure=True, simulation={**resources, **share})
     with _ends_in_order(), coordinator.running():
         return _follow(coordinator, out, watcher, {})
+
+
+def _begin(out: Path, config: Config, prepare: Callable[[], None]) -> None:
+    """The folder of a run on Flower: it is prepared, whatever a kill has left of it before, and only then has begun."""
+
+    def anew() -> None:
+        shutil.rmtree(out / SETUP, ignore_errors=True)
+        prepare()
+
+    RunFolder.create(out, to_toml(config), anew).release()
 
 
 def _follow(coordinator: Coordinator, out: Path, watcher: Watcher, sites: Mapping[str, Child]) -> list[Round]:

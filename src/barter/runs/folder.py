@@ -8,7 +8,7 @@ import os
 import re
 import tomllib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import tomli_w
@@ -19,14 +19,15 @@ from barter.core.payload import Payload
 from barter.core.record import Round
 from barter.runs.checkpoint import flush, read, write
 
-__all__ = ["RunFolder", "finished", "has_checkpoint", "last_checkpoint", "records", "rounds_done"]
+__all__ = ["RunFolder", "finished", "has_checkpoint", "last_checkpoint", "records", "rounds_done", "unborn"]
 
 log = logging.getLogger("barter")
 
 METRICS = "metrics.jsonl"
 PRIVACY = "privacy.json"
 
-UNBORN = {".lock", "checkpoints", "config.tmp"}  # all there is when a run was killed before it began
+SETUP = "flower"  # what a run on Flower is set up with
+UNBORN = {".lock", "checkpoints", "config.tmp", SETUP, f".{SETUP}.new"}  # of a run that was killed before it began
 CHECKPOINT = re.compile(r"round-(\d{6})\.safetensors")
 
 
@@ -46,11 +47,15 @@ class RunFolder:
         _held.add(self)
 
     @classmethod
-    def create(cls, path: Path, config: str) -> RunFolder:
-        """A folder for a new run; what is there already is never overwritten."""
-        if path.exists() and (not path.is_dir() or {child.name for child in path.iterdir()} - UNBORN):
+    def create(cls, path: Path, config: str, prepare: Callable[[], None] = lambda: None) -> RunFolder:
+        """A folder for a new run; what is there already is never overwritten.
+
+        The configuration is written last: a run that was killed while it was prepared can begin again.
+        """
+        if path.exists() and not unborn(path):
             raise CheckpointError(f"{path} exists and is not empty: choose another --out, or `barter resume {path}`")
         folder = cls(path)
+        prepare()
         folder._replace(folder.config, config)
         return folder
 
@@ -153,6 +158,11 @@ def records(run: Path) -> list[Round]:
         except (ValueError, KeyError, TypeError):
             continue
     return found
+
+
+def unborn(path: Path) -> bool:
+    """Whether this is all that is left of a run that was killed before it began: nothing of anybody's."""
+    return path.is_dir() and not {child.name for child in path.iterdir()} - UNBORN
 
 
 def rounds_done(run: Path) -> int:
