@@ -34,10 +34,10 @@ from torch import Tensor
 
 from barter import Algorithm, Client, Clients, FedAvg, Server
 from barter.config import Config
-from barter.engines.codec import decode, encode
-from barter.engines.front import from_records, to_records
 from barter.experiment import Experiment
-from barter.loopback import run_here
+from barter.flower.codec import decode, encode
+from barter.flower.front import from_records, to_records
+from barter.flower.loopback import run_here
 from barter.runs.progress import Watcher
 
 FOLDER = "BARTER_BENCHMARK_FOLDER"
@@ -48,8 +48,8 @@ fresh = ClientApp()
 @fresh.train("call")
 def everything_anew(message: Message, context: Context) -> Message:
     """What a site without a worker does for every message."""
-    from barter.sites import make_site
-    from barter.supervise import load_setup
+    from barter.flower.sites import make_site
+    from barter.flower.supervise import load_setup
 
     name = str(context.node_config["name"])
     home = Path(os.environ[FOLDER]) / "sites" / name
@@ -103,7 +103,7 @@ def peaks(folder: Path) -> Iterator[dict[str, float]]:
 
 def flower(config: Config, folder: Path, client_app: str | None = None) -> list[Any]:
     """The records of a run on Flower."""
-    from barter import deploy
+    from barter.flower import deploy
 
     original, os.environ[FOLDER] = deploy.init, str(folder / "flower")
 
@@ -111,9 +111,9 @@ def flower(config: Config, folder: Path, client_app: str | None = None) -> list[
         original(where, *args)
         if client_app is not None:
             app = where / "pyproject.toml"
-            app.write_text(app.read_text().replace("barter.engines.front:app", client_app))
+            app.write_text(app.read_text().replace("barter.flower.front:app", client_app))
 
-    import barter.loopback as loopback
+    import barter.flower.loopback as loopback
 
     loopback.init = init
     try:

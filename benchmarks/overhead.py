@@ -27,8 +27,8 @@ from speed import random_images
 from torch import nn
 
 from barter import Experiment
+from barter.compute.trainer import Trainer
 from barter.config import resolve, with_settings
-from barter.ops.trainer import Trainer
 
 HERE = Path(__file__).parent
 SMALL = ["clients=5", "rounds=2", "device=cpu", "threads=1"]

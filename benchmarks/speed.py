@@ -33,10 +33,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from barter import DFFKE, Experiment, FedAvg, Local
+from barter.compute.fused import fuse
 from barter.data.partition import Iid
 from barter.data.task import Data
 from barter.models import zoo
-from barter.models.fused import fuse
 
 BATCH = 100
 EARLIER = {"local_review": True, "decoder_steps": 100, "max_epochs": 5, "later_epochs": 5}  # than the mixed batches

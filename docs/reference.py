@@ -10,7 +10,7 @@ import pdoc.render
 
 import barter
 
-PARTS = ("barter", "barter.core", "barter.ops", "barter.data", "barter.kept")  # for authors and users
+PARTS = ("barter", "barter.core", "barter.compute", "barter.ops", "barter.data", "barter.kept")  # for authors and users
 
 
 def build(folder: Path) -> None:

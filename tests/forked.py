@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 def forked(work: Callable[[], int], said: Path) -> int:
@@ -35,3 +37,12 @@ def forked(work: Callable[[], int], said: Path) -> int:
 def status(pid: int) -> int:
     """How a process ended: its status, or the signal's number with a minus."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def until(holds: Callable[[], Any], seconds: float = 10) -> Any:
+    """What holds in the end, and soon."""
+    deadline = time.monotonic() + seconds
+    while not (found := holds()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found

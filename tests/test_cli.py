@@ -288,6 +288,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["resume"], "Missing argument"),
     (["resume", "none"], "none/config.toml: there is no such file"),
     (["resume", "full"], "full/config.toml: there is no such file"),
+    (["resume", "unborn"], "unborn was interrupted before its run began: there is nothing to continue, run it again"),
     (["resume", "stale"], "unknown algorithm 'gone'"),
     (["list", "clients"], "is not one of"),
     (["show", "algorithm", "fedavgg"], "did you mean 'fedavg'"),
@@ -308,8 +309,8 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("table.toml").write_text("[partition.name]\na = 1\n")
     Path("digits.toml").write_text("rounds = " + "9" * 5001)
     Path("huge.toml").write_text("[algorithm]\nlr = " + "9" * 401)
-    for folder in ("full", "stale"):
-        Path(folder).mkdir()
+    for folder in ("full", "stale", "unborn/flower"):
+        Path(folder).mkdir(parents=True)
     Path("full/file").touch()
     Path("stale/config.toml").write_text('[algorithm]\nname = "gone"\n')
     x, y = np.zeros((4, 8, 8, 1), dtype=np.uint8), np.zeros(4, dtype=np.int64)

@@ -40,7 +40,7 @@ def test_threads_that_wait_sleep_unless_somebody_wants_otherwise(chosen: str) ->
 
 
 def test_extras_that_are_named_exist() -> None:
-    texts = [*SOURCE.rglob("*.py"), *SOURCE.glob("templates/*"), *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    texts = [*SOURCE.rglob("*.py"), *SOURCE.glob("*/templates/*"), *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
     named = {extra for path in texts for extra in re.findall(r"barter-fl\[([\w,]+)\]", path.read_text())}
     assert named >= {"onnx", "report"}
     assert {extra for names in named for extra in names.split(",")} | {extra for _, extra in EXTRAS.values()} <= OFFERED

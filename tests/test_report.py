@@ -212,7 +212,7 @@ def test_a_page_of_many_clients_and_rounds_stays_small(tmp_path: Path) -> None:
 
 
 def test_the_browser_has_the_plotly_that_the_figures_are_made_for() -> None:
-    carried = (files("barter") / "templates" / "plotly-cartesian.min.js").read_text()
+    carried = (files("barter.report") / "templates" / "plotly-cartesian.min.js").read_text()
     found = re.search(r"plotly\.js \(cartesian - minified\) v(\d+)\.", carried[:200])
     assert found is not None
     assert found[1] == get_plotlyjs_version().split(".")[0]

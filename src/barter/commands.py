@@ -18,13 +18,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from barter.comparison import Comparison, Request, run_all
+from barter.compute.threads import free
 from barter.config import Config, algorithm_named, read, resolve, to_toml, with_settings
 from barter.conformance import CHECKS, examined
 from barter.core.algorithm import Algorithm
 from barter.core.errors import BarterError, CheckpointError, ConfigError, Interrupted, PrivacyError
 from barter.core.params import describe
 from barter.core.record import Round
-from barter.core.threads import free
 from barter.data.sources import load as load_data
 from barter.data.splits import write_split
 from barter.data.task import SITES, Task, anchored, make_task
@@ -32,10 +32,11 @@ from barter.experiment import Experiment
 from barter.export import export as write_network
 from barter.gallery import sheets
 from barter.kept import judged, load, load_all
-from barter.parties import device_named, names_of
+from barter.machine import device_named
+from barter.parties import names_of
 from barter.privacy.show import shown
 from barter.privacy.statement import Statement
-from barter.runs.folder import PRIVACY, records
+from barter.runs.folder import PRIVACY, records, unborn
 from barter.runs.picture import Kinds, bubbles
 from barter.runs.progress import ManyRuns, Watcher
 from barter.runs.summary import cells
@@ -90,6 +91,8 @@ def run(
 
 
 def resume(run: Path, rounds: int | None, threads: int | None, *, tensorboard: bool) -> None:
+    if unborn(run):
+        raise CheckpointError(f"{run} was interrupted before its run began: there is nothing to continue, run it again")
     simulated = (run / "flower").is_dir() and not (run / "flower" / "sites").exists()
     config = resolve(read(run / "config.toml"))
     if rounds is not None and rounds < (done := len(records(run))):
@@ -269,7 +272,7 @@ def _end(out: Path) -> None:
 
 def _drive_flower(config: Config, out: Path, watcher: Watcher, *, resume: bool, simulate: bool) -> None:
     """A SuperLink and a site for each client, all on this machine; or Flower's simulation of them."""
-    loopback = _optional("loopback")
+    loopback = _optional("flower.loopback")
     if simulate:
         _optional("ray")
     if config.threads is None and device_named(config.device).type == "cpu":
@@ -322,7 +325,8 @@ def flower_init(
         {"data": "folder:/path/to/images", "model": "small-cnn"} if not shared else {"share": k}
         for k in range(len(names))
     ]
-    _optional("deploy").init(folder, resolved, [{"name": n, **s} for n, s in zip(names, own, strict=True)], address)
+    setups = [{"name": name, **setup} for name, setup in zip(names, own, strict=True)]
+    _optional("flower.deploy").init(folder, resolved, setups, address)
     _console().print(f"{folder / 'README.md'} says how to go on")
 
 
@@ -330,7 +334,7 @@ def flower_start(folder: Path, host: str, *, insecure: bool) -> None:
     config = resolve(read(folder / "run.toml"))
     watcher = Watcher(_console(), config.rounds)
     try:
-        _optional("loopback").coordinate(folder, host, watcher, insecure=insecure)
+        _optional("flower.loopback").coordinate(folder, host, watcher, insecure=insecure)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped; `barter flower start {folder}` continues") from None
     _end(folder / "run")
@@ -338,7 +342,7 @@ def flower_start(folder: Path, host: str, *, insecure: bool) -> None:
 
 def site(file: Path, worker: Path | None) -> None:
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
-    supervise = _optional("supervise")
+    supervise = _optional("flower.supervise")
     supervise.site(file) if worker is None else supervise.work(file, worker)
 
 

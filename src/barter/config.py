@@ -73,7 +73,7 @@ class Config:
     start: str = ""  # the folder of a run whose networks the parties start from; empty: from the seed
 
     engine: Literal["local", "flower"] = "local"  # where the clients live: in this process, or at Flower's sites
-    timeout: Positive = 3600.0  # seconds that a Flower site has to answer a call
+    timeout: Positive | None = None  # seconds a client has for a call; none: an hour at a Flower site, else no limit
 
     def __post_init__(self) -> None:
         check(self)

@@ -12,12 +12,12 @@ from typing import Any, TypeAlias, get_type_hints
 import torch
 from torch import Tensor
 
+from barter.compute.threads import threaded
 from barter.core.algorithm import Algorithm
 from barter.core.errors import BarterError
 from barter.core.params import describe
 from barter.core.payload import isolate, leaves, pack, unpack
 from barter.core.shapes import require_kind
-from barter.core.threads import threaded
 from barter.core.wire import Direction, Wire
 from barter.data.sources import load
 from barter.data.task import Data

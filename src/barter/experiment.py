@@ -1,4 +1,4 @@
-"""From a configuration to objects, and from objects to an iterator of rounds."""
+"""A run: its rounds one by one, what is kept of each, and how it goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -13,40 +13,33 @@ from typing import Any
 
 import torch
 
-from barter.config import RESULT_FREE, Config, first_difference, partition_named, plain, read, to_toml
+from barter.assembly import Federation, assemble, shared, start_from
+from barter.compute.precision import using
+from barter.compute.threads import threaded
+from barter.config import RESULT_FREE, Config, first_difference, plain, read, to_toml
 from barter.core import seeds
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
-from barter.core.errors import CheckpointError, ClientError, ConfigError, PrivacyError
-from barter.core.images import Images
-from barter.core.nodes import Monitor, Node, Server, Silence, as_numbers
+from barter.core.errors import CheckpointError, ClientError, PrivacyError
+from barter.core.nodes import Monitor, Silence, as_numbers
 from barter.core.params import BY_PYTHON
-from barter.core.payload import Payload
-from barter.core.precision import resolved, using
 from barter.core.record import Round
-from barter.core.threads import free, threaded
-from barter.data.partition import Dirichlet, Domains, Listed, Partition
-from barter.data.splits import clients_in
-from barter.data.task import Data, make_task
-from barter.engines.base import BaseEngine
+from barter.data.partition import Partition
+from barter.data.task import Data
 from barter.engines.local import LocalEngine
-from barter.engines.parking import budget
+from barter.machine import precision_named, with_threads
 from barter.models import zoo
-from barter.models.fused import fuse
 from barter.models.zoo import Own
-from barter.parties import described, device_named, everybodys_networks, make_client, make_server
 from barter.privacy import Privacy
-from barter.privacy.guard import Guard
 from barter.privacy.settings import Plan
 from barter.privacy.statement import Statement, statement
-from barter.runs.folder import RunFolder, finished, has_checkpoint, last_checkpoint
+from barter.runs.folder import RunFolder, has_checkpoint, last_checkpoint
 from barter.runs.progress import onlooker
 
 __all__ = ["Experiment"]
 
 log = logging.getLogger("barter")
 
-ELSEWHERE = ("engine", "timeout")  # of a configuration: only for clients that live elsewhere
 EVALUATION = Algorithm.evaluate.__name__
 
 
@@ -74,6 +67,7 @@ class Experiment:
         device_memory: float | None = None,
         threads: int | None = None,
         min_clients: int | None = None,
+        timeout: float | None = None,
         privacy: Privacy | None = None,
         start: str | Path = "",
         rounds: int = 5,
@@ -81,12 +75,10 @@ class Experiment:
         resume: bool = False,
         monitor: Monitor | None = None,
     ) -> None:
-        if models == BY_PYTHON:
-            raise ConfigError("this run's models were given in Python: resume it there, with out=... and resume=True")
         listed = [(models, None)] if isinstance(models, str) else zoo.listed(models)
         by_name = all(own is None for _, own in listed)
         data = data if isinstance(data, Data) else Data(source=data)
-        partition, clients = _shared(data, partition, clients)
+        partition, clients = shared(data, partition, clients)
         config = Config(
             algorithm=algorithm,
             data=data,
@@ -101,82 +93,44 @@ class Experiment:
             device_memory=device_memory,
             threads=threads,
             min_clients=min_clients,
+            timeout=timeout,
             privacy=privacy or Privacy(),
             start=str(start),
         )
-        where = device_named(device)
-        config = _with_threads(config, where, out, resume=resume)
-        memory = budget(where, device_memory)
-        self.task = make_task(config.data, config.partition, clients, seed, where)
-        names, parts = everybodys_networks(config, listed, self.task.spec)
-        self.architectures = [parts.names[k] for k in range(clients)]
-        members = {k: make_client(config, k, parts.own[k], parts.names[k], self.task, where) for k in parts.own}
-        server = make_server(config, names, parts, self.task.spec, self.task.public, where)
-        engine = LocalEngine(
-            algorithm,
-            members,
-            seed=seed,
-            min_clients=min_clients,
-            monitor=monitor,
-            streams=streams,
-            device_memory=memory,
-            tune=None if config.privacy.training else fuse,
-            threads=config.threads,
-            guard=Guard(config.privacy, algorithm),
-        )
-        networks = described(self.task.spec, self.task.classes, names)
-        self._begin(config, server, engine, self.task.global_test, networks, out, resume)
-
-    @classmethod
-    def across(
-        cls,
-        config: Config,
-        server: Server,
-        engine: BaseEngine,
-        test: Images | None,
-        networks: Payload,
-        out: Path,
-        *,
-        resume: bool,
-    ) -> Experiment:
-        """The experiment of a server whose clients live elsewhere; `test` is what a model of its own is judged by."""
-        experiment = cls.__new__(cls)
-        config = _with_threads(config, server.device, out, resume=resume)
-        experiment._begin(config, server, engine, test, networks, out, resume)
-        return experiment
-
-    def _begin(
-        self,
-        config: Config,
-        server: Server,
-        engine: BaseEngine,
-        test: Images | None,
-        networks: Payload,
-        out: str | Path | None,
-        resume: bool,
-    ) -> None:
-        self.config, self.algorithm, self.server, self.engine = config, config.algorithm, server, engine
-        self.test, self.networks = test, networks
-        self.device, self.precision = server.device, resolved(config.precision, server.device)
-        server.monitor = engine
-        self.round, self._unfinished = 0, False
-        self._told: dict[int, float] = {}  # ε that clients have told of themselves
-        if config.start and not (resume and out is not None and has_checkpoint(Path(out))):
-            self._start_from(Path(config.start))
-        clients = engine.clients.values() if isinstance(engine, LocalEngine) else ()
-        held = [*(client.data for client in clients), *([] if test is None else [test])]
-        self._data = "" if out is None else " ".join(images.fingerprint() for images in held)
-        self.folder = None if out is None else self._open(Path(out), resume)
-        if self.folder is not None and self.round:
-            self.folder.state(self.privacy().to_json())  # a kill may have come before
+        place = None if out is None else Path(out)
+        config = with_threads(config, place, resume=resume)
+        self._begin(assemble(config, listed, monitor), place, resume)
 
     @classmethod
     def from_config(
         cls, config: Config, out: Path | None = None, *, resume: bool = False, monitor: Monitor | None = None
     ) -> Experiment:
-        """The experiment that a configuration describes."""
-        fields = {name: getattr(config, name) for name in Config.__dataclass_fields__ if name not in ELSEWHERE}
-        return cls(**fields, out=out, resume=resume, monitor=monitor)
+        """The experiment that a configuration describes, with all clients in this process."""
+        config = with_threads(replace(config, engine="local"), out, resume=resume)
+        return cls.of(assemble(config, monitor=monitor), out, resume=resume)
+
+    @classmethod
+    def of(cls, federation: Federation, out: Path | None, *, resume: bool) -> Experiment:
+        """The experiment of parties that are there already, here or elsewhere."""
+        experiment = cls.__new__(cls)
+        experiment._begin(federation, out, resume)
+        return experiment
+
+    def _begin(self, federation: Federation, out: Path | None, resume: bool) -> None:
+        self.config, self.server, self.engine = federation.config, federation.server, federation.engine
+        self.algorithm, self.test, self.networks = self.config.algorithm, federation.test, federation.networks
+        if federation.task is not None:
+            self.task, self.architectures = federation.task, list(federation.architectures)
+        self.device, self.precision = self.server.device, precision_named(self.config.precision, self.server.device)
+        self.server.monitor = self.engine
+        self.round, self._unfinished = 0, False
+        self._told: dict[int, float] = {}  # ε that clients have told of themselves
+        if self.config.start and not (resume and out is not None and has_checkpoint(out)):
+            start_from(Path(self.config.start), federation)
+        self._data = "" if out is None else federation.fingerprint()
+        self.folder = None if out is None else self._open(out, resume)
+        if self.folder is not None and self.round:
+            self.folder.state(self.privacy().to_json())  # a kill may have come before
 
     def rounds(self, n: int, *, progress: bool = True) -> Iterator[Round]:
         """Run until round n is done, and hand out each round's record on the way.
@@ -280,27 +234,6 @@ class Experiment:
         memory = {"server": self.server.memory(), "clients": self.engine.memory()}
         return {**memory, "networks": self.networks, "crossed": self.engine.crossed}
 
-    def _start_from(self, run: Path) -> None:
-        """Every party takes over the weights that its counterpart in another run ended with."""
-        assert isinstance(self.engine, LocalEngine)
-        _, state = finished(run)
-        there, here = state["networks"]["architectures"], self.networks["architectures"]
-        parties: list[tuple[str, int, Node, Payload]] = [
-            (f"client {k}", k, client, state["clients"].get(k, {})) for k, client in self.engine.clients.items()
-        ]
-        if self.server.model_or_none is not None:
-            parties.append(("the server", 0, self.server, state["server"]))
-        for who, k, party, memory in parties:
-            if "model" not in memory:
-                raise ConfigError(f"start={str(run)!r}: {who} has no network there to start from")
-            try:
-                party.model.load_state_dict(memory["model"])
-            except RuntimeError:
-                task = " for images or classes of another number" if there[k] == here[k] else ""
-                raise ConfigError(
-                    f"start={str(run)!r}: the network of {who} is {there[k]}{task} there and {here[k]} here"
-                ) from None
-
     def _require_same(self, path: Path, origin: Mapping[str, str]) -> None:
         """Refuse to go on with a configuration or data that the checkpoint is not made of."""
         key = first_difference(plain(self.config), self._begun(tomllib.loads(origin["config"])), but=RESULT_FREE)
@@ -346,29 +279,3 @@ class Experiment:
         longer = {"rounds": max(self.config.rounds, begun["rounds"])}
         folder.change(longer if threads is None else {**longer, "threads": threads})
         return folder
-
-
-def _with_threads(config: Config, device: torch.device, out: str | Path | None, *, resume: bool) -> Config:
-    """With a number of threads for the CPU: as asked for, as the run was begun with, or as many as cores are free."""
-    if config.threads is not None or device.type != "cpu":
-        return config
-    begun = Path(out or "") / "config.toml"
-    before = read(begun).get("threads") if resume and out is not None and begun.is_file() else None
-    return replace(config, threads=before if isinstance(before, int) else free())
-
-
-def _shared(
-    data: Data, partition: str | Partition | Sequence[Sequence[int]] | None, clients: int | None
-) -> tuple[Partition, int]:
-    """Who gets what, and how many they are; where there are data or a list for each client, nothing need be said."""
-    kind, _, path = data.source.partition(":")
-    domains = clients_in(Path(path)) if kind == "clients" else 1 if data.given is None else len(data.given.domains)
-    if partition is None:
-        partition = Domains() if domains > 1 else Dirichlet()
-        clients = domains if clients is None and domains > 1 else clients
-    elif isinstance(partition, str):
-        partition = partition_named(partition)()
-    elif not isinstance(partition, Partition):
-        clients = len(partition) if clients is None else clients
-        partition = Listed.of(partition)
-    return partition, 5 if clients is None else clients

@@ -28,7 +28,6 @@ __all__ = [
     "Parts",
     "cut",
     "described",
-    "device_named",
     "everybodys_networks",
     "initial",
     "make_client",
@@ -133,12 +132,3 @@ def make_server(
     wanted = (algorithm.one_architecture and not algorithm.personal) or algorithm.global_model
     model = copy.deepcopy(parts.full).to(device) if wanted and parts.full is not None else None
     return algorithm.parties()[0](spec, build, model, device, public, parts.names)
-
-
-def device_named(name: str) -> torch.device:
-    """The device that a configuration asks for."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device='cuda': this machine has no CUDA device; use auto or cpu")
-    if name == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())

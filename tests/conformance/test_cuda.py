@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from barter.core import lanes, seeds
-from barter.core.lanes import Lane
+from barter.compute import lanes
+from barter.compute import trainer as trainer_module
+from barter.compute.lanes import Lane
+from barter.compute.parking import Parking
+from barter.compute.trainer import _Captured
+from barter.core import seeds
 from barter.core.payload import isolate, nbytes
 from barter.engines.local import LocalEngine
-from barter.engines.parking import Parking
 from barter.experiment import Experiment
-from barter.ops import trainer as trainer_module
 from barter.ops.fit import Trainer, adam, sgd
-from barter.ops.trainer import _Captured
 from tests.conftest import federation, same, state, tiny
 
 pytestmark = pytest.mark.cuda

@@ -12,12 +12,12 @@ import torch
 
 from barter.config import Config
 from barter.core.payload import isolate, leaves
-from barter.deploy import conduct
-from barter.engines import flower
 from barter.experiment import Experiment
+from barter.flower import engine
+from barter.flower.deploy import conduct
 from barter.runs.journal import Journal
 from tests.conftest import digits_file, federation, same, tiny
-from tests.engines.grid import LoopbackGrid, site
+from tests.flower.grid import LoopbackGrid, site
 
 flwr = pytest.importorskip("flwr")
 ROUNDS = 3
@@ -25,7 +25,7 @@ ROUNDS = 3
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(flower, "POLL_SECONDS", 0)
+    monkeypatch.setattr(engine, "POLL_SECONDS", 0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -3,45 +3,49 @@
 from __future__ import annotations
 
 import ast
+import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 import barter
 from barter.data.splits import HARMLESS
 
 ROOT = Path(barter.__file__).parent
 MAY_IMPORT = {
-    "core": {"core"},
-    "ops": {"ops", "models", "core"},
-    "models": {"models", "core"},
+    "compute": {"compute"},
+    "core": {"core", "compute"},
+    "ops": {"ops", "models", "core", "compute"},
+    "models": {"models", "core", "compute"},
     "data": {"data", "core"},
     "runs": {"runs", "core"},
-    "algorithms": {"algorithms", "models", "ops", "core"},
+    "algorithms": {"algorithms", "models", "ops", "core", "compute"},
     "privacy": {"privacy", "core"},
-    "engines": {"engines", "privacy", "runs", "core"},
+    "engines": {"engines", "privacy", "core", "compute"},
     "config": {"core", "data", "algorithms", "privacy"},
+    "machine": {"config", "core", "compute"},
     "parties": {"config", "data", "models", "core"},
-    "experiment": {"parties", "config", "engines", "privacy", "runs", "data", "models", "algorithms", "core"},
-    "sites": {"parties", "config", "engines", "privacy", "data", "models", "core"},
-    "simulation": {"config", "sites", "engines"},
-    "supervise": {"config", "sites", "engines", "core"},
-    "deploy": {"parties", "config", "experiment", "sites", "supervise", "engines", "runs", "core"},
-    "loopback": {"config", "data", "deploy", "supervise", "runs", "core"},
-    "conformance": {"experiment", "engines", "data", "core"},
+    "assembly": {"parties", "machine", "config", "engines", "privacy", "runs", "data", "models", "core", "compute"},
+    "experiment": {"assembly", "machine", "config", "engines", "privacy", "runs", "data", "models", "core", "compute"},
+    "conformance": {"experiment", "engines", "data", "core", "compute"},
     "kept": {"parties", "config", "runs", "data", "models", "core"},
     "export": {"kept", "core", "version"},
     "gallery": {"config", "experiment", "engines", "runs", "core"},
     "comparison": {"config", "runs", "data", "core"},
     "report": {"privacy", "parties", "report", "comparison", "gallery", "config", "runs", "data", "core", "version"},
-    "gate": set(),
-    "commands": {"config", "runs", "data", "models", "algorithms", "core"}
-    | {"experiment", "privacy", "parties", "comparison", "conformance", "export", "gallery", "kept"},
+    "flower": {"flower", "experiment", "assembly", "parties", "machine", "config"}
+    | {"engines", "privacy", "runs", "data", "core", "compute"},
+    "commands": {"config", "runs", "data", "core", "compute"}
+    | {"experiment", "machine", "privacy", "parties", "comparison", "conformance", "export", "gallery", "kept"},
     "catalogue": {"models"},
     "cli": {"catalogue", "commands", "config", "core", "version"},
-    "__init__": {"experiment", "kept", "runs", "algorithms", "core", "version"},
+    "__init__": {"experiment", "kept", "algorithms", "core", "version"},
     "__main__": {"cli"},
     "version": set(),
 }
-CORE_MAY_USE = {"torch", "typing_extensions"}
+MAY_USE = {"compute": {"torch", "torchvision", "triton"}, "core": {"torch", "typing_extensions"}}
+OPTIONAL = {"flwr": "flower", "cryptography": "flower", "starlette": "flower", "triton": "compute"}  # and in which room
 
 
 def imports(path: Path) -> set[str]:
@@ -63,12 +67,38 @@ def test_layers() -> None:
                 assert module.split(".")[1] in MAY_IMPORT[layer], f"{path.relative_to(ROOT)} imports {module}"
 
 
-def test_core_is_torch_and_the_standard_library() -> None:
-    import sys
-
-    for path in (ROOT / "core").glob("*.py"):
-        foreign = {m.split(".")[0] for m in imports(path)} - set(sys.stdlib_module_names) - CORE_MAY_USE - {"barter"}
+@pytest.mark.parametrize("room", MAY_USE)
+def test_the_lowest_rooms_use_little_of_others(room: str) -> None:
+    for path in (ROOT / room).glob("*.py"):
+        foreign = {m.split(".")[0] for m in imports(path)} - set(sys.stdlib_module_names) - MAY_USE[room] - {"barter"}
         assert not foreign, f"{path.name} imports {foreign}"
+
+
+def test_rooms_have_an_order() -> None:
+    """Whom a file imports can be loaded before it: nobody imports in a circle, not even inside of a function."""
+    files = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in ROOT.rglob("*.py")}
+    needs = {name: imports(path) | named(path) for name, path in files.items()}
+    rooms = {name: name.split(".")[1] for name in files if name.count(".")}
+    for graph in (
+        {name: {other for other in found if other in files and other != name} for name, found in needs.items()},
+        {
+            room: {rooms[m] for name in rooms if rooms[name] == room for m in needs[name] if m in rooms} - {room}
+            for room in rooms.values()
+        },
+    ):
+        list(TopologicalSorter(graph).static_order())
+
+
+def named(path: Path) -> set[str]:
+    """Modules that are imported as names of their package."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    return {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
+
+
+def test_what_is_optional_is_used_in_one_room() -> None:
+    for path in ROOT.rglob("*.py"):
+        for module in {m.split(".")[0] for m in imports(path)} & set(OPTIONAL):
+            assert path.relative_to(ROOT).parts[0] == OPTIONAL[module], f"{path.relative_to(ROOT)} imports {module}"
 
 
 def test_public_names() -> None:

@@ -4,6 +4,9 @@ import os
 import resource
 import signal
 import sys
+import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +21,24 @@ from barter.engines.forks import Job, side_by_side
 from barter.experiment import Experiment
 from tests.conftest import federation
 from tests.engines.test_local import Notes
+from tests.forked import forked, status, until
 
 
-def work_of(jobs: dict[int, Any], known: list[torch.Tensor] | None = None, width: int = 2) -> dict[int, Any]:
+def work_of(
+    jobs: dict[int, Any], known: list[torch.Tensor] | None = None, width: int = 2, timeout: float | None = None
+) -> dict[int, Any]:
     told: list[float] = []
     turns = {k: Job(work, known or []) for k, work in jobs.items()}
-    return {k: (home, death) for k, home, death in side_by_side(turns, width, lambda _: None, told.append)}
+    homes = side_by_side(turns, width, lambda _: None, told.append, timeout)
+    return {k: (home, death) for k, home, death in homes}
+
+
+def goes_on(pid: int) -> bool:
+    """Whether a process does; one that nobody has buried yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_results_come_home_whole() -> None:
@@ -69,6 +84,38 @@ def test_a_process_that_dies_is_named() -> None:
     assert home[0] == (None, "its process was ended by SIGKILL")
     assert home[1] == (5, "")
     assert home[2] == (None, "its process ended with 3")
+
+
+def test_processes_die_with_the_one_they_came_from(tmp_path: Path) -> None:
+    def turn() -> None:
+        (tmp_path / str(os.getpid())).touch()
+        time.sleep(60)
+
+    parent = forked(lambda: len(work_of({0: turn, 1: turn})), tmp_path / "said")
+    turns = until(lambda: len(found := [int(p.name) for p in tmp_path.glob("[0-9]*")]) == 2 and found)
+    os.kill(parent, signal.SIGKILL)
+    assert status(parent) == -signal.SIGKILL
+    until(lambda: not any(goes_on(pid) for pid in turns))
+
+
+def test_who_is_not_done_in_time_is_ended_and_others_go_on() -> None:
+    lock = threading.Lock()
+    lock.acquire()  # nobody is left to release it in a forked process
+    jobs: dict[int, Any] = {
+        0: lock.acquire,
+        1: lambda: 5,
+        2: lambda: os.kill(os.getpid(), signal.SIGSTOP),
+        3: lambda: 6,
+    }
+    home = work_of(jobs, timeout=0.4)
+    assert home[0] == home[2] == (None, "it was not done within 0.4 s, the run's timeout")
+    assert home[1] == (5, "")
+    assert home[3] == (6, "")
+
+
+def test_time_counts_from_the_start_of_a_turn() -> None:
+    home = work_of({k: lambda: time.sleep(0.2) for k in range(4)}, width=1, timeout=0.5)
+    assert [death for _, death in home.values()] == [""] * 4
 
 
 def test_a_process_takes_one_turn_after_the_other() -> None:
@@ -226,3 +273,33 @@ def test_few_clients_have_all_cores() -> None:
     assert [engine._by_core(n) for n in (1, 3, 4, 100)] == [False, False, True, True]
     engine.cores = 1
     assert not engine._by_core(100)
+
+
+class Hang(Algorithm[Server, Client]):
+    """The second client waits for ever in the second round."""
+
+    crosses = {"ask": "up: who it is"}
+
+    def round(self, server: Server, clients: Clients, t: int) -> None:
+        clients.run(self.ask, t)
+
+    def ask(self, client: Client, t: int) -> int:
+        client.report["asked"] = t
+        if t == 2 and client.id == 1:
+            time.sleep(60)
+        return client.id
+
+
+def test_a_client_that_hangs_is_that_clients_failure(caplog: pytest.LogCaptureFixture) -> None:
+    experiment = federation(Hang(), clients=3, min_clients=1, timeout=2, threads=2)
+    rounds = list(experiment.rounds(3))  # quick turns have processes too: who can hang is not known before
+    why = "client 1 failed in 'ask', round 2: it was not done within 2 s, the run's timeout"
+    assert [r.failures for r in rounds] == [[], [why], []]
+    assert [r.clients[0]["asked"] for r in rounds] == [1, 2, 3]
+    assert not caplog.messages
+
+
+def test_where_turns_have_no_processes_a_timeout_is_said_not_to_hold(caplog: pytest.LogCaptureFixture) -> None:
+    federation(Hang(), clients=3, timeout=0.5, threads=1)
+    (said,) = caplog.messages
+    assert "timeout=0.5" in said

@@ -13,13 +13,13 @@ pytest.importorskip("flwr")
 from barter.config import Config, to_toml
 from barter.core.errors import ConfigError
 from barter.core.images import Spec
-from barter.deploy import conduct
-from barter.engines import flower
+from barter.flower import engine
+from barter.flower.deploy import conduct
 from barter.parties import initial
 from barter.privacy import Privacy
 from barter.runs.journal import Journal
 from tests.conftest import tiny
-from tests.engines.grid import LoopbackGrid, site
+from tests.flower.grid import LoopbackGrid, site
 
 PARTS = {"client_update": "gaussian clip=5"}
 FIELDS: dict[str, Any] = {"algorithm": tiny("fedavg"), "models": "small-mlp", "device": "cpu"}
@@ -30,7 +30,7 @@ def config(rounds: int, clients: int) -> Config:
 
 
 def test_a_run_across_sites_is_accounted_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flower, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(engine, "POLL_SECONDS", 0.01)
     sites = [site(tmp_path / f"memory-{k}", name=f"site-{k}", share=k, device="cpu") for k in range(2)]
     grid = LoopbackGrid(sites, monkeypatch)
     experiment = conduct(grid, config(2, 2), tmp_path / "run", Journal(tmp_path / "journal"))

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ from barter.core.errors import CheckpointError
 from barter.core.payload import isolate
 from barter.core.record import Round
 from barter.runs.folder import RunFolder, last_checkpoint
+from tests.forked import forked, status, until
 
 
 def record(t: int) -> Round:
@@ -137,3 +141,17 @@ def test_damage_is_named(tmp_path: Path) -> None:
         last_checkpoint(folder.path)
     with pytest.raises(CheckpointError, match=r"no config\.toml"):
         RunFolder.existing(tmp_path)
+
+
+def test_a_forked_process_does_not_hold_the_folder(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "")
+    child = forked(lambda: time.sleep(60) or 0, tmp_path / "said")  # type: ignore[func-returns-value]
+    until((tmp_path / "said").exists)
+    try:
+        with pytest.raises(CheckpointError, match="in use"):
+            RunFolder.existing(tmp_path / "run")
+        folder.release()
+        RunFolder.existing(tmp_path / "run").release()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        status(child)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from barter.algorithms.partial import Update
-from barter.core import lanes
+from barter.compute import lanes
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
 from barter.core.evaluation import predict

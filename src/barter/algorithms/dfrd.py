@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from barter.algorithms.partial import PartialTraining, Update
-from barter.core import lanes
+from barter.compute import lanes
 from barter.core.clients import Clients, Replies
 from barter.core.evaluation import accuracy
 from barter.core.images import Images, Spec

@@ -22,7 +22,7 @@ from functools import partial
 
 from torch import Tensor
 
-from barter.core import lanes
+from barter.compute import lanes
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients, Replies
 from barter.core.evaluation import evaluate, predict

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from barter.algorithms.one_width import HeadServer, SharedHead
-from barter.core import lanes
+from barter.compute import lanes
 from barter.core.clients import Clients, Replies
 from barter.core.images import Augment, Spec, prepared
 from barter.core.model import Classifier

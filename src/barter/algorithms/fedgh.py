@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from barter.algorithms.one_width import HeadServer, SharedHead
-from barter.core import lanes
+from barter.compute import lanes
 from barter.core.clients import Clients
 from barter.core.nodes import Client
 from barter.core.params import Count, Positive

@@ -30,7 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from barter.core import lanes
+from barter.compute import lanes
+from barter.compute.precision import exact
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients, Replies
 from barter.core.images import Augment, Spec, prepared
@@ -38,7 +39,6 @@ from barter.core.model import Classifier
 from barter.core.nodes import Client
 from barter.core.params import Count, Fraction, NonNegative, Positive
 from barter.core.payload import State, isolate
-from barter.core.precision import exact
 from barter.core.record import Round
 from barter.models.generators import Decoder, PatchDiscriminator
 from barter.ops.distill import tempered

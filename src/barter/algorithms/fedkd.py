@@ -28,7 +28,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from barter.core import lanes
+from barter.compute import lanes
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients, Replies
 from barter.core.images import Augment, Spec, prepared

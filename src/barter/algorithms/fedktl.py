@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from barter.algorithms.one_width import OneWidth
-from barter.core import lanes
+from barter.compute import lanes
 from barter.core.clients import Clients
 from barter.core.evaluation import predict
 from barter.core.images import Augment, Images, Spec, prepared

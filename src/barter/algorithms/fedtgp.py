@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from barter.algorithms.fedproto import FedProto
-from barter.core import lanes
+from barter.compute import lanes
 from barter.core.clients import Replies
 from barter.core.nodes import Server
 from barter.core.params import Count, NonNegative, Positive

@@ -44,6 +44,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from barter.compute.precision import exact
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients, Replies
 from barter.core.evaluation import evaluate
@@ -52,7 +53,6 @@ from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive, Whole
 from barter.core.payload import State
-from barter.core.precision import exact
 from barter.core.record import Round
 from barter.models.generators import LabelGenerator
 from barter.ops.distill import kl, tempered

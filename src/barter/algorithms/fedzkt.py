@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from barter.algorithms.fedprox import FedProx
-from barter.core import lanes
+from barter.compute import lanes
 from barter.core.clients import Clients
 from barter.core.evaluation import evaluate
 from barter.core.images import Spec

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from barter.algorithms.fedavg import FedAvg
-from barter.core import lanes
+from barter.compute import lanes
 from barter.core.images import Augment, Spec, prepared
 from barter.core.model import Classifier
 from barter.core.nodes import Client

@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from barter.core import lanes
+from barter.compute import lanes
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
 from barter.core.nodes import Client, Server

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from barter.core import lanes, precision
+from barter.compute import lanes, precision
 from barter.core.images import Images
 from barter.core.model import Classifier
 from barter.core.nodes import Client

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from barter.core import lanes
+from barter.compute import lanes
 from barter.core.images import Images, Spec
 from barter.core.model import Classifier
 from barter.core.payload import Payload, State, isolate, leaves, nbytes

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from barter.core import lanes, seeds
+from barter.compute import lanes
+from barter.core import seeds
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Failure, Replies
 from barter.core.nodes import Monitor, Silence

@@ -14,8 +14,9 @@ import os
 import signal
 import struct
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -27,10 +28,12 @@ from torch import Tensor
 
 from barter.core.payload import Payload, isolate, pack, unpack
 
-__all__ = ["Job", "possible", "side_by_side"]
+__all__ = ["Job", "die_with", "possible", "side_by_side"]
 
 # Looked up here: a forked process may not wait for the loader's lock, which nobody is left to release.
-MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
+MALLOPT, PRCTL = getattr(LIBRARY, "mallopt", None), getattr(LIBRARY, "prctl", None)
+PARENT_DEATH_SIGNAL = 1  # as prctl.h numbers it
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # as malloc.h numbers them
 KEY = struct.Struct("q")
 STEP = struct.Struct("d")
@@ -52,6 +55,14 @@ def possible() -> bool:
     forked process would miss.
     """
     return sys.platform == "linux" and torch.cuda.device_count() == 0
+
+
+def die_with(parent: int, sign: signal.Signals = signal.SIGKILL) -> None:
+    """From now on this process gets the signal when its parent ends. Linux only: others see it when they next talk."""
+    if PRCTL is not None:
+        PRCTL(PARENT_DEATH_SIGNAL, int(sign))
+    if os.getppid() != parent:  # it was faster
+        os._exit(1)
 
 
 class Reporter:
@@ -77,10 +88,12 @@ class Worker:
         self.pid, self.orders, self.reports = pid, orders, reports
         self.result = result  # memory that ends with its last user
         self.busy: int | None = None  # with which job
+        self.since = 0.0
+        self.late = False
 
     def take(self, key: int) -> None:
         """Begin with a job."""
-        self.busy = key
+        self.busy, self.since = key, time.monotonic()
         with suppress(BrokenPipeError):  # if the process is gone, its reports end, and that is seen
             os.write(self.orders, KEY.pack(key))
 
@@ -88,6 +101,11 @@ class Worker:
         """There is nothing more to do."""
         os.close(self.orders)
         self.orders, self.busy = -1, None
+
+    def end(self) -> None:
+        """Its job took too long."""
+        self.late = True
+        os.kill(self.pid, signal.SIGKILL)
 
     def bury(self) -> int:
         """How the process ended."""
@@ -98,9 +116,16 @@ class Worker:
 
 
 def side_by_side(
-    jobs: Mapping[int, Job], width: int, begin: Callable[[Reporter], None], advance: Callable[[float], None]
+    jobs: Mapping[int, Job],
+    width: int,
+    begin: Callable[[Reporter], None],
+    advance: Callable[[float], None],
+    timeout: float | None = None,
 ) -> Iterator[tuple[int, Payload | None, str]]:
-    """What each job returned, as they finish: (key, result, "") or (key, None, why its process died)."""
+    """What each job returned, as they finish: (key, result, "") or (key, None, why its process died).
+
+    A job that is not done after so many seconds is ended.
+    """
     known = {k: _shared(job.known) for k, job in jobs.items()}
     waiting, crew = list(jobs), {}  # type: list[int], dict[int, Worker]
     try:
@@ -109,7 +134,7 @@ def side_by_side(
                 worker = _fork(jobs, known, list(crew.values()), begin)
                 crew[worker.reports] = worker
                 worker.take(waiting.pop(0))
-            for pipe in _ready(crew):
+            for pipe in _ready(crew, timeout):
                 worker, told = crew[pipe], os.read(pipe, 64 * STEP.size)
                 for (amount,) in STEP.iter_unpack(told):
                     if not math.isnan(amount):
@@ -126,15 +151,24 @@ def side_by_side(
                 if not told:
                     died, status = crew.pop(pipe).busy, worker.bury()
                     if died is not None:
-                        yield died, None, _cause(status)
+                        late = f"it was not done within {timeout:g} s, the run's timeout" if worker.late else ""
+                        yield died, None, late or _cause(status)
     finally:
         for worker in crew.values():
             os.kill(worker.pid, signal.SIGKILL)
             worker.bury()
 
 
-def _ready(pipes: Iterable[int]) -> list[int]:
-    return [pipe for pipe in wait(list(pipes)) if isinstance(pipe, int)]
+def _ready(crew: Mapping[int, Worker], timeout: float | None) -> list[int]:
+    """Whose reports can be read; who is late is ended, and its reports end too."""
+    busy = [worker for worker in crew.values() if worker.busy is not None and not worker.late]
+    first = min((worker.since for worker in busy), default=None)
+    patience = None if timeout is None or first is None else max(0.0, first + timeout - time.monotonic())
+    ready = [pipe for pipe in wait(list(crew), patience) if isinstance(pipe, int)]
+    for worker in busy:
+        if timeout is not None and worker.reports not in ready and time.monotonic() >= worker.since + timeout:
+            worker.end()
+    return ready
 
 
 def _cause(status: int) -> str:
@@ -157,6 +191,7 @@ def _fork(
     sys.stderr.flush()
     (listening, orders), (reports, telling) = os.pipe(), os.pipe()
     result = os.memfd_create("barter")
+    parent = os.getpid()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     pid = os.fork()
     if pid:
@@ -166,6 +201,7 @@ def _fork(
         return Worker(pid, orders, reports, result)
     status = 1
     try:
+        die_with(parent)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt is for the process this one came from
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         # Whoever holds an end of a pipe keeps it open.

@@ -14,18 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from barter.core import lanes, seeds
+from barter.compute import lanes
+from barter.compute.lanes import Lane, Tune
+from barter.compute.parking import Parking
+from barter.compute.threads import threaded
+from barter.core import seeds
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Failure, Replies
 from barter.core.evaluation import knowing_alone
-from barter.core.lanes import Lane, Tune
 from barter.core.nodes import Client, Monitor
 from barter.core.payload import Payload, leaves
-from barter.core.threads import threaded
 from barter.engines import forks
 from barter.engines.base import BaseEngine
 from barter.engines.forks import Job
-from barter.engines.parking import Parking
 from barter.privacy.guard import Guard
 
 __all__ = ["LocalEngine"]
@@ -61,9 +62,10 @@ class LocalEngine(BaseEngine):
         tune: Tune | None = None,
         threads: int | None = None,
         guard: Guard | None = None,
+        timeout: float | None = None,
     ) -> None:
         super().__init__(algorithm, seed=seed, min_clients=min_clients, monitor=monitor)
-        self.clients, self.guard = clients, guard
+        self.clients, self.guard, self.timeout = clients, guard, timeout
         for client in clients.values():
             client.monitor = self
         self._cost: dict[str, float] = {}  # seconds of a turn, by method, when last measured
@@ -187,8 +189,14 @@ class LocalEngine(BaseEngine):
         """Whether each of so many clients computes on one core; fewer than half as many as cores have all of them."""
         return self.cores > 1 and 2 * clients >= self.cores
 
+    def can_end(self) -> bool:
+        """Whether a client that is not done in time can be ended: if all clients are asked, each has a process."""
+        return not self.lanes and self._by_core(len(self.clients))
+
     def _worth_forking(self, method: str, clients: int) -> bool:
         """Whether they also do so at the same time: not where a process costs more than a turn."""
+        if self.timeout is not None:
+            return self._by_core(clients)  # only a process can be ended
         return clients > 1 and self._by_core(clients) and self._cost.get(method, math.inf) > FORK_SECONDS
 
     def _on_cores(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> Iterator[tuple[int, Callable[[], Any]]]:
@@ -199,7 +207,8 @@ class LocalEngine(BaseEngine):
                 jobs[k] = self._job(method, k, args[k])
             except Exception as error:
                 yield k, partial(_again, error)
-        for k, home, death in forks.side_by_side(jobs, self.cores, self._report_to, self.watched.advance):
+        homes = forks.side_by_side(jobs, self.cores, self._report_to, self.watched.advance, self.timeout)
+        for k, home, death in homes:
             yield k, partial(self._at_home_again, method, k, home, death)
         self._cost[method] = (time.perf_counter() - start) * min(self.cores, len(args)) / len(args)
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from barter.core import lanes
+from barter.compute import lanes
 from barter.core.images import Spec
 from barter.core.payload import State
 

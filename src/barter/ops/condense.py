@@ -11,11 +11,11 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
-from barter.core import lanes
+from barter.compute import lanes
+from barter.compute.trainer import Recipe, Trainer
 from barter.core.images import Augment, Images, Spec, prepared, statistics
 from barter.core.model import Classifier
 from barter.core.nodes import Client
-from barter.ops.trainer import Recipe, Trainer
 
 __all__ = [
     "Collaboration",

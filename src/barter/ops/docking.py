@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from barter.core import lanes
+from barter.compute import lanes
+from barter.compute.trainer import Recipe
 from barter.core.nodes import Server
 from barter.core.payload import State, isolate
 from barter.ops.fit import Trainer
 from barter.ops.statistics import whiten
-from barter.ops.trainer import Recipe
 
 __all__ = ["docking_loss", "unify"]
 

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from barter.core import lanes
+from barter.compute import lanes
+from barter.compute.trainer import Anchor, Recipe, Trainer, adam, sgd
 from barter.core.errors import ConfigError
 from barter.core.images import Augment, Images, Sealed, Spec, prepared
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.ops.private import fit_privately
-from barter.ops.trainer import Anchor, Recipe, Trainer, adam, sgd
 
 __all__ = [
     "Anchor",

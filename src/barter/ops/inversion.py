@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from barter.core import lanes
+from barter.compute import lanes
+from barter.compute.trainer import Recipe
 from barter.core.images import Augment, Spec, augmented
 from barter.core.model import Classifier
 from barter.core.nodes import Server
@@ -18,7 +19,6 @@ from barter.core.payload import State, isolate
 from barter.models.generators import Decoder
 from barter.ops.distill import kl
 from barter.ops.fit import Trainer, epoch_length
-from barter.ops.trainer import Recipe
 from barter.ops.transfer import batches
 from barter.ops.views import in_turn, of_view, parts_of, seen
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from barter.core import lanes, seeds
+from barter.compute import lanes
+from barter.core import seeds
 from barter.core.model import Classifier
 from barter.core.nodes import Client
 from barter.core.payload import State

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from barter.core import lanes
+from barter.compute import lanes
+from barter.compute.trainer import Trainer
 from barter.core.errors import ConfigError
 from barter.core.images import Images, Sealed, prepared
 from barter.core.nodes import Client
-from barter.ops.trainer import Trainer
 
 __all__ = ["clipped_sum", "fit_privately"]
 

@@ -8,10 +8,10 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
+from barter.compute.precision import exact
 from barter.core.evaluation import predict
 from barter.core.images import Images
 from barter.core.model import Classifier
-from barter.core.precision import exact
 
 __all__ = [
     "ByClass",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from barter.core import lanes, precision
+from barter.compute import lanes, precision
 from barter.core.images import Images
 from barter.core.model import Classifier
 

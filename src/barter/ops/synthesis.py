@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from barter.core import lanes
+from barter.compute import lanes
 from barter.core.images import Spec, statistics
 from barter.core.model import Classifier
 from barter.core.nodes import Node, Server

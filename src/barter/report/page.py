@@ -53,7 +53,7 @@ class Section:
 
 def page(title: str, subtitle: str, tiles: Sequence[Tile], sections: Sequence[Section], live: str = "") -> str:
     """The whole page; a live one reads itself again and again, and says why."""
-    templates = files("barter") / "templates"
+    templates = files("barter.report") / "templates"
     template = Template((templates / "report.html").read_text())
     anchors = {section.title: section.title.lower().replace(" ", "-") for section in sections}
     return template.substitute(

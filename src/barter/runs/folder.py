@@ -7,7 +7,8 @@ import logging
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import tomli_w
@@ -18,14 +19,15 @@ from barter.core.payload import Payload
 from barter.core.record import Round
 from barter.runs.checkpoint import flush, read, write
 
-__all__ = ["RunFolder", "finished", "has_checkpoint", "last_checkpoint", "records", "rounds_done"]
+__all__ = ["RunFolder", "finished", "has_checkpoint", "last_checkpoint", "records", "rounds_done", "unborn"]
 
 log = logging.getLogger("barter")
 
 METRICS = "metrics.jsonl"
 PRIVACY = "privacy.json"
 
-UNBORN = {".lock", "checkpoints", "config.tmp"}  # all there is when a run was killed before it began
+SETUP = "flower"  # what a run on Flower is set up with
+UNBORN = {".lock", "checkpoints", "config.tmp", SETUP, f".{SETUP}.new"}  # of a run that was killed before it began
 CHECKPOINT = re.compile(r"round-(\d{6})\.safetensors")
 
 
@@ -42,13 +44,18 @@ class RunFolder:
             raise CheckpointError(f"{path} is in use by another process") from None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be written: {error}") from None
+        _held.add(self)
 
     @classmethod
-    def create(cls, path: Path, config: str) -> RunFolder:
-        """A folder for a new run; what is there already is never overwritten."""
-        if path.exists() and (not path.is_dir() or {child.name for child in path.iterdir()} - UNBORN):
+    def create(cls, path: Path, config: str, prepare: Callable[[], None] = lambda: None) -> RunFolder:
+        """A folder for a new run; what is there already is never overwritten.
+
+        The configuration is written last: a run that was killed while it was prepared can begin again.
+        """
+        if path.exists() and not unborn(path):
             raise CheckpointError(f"{path} exists and is not empty: choose another --out, or `barter resume {path}`")
         folder = cls(path)
+        prepare()
         folder._replace(folder.config, config)
         return folder
 
@@ -129,6 +136,18 @@ class RunFolder:
         flush(target.parent)
 
 
+_held: weakref.WeakSet[RunFolder] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """A process that was forked off a run does not keep its folder from being used when the run is gone."""
+    for folder in list(_held):
+        folder.release()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
 def records(run: Path) -> list[Round]:
     """The rounds that were recorded in a run's folder; a line that a kill cut short, or that is damaged, is none."""
     metrics = run / METRICS
@@ -139,6 +158,11 @@ def records(run: Path) -> list[Round]:
         except (ValueError, KeyError, TypeError):
             continue
     return found
+
+
+def unborn(path: Path) -> bool:
+    """Whether this is all that is left of a run that was killed before it began: nothing of anybody's."""
+    return path.is_dir() and not {child.name for child in path.iterdir()} - UNBORN
 
 
 def rounds_done(run: Path) -> int:

@@ -1,0 +1,192 @@
+"""Networks as they are, with kernels of our own for the normalisation of images on a GPU.
+
+`fuse` makes a module's containers hand a batch normalisation what comes right behind it: the activation, and the sum of
+a residual block. Parameters, buffers, names, modes and hooks stay as they are; so do the values, up to rounding.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from types import ModuleType
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torchvision.models.googlenet import BasicConv2d
+from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
+from torchvision.ops.misc import Conv2dNormActivation
+
+from barter.compute.activations import NAMES, NONE, RELU, Activation, activated
+
+__all__ = ["Norm", "fuse"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Norm(nn.BatchNorm2d):
+    """act(batch_norm(x) + added)."""
+
+    arrived: Tensor | None = None  # what the kernels count with: zeros between any two of them
+
+    def forward(self, x: Tensor, added: Tensor | None = None, act: Activation = NONE) -> Tensor:
+        launch = _launch() if self._fits(x, added, act) else None
+        if launch is None:
+            y = super().forward(x)
+            if added is not None:
+                y += added
+            return activated(y, act)
+        tracked = None
+        if self.running_mean is not None:
+            tracked = self.running_mean, self.running_var, self.num_batches_tracked
+        settings = self.training or tracked is None, self.momentum or 0.0, self.eps, *act
+        return launch.batch_norm(x, self.weight, self.bias, added, tracked, self.arrived, settings)  # type: ignore[no-any-return]
+
+    def _fits(self, x: Tensor, added: Tensor | None, act: Activation) -> bool:
+        """Whether the kernels can do it: nothing out of the way is asked for."""
+        if self.arrived is None or not x.is_cuda or x.device != self.arrived.device or not _by_pixel(x):
+            return False
+        if x.shape[1] != self.num_features:
+            return False  # torch says so
+        if added is not None:
+            alike = added.shape == x.shape and added.dtype == x.dtype and act == RELU
+            if not alike or not added.is_contiguous(memory_format=torch.channels_last):
+                return False
+        if self.running_mean is None:
+            return x.numel() > x.shape[1]
+        if self.training:
+            usual = self.track_running_stats and self.num_batches_tracked is not None and self.momentum is not None
+            return usual and x.numel() > x.shape[1]
+        trained = any(p is not None and p.requires_grad for p in (self.weight, self.bias))
+        return not (torch.is_grad_enabled() and trained)
+
+
+class _MaxPool(nn.MaxPool2d):
+    def forward(self, x: Tensor) -> Tensor:
+        usual = self.dilation == 1 and not self.return_indices and x.is_cuda and _by_pixel(x) and x.shape[1] % 8 == 0
+        match self.kernel_size, self.stride, self.padding:
+            case int(size), int(stride), int(padding) if usual and size <= 3 and (launch := _launch()) is not None:
+                shape = tuple(_windows(side, size, stride, padding, self.ceil_mode) for side in x.shape[2:])
+                return launch.max_pool(x, size, stride, padding, shape)  # type: ignore[no-any-return]
+        return super().forward(x)  # type: ignore[no-any-return]
+
+
+def _windows(side: int, size: int, stride: int, padding: int, ceil: bool) -> int:
+    """How many windows there are along a side, as torch counts them: each must begin inside of it or its left edge."""
+    count = (side + 2 * padding - size + (stride - 1 if ceil else 0)) // stride + 1
+    return count - 1 if ceil and (count - 1) * stride >= side + padding else count
+
+
+def _by_pixel(x: Tensor) -> bool:
+    """Whether the kernels can read this: images whose channels lie next to each other."""
+    whole = x.dim() == 4 and 0 < x.numel() < 2**31 and x.dtype in (torch.bfloat16, torch.float32)
+    return whole and x.is_contiguous(memory_format=torch.channels_last)
+
+
+class _Sequential(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        layers = list(self)
+        while layers:
+            layer = layers.pop(0)
+            act = _behind(layer, layers)
+            x = layer(x) if act is None else layer(x, act=act)
+            del layers[: act is not None]
+        return x
+
+
+def _behind(layer: nn.Module, rest: list[nn.Module]) -> Activation | None:
+    """The activation that a normalisation can take over from the next layer, if nobody looks in between."""
+    if not isinstance(layer, Norm) or not rest or type(rest[0]) not in NAMES:
+        return None
+    if _watched(layer, rest[0]):
+        return None
+    return NAMES[type(rest[0])], getattr(rest[0], "negative_slope", 0.0)
+
+
+def _watched(*layers: nn.Module) -> bool:
+    """Whether somebody's hooks look at what these layers see."""
+    kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    return any(getattr(layer, kind) for layer in layers for kind in kinds)
+
+
+class _BasicBlock(BasicBlock):  # type: ignore[misc]
+    def forward(self, x: Tensor) -> Tensor:
+        if _watched(self.bn1, self.bn2, self.relu):
+            return super().forward(x)  # type: ignore[no-any-return]
+        y = self.conv2(self.bn1(self.conv1(x), act=RELU))
+        out: Tensor = self.bn2(y, x if self.downsample is None else self.downsample(x), RELU)
+        return out
+
+
+class _Bottleneck(Bottleneck):  # type: ignore[misc]
+    def forward(self, x: Tensor) -> Tensor:
+        if _watched(self.bn1, self.bn2, self.bn3, self.relu):
+            return super().forward(x)  # type: ignore[no-any-return]
+        y = self.conv3(self.bn2(self.conv2(self.bn1(self.conv1(x), act=RELU)), act=RELU))
+        out: Tensor = self.bn3(y, x if self.downsample is None else self.downsample(x), RELU)
+        return out
+
+
+class _ResNet(ResNet):  # type: ignore[misc]
+    def _forward_impl(self, x: Tensor) -> Tensor:
+        if _watched(self.bn1, self.relu):
+            return super()._forward_impl(x)  # type: ignore[no-any-return]
+        x = self.maxpool(self.bn1(self.conv1(x), act=RELU))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        return self.fc(self.avgpool(x).flatten(1))  # type: ignore[no-any-return]
+
+
+class _BasicConv2d(BasicConv2d):  # type: ignore[misc]
+    def forward(self, x: Tensor) -> Tensor:
+        if _watched(self.bn):
+            return super().forward(x)  # type: ignore[no-any-return]
+        out: Tensor = self.bn(self.conv(x), act=RELU)
+        return out
+
+
+FUSED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.BatchNorm2d: Norm,
+    nn.MaxPool2d: _MaxPool,
+    nn.Sequential: _Sequential,
+    Conv2dNormActivation: _Sequential,
+    BasicBlock: _BasicBlock,
+    Bottleneck: _Bottleneck,
+    ResNet: _ResNet,
+    BasicConv2d: _BasicConv2d,
+}
+
+
+def fuse(module: M) -> M:
+    """The module itself, its parts now of the kinds above."""
+    device = next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    for part in module.modules():
+        if type(part) in FUSED and not _otherwise(part):
+            part.__class__ = FUSED[type(part)]
+        if isinstance(part, Norm) and part.arrived is None:
+            part.arrived = torch.zeros(-(-part.num_features // 16), dtype=torch.int32, device=device)
+    return module
+
+
+def _otherwise(part: nn.Module) -> bool:
+    """Whether a block has another normalisation, or another activation, than the one it is known with."""
+    if not isinstance(part, BasicBlock | Bottleneck | ResNet | BasicConv2d):
+        return False
+    norms = [child for name, child in part.named_children() if name in ("bn", "bn1", "bn2", "bn3")]
+    others = [norm for norm in norms if type(norm) not in (nn.BatchNorm2d, Norm)]
+    return bool(others) or type(getattr(part, "relu", None)) not in (nn.ReLU, type(None))
+
+
+@cache
+def _launch() -> ModuleType | None:
+    """The kernels, if they can be compiled here."""
+    try:
+        from barter.compute import launch
+
+        x = torch.zeros(2, 8, 2, 2, device="cuda").contiguous(memory_format=torch.channels_last)
+        arrived = torch.zeros(1, dtype=torch.int32, device="cuda")
+        launch.batch_norm(x, None, None, None, None, arrived, (True, 0.0, 1e-5, *NONE))
+    except Exception as error:  # a compiler fails in many ways
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        warnings.warn(f"normalisation runs on PyTorch's slower kernels: {reason}", RuntimeWarning, stacklevel=2)
+        return None
+    return launch

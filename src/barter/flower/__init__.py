@@ -1,0 +1,1 @@
+"""All that runs on Flower: the server's side, the sites, and what keeps both alive."""

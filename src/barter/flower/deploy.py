@@ -1,0 +1,369 @@
+"""A run on Flower: the app that its SuperLink starts, the folder of a deployment, and a coordinator on this machine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import tomli_w
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from barter.assembly import Federation
+from barter.config import Config, plain, read, resolve, to_toml
+from barter.core.errors import BarterError, ConfigError
+from barter.core.images import Spec
+from barter.core.payload import Payload
+from barter.experiment import Experiment
+from barter.flower.engine import POLL_SECONDS, FlowerEngine, Hellos, Member
+from barter.flower.sites import Hello, agree, federation, new_attempt
+from barter.flower.supervise import FLOWER, Child, free_port
+from barter.machine import with_threads
+from barter.parties import described
+from barter.runs.checkpoint import flush
+from barter.runs.folder import RunFolder
+from barter.runs.journal import Journal
+
+__all__ = ["Coordinator", "app", "conduct", "init", "init_simulation", "site_folder"]
+
+ROSTER = "sites.json"
+HOUR = 3600.0  # seconds that a site has for a call, unless the run says otherwise
+PATIENCE = 120.0  # seconds that sites have to come at least: they load data first
+log = logging.getLogger("barter")
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """What Flower's SuperLink runs."""
+    log.setLevel(logging.INFO)
+    log.addHandler(logging.StreamHandler(sys.stdout))  # which `flwr run --stream` shows
+    folder = Path(str(context.run_config["folder"]))
+    journal = Journal(folder / "journal.jsonl")
+    try:
+        conduct(grid, resolve(read(folder / "run.toml")), Path(str(context.run_config["out"])), journal)
+    except BarterError as error:
+        journal.note("error", "\n".join([str(error), *getattr(error, "__notes__", [])]).strip())
+        raise
+    except Exception as error:
+        journal.note("error", f"the server stopped: {type(error).__name__}: {error}")
+        raise
+
+
+def conduct(grid: Grid, config: Config, out: Path, journal: Journal) -> Experiment:
+    """Run a federation of the sites on a grid, from the start or from where it stopped."""
+    toml, timeout = to_toml(config), config.timeout or HOUR
+    hellos = Hellos(grid, toml, max(timeout, PATIENCE))
+    roster = Roster.read(out)
+    here = _gathered(hellos, config, journal, again=roster is not None)
+    if roster is None:
+        spec, ids = agree(config, list(here.values()))
+        roster = Roster(secrets.token_hex(8), [], spec, list(ids.values()))
+    roster.require_same(here.values())
+    ids = dict(enumerate(roster.members))
+    server, shapes, test = federation(config, roster.spec, ids)
+    if not (out / "config.toml").is_file():
+        RunFolder.create(out, toml).release()
+    nodes = {said.name: node for node, said in here.items()}
+    members = [
+        Member(k, said.name, nodes.get(said.name, 0), said.examples, said.architecture, shapes.get(k, {}))
+        for k, said in ids.items()
+    ]
+
+    def session(member: Member) -> Payload:
+        return {**about, "client": member.id, "architecture": member.architecture}
+
+    engine = FlowerEngine(
+        config.algorithm,
+        grid,
+        members,
+        session,
+        seed=config.seed,
+        min_clients=config.min_clients,
+        monitor=journal,
+        timeout=timeout,
+    )
+    engine.rejoin = lambda strangers: _names(hellos, strangers)
+    networks = described(roster.spec, ids[0].classes, {k: said.architecture for k, said in ids.items()})
+    config = with_threads(config, out, resume=True)
+    experiment = Experiment.of(Federation(config, server, engine, test, networks), out, resume=True)
+    about = roster.begin(out, experiment.round) | {"config": toml, "spec": roster.spec.plain()}
+    journal.note("begin", experiment.round)
+    for record in experiment.rounds(config.rounds):
+        journal.note("round", record.to_json())
+        log.info("round %d of %d: %.0f s", record.round, config.rounds, record.seconds["round"])
+    journal.note("done", experiment.round)
+    return experiment
+
+
+def _gathered(hellos: Hellos, config: Config, journal: Journal, *, again: bool) -> dict[int, Hello]:
+    """The hellos of as many sites as the run is for, by node; a run that goes on can do with as many as must answer."""
+    here: dict[int, Hello] = {}
+    least = config.min_clients or config.clients if again else config.clients
+    deadline = time.monotonic() + hellos.timeout
+    while len(here) < config.clients:
+        new = {node: Hello.read(tree) for node, tree in hellos.poll(hellos.grid.get_node_ids()).items()}
+        if hellos.refused:
+            raise BarterError("; ".join(hellos.refused.values()))
+        here |= new
+        names = ", ".join(sorted(site.name for site in here.values())) or "none"
+        if new:
+            journal.note("say", f"{len(here)} of {config.clients} sites are here: {names}")
+        waited = time.monotonic() > deadline - hellos.timeout + PATIENCE
+        if len(here) >= least and waited:
+            break
+        if time.monotonic() > deadline:
+            silent = f"; {len(hellos.pending)} more are connected and say nothing" if hellos.pending else ""
+            raise ConfigError(
+                f"{len(here)} of {config.clients} sites came within {hellos.timeout:g} s ({names}){silent}"
+            )
+        time.sleep(POLL_SECONDS)
+    return here
+
+
+def _names(hellos: Hellos, strangers: set[int]) -> dict[int, str]:
+    """What nodes not seen before call themselves, as far as they have said so by now."""
+    hellos.poll(strangers)
+    return {node: str(hellos.said[node].get("name")) for node in strangers if node in hellos.said}
+
+
+@dataclass
+class Roster:
+    """Who takes part in a run, written down at its first start; and which starts it had, each behind which round."""
+
+    run: str  # the name under which sites keep their memory of it
+    attempts: list[tuple[str, int]]
+    spec: Spec
+    members: list[Hello]
+
+    @classmethod
+    def read(cls, out: Path) -> Roster | None:
+        path = out / ROSTER
+        if not path.exists():
+            return None
+        tree = json.loads(path.read_text())
+        members = [Hello.read(member) for member in tree["members"]]
+        return cls(tree["run"], [(a, n) for a, n in tree["attempts"]], Hello.read(tree["all"]).spec, members)
+
+    def begin(self, out: Path, finished: int) -> dict[str, Payload]:
+        """One more start, behind so many finished rounds: what sites must know of it.
+
+        Of an earlier start, a site may keep what it did until the round behind which the next one began.
+        """
+        self.attempts.append((new_attempt(), finished))
+        history = {a: n for (a, _), (_, n) in pairwise(self.attempts)}
+        everybody = replace(self.members[0], spec=self.spec)
+        tree = {"run": self.run, "attempts": self.attempts, "members": [m.payload() for m in self.members]}
+        temporary = out / f"{ROSTER}.tmp"
+        temporary.write_text(json.dumps({**tree, "all": everybody.payload()}))
+        flush(temporary)
+        temporary.rename(out / ROSTER)
+        return {"run": self.run, "attempt": self.attempts[-1][0], "history": history}
+
+    def require_same(self, hellos: Iterable[Hello]) -> None:
+        """Refuse sites that are not what they were when the run began."""
+        known = {member.name: member for member in self.members}
+        for hello in hellos:
+            if known.get(hello.name) != hello:
+                raise ConfigError(
+                    f"site {hello.name} is not what it was when the run began, or was not there: start a new run"
+                )
+
+
+def init(folder: Path, config: Config, sites: Sequence[Mapping[str, Any]], address: str) -> None:
+    """A deployment folder: Flower's app, the run, certificates, and a folder with a key for each site."""
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} exists and is not empty: choose another folder")
+    names = [str(site["name"]) for site in sites]
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"address {address!r}: write HOST:PORT, as the sites reach it")
+    for name in names:
+        if not name.replace("-", "").replace("_", "").isalnum():
+            raise ConfigError(f"site name {name!r}: use letters, digits, - and _")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"site names {', '.join(names)}: each needs one of its own")
+    folder = folder.absolute()
+    with _whole(folder) as new:
+        (new / "sites").mkdir()
+        _write_app(new, folder, config, "barter.flower.front:app")
+        values = {"folder": folder, "address": address, "port": port, "first": names[0]}
+        (new / "README.md").write_text(Template(_template("README.md")).substitute(values))
+        (new / "certificates.sh").write_text(_template("certificates.sh"))
+        made = subprocess.run(
+            ["sh", "certificates.sh", host, "localhost", "127.0.0.1"], cwd=new, capture_output=True, text=True
+        )
+        if made.returncode:
+            raise ConfigError(f"certificates.sh failed, is openssl installed? {made.stderr.strip()}")
+        for site in sites:
+            site_folder(new, {"superlink": address, **site})
+        _write_connection(new, folder, int(port), insecure=False)
+
+
+def init_simulation(folder: Path, config: Config) -> None:
+    """The folder of a simulation: Flower's app and the run."""
+    folder = folder.absolute()
+    with _whole(folder) as new:
+        _write_app(new, folder, config, "barter.flower.simulation:app")
+
+
+@contextmanager
+def _whole(folder: Path) -> Iterator[Path]:
+    """A place to write what is to be a folder: it is there whole, or not at all."""
+    new = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(new, ignore_errors=True)  # of one who was killed
+    new.mkdir(mode=0o700, parents=True)  # keys, and what sites send
+    try:
+        yield new
+        new.rename(folder)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+
+
+def _write_app(place: Path, folder: Path, config: Config, client_app: str) -> None:
+    """What Flower bundles, and the run that it is about, for a folder that is to be."""
+    (place / "run.toml").write_text(tomli_w.dumps({**plain(config), "engine": "flower"}))
+    values = {"folder": folder, "out": folder / "run", "client_app": client_app}
+    (place / "pyproject.toml").write_text(Template(_template("pyproject.toml")).substitute(values))
+
+
+def _write_connection(place: Path, folder: Path, port: int, *, insecure: bool) -> None:
+    """How Flower's commands reach the SuperLink of this machine."""
+    home = place / ".flower"
+    home.mkdir(mode=0o700, exist_ok=True)
+    certificate = {"root-certificates": str(folder / "certificates" / "ca.crt")}
+    connection = {"address": f"127.0.0.1:{port}", **({"insecure": True} if insecure else certificate)}
+    (home / "config.toml").write_text(tomli_w.dumps({"superlink": {"default": "barter", "barter": connection}}))
+
+
+def _template(name: str) -> str:
+    return (files("barter.flower") / "templates" / name).read_text()
+
+
+def site_folder(folder: Path, setup: Mapping[str, Any]) -> None:
+    """What a site needs: its key, the certificate that vouches for the coordinator, and site.toml."""
+    home = folder / "sites" / str(setup["name"])
+    home.mkdir(mode=0o700)
+    (home / "site.toml").write_text(tomli_w.dumps(setup))
+    (home / "ca.crt").write_bytes((folder / "certificates" / "ca.crt").read_bytes())
+    key = ec.generate_private_key(ec.SECP384R1())
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
+    )
+    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    (home / "key").touch(mode=0o600)
+    (home / "key").write_bytes(private)
+    (home / "key.pub").write_bytes(public + b"\n")
+
+
+class Coordinator:
+    """A SuperLink of this machine for a deployment folder; or for a simulation of so many clients."""
+
+    def __init__(
+        self, folder: Path, host: str, *, insecure: bool = False, simulation: Mapping[str, Any] | None = None
+    ) -> None:
+        self.folder, self.insecure, self.simulation = folder.absolute(), insecure, simulation
+        self.port = free_port() if simulation else _port(self.folder)
+        self.home, certificates = self.folder / ".flower", self.folder / "certificates"
+        self.env = {**os.environ, **FLOWER, "FLWR_HOME": str(self.home)}
+        _write_connection(self.folder, self.folder, self.port, insecure=insecure)
+        (self.folder / "logs").mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "barter.flower.gate", "--host", host, "--port", str(self.port)]
+        command += ["--disable-runtime-dependency-installation"]
+        if simulation is not None:
+            command.append("--simulation")
+        else:
+            command += ["--database", str(self.folder / "superlink.db")]
+        if insecure:
+            command.append("--insecure")
+        else:
+            command += ["--enable-supernode-auth", "--ssl-ca-certfile", str(certificates / "ca.crt")]
+            command += ["--ssl-certfile", str(certificates / "server.pem")]
+            command += ["--ssl-keyfile", str(certificates / "server.key")]
+        self.superlink = Child("SuperLink", command, self.env, self.folder / "logs" / "superlink.log")
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The SuperLink is up inside."""
+        self.superlink.start()
+        try:
+            deadline = time.monotonic() + 60
+            while not _listens(self.port):
+                self.check()
+                if time.monotonic() > deadline:
+                    raise BarterError(f"the SuperLink does not come up: see {self.superlink.log}")
+                time.sleep(0.2)
+            yield
+        finally:
+            self.superlink.stop()
+
+    def check(self) -> None:
+        """An error if the SuperLink is gone."""
+        if self.superlink.poll() is not None:
+            raise BarterError(f"the SuperLink ended: see {self.superlink.log}")
+
+    def register(self) -> None:
+        """Let the sites of the folder in, by their public keys; without encryption anybody may come."""
+        if self.insecure:
+            return
+        for home in sorted((self.folder / "sites").iterdir()):
+            done = self._flwr("supernode", "register", str(home / "key.pub"), "barter", "--name", home.name)
+            if done.returncode and "already" not in (done.stdout + done.stderr):
+                raise BarterError(f"site {home.name} cannot be registered: {_reason(done)}")
+
+    def submit(self, out: Path) -> str:
+        """Start the run; its Flower id."""
+        (self.folder / "journal.jsonl").unlink(missing_ok=True)
+        settings = f'folder="{self.folder}" out="{out.absolute()}"'  # the folder may have moved since
+        command = ["run", str(self.folder), "barter", "--format", "json", "-c", settings]
+        if self.simulation is not None:
+            command += ["--federation-config", " ".join(f"{key}={value}" for key, value in self.simulation.items())]
+        done = self._flwr(*command)
+        try:
+            return str(json.loads(done.stdout[done.stdout.index("{") :])["run-id"])
+        except (ValueError, KeyError):
+            raise BarterError(f"Flower did not take the run: {_reason(done)}") from None
+
+    def stop(self, run: str) -> None:
+        """End a run that goes on."""
+        with suppress(subprocess.TimeoutExpired):
+            self._flwr("stop", run, "barter")
+
+    def _flwr(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["flwr", *arguments], env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=120
+        )
+
+
+def _port(folder: Path) -> int:
+    site = next(iter(sorted(folder.glob("sites/*/site.toml"))), None)
+    if site is None:
+        raise ConfigError(f"{folder} is not the folder of a deployment: there is no sites/*/site.toml in it")
+    return int(read(site)["superlink"].rpartition(":")[2])
+
+
+def _reason(done: subprocess.CompletedProcess[str]) -> str:
+    return " ".join((done.stderr or done.stdout).split())
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

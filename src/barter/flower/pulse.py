@@ -1,0 +1,53 @@
+"""A sign of life for whoever looks after a process: a file that says until when it may be silent. Needs no torch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["Pulse", "allow", "overdue"]
+
+SILENCE = 60.0  # seconds that somebody who has nothing to do may be silent: he speaks much more often
+
+
+class Pulse:
+    """Says every few seconds that this process goes on, and at the start of a call how long that may take.
+
+    Time is that of the machine's monotonic clock, which all of its processes share.
+    """
+
+    def __init__(self, path: Path, silence: float = SILENCE) -> None:
+        self.path, self.silence, self._speaking = path, silence, threading.Lock()
+        allow(path, silence)
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    @contextmanager
+    def call(self, seconds: float) -> Iterator[None]:
+        """Inside, nothing is heard for at most so long."""
+        with self._speaking:
+            allow(self.path, seconds)
+            try:
+                yield
+            finally:
+                allow(self.path, self.silence)
+
+    def _beat(self) -> None:
+        while True:
+            with self._speaking:
+                allow(self.path, self.silence)
+            time.sleep(self.silence / 10)
+
+
+def allow(path: Path, seconds: float) -> None:
+    """From now on there may be silence for so long."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(repr(time.monotonic() + seconds))
+    temporary.rename(path)
+
+
+def overdue(path: Path) -> bool:
+    """Whether there should have been a sign of life by now."""
+    return time.monotonic() > float(path.read_text())

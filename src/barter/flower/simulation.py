@@ -1,0 +1,36 @@
+"""What Flower's simulation runs for a message: the site itself, in a process that other clients use too."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from barter.config import read
+from barter.flower.codec import decode, encode
+from barter.flower.front import from_records, to_records
+from barter.flower.site import Site
+from barter.flower.sites import Setup, make_site
+
+__all__ = ["app"]
+
+app = ClientApp()
+
+
+@cache
+def _site(folder: Path, k: int) -> Site:
+    """Site k of a run; it is kept, and taken up from the disk where another process has served it since."""
+    device = read(folder / "run.toml")["device"]
+    return make_site(Setup(name=f"client-{k}", share=k, device=device), folder / "memory" / str(k))
+
+
+@app.query("hello")
+@app.train("call")
+def answer(message: Message, context: Context) -> Message:
+    """Node k is site k."""
+    torch.set_num_threads(1)
+    site = _site(Path(str(context.run_config["folder"])), int(context.node_config["partition-id"]))
+    return Message(to_records(encode(site.answer(decode(from_records(message.content))))), reply_to=message)

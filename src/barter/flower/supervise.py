@@ -1,0 +1,204 @@
+"""`barter site`: the client's worker and its SuperNode, kept alive."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from barter.config import read
+from barter.core.errors import BarterError, ConfigError
+from barter.core.params import build
+from barter.engines.forks import die_with
+from barter.flower.codec import decode, encode
+from barter.flower.frames import Frame, serve
+from barter.flower.pulse import Pulse, allow, overdue
+from barter.flower.sites import Setup, make_site
+
+__all__ = ["FLOWER", "Child", "free_port", "load_setup", "site", "work"]
+
+LONGEST_PAUSE = 10.0  # seconds between two attempts to start what dies at once
+LONGEST_CALL = 3600.0  # seconds, of calls that do not say how long they may take
+PULSE = "pulse"
+SETTLED = 60.0  # seconds after which a start counts as a success
+FLOWER = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05",
+    "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+    # What the run's folder holds can be imported by the processes that Flower starts too.
+    "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), os.getcwd()])),
+}
+log = logging.getLogger("barter")
+
+
+class Child:
+    """A process of ours, with all that it starts."""
+
+    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+        self.name, self.command, self.env, self.log = name, list(command), dict(env), log
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self.log.open("ab") as out:
+            self.process = subprocess.Popen(
+                self.command,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM),
+            )
+
+    def poll(self) -> int | None:
+        return None if self.process is None else self.process.poll()
+
+    def stop(self, patience: float = 10.0) -> None:
+        """Ask it to end; then make it."""
+        if self.process is None:
+            return
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, sign)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(patience)
+                break
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # what it left behind
+
+
+class Kept(Child):
+    """A child that is started again whenever it ends, after a pause that grows while it keeps failing."""
+
+    pause = 0.0
+    due = 0.0
+    started = 0.0
+
+    def tend(self) -> None:
+        now, status = time.monotonic(), self.poll()
+        if self.process is None or status is not None:
+            if status is not None and not self.due:
+                self.pause = 1.0 if now - self.started > SETTLED else min(LONGEST_PAUSE, 2 * self.pause or 1.0)
+                self.due = now + self.pause
+                log.warning("%s ended with status %s; starting it again in %g s", self.name, status, self.pause)
+            if now >= self.due:
+                self.due, self.started = 0.0, now
+                self.start()
+
+    def restart(self, patience: float = 10.0) -> None:
+        self.stop(patience)
+        self.process, self.due = None, 0.0
+
+
+class Watched(Kept):
+    """A child that is also started again when it is silent for longer than it said it would be.
+
+    It is looked after from here: it may be stopped, or hold its interpreter for ever, and could not do so itself.
+    """
+
+    begin = 600.0  # seconds until it must be heard of for the first time
+
+    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path, pulse: Path) -> None:
+        super().__init__(name, command, env, log)
+        self.pulse = pulse
+
+    def start(self) -> None:
+        allow(self.pulse, self.begin)
+        super().start()
+
+    def tend(self) -> None:
+        if self.process is not None and self.poll() is None and overdue(self.pulse):
+            log.warning("%s is silent for longer than it may be: it is ended and starts again from the disk", self.name)
+            self.restart(patience=1.0)
+        super().tend()
+
+
+def free_port() -> int:
+    """A port that nobody listens at now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def load_setup(path: Path) -> Setup:
+    """A site as its file describes it."""
+    return build(Setup, read(path))
+
+
+def site(path: Path) -> None:
+    """Be a site until this process is told to end."""
+    setup, home = load_setup(path), path.absolute().parent
+    for needed in [] if setup.insecure else [setup.certificate, setup.key]:
+        if not (home / needed).is_file():
+            raise ConfigError(f"{home / needed} is missing: copy the site's whole folder, or set insecure = true")
+    ended = threading.Event()
+    for sign in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sign, lambda *_: ended.set())
+    rooms = Path(tempfile.mkdtemp(prefix="barter-"))  # short, for a socket's name has 108 characters at most
+    door, logs = rooms / "door", home / "logs"
+    logs.mkdir(exist_ok=True)
+    env = {**os.environ, **FLOWER, "FLWR_HOME": str(home / ".flower")}
+    me = [sys.executable, "-m", "barter", "site", str(path), "--worker", str(door)]
+    worker = Watched(f"site {setup.name}: worker", me, env, logs / "worker.log", rooms / PULSE)
+    supernode = Kept(f"site {setup.name}: SuperNode", [], env, logs / "supernode.log")
+    try:
+        while not ended.wait(0.2):
+            if supernode.process is None or supernode.due:
+                supernode.command = _supernode(setup, home, door)
+            if (rooms / "lost").exists():
+                (rooms / "lost").unlink()
+                # Flower would give the next healthy message the blame, and be one reply behind from then on.
+                log.warning("site %s: a client process was killed in the middle; the SuperNode restarts", setup.name)
+                supernode.restart()
+                supernode.command = _supernode(setup, home, door)
+            worker.tend()
+            supernode.tend()
+    finally:
+        supernode.stop()
+        worker.stop()
+        shutil.rmtree(rooms, ignore_errors=True)
+
+
+def _supernode(setup: Setup, home: Path, door: Path) -> list[str]:
+    node = f"socket={json.dumps(str(door))} name={json.dumps(setup.name)}"
+    command = ["flower-supernode", "--superlink", setup.superlink, "--port", str(free_port()), "--node-config", node]
+    if setup.insecure:
+        return [*command, "--insecure"]
+    trust = ["--root-certificates", str(home / setup.certificate)]
+    return [*command, *trust, "--auth-supernode-private-key", str(home / setup.key)]
+
+
+def work(path: Path, door: Path) -> None:
+    """The client itself: a process that lives as long as the site."""
+    setup, home = load_setup(path), path.absolute().parent
+    if setup.threads is not None:
+        torch.set_num_threads(setup.threads)
+    os.chdir(home)  # paths in site.toml start at the file
+    member, pulse = make_site(setup, home / "memory"), Pulse(door.with_name(PULSE))
+
+    def answer(frame: Frame) -> Frame:
+        try:
+            request = decode(frame)
+            seconds = float(request.get("timeout", LONGEST_CALL))
+        except (BarterError, AttributeError, TypeError, ValueError) as error:
+            return encode({"error": f"not understood: {error}", "traceback": ""})
+        with pulse.call(seconds):  # after that, the server has given up
+            return encode(member.answer(request))
+
+    serve(door, answer, (door.parent / "lost").touch)

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from barter import Local
+from barter.compute import precision
+from barter.core.errors import ConfigError
+from barter.experiment import Experiment
+from barter.machine import precision_named
+
+
+def test_the_cpu_computes_in_fp32() -> None:
+    cpu = torch.device("cpu")
+    assert precision_named("auto", cpu) == precision_named("fp32", cpu) == "fp32"
+    for name in ("bf16", "tf32"):
+        with pytest.raises(ConfigError, match=f"precision='{name}': on the cpu there is fp32 only"):
+            Experiment(Local(), device="cpu", precision=name)
+    with pytest.raises(ConfigError, match="precision='double'"):
+        Experiment(Local(), device="cpu", precision="double")
+
+
+def test_a_precision_holds_inside_and_no_longer() -> None:
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, precision.current()
+    with precision.using("tf32"):
+        assert precision.current() == "tf32"
+        assert torch.backends.cuda.matmul.allow_tf32
+        assert torch.backends.cudnn.allow_tf32
+        assert torch.backends.cudnn.deterministic
+        with precision.using("fp32"):
+            assert not torch.backends.cudnn.allow_tf32
+        assert torch.backends.cudnn.allow_tf32
+    assert before == (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, precision.current())
+
+
+def test_autocast_is_for_bf16_on_cuda_only() -> None:
+    with precision.using("bf16"), precision.autocast(torch.device("cpu")):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from barter import DFFKE, Local
+from barter.compute import lanes
+from barter.compute.trainer import Anchor, Trainer, _contents, _identity, _modules, _objection
+from barter.core.images import Augment, Spec
+from barter.ops.fit import adam, classification, sgd
+from barter.ops.inversion import Terms, Viewer, drawn_loss
+from tests.conftest import federation, small_federation, tiny
+
+SPEC = Spec(1, 8, 8, 10, (0.5,), (0.5,))
+
+
+def test_the_same_recipe_twice_is_one_value() -> None:
+    assert adam(1e-3, 1e-5) == adam(1e-3, 1e-5)
+    assert adam(1e-3) != adam(1e-4)
+    assert len({adam(1e-3), adam(1e-3), sgd(1e-3)}) == 2
+
+
+def made(model: nn.Module, weight: float, other: nn.Module | None = None) -> object:
+    def loss(x: Tensor) -> Tensor:
+        value: Tensor = model(x).sum() * weight
+        return value if other is None else value + other(x).sum()
+
+    return loss
+
+
+def test_a_loss_is_known_by_its_code_and_by_what_it_holds() -> None:
+    one, two = nn.Linear(2, 1), nn.Linear(2, 1)
+    assert _identity(made(one, 2.0)) == _identity(made(one, 2.0))
+    assert hash(_identity(made(one, 2.0))) == hash(_identity(made(one, 2.0)))
+    for other in (made(two, 2.0), made(one, 3.0), made(one, 2.0, two)):
+        assert _identity(other) != _identity(made(one, 2.0))
+    assert _identity(lambda x: one(x)) != _identity(lambda x: one(x) + 1)
+
+
+def test_partials_and_methods_are_known_by_value() -> None:
+    model = nn.Linear(2, 1)
+    for make in (
+        lambda: partial(classification, model, Spec(1, 8, 8, 10, (0.5,), (0.5,)), Augment(2, True)),
+        lambda: partial(DFFKE(share=0.5).exchange_loss, model, SPEC, Augment(2, True)),
+        lambda: partial(drawn_loss, model, SPEC, (Viewer(model, model, Augment(1)),), (model,), Terms(differ="kl")),
+    ):
+        assert _identity(make()) == _identity(make())
+        assert not _objection(make())
+    assert _identity(partial(DFFKE().exchange_loss, model)) != _identity(partial(DFFKE(tau=0.5).exchange_loss, model))
+
+
+def test_defaults_and_functions_that_a_loss_holds_count_too() -> None:
+    def with_default(weight: float) -> object:
+        def loss(x: Tensor, *, scale: float = weight) -> Tensor:
+            return x.sum() * scale
+
+        return loss
+
+    assert _identity(with_default(1.0)) == _identity(with_default(1.0))
+    assert _identity(with_default(1.0)) != _identity(with_default(5.0))
+
+    def through(table: list[int] | float) -> object:
+        def helper(x: Tensor) -> Tensor:
+            return x * (table if isinstance(table, float) else table[0])
+
+        return partial(lambda f, x: f(x).sum(), helper)
+
+    assert _identity(through(2.0)) == _identity(through(2.0))
+    assert _identity(through(2.0)) != _identity(through(3.0))
+    assert "holds a list" in _objection(through([1]))
+    assert not _objection(through(2.0))
+
+
+def test_a_tuple_of_modules_may_be_held_and_a_list_may_not() -> None:
+    one, two, three = (nn.Linear(2, 1) for _ in range(3))
+
+    def over(modules: tuple[object, ...] | list[object]) -> partial[Tensor]:
+        return partial(lambda modules, x: sum(module(x).sum() for module in modules), modules)
+
+    assert _objection(over((one, two))) == ""
+    assert _objection(over(((one, two), (three, SPEC, 1.0, None)))) == ""
+    assert _objection(over(())) == ""
+    assert "holds a list" in _objection(over([one, two]))
+    assert "holds a list" in _objection(over((one, [two])))
+    assert "holds a dict" in _objection(over((one, (two, {}))))
+    # Their modes are part of what is captured, and their places in memory are watched.
+    assert _modules(_contents(over(((one, two), (three,))))) == [one, two, three]
+    assert _identity(over((one, two))) == _identity(over((one, two)))
+    assert _identity(over((one, two))) != _identity(over((two, one)))
+
+
+def test_what_could_change_behind_a_graph_is_an_objection() -> None:
+    client = federation(Local()).engine.clients[0]
+    table = {"weight": torch.ones(1)}
+
+    def holds_a_party(x: Tensor) -> Tensor:
+        return client.model(x).sum()
+
+    def holds_a_table(x: Tensor) -> Tensor:
+        return (x * table["weight"]).sum()
+
+    assert "holds a Client" in _objection(holds_a_party)
+    assert "holds a dict" in _objection(holds_a_table)
+    assert not _objection(made(client.model, 1.0))
+
+
+def test_without_a_lane_nothing_is_kept() -> None:
+    assert lanes.current() is None
+    module = nn.Linear(2, 1)
+    assert lanes.keep("name", module) is module
+    assert lanes.kept("name", lambda: module) is module
+    lanes.breathe()
+    lanes.rest()
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize("peers", [1, 2])
+def test_a_client_learns_from_so_many_peers_in_an_iteration(
+    peers: int, mixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[int] = []
+    original = DFFKE.exchange_loss
+
+    def counted(self: DFFKE, model: nn.Module, *batch: object) -> Tensor:
+        steps.append(id(model))
+        return original(self, model, *batch)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DFFKE, "exchange_loss", counted)
+    options = {"mixed": mixed, "peers": peers, "exchange_epochs": 3, "exchange_steps": 0, "max_epochs": 1}
+    options["batch_size"] = 250  # so that an epoch is one step
+    list(small_federation(tiny("dffke", **options), clients=4).rounds(2))
+    each = 1 if mixed else peers  # mixed, they share one step
+    assert len(steps) == 4 * 3 * (each + 2 * each), "fresh in round 1; fresh and remembered in round 2"
+
+
+class Point(nn.Module):
+    """Two numbers, and one that no loss knows of."""
+
+    def __init__(self, x: float, y: float) -> None:
+        super().__init__()
+        self.w, self.unused = nn.Parameter(torch.tensor([x, y])), nn.Parameter(torch.ones(1))
+
+    def bowl(self, scale: Tensor) -> Tensor:
+        """Least at (1, 0)."""
+        value: Tensor = scale * (self.w - torch.tensor([1.0, 0.0])).square().sum() / 2
+        return value
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_an_anchor_adds_its_pull_to_the_gradient(clip: float | None) -> None:
+    point = Point(3.0, 0.0)
+    anchor = Anchor([torch.tensor([2.0, 4.0]), torch.zeros(1)], 0.5)
+    Trainer.of(point, sgd(0.1, clip=clip), anchor).step(point.bowl, torch.tensor(1.0))
+    # The bowl pulls by (2, 0), the anchor by half of (1, -4); clipped, by their direction.
+    slope = torch.tensor([2.5, -2.0])
+    slope = slope if clip is None else slope / slope.norm()
+    assert torch.allclose(point.w.detach(), torch.tensor([3.0, 0.0]) - 0.1 * slope, atol=1e-5)
+    assert float(point.unused.detach()) == 1, "what has no gradient is left alone"
+
+
+def test_an_anchor_holds_where_it_was_dropped() -> None:
+    point = Point(3.0, 0.0)
+    trainer = Trainer.of(point, sgd(0.2), Anchor(point.parameters(), 3.0))
+    for _ in range(200):
+        trainer.step(point.bowl, torch.tensor(1.0))
+    assert torch.allclose(point.w.detach(), torch.tensor([(1 + 3 * 3) / 4, 0.0])), "between the bowl's least and it"
+
+
+def test_an_optimizer_that_is_remembered_goes_on() -> None:
+    def loss(layer: nn.Linear, x: Tensor) -> Tensor:
+        return layer(x).square().mean()
+
+    batches = torch.randn(4, 8, 3, generator=torch.Generator().manual_seed(0))
+    ends = []
+    for remembered in (None, True, False):
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 2)
+        trainer = Trainer([layer], adam(0.1))
+        for i, x in enumerate(batches):
+            if i == 2 and remembered is not None:
+                moments = trainer.moments()
+                trainer = Trainer([layer], adam(0.1))
+                trainer.recall(moments if remembered else [])
+            trainer.step(partial(loss, layer), x)
+        ends.append(layer.weight.detach().clone())
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], ends[2])

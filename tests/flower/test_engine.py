@@ -1,0 +1,287 @@
+"""The Flower engine on a grid in this process: who answers, who does not, and what is done about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from barter.config import Config
+from barter.core.errors import BarterError, ClientError, ConfigError
+from barter.core.payload import isolate, leaves
+from barter.experiment import Experiment
+from barter.flower import engine
+from barter.flower.deploy import conduct
+from barter.runs.journal import Journal
+from tests.conftest import same, tiny
+from tests.flower.grid import Code, LoopbackGrid, Silent, site
+
+Run = Callable[..., Experiment]
+
+
+@pytest.fixture
+def grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoopbackGrid:
+    monkeypatch.setattr(engine, "POLL_SECONDS", 0.01)
+    sites = [site(tmp_path / f"memory-{k}", name=f"site-{k}", share=k, device="cpu") for k in range(3)]
+    return LoopbackGrid(sites, monkeypatch)
+
+
+@pytest.fixture
+def run(grid: LoopbackGrid, tmp_path: Path) -> Run:
+    def conducted(rounds: int = 1, **options: Any) -> Experiment:
+        fields = {"algorithm": tiny("fedavg"), "clients": 3, "models": "small-mlp", "device": "cpu", **options}
+        return conduct(grid, Config(rounds=rounds, **fields), tmp_path / "run", Journal(tmp_path / "journal"))
+
+    return conducted
+
+
+def once(grid: LoopbackGrid, node: int, spoil: Callable[[Callable[[], Any]], Any]) -> list[int]:
+    """The first call at a node goes wrong; how often it was called."""
+    calls: list[int] = []
+
+    def deliver(at: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
+        if at != node or request["ask"] != "call":
+            return answer()
+        calls.append(request["round"])
+        return spoil(answer) if len(calls) == 1 else answer()
+
+    grid.deliver = deliver
+    return calls
+
+
+def failed(code: int, *, done: bool) -> Callable[[Callable[[], Any]], Any]:
+    def spoil(answer: Callable[[], Any]) -> Any:
+        if done:
+            answer()
+        raise Code(code)
+
+    return spoil
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_who_is_lost_on_the_way_is_asked_again_and_trains_once(grid: LoopbackGrid, run: Run, done: bool) -> None:
+    calls = once(grid, 101, failed(8, done=done))
+    work: list[str] = []
+    settle = grid.sites[101].settle
+
+    def counted(session: Any) -> Any:
+        local, precision = settle(session)
+        call = local.call
+        local.call = lambda *call_, **told: (work.append(call_[0]), call(*call_, **told))[1]  # type: ignore[method-assign]
+        return local, precision
+
+    grid.sites[101].settle = counted
+    experiment = run()
+    assert experiment.folder is not None
+    (record,) = experiment.folder.records()
+    assert record.failures == []
+    assert calls == [1, 1]
+    assert work == ["client_update", "evaluate"]
+
+
+def test_a_site_that_stays_away_is_a_failure_that_names_it(grid: LoopbackGrid, run: Run) -> None:
+    def offline(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
+        if node == 102 and request["ask"] == "call" and request["round"] == 2:
+            grid.offline.add(102)
+            raise Code(5)
+        return answer()
+
+    grid.deliver = offline
+    experiment = run(3, min_clients=2)
+    assert experiment.folder is not None
+    one, two, three = experiment.folder.records()
+    assert one.failures == []
+    assert two.failures[0] == "client 2 failed in 'client_update', round 2: site site-2: the site went offline"
+    assert "site-2: the site is offline" in three.failures[0]
+    assert sorted(k for k, metrics in three.clients.items() if "global" in metrics) == [0, 1]
+
+
+@pytest.mark.parametrize("bad", [{"error": "ValueError: no coffee", "traceback": ""}, {"answer": 10**400}])
+def test_an_error_is_no_answer_and_who_is_away_for_a_moment_is_waited_for(
+    grid: LoopbackGrid, run: Run, monkeypatch: pytest.MonkeyPatch, bad: dict[str, Any]
+) -> None:
+    looks, online = [], grid.get_node_ids
+
+    def deliver(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
+        if request["ask"] != "call" or request["round"] != 2:
+            return answer()
+        if node == 102 and not looks:
+            grid.offline.add(102)
+            raise Code(5)
+        return bad if node == 100 and len(looks) < 6 else answer()
+
+    def nodes() -> Any:
+        if 102 in grid.offline:
+            looks.append(102)
+            if len(looks) == 6:
+                grid.offline.clear()
+        return online()
+
+    grid.deliver = deliver
+    monkeypatch.setattr(grid, "get_node_ids", nodes)
+    experiment = run(2, min_clients=2)
+    assert experiment.folder is not None
+    (failure,) = experiment.folder.records()[1].failures
+    assert "site site-0: " in failure
+
+
+def test_too_few_answers_end_the_run_and_lose_nothing(grid: LoopbackGrid, run: Run) -> None:
+    def silent(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
+        if node == 100 and request["ask"] == "call" and request["round"] == 2:
+            raise Silent
+        return answer()
+
+    grid.deliver = silent
+    with pytest.raises(ClientError, match=r"2 of 3 clients answered.*site-0: no answer in time, which is 0.5 s"):
+        run(2, timeout=0.5)
+    grid.deliver = lambda node, request, answer: answer()
+    again = run(2, timeout=60.0)
+    assert again.folder is not None
+    assert [r.round for r in again.folder.records()] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "said"),
+    [
+        (lambda w: {n: v / 0 if v.is_floating_point() else v for n, v in w.items()}, "holds NaN"),
+        (lambda w: {n: v[None] for n, v in w.items()}, "the network's is"),
+        (lambda w: list(w.values()), "client_update is a list, asked for was"),
+        (lambda w: dict.fromkeys(w, "x"), "is a str, asked for was Tensor"),
+    ],
+)
+def test_bad_answers_are_failures(grid: LoopbackGrid, run: Run, spoiled: Callable[[Any], Any], said: str) -> None:
+    once(grid, 101, lambda answer: {**(reply := answer()), "answer": spoiled(reply["answer"])})
+    experiment = run(2, min_clients=1)
+    assert experiment.folder is not None
+    one, two = experiment.folder.records()
+    assert said in one.failures[0]
+    assert "site site-1" in one.failures[0]
+    assert two.failures == []
+
+
+def test_what_a_site_raises_comes_with_its_traceback(grid: LoopbackGrid, run: Run) -> None:
+    once(grid, 100, lambda answer: {"error": "ValueError: no coffee", "traceback": "Traceback of the site"})
+    with pytest.raises(ClientError, match=r"site site-0: ValueError: no coffee") as caught:
+        run()
+    assert caught.value.__notes__ == ["Traceback of the site"]
+
+
+def test_an_error_of_the_front_is_a_failure(grid: LoopbackGrid, run: Run) -> None:
+    def dead(answer: Callable[[], Any]) -> Any:
+        raise ConnectionError("the site's worker is not there")
+
+    once(grid, 100, dead)
+    with pytest.raises(ClientError, match=r"Flower's error 2: ConnectionError: the site's worker is not there"):
+        run()
+
+
+def test_a_site_that_comes_back_under_another_number_is_found_by_name(grid: LoopbackGrid, run: Run) -> None:
+    def moved(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
+        if node == 101 and request["ask"] == "call" and request["round"] == 2:
+            grid.sites[207] = grid.sites.pop(101)
+            raise Code(5)
+        return answer()
+
+    grid.deliver = moved
+    experiment = run(3)
+    assert experiment.folder is not None
+    assert [r.failures for r in experiment.folder.records()] == [[], [], []]
+
+
+def test_a_run_goes_on_without_a_site_that_stays_away(grid: LoopbackGrid, run: Run, monkeypatch: Any) -> None:
+    monkeypatch.setattr("barter.flower.deploy.PATIENCE", 0.1)
+    run(1, min_clients=2)
+    grid.offline.add(100)
+    experiment = run(2, min_clients=2)
+    assert experiment.folder is not None
+    _, two = experiment.folder.records()
+    assert "site-0: the site is offline" in two.failures[0]
+    assert two.clients[1]["bytes_up"] > 0
+
+
+def test_a_site_that_is_not_what_it_was(grid: LoopbackGrid, run: Run, tmp_path: Path) -> None:
+    run(1)
+    grid.sites[102] = site(tmp_path / "other", name="somebody", share=2, device="cpu")
+    with pytest.raises(ConfigError, match="site somebody is not what it was when the run began, or was not there"):
+        run(2)
+
+
+def interrupted(grid: LoopbackGrid, run: Run, round: int, absent: int | None = None) -> None:
+    """The server dies when everybody has done its part of a round."""
+    done: list[int] = []
+
+    def deliver(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
+        reply = answer()
+        if request["ask"] == "call" and request["round"] == round:
+            done.append(node)
+            if len(done) == len(grid.sites) - len(grid.offline):
+                raise KeyboardInterrupt
+        return reply
+
+    grid.deliver = deliver
+    with pytest.raises(KeyboardInterrupt):
+        run(9, min_clients=2)
+    grid.deliver = lambda node, request, answer: answer()
+
+
+def memories(grid: LoopbackGrid) -> dict[str, Any]:
+    return {f"{n}": v for node, s in grid.sites.items() for n, v in leaves(isolate(s.client.memory()), str(node))}
+
+
+def test_interrupted_twice_in_one_round(grid: LoopbackGrid, run: Run, tmp_path: Path, monkeypatch: Any) -> None:
+    interrupted(grid, run, 2)
+    interrupted(grid, run, 2)
+    interrupted(grid, run, 3)
+    run(3, min_clients=2)
+    others = [site(tmp_path / f"other-{k}", name=f"site-{k}", share=k, device="cpu") for k in range(3)]
+    straight = LoopbackGrid(others, monkeypatch)
+    config = Config(rounds=3, algorithm=tiny("fedavg"), clients=3, models="small-mlp", device="cpu", min_clients=2)
+    conduct(straight, config, tmp_path / "straight", Journal(tmp_path / "journal"))
+    assert same(memories(grid), memories(straight))
+
+
+def test_what_the_server_took_back_does_not_come_again(grid: LoopbackGrid, run: Run, monkeypatch: Any) -> None:
+    monkeypatch.setattr("barter.flower.deploy.PATIENCE", 0.1)
+    run(1, min_clients=2)
+    before = isolate(grid.sites[102].client.memory())
+    interrupted(grid, run, 2)  # all three have done round 2, and it is taken back
+    grid.offline.add(102)
+    interrupted(grid, run, 3)  # round 2 is done anew without the third site
+    grid.offline.clear()
+    seen: list[Any] = []
+
+    def deliver(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
+        if node == 102 and request["ask"] == "call":
+            grid.sites[102]._take_up(request["session"])
+            seen.append(isolate(grid.sites[102].client.memory()))
+        return answer()
+
+    grid.deliver = deliver
+    run(3, min_clients=2)
+    assert same(dict(leaves(seen[0])), dict(leaves(before)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"name": "site-0"}, "two sites are called 'site-0'"),
+        ({"share": 0}, "a share of the run's that no other has"),
+        ({"share": 3}, "site site-2 wants share 3, the run has 3, from 0 on"),
+        ({"model": "small-cnn"}, "FedAvg has one model for all and needs one architecture"),
+        ({"model": "nowhere:net"}, "site site-2 and cannot: code that a site names is not run here unless `models`"),
+        ({"model": "resnet99"}, "unknown model 'resnet99'"),
+        ({"share": None, "data": "npz:/no/such.npz"}, "site site-2 cannot take part: npz:/no/such.npz"),
+    ],
+)
+def test_what_does_not_fit_together_is_said_before_the_first_round(
+    grid: LoopbackGrid, run: Run, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    fields = {"name": "site-2", "share": 2, "device": "cpu", **changes}
+    grid.sites[102] = site(tmp_path / "other", **fields)
+    with pytest.raises((ConfigError, BarterError), match=said):
+        run()
+    assert not (tmp_path / "run").exists()

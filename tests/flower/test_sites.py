@@ -1,0 +1,146 @@
+"""Sites bring their own data and networks; a server makes one federation of them, or says why it cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from barter.config import Config, to_toml
+from barter.core.errors import ConfigError
+from barter.core.images import Spec
+from barter.data.task import Data
+from barter.flower.sites import Hello, Setup, agree, introduce
+from barter.runs.journal import Journal
+from tests.conftest import tiny
+
+
+def own_network(spec: Spec) -> nn.Module:
+    """A site's own code."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(spec.channels * spec.height * spec.width, 9), nn.Tanh(), nn.Linear(9, spec.classes)
+    )
+
+
+def images(path: Path, *, bright: int, classes: int = 3, side: int = 8, seed: int = 0) -> str:
+    rng = np.random.default_rng(seed)
+    data = {}
+    for part, n in (("train", 60), ("test", 12)):
+        data[f"x_{part}"] = rng.integers(0, bright, (n, side, side, 1), dtype=np.uint8)
+        data[f"y_{part}"] = np.arange(n) % classes
+    np.savez(path, **data)
+    return f"npz:{path}"
+
+
+def hello(name: str = "a", **changes: Any) -> Hello:
+    spec = Spec(1, 8, 8, 3, (0.5,), (0.25,))
+    return dataclasses.replace(Hello(name, None, spec, ("0", "1", "2"), 10, "small-cnn"), **changes)
+
+
+def config(**changes: Any) -> Config:
+    return Config(
+        **{"algorithm": tiny("dffke"), "clients": 2, "data": Data(source="sites"), "device": "cpu", **changes}
+    )
+
+
+def test_pixel_statistics_are_those_of_all_images_together() -> None:
+    one, two = torch.rand(30, dtype=torch.float64), torch.rand(90, dtype=torch.float64) ** 3
+    both = torch.cat([one, two])
+    hellos = [
+        hello(n, examples=len(x), spec=Spec(1, 8, 8, 3, (float(x.mean()),), (float(x.std(correction=0)),)))
+        for n, x in (("a", one), ("b", two))
+    ]
+    spec, ids = agree(config(), hellos[::-1])
+    assert spec.mean[0] == pytest.approx(float(both.mean()), rel=1e-12)
+    assert spec.std[0] == pytest.approx(float(both.std(correction=0)), rel=1e-12)
+    assert [ids[k].name for k in (0, 1)] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (hello("a"), "two sites are called 'a'"),
+        (hello("b", spec=Spec(1, 8, 8, 4, (0.5,), (0.25,)), classes=tuple("0123")), "a has 3 .* b has 4"),
+        (hello("b", classes=("cat", "dog", "owl")), "disagree on the classes.*cat, dog, owl"),
+        (hello("b", spec=Spec(3, 8, 8, 3, (0.5,) * 3, (0.25,) * 3)), r"a has \(1, 8, 8\), b \(3, 8, 8\)"),
+        (hello("b", share=1), "a own, b 1"),
+    ],
+)
+def test_sites_that_do_not_fit_together(other: Hello, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        agree(config(), [hello("a"), other])
+
+
+def test_as_many_sites_as_the_run_is_for() -> None:
+    with pytest.raises(ConfigError, match="the run is for 3 clients, the sites are a, b"):
+        agree(config(clients=3), [hello("a"), hello("b")])
+
+
+def test_hello_survives_the_wire() -> None:
+    assert Hello.read(hello().payload()) == hello()
+    for broken in ({"name": "a"}, {**hello().payload(), "spec": "x"}):
+        with pytest.raises(ConfigError, match="not understood"):
+            Hello.read(broken)
+
+
+@pytest.mark.parametrize(
+    "change", [{"examples": "x"}, {"examples": -5}, {"examples": 10**15}, {"name": 7}, {"share": -1}, {"classes": [1]}]
+)
+def test_a_hello_that_cannot_be(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="values that cannot be"):
+        Hello.read({**hello().payload(), **change})
+    spec = hello().payload()["spec"]
+    for odd in ({**spec, "mean": []}, {**spec, "std": [float("nan")]}, {**spec, "classes": True}):
+        with pytest.raises(ConfigError, match="values that cannot be"):
+            Hello.read({**hello().payload(), "spec": odd})
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, "give it data of its own, or the number of its share"),
+        ({"data": "digits", "share": 0}, "give it data of its own, or the number of its share"),
+        ({"share": -1}, "share"),
+        ({"share": 0, "threads": 0}, "threads"),
+    ],
+)
+def test_a_site_that_cannot_be(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Setup(name="a", **fields)
+
+
+def test_a_share_of_data_that_the_run_does_not_have() -> None:
+    with pytest.raises(ConfigError, match=r"site a brings no data, and the run has none to share"):
+        introduce(Setup(name="a", share=0), to_toml(config()))
+
+
+def test_sites_with_data_and_networks_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("flwr")
+    from barter.flower import engine
+    from barter.flower.deploy import conduct
+    from tests.flower.grid import LoopbackGrid, site
+
+    monkeypatch.setattr(engine, "POLL_SECONDS", 0)
+    sources = [images(tmp_path / f"{n}.npz", bright=bright, seed=bright) for n, bright in (("a", 256), ("b", 128))]
+    sites = [
+        site(tmp_path / "ma", name="a", data=sources[0], model="small-cnn", device="cpu"),
+        site(tmp_path / "mb", name="b", data=sources[1], model="tests.flower.test_sites:own_network", device="cpu"),
+    ]
+    grid = LoopbackGrid(sites, monkeypatch)
+    run = config(
+        rounds=2, models="tests.flower.test_sites:own_network"
+    )  # the coordinator runs no code that it does not name
+    experiment = conduct(grid, run, tmp_path / "run", Journal(tmp_path / "journal"))
+    assert experiment.folder is not None
+    for record in experiment.folder.records():
+        assert record.failures == []
+        assert all("local" in metrics and "global" not in metrics for metrics in record.clients.values())
+    # Nothing of a site's data is known to the server but what it said in its hello and what DFFKE sends.
+    assert experiment.test is None
+    assert experiment.server.spec.mean[0] == pytest.approx((127.5 + 63.5) / 2 / 255, abs=0.01)
+    assert grid.sites[101].client.architecture == "tests.flower.test_sites:own_network"

@@ -1,0 +1,86 @@
+"""Processes that are kept alive: who is silent for too long is ended, whatever it does, and started again."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from barter.flower.supervise import Watched
+from tests.forked import until
+
+WORKER = """
+import ctypes, os, pathlib, signal, sys, time
+from barter.flower.pulse import Pulse
+
+home = pathlib.Path(sys.argv[1])
+pulse = Pulse(home / "pulse", silence=1.0)
+first = not (home / "started").exists()
+(home / "started").touch()
+if not first:
+    time.sleep(60)
+"""
+CASES = {
+    "stopped with nothing to do": "os.kill(os.getpid(), signal.SIGSTOP)",
+    "holds the interpreter": "with pulse.call(0.5): ctypes.PyDLL(None).sleep(60)",
+    "hangs in a call": "with pulse.call(0.5): time.sleep(60)",
+}
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Callable[[str], Watched]]:
+    made: list[Watched] = []
+
+    def make(body: str) -> Watched:
+        (tmp_path / "worker.py").write_text(WORKER + body)
+        command = [sys.executable, str(tmp_path / "worker.py"), str(tmp_path)]
+        made.append(Watched("worker", command, os.environ, tmp_path / "log", tmp_path / "pulse"))
+        return made[-1]
+
+    yield make
+    for worker in made:
+        worker.stop(0.5)
+
+
+@pytest.mark.parametrize("body", CASES.values(), ids=CASES)
+def test_who_is_not_heard_of_is_ended_and_started_again(
+    body: str, watched: Callable[[str], Watched], caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = watched(body)
+    worker.tend()
+    assert worker.process is not None
+    before = worker.process
+
+    def tended() -> bool:
+        worker.tend()
+        return worker.process is not None and worker.process is not before
+
+    until(tended, 20)
+    assert before.poll() is not None, "the old one is gone"
+    (said,) = caplog.messages
+    assert said == "worker is silent for longer than it may be: it is ended and starts again from the disk"
+    settled = time.monotonic() + 1.2
+    until(lambda: tended() and time.monotonic() > settled)
+    assert len(caplog.messages) == 1, "a new one is not judged by what the old one said"
+
+
+def test_who_never_begins_is_ended_too(watched: Callable[[str], Watched]) -> None:
+    worker = watched("")
+    worker.begin, worker.command = 0.5, ["sleep", "60"]
+    worker.tend()
+    before = worker.process
+    until(lambda: (worker.tend(), worker.process is not before)[1])
+
+
+def test_a_call_may_take_the_time_that_it_has(watched: Callable[[str], Watched], tmp_path: Path) -> None:
+    worker = watched("with pulse.call(30): ctypes.PyDLL(None).sleep(2)\n(home / 'done').touch()\ntime.sleep(60)")
+    worker.tend()
+    before = worker.process
+    until(lambda: (worker.tend(), (tmp_path / "done").exists())[1], 20)
+    assert worker.process is before
