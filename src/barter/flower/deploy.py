@@ -33,6 +33,7 @@ from barter.core.images import Spec
 from barter.core.payload import Payload
 from barter.experiment import Experiment
 from barter.flower.engine import POLL_SECONDS, FlowerEngine, Hellos, Member
+from barter.flower.inside import hurry
 from barter.flower.sites import Hello, agree, federation, new_attempt
 from barter.flower.supervise import FLOWER, Child, free_port
 from barter.machine import with_threads
@@ -55,6 +56,7 @@ def main(grid: Grid, context: Context) -> None:
     """What Flower's SuperLink runs."""
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler(sys.stdout))  # which `flwr run --stream` shows
+    hurry()
     folder = Path(str(context.run_config["folder"]))
     journal = Journal(folder / "journal.jsonl")
     try:

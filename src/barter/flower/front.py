@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import json
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,25 +14,52 @@ from flwr.clientapp import ClientApp
 
 from barter.flower.frames import DONE, Blob, Frame, ask
 
-__all__ = ["app", "from_records", "to_records"]
+__all__ = ["app", "from_records", "in_bulk", "to_records"]
 
 RAW = "barter.raw"  # bytes as they lie in memory
+IN_A_PIECE = 4_000_000  # fewer bytes than that are one piece: Flower's chunks are not much larger
 app = ClientApp()
 
 
-def to_records(frame: Frame) -> RecordDict:
-    """A frame as Flower carries it: arrays in chunks, and the header."""
-    arrays = {name: Array(blob.dtype, blob.shape, RAW, bytes(blob.data)) for name, blob in frame.blobs.items()}
-    return RecordDict({"arrays": ArrayRecord(arrays), "tree": ConfigRecord({"header": frame.header})})
+def in_bulk(blobs: Mapping[str, Blob]) -> ArrayRecord | ConfigRecord:
+    """Blobs one behind the other: everything that Flower can tell from the rest costs it requests.
+
+    An array travels in chunks, and is three of them at least; little is better off in a piece.
+    """
+    data = b"".join(blob.data for blob in blobs.values())
+    if len(data) < IN_A_PIECE:
+        return ConfigRecord({"bulk": data})
+    return ArrayRecord({"bulk": Array("uint8", (len(data),), RAW, data)})
+
+
+def to_records(frame: Frame, bulk: ArrayRecord | ConfigRecord | None = None) -> RecordDict:
+    """A frame as Flower carries it; its blobs may be in bulk already."""
+    table = [[name, blob.dtype, list(blob.shape), len(blob.data)] for name, blob in frame.blobs.items()]
+    records = RecordDict({"tree": ConfigRecord({"header": frame.header, "table": json.dumps(table)})})
+    if any(blob.data for blob in frame.blobs.values()):
+        records["bulk"] = in_bulk(frame.blobs) if bulk is None else bulk
+    return records
 
 
 def from_records(records: RecordDict) -> Frame:
     """The frame that Flower carried."""
-    arrays, tree = records["arrays"], records["tree"]
-    if not isinstance(arrays, ArrayRecord) or not isinstance(tree, ConfigRecord):
+    tree, bulk = records["tree"], records.get("bulk", ConfigRecord({"bulk": b""}))
+    if not isinstance(tree, ConfigRecord) or not isinstance(bulk, ArrayRecord | ConfigRecord):
         raise TypeError("a message of another program")
-    blobs = {name: Blob(array.dtype, tuple(array.shape), array.data) for name, array in arrays.items()}
+    data = memoryview(bulk["bulk"].data if isinstance(bulk, ArrayRecord) else _bytes(bulk["bulk"]))
+    blobs, at = {}, 0
+    for name, dtype, shape, size in json.loads(str(tree["table"])):
+        blobs[name] = Blob(dtype, tuple(shape), data[at : at + size])
+        at += size
+    if at != len(data):
+        raise ValueError(f"a message with {len(data)} bytes, and a table for {at}")
     return Frame(str(tree["header"]), blobs)
+
+
+def _bytes(value: object) -> bytes:
+    if not isinstance(value, bytes):
+        raise TypeError("a message of another program")
+    return value
 
 
 @app.query("hello")

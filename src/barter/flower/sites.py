@@ -48,6 +48,7 @@ class Setup:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where this site computes
     threads: Count | None = None  # on how many cores; none means all
     epsilon: Positive | None = None  # take part only in runs that promise at most this; none: in all
+    supernode: bool = False  # be Flower's own SuperNode, which starts a process for every call, and not barter's node
     insecure: bool = False  # without encryption and without a key: for tests on one machine only
 
     def __post_init__(self) -> None:
