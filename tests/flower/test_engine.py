@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,15 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from flwr.app import Message
+
 from barter.config import Config
 from barter.core.errors import BarterError, ClientError, ConfigError
 from barter.core.payload import isolate, leaves
 from barter.experiment import Experiment
 from barter.flower import engine
 from barter.flower.deploy import conduct
+from barter.flower.front import in_bulk
 from barter.runs.journal import Journal
 from tests.conftest import same, tiny
 from tests.flower.grid import Code, LoopbackGrid, Silent, site
@@ -127,6 +130,49 @@ def test_an_error_is_no_answer_and_who_is_away_for_a_moment_is_waited_for(
     assert experiment.folder is not None
     (failure,) = experiment.folder.records()[1].failures
     assert "site site-0: " in failure
+
+
+def test_a_site_that_hangs_costs_its_time_once_in_a_round(grid: LoopbackGrid, run: Run) -> None:
+    asked: list[tuple[int, str]] = []
+
+    def hangs(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
+        if node == 101 and request["ask"] == "call":
+            asked.append((request["round"], request["method"]))
+            if request["round"] == 1:
+                raise Silent
+        return answer()
+
+    grid.deliver = hangs
+    experiment = run(2, algorithm=tiny("fedaf"), min_clients=2, timeout=2.0)
+    assert experiment.folder is not None
+    one, two = experiment.folder.records()
+    methods = list(experiment.config.algorithm.crosses)
+    assert asked == [(1, methods[0]), *((2, method) for method in methods)]
+    first, *others = one.failures
+    assert first.endswith("site site-1: no answer in time, which is 2 s")
+    assert [line.split("'")[1] for line in others] == ["receive", "evaluate"]
+    assert all(line.endswith("site site-1: it did not answer in time before in this round") for line in others)
+    assert two.failures == []
+
+
+def test_what_all_are_told_is_encoded_once(grid: LoopbackGrid, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, push, made = [], grid.push_messages, []
+    monkeypatch.setattr(engine, "in_bulk", lambda blobs: (made.append(blobs), in_bulk(blobs))[1])
+
+    def pushed(messages: Iterable[Message]) -> Iterable[str]:
+        sent.append([message.content.get("bulk") for message in messages])
+        return push(messages)
+
+    monkeypatch.setattr(grid, "push_messages", pushed)
+    run(1)
+    *hellos, call = sent
+    assert all(bulk is None for hello in hellos for bulk in hello)
+    assert len(call) == 3, "one request for all of them"
+    assert call[0] is not None
+    assert all(bulk is call[0] for bulk in call)
+    assert len(made) == 1
+    down = [request["args"] for _, request in grid.asked if request["ask"] == "call"]
+    assert all(same(dict(leaves(other)), dict(leaves(down[0]))) for other in down)
 
 
 def test_too_few_answers_end_the_run_and_lose_nothing(grid: LoopbackGrid, run: Run) -> None:

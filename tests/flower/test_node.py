@@ -22,6 +22,7 @@ from barter.flower.codec import decode, encode
 from barter.flower.frames import Frame
 from barter.flower.front import from_records, to_records
 from barter.flower.inside import Fleet, strange
+from barter.flower.pulse import pause
 from barter.flower.sites import Setup
 from tests.flower.test_frames import serving
 from tests.forked import until
@@ -172,7 +173,7 @@ def test_others_are_heard_while_a_call_goes_on(
 
 
 def test_who_has_nothing_to_do_looks_less_and_less_often() -> None:
-    assert [node.pause(idle) for idle in (0.0, 0.5, 3.0, 10.0, 3600.0)] == pytest.approx([0.05, 0.05, 0.3, 1.0, 1.0])
+    assert [pause(idle) for idle in (0.0, 0.5, 3.0, 10.0, 3600.0)] == pytest.approx([0.05, 0.05, 0.3, 1.0, 1.0])
 
 
 def test_the_flower_that_is_installed_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

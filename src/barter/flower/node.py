@@ -15,17 +15,12 @@ from flwr.app import Error, Message
 from barter.flower.frames import DONE, ask
 from barter.flower.front import from_records, to_records
 from barter.flower.inside import Fleet, connect
+from barter.flower.pulse import pause
 
-__all__ = ["answer", "main", "pause", "serve"]
+__all__ = ["answer", "main", "serve"]
 
 CALLS = {"query.hello", "train.call"}
 APP_RAISED = 2  # Flower's code for what went wrong at a site
-SHORTEST, LONGEST, SHARE = 0.05, 1.0, 0.1  # seconds between two looks, which is that share of an idle time
-
-
-def pause(idle: float) -> float:
-    """How long to wait before one looks again, if nothing came for so long: little where much happens."""
-    return min(LONGEST, max(SHORTEST, SHARE * idle))
 
 
 def answer(message: Message, door: Path) -> Message:
