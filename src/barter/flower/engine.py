@@ -22,6 +22,7 @@ from barter.engines.base import BaseEngine
 from barter.flower.codec import decode, encode
 from barter.flower.frames import Frame
 from barter.flower.front import from_records, in_bulk, to_records
+from barter.flower.inside import names
 from barter.flower.pulse import pause
 from barter.flower.site import EVALUATE
 
@@ -95,11 +96,16 @@ class Hellos:
         asked = ask(self.grid, dict.fromkeys(new_ones, hello), "query.hello", self.timeout)
         self.pending |= {message: node for node, message in asked.items()}
         new: dict[int, Payload] = {}
-        for node, answer in replies(self.grid, self.pending):
+        came = list(replies(self.grid, self.pending))
+        keys = names(self.grid) if came else {}
+        for node, answer in came:
             try:
                 tree = answer()
                 if "error" in tree:
                     raise BarterError(str(tree["error"]))
+                said = tree["hello"]["name"]
+                if said != keys.get(node, said):  # a key counts, and not what its holder claims to be
+                    raise BarterError(f"the site whose key is that of {keys[node]} says that it is {str(said)[:60]!r}")
                 new[node] = tree["hello"]
             except Lost as lost:
                 log.warning("node %s did not say hello: %s", node, lost)  # it is asked again

@@ -1,24 +1,29 @@
 """What barter uses of Flower beyond its documented interface: all of it is here, and looked at before it is used.
 
-Flower's SuperNode starts a process for every message, which takes seconds. The Fleet API, by which it speaks to its
-SuperLink, is simple, and Flower's own code for it serves a node that stays as well.
+A node that stays: Flower's SuperNode starts a process for every message, which takes seconds. The Fleet API, by which
+it speaks to its SuperLink, is simple, and Flower's own code for it serves a node that stays as well. And a SuperLink
+with a door, which Flower has not.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+import socket
+from base64 import b64decode
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.app import Error, Message
+from flwr.serverapp import Grid
 
 try:
     from flwr.supercore.inflatable.inflatable_object import (
@@ -34,7 +39,7 @@ try:
 except ImportError as error:
     MISSING = str(error)
 
-__all__ = ["Fleet", "connect", "hurry", "strange"]
+__all__ = ["Fleet", "connect", "hurry", "names", "registered", "run_superlink", "strange"]
 
 TRIED = ("1.41.", "1.42.")
 SOON = {"initial_backoff": 0.05, "backoff_cap": 1.0}  # seconds until one looks again for what is still on its way
@@ -61,11 +66,77 @@ def strange() -> str:
     return ""
 
 
-def hurry() -> None:
-    """Whoever reads a reply that is still being sent looks again at once, and not a second later."""
+def hurry(seconds: float) -> None:
+    """Whoever reads a reply that is still being sent looks again at once, not a second later; and not for ever."""
     grid = import_module("flwr.superlink.grid.http_grid")
     if not strange() and hasattr(grid, "pull_objects"):
-        vars(grid)["pull_objects"] = partial(pull_objects, **SOON)  # type: ignore[arg-type]
+        vars(grid)["pull_objects"] = partial(
+            pull_objects,
+            **SOON,  # type: ignore[arg-type]
+            max_tries_per_object=None,
+            max_time=seconds,
+        )
+
+
+def names(grid: Grid) -> dict[int, str]:
+    """The names under which the keys of nodes that are online were registered, of those that have one."""
+    return {info.node_id: info.name for info in grid.get_nodes() if info.name}
+
+
+def run_superlink(guarded: Callable[[Any], Any], sockets: list[socket.socket], idle: float) -> None:
+    """Be `flower-superlink`, with its application guarded, at these sockets, and with no faith in what proxies say.
+
+    Who is connected and has nothing to ask is not kept for longer than `idle` seconds.
+    """
+    command = import_module("flwr.superlink.cli.flower_superlink")
+
+    def run(app: Any, **options: Any) -> None:
+        import uvicorn
+
+        config = uvicorn.Config(guarded(app), **{**options, "proxy_headers": False, "http": _punctual(idle)})
+        uvicorn.Server(config).run(sockets=sockets)
+
+    vars(command)["uvicorn"] = SimpleNamespace(run=run)
+    command.flower_superlink()
+
+
+def _punctual(idle: float) -> Any:
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    class Punctual(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
+        """Uvicorn's, which would wait for the first line of a request for ever."""
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.loop.call_later(idle, self._look, None)
+
+        def _look(self, before: Any) -> None:
+            if self.transport.is_closing():
+                return
+            if self.cycle is before and (before is None or before.response_complete):
+                self.transport.close()
+            else:
+                self.loop.call_later(idle, self._look, self.cycle)
+
+    return Punctual
+
+
+def registered(app: Any, scope: MutableMapping[str, Any]) -> bytes | None:
+    """The key that a request to the Fleet API is signed with, if it is one of a node's that was let in."""
+    from flwr.proto.fleet_pb2 import ActivateNodeRequest
+    from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER
+    from flwr.superlink.routers.fleet.node_auth import authenticate_node
+    from starlette.exceptions import HTTPException
+    from starlette.requests import Request
+
+    request = Request({**scope, "state": {}})
+    try:
+        key = b64decode(request.headers.get(FLEET_HTTP_PUBLIC_KEY_HEADER, ""))
+        request.state.protobuf_request = ActivateNodeRequest(public_key=key)  # whose key is asked for, and no more
+        authenticate_node(request)
+    except (HTTPException, ValueError):
+        return None
+    return None if app.state.linkstate_factory.state().get_node_id_by_public_key(key) is None else key
 
 
 class Fleet:
