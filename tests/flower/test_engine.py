@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("flwr")
 
 from flwr.app import Message
+from flwr.proto.node_pb2 import NodeInfo
 
 from barter.config import Config
 from barter.core.errors import BarterError, ClientError, ConfigError
@@ -236,6 +237,32 @@ def test_a_site_that_comes_back_under_another_number_is_found_by_name(grid: Loop
     experiment = run(3)
     assert experiment.folder is not None
     assert [r.failures for r in experiment.folder.records()] == [[], [], []]
+
+
+def test_a_site_is_who_its_key_says(grid: LoopbackGrid, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {100: "site-0", 101: "site-1", 102: "site-2", 300: "site-3"}
+
+    def nodes() -> Iterable[NodeInfo]:
+        return [NodeInfo(node_id=node, name=keys[node]) for node in grid.get_node_ids()]
+
+    def claimed(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
+        if node == 101 and request["ask"] == "call" and request["round"] == 2:
+            grid.sites[300] = grid.sites[101]  # somebody who calls himself site-1, with a key of his own
+            grid.offline.add(101)
+            raise Code(5)
+        assert node != 300 or request["ask"] == "hello"
+        return answer()
+
+    monkeypatch.setattr(grid, "get_nodes", nodes)
+    grid.deliver = claimed
+    experiment = run(3, min_clients=2)
+    assert experiment.folder is not None
+    assert ["site-1" in "".join(r.failures) for r in experiment.folder.records()] == [False, True, True]
+    grid.offline.clear()
+    del grid.sites[300]
+    keys[101] = "site-7"
+    with pytest.raises(BarterError, match="the site whose key is that of site-7 says that it is 'site-1'"):
+        run(4, min_clients=2)
 
 
 def test_a_run_goes_on_without_a_site_that_stays_away(grid: LoopbackGrid, run: Run, monkeypatch: Any) -> None:

@@ -17,7 +17,11 @@ pytest.importorskip("flwr")
 
 import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.proto.fleet_pb2 import PullMessagesRequest, RegisterNodeFleetRequest
+from flwr.proto.node_pb2 import Node
+from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
 from flwr.superlink import main as superlink
+from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from barter.core.errors import ConfigError
@@ -142,19 +146,30 @@ def _reached(port: int) -> bool:
 def test_a_real_superlink_is_reached_where_it_should_be(ports: tuple[int, int]) -> None:
     control, sites = (f"http://127.0.0.1:{port}" for port in ports)
     forged = {"x-forwarded-for": "127.0.0.1", "forwarded": "for=127.0.0.1", "content-type": "application/protobuf"}
-    assert httpx.post(f"{sites}/v1/control/list-runs", headers=forged).status_code == 403
-    assert httpx.post(f"{control}/v1/control/list-runs", headers=forged).status_code == 200
+    with httpx.Client(timeout=60, headers=forged) as client:
+        assert client.post(f"{sites}/v1/control/list-runs").status_code == 403
+        assert client.post(f"{control}/v1/control/list-runs").status_code == 200
+
+
+def test_a_real_superlink_reads_more_of_those_it_knows(ports: tuple[int, int]) -> None:
     key = ec.generate_private_key(ec.SECP384R1())
-    for _ in range(2):  # a key that nobody registered; then it is one of a node's, who may be of more words
-        request = httpx.Request("POST", f"{sites}{PULL}", content=b"\n" * (STRANGERS + 1), headers=forged)
-        context: Any = type("Context", (), {"request": request})
-        NodeAuthHttpInterceptor(key, key.public_key()).intercept(context, lambda context: None)  # type: ignore
-        with httpx.Client() as client:
-            assert client.send(request).status_code == 413
+    signed = NodeAuthHttpInterceptor(key, key.public_key())
+    named = RuntimeVersionHttpInterceptor(component_name="SuperNode")
+    node = FleetHttpClient.from_server_address(f"127.0.0.1:{ports[1]}", True, None, [named, signed])
+    node._client.timeout = httpx.Timeout(60)
+    much = PullMessagesRequest(node=Node(node_id=1), message_ids=["x" * STRANGERS])
+    with node, pytest.raises(httpx.HTTPStatusError) as stranger:
+        node.PullMessages(much)
+    assert stranger.value.response.status_code == 413
+    node = FleetHttpClient.from_server_address(f"127.0.0.1:{ports[1]}", True, None, [named, signed])
+    node._client.timeout = httpx.Timeout(60)
+    with node:
+        much.node.node_id = node.RegisterNode(RegisterNodeFleetRequest(public_key=signed._public_key_bytes)).node_id
+        assert not node.PullMessages(much).messages_list
 
 
 def test_a_real_superlink_keeps_nobody_who_says_nothing(ports: tuple[int, int]) -> None:
-    with socket.create_connection(("127.0.0.1", ports[1]), timeout=10) as silent:
+    with socket.create_connection(("127.0.0.1", ports[1]), timeout=30) as silent:
         silent.sendall(b"POST /v1/fl")
         assert silent.recv(1) == b"", "it is closed"
 
