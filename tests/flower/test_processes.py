@@ -224,7 +224,7 @@ def deploy(tmp_path: Path) -> Iterator[Callable[..., Deployment]]:
 
 @pytest.mark.slow
 def test_bad_answers_are_failures_of_their_site(deploy: Callable[..., Deployment]) -> None:
-    d = deploy(2, rounds=6, min_clients=1, timeout=25)
+    d = deploy(2, rounds=8, min_clients=1, timeout=25)
     d.fault("s1", t1="nan", t2="raise", t3="shape", t4="tree", t5="stop")
     d.start()
     failures = [r.failures for r in d.finish()]
@@ -235,7 +235,7 @@ def test_bad_answers_are_failures_of_their_site(deploy: Callable[..., Deployment
         assert bool(others) == (said == "no answer in time"), "who hangs is not evaluated in that round either"
         assert "site s1" in line
         assert said in line
-    assert failures[5] == []  # it was ended, started again, and takes part
+    assert failures[-1] == []  # it was ended, started again, and takes part
 
 
 @pytest.mark.slow
