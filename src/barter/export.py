@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from barter.core.errors import ConfigError
@@ -39,8 +40,8 @@ def export(kept: Kept, to: Path) -> None:
             for file in Path(folder).iterdir():  # an ONNX file of more than 2 GB has its weights beside it
                 file.chmod(0o644)
                 file.rename(to.parent / file.name)
-    except OSError as error:
-        raise ConfigError(f"{to} cannot be written: {error}") from error
+    except (OSError, RuntimeError, SafetensorError) as error:  # as each format says that the disk refuses
+        raise ConfigError(f"{to} cannot be written: {next(iter(str(error).splitlines()), 'no reason')}") from error
 
 
 @contextmanager
