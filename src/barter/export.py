@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import logging
 import tempfile
@@ -91,7 +92,9 @@ def _onnx(kept: Kept, to: Path) -> None:
 
 def _pt2(kept: Kept, to: Path) -> None:
     program = _traced(kept, "a PT2 program", torch.export.export)
-    torch.export.save(program, to, extra_files={"barter.json": json.dumps(facts(kept))})
+    buffer = io.BytesIO()  # torch's own writer ends the process where the disk is full
+    torch.export.save(program, buffer, extra_files={"barter.json": json.dumps(facts(kept))})
+    to.write_bytes(buffer.getbuffer())
 
 
 def _traced(kept: Kept, what: str, trace: Callable[..., Any]) -> Any:

@@ -47,12 +47,12 @@ def replace_text(target: Path, text: str) -> None:
 
 
 @contextmanager
-def whole(folder: Path) -> Iterator[Path]:
-    """A place to write what is to be a folder, for its owner's eyes: it is there whole, or not at all."""
+def whole(folder: Path, mode: int = 0o777) -> Iterator[Path]:
+    """A place to write what is to be a folder: it is there whole, or not at all."""
     new = folder.with_name(f".{folder.name}.new")
     with writing(folder):
         shutil.rmtree(new, ignore_errors=True)  # of one who was killed
-        new.mkdir(mode=0o700, parents=True)
+        new.mkdir(mode, parents=True)
         try:
             yield new
             new.rename(folder)

@@ -204,10 +204,15 @@ def build(cls: type[T], values: Mapping[str, object], where: str = "") -> T:
     for name in values:
         if name not in known:
             raise ConfigError(f"unknown key {where + name!r}: {did_you_mean(name, known)}")
-    try:
-        return cls(**values)
-    except TypeError as error:
-        raise ConfigError(f"{where.rstrip('.') or cls.__name__}: {error}") from None
+    name = where.rstrip(".") or cls.__name__
+
+    def instance() -> T:
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise ConfigError(f"{name}: {error}") from None
+
+    return made(name, instance)
 
 
 def _comments(cls: type[Any]) -> dict[str, str]:

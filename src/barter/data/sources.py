@@ -20,7 +20,7 @@ from barter.data.splits import arrays_in, read_split
 
 __all__ = ["PATH_SOURCES", "SOURCES", "load"]
 
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "BMP", "GIF")  # Pillow knows more, and for some runs other programs
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")  # Pillow knows more, and for some runs other programs
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 TESTS = (
     "test",

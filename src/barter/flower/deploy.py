@@ -43,6 +43,7 @@ from barter.runs.journal import Journal
 __all__ = ["Coordinator", "app", "conduct", "init", "init_simulation", "site_folder"]
 
 ROSTER = "sites.json"
+PRIVATE = 0o700  # keys, and what sites send
 HOUR = 3600.0  # seconds that a site has for a call, unless the run says otherwise
 PATIENCE = 120.0  # seconds that sites have to come at least: they load data first
 log = logging.getLogger("barter")
@@ -201,7 +202,7 @@ def init(folder: Path, config: Config, sites: Sequence[Mapping[str, Any]], addre
     if len(set(names)) < len(names):
         raise ConfigError(f"site names {', '.join(names)}: each needs one of its own")
     folder = folder.absolute()
-    with whole(folder) as new:
+    with whole(folder, PRIVATE) as new:
         (new / "sites").mkdir()
         _write_app(new, folder, config, "barter.flower.front:app")
         values = {"folder": folder, "address": address, "port": port, "first": names[0]}
@@ -220,7 +221,7 @@ def init(folder: Path, config: Config, sites: Sequence[Mapping[str, Any]], addre
 def init_simulation(folder: Path, config: Config) -> None:
     """The folder of a simulation: Flower's app and the run."""
     folder = folder.absolute()
-    with whole(folder) as new:
+    with whole(folder, PRIVATE) as new:
         _write_app(new, folder, config, "barter.flower.simulation:app")
 
 
