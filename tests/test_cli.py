@@ -420,7 +420,16 @@ def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["compare", "--help"], ["--version"], ["rum"], ["list", "modles"], ["list", "models"]]
+    "arguments",
+    [
+        ["--help"],
+        ["compare", "--help"],
+        ["attack", "--help"],
+        ["--version"],
+        ["rum"],
+        ["list", "modles"],
+        ["list", "models"],
+    ],
 )
 def test_help_and_mistakes_do_not_wait_for_torch(arguments: list[str]) -> None:
     script = f"import sys; from barter.cli import main; main({arguments!r}); sys.exit('torch' in sys.modules)"
