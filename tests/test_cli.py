@@ -429,6 +429,7 @@ def test_what_was_perhaps_meant_is_said_once(capsys: pytest.CaptureFixture[str])
     [
         ["--help"],
         ["compare", "--help"],
+        ["attack", "--help"],
         ["--version"],
         ["rum"],
         ["run", "--tau"],

@@ -1,5 +1,5 @@
-"""The command line: barter run | resume | compare | report | privacy | evaluate | export | check | list | show | flower
-| site.
+"""The command line: barter run | resume | compare | report | privacy | attack | evaluate | export | check | list |
+show | flower | site.
 
 What can be asked is here, what is done then in `commands`, which loads torch: help and mistakes must not wait for it.
 """
@@ -203,6 +203,19 @@ def privacy(run: Annotated[Path, typer.Argument(metavar="RUN")]) -> None:
     from barter import commands
 
     commands.privacy(run)
+
+
+@app.command()
+def attack(
+    run: Annotated[Path, typer.Argument(metavar="RUN")],
+    shadows: Annotated[
+        int, typer.Option(min=0, help="Runs like RUN, on half of the images, to compare its networks with; even.")
+    ] = 4,
+) -> None:
+    """What a curious server can learn from what clients of RUN tell: images, whose they were, and classes."""
+    from barter import commands
+
+    commands.attack(run, shadows)
 
 
 @app.command()
