@@ -419,8 +419,23 @@ def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Usage: barter" in capsys.readouterr().out
 
 
+def test_what_was_perhaps_meant_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lst"]) == 2
+    assert capsys.readouterr().err == "barter: No such command 'lst'. Did you mean 'list'?\n"
+
+
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["compare", "--help"], ["--version"], ["rum"], ["list", "modles"], ["list", "models"]]
+    "arguments",
+    [
+        ["--help"],
+        ["compare", "--help"],
+        ["attack", "--help"],
+        ["--version"],
+        ["rum"],
+        ["run", "--tau"],
+        ["list", "modles"],
+        ["list", "models"],
+    ],
 )
 def test_help_and_mistakes_do_not_wait_for_torch(arguments: list[str]) -> None:
     script = f"import sys; from barter.cli import main; main({arguments!r}); sys.exit('torch' in sys.modules)"

@@ -1,11 +1,13 @@
-"""The command line: barter run | resume | compare | report | privacy | evaluate | export | check | list | show | flower
-| site.
+"""The command line: barter run | resume | compare | report | privacy | attack | evaluate | export | check | list |
+show | flower | site.
 
 What can be asked is here, what is done then in `commands`, which loads torch: help and mistakes must not wait for it.
 """
 
 from __future__ import annotations
 
+import io
+import re
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -15,7 +17,7 @@ from typing import Annotated
 import click
 import typer
 
-from barter.catalogue import LISTINGS
+from barter.catalogue import LISTINGS, known_keys
 from barter.core.errors import BarterError, CheckpointError, ConfigError
 from barter.version import __version__
 
@@ -205,6 +207,19 @@ def privacy(run: Annotated[Path, typer.Argument(metavar="RUN")]) -> None:
 
 
 @app.command()
+def attack(
+    run: Annotated[Path, typer.Argument(metavar="RUN")],
+    shadows: Annotated[
+        int, typer.Option(min=0, help="Runs like RUN, on half of the images, to compare its networks with; even.")
+    ] = 4,
+) -> None:
+    """What a curious server can learn from what clients of RUN tell: images, whose they were, and classes."""
+    from barter import commands
+
+    commands.attack(run, shadows)
+
+
+@app.command()
 def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN")],
     data: Annotated[str, typer.Option(metavar="SOURCE", help="A data set's name, npz:PATH or folder:PATH.")],
@@ -348,6 +363,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0; 2 for a mistake in what was asked, in one line; 1 for the rest."""
     if "" not in sys.path:
         sys.path.insert(0, "")  # so that --algorithm module:Class finds a module in this folder
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be what no text can hold
     try:
         status = app(args=None if arguments is None else list(arguments), prog_name="barter", standalone_mode=False)
         return status if isinstance(status, int) else 0
@@ -355,9 +372,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         error.show()
         return 2
     except click.NoSuchOption as error:
-        return _fail(_guess(error.option_name) or " ".join(error.format_message().split()), 2)
+        return _fail(_guess(error.option_name) or _message(error), 2)
     except click.ClickException as error:
-        return _fail(" ".join(error.format_message().split()), 2)
+        return _fail(_message(error), 2)
     except (ConfigError, CheckpointError) as error:
         return _fail(str(error), 2)
     except BarterError as error:
@@ -366,6 +383,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail("interrupted", 1)
     except BrokenPipeError:
         return 1
+    except OSError as error:  # what the machine refuses; whoever wrote a file has said which
+        return _fail(": ".join(str(part) for part in (error.filename, error.strerror or error) if part), 1)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
@@ -374,11 +393,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _guess(option: str) -> str:
     """What to write instead of an option that is a key of the configuration; nothing if it is none."""
-    from barter.config import known_keys
-
     name = option.lstrip("-").replace("-", "_")
     found = sorted(key for key in known_keys() if name in (key, key.partition(".")[2]))
     return f"there is no {option}: write --set {'=... or --set '.join(found)}=..." if found else ""
+
+
+def _message(error: click.ClickException) -> str:
+    """Its sentences in one line, each once: click and typer both say what was perhaps meant."""
+    return " ".join(dict.fromkeys(re.split(r"(?<=[.?]) ", " ".join(error.format_message().split()))))
 
 
 def _fail(message: str, status: int) -> int:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from barter.attacks.attack import attacked
 from barter.comparison import Comparison, Request, run_all
 from barter.compute.threads import free
 from barter.config import Config, algorithm_named, read, resolve, to_toml, with_settings
@@ -38,11 +39,12 @@ from barter.privacy.show import shown
 from barter.privacy.statement import Statement
 from barter.runs.folder import PRIVACY, records, unborn
 from barter.runs.picture import Kinds, bubbles
-from barter.runs.progress import ManyRuns, Watcher
+from barter.runs.progress import ManyRuns, Watcher, Work
 from barter.runs.summary import cells
 from barter.runs.tables import accuracy_table, closing_table, count_table
 
 __all__ = [
+    "attack",
     "check",
     "compare",
     "evaluate",
@@ -177,7 +179,12 @@ def report(what: Path, to: Path | None, *, live: bool, images: bool) -> None:
 def privacy(run: Path) -> None:
     if not (run / PRIVACY).is_file():
         raise CheckpointError(f"{run} says nothing of privacy: there is no {PRIVACY} in it, which a round leaves there")
-    for line in shown(Statement.from_json((run / PRIVACY).read_text())):
+    for line in shown(Statement.read(run / PRIVACY)):
+        _console(wide=True).print(line)
+
+
+def attack(run: Path, shadows: int) -> None:
+    for line in attacked(run, shadows, Work(_console())):
         _console(wide=True).print(line)
 
 
@@ -239,6 +246,8 @@ def _drive(config: Config, out: Path, *, resume: bool, simulate: bool, tensorboa
         if records:
             _close(records, experiment.architectures, experiment.task, out, config.algorithm)
         raise
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; when that is mended, `barter resume {out}` continues") from error
     _close(records, experiment.architectures, experiment.task, out, config.algorithm)
 
 
@@ -263,7 +272,7 @@ def _close(
 
 
 def _end(out: Path) -> None:
-    if (out / PRIVACY).is_file() and Statement.from_json((out / PRIVACY).read_text()).protected:
+    if (out / PRIVACY).is_file() and Statement.read(out / PRIVACY).protected:
         privacy(out)
     elif (out / PRIVACY).is_file():
         _console().print(f"nothing is protected: `barter privacy {out}` says what left the clients")

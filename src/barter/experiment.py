@@ -16,11 +16,11 @@ import torch
 from barter.assembly import Federation, assemble, shared, start_from
 from barter.compute.precision import using
 from barter.compute.threads import threaded
-from barter.config import RESULT_FREE, Config, first_difference, plain, read, to_toml
+from barter.config import RESULT_FREE, Config, first_difference, plain, read, resolve, to_toml
 from barter.core import seeds
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
-from barter.core.errors import CheckpointError, ClientError, PrivacyError
+from barter.core.errors import CheckpointError, ClientError, ConfigError, PrivacyError
 from barter.core.nodes import Monitor, Silence, as_numbers
 from barter.core.params import BY_PYTHON
 from barter.core.record import Round
@@ -33,7 +33,7 @@ from barter.models.zoo import Own
 from barter.privacy import Privacy
 from barter.privacy.settings import Plan
 from barter.privacy.statement import Statement, statement
-from barter.runs.folder import RunFolder, has_checkpoint, last_checkpoint
+from barter.runs.folder import RunFolder, finished, has_checkpoint, last_checkpoint
 from barter.runs.progress import onlooker
 
 __all__ = ["Experiment"]
@@ -110,6 +110,28 @@ class Experiment:
         return cls.of(assemble(config, monitor=monitor), out, resume=resume)
 
     @classmethod
+    def revisited(cls, run: Path, *, unlimited: bool = False) -> Experiment:
+        """A run as its last round left it, on the CPU and for eyes alone: nothing is written or fetched.
+
+        Its clients keep to no budget, if that is wanted; what protects their answers stays.
+        """
+        config = resolve(read(run / "config.toml"))
+        if config.engine == "flower":
+            raise ConfigError(f"{run} ran on Flower: its clients' images are at their sites, not here")
+        last, state = finished(run)
+        data = replace(config.data, download=False)
+        privacy = replace(config.privacy, epsilon=None) if unlimited else config.privacy
+        config = replace(config, data=data, privacy=privacy, device="cpu", precision="auto", start="")
+        experiment = cls.from_config(config)
+        experiment.round = last
+        try:
+            experiment.server.recall(state["server"])
+            experiment.engine.recall(state["clients"])
+        except (KeyError, RuntimeError) as error:
+            raise CheckpointError(f"{run} holds the checkpoint of another experiment: {error}") from error
+        return experiment
+
+    @classmethod
     def of(cls, federation: Federation, out: Path | None, *, resume: bool) -> Experiment:
         """The experiment of parties that are there already, here or elsewhere."""
         experiment = cls.__new__(cls)
@@ -123,6 +145,7 @@ class Experiment:
             self.task, self.architectures = federation.task, list(federation.architectures)
         self.device, self.precision = self.server.device, precision_named(self.config.precision, self.server.device)
         self.server.monitor = self.engine
+        self.engine.meet(self.server)
         self.round, self._unfinished = 0, False
         self._told: dict[int, float] = {}  # ε that clients have told of themselves
         if self.config.start and not (resume and out is not None and has_checkpoint(out)):
@@ -158,7 +181,7 @@ class Experiment:
                 record = self._run(self.round + 1)
         except BaseException as error:
             if self.folder is not None:
-                with suppress(OSError):
+                with suppress(CheckpointError):
                     self.folder.state(self.privacy().to_json())  # what has left has left
                 self.folder.release()
             refused = [failure.error for failure in self.engine.failures if PrivacyError.__name__ in failure.error]
@@ -236,6 +259,8 @@ class Experiment:
 
     def _require_same(self, path: Path, origin: Mapping[str, str]) -> None:
         """Refuse to go on with a configuration or data that the checkpoint is not made of."""
+        if not {"config", "data"} <= origin.keys():
+            raise CheckpointError(f"{path} was kept by an older version, which did not say what it is made of")
         key = first_difference(plain(self.config), self._begun(tomllib.loads(origin["config"])), but=RESULT_FREE)
         if key is not None:
             raise CheckpointError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,12 +12,11 @@ from torch import Tensor
 from barter.config import read, resolve
 from barter.core import seeds
 from barter.core.algorithm import Algorithm
-from barter.core.errors import CheckpointError, ConfigError
+from barter.core.errors import ConfigError
 from barter.core.images import Spec, statistics
 from barter.core.nodes import Client, Server
 from barter.engines.local import LocalEngine
 from barter.experiment import Experiment
-from barter.runs.folder import finished
 from barter.runs.picture import Row, sheet
 
 __all__ = ["pictures", "sheets"]
@@ -40,26 +38,16 @@ def pictures(run: Path, columns: int) -> Iterator[tuple[int, list[Row]]]:
     The last round also has what parties made of no single image, such as a generator's.
     """
     config = resolve(read(run / "config.toml"))
-    data = dataclasses.replace(config.data, download=False)  # who only looks fetches nothing
-    config = dataclasses.replace(config, data=data, device="cpu", precision="auto")
-    name = type(config.algorithm).__name__
-    if config.engine == "flower":
-        raise ConfigError(f"{run} ran on Flower: its clients' images are at their sites, not here")
-    kind, none = type(config.algorithm), ConfigError(f"{run}: {name} as configured made no images, or remembers none")
-    if kind.gallery is Algorithm.gallery and kind.creations is Algorithm.creations:
+    kind = type(config.algorithm)
+    none = ConfigError(f"{run}: {kind.__name__} as configured made no images, or remembers none")
+    if kind.gallery is Algorithm.gallery and kind.creations is Algorithm.creations and config.engine != "flower":
         raise none
-    last = finished(run)
-    experiment, found = Experiment.from_config(config), 0
+    experiment, found = Experiment.revisited(run), 0
     engine = experiment.engine
     assert isinstance(engine, LocalEngine)
-    try:
-        experiment.server.recall(last[1]["server"])
-        engine.recall(last[1]["clients"])
-    except (KeyError, RuntimeError) as error:
-        raise CheckpointError(f"{run} holds the checkpoint of another experiment: {error}") from error
-    for t in range(1, last[0] + 1):
+    for t in range(1, experiment.round + 1):
         rows = [row for client in engine.clients.values() for row in _row(experiment, client, t, columns)]
-        if t == last[0]:
+        if t == experiment.round:
             parties: list[Server | Client] = [experiment.server, *engine.clients.values()]
             rows += [row for party in parties for row in _created(experiment, party, columns)]
         if rows:

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "algorithms": {"algorithms", "models", "ops", "core", "compute"},
     "privacy": {"privacy", "core"},
     "engines": {"engines", "privacy", "core", "compute"},
-    "config": {"core", "data", "algorithms", "privacy"},
+    "config": {"catalogue", "core", "data", "algorithms", "privacy"},
     "machine": {"config", "core", "compute"},
     "parties": {"config", "data", "models", "core"},
     "assembly": {"parties", "machine", "config", "engines", "privacy", "runs", "data", "models", "core", "compute"},
@@ -32,14 +32,16 @@ MAY_IMPORT = {
     "kept": {"parties", "config", "runs", "data", "models", "core"},
     "export": {"kept", "core", "version"},
     "gallery": {"config", "experiment", "engines", "runs", "core"},
+    "attacks": {"attacks", "experiment", "config", "engines", "privacy", "runs", "ops", "models", "core"},
     "comparison": {"config", "runs", "data", "core"},
     "report": {"privacy", "parties", "report", "comparison", "gallery", "config", "runs", "data", "core", "version"},
     "flower": {"flower", "experiment", "assembly", "parties", "machine", "config"}
     | {"engines", "privacy", "runs", "data", "core", "compute"},
     "commands": {"config", "runs", "data", "core", "compute"}
-    | {"experiment", "machine", "privacy", "parties", "comparison", "conformance", "export", "gallery", "kept"},
+    | {"experiment", "machine", "privacy", "parties", "comparison", "conformance", "export", "gallery", "kept"}
+    | {"attacks"},
     "catalogue": {"models"},
-    "cli": {"catalogue", "commands", "config", "core", "version"},
+    "cli": {"catalogue", "commands", "core", "version"},
     "__init__": {"experiment", "kept", "algorithms", "core", "version"},
     "__main__": {"cli"},
     "version": set(),

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from barter.core.nodes import Monitor
 from barter.core.record import Round
 
-__all__ = ["ManyRuns", "Onlooker", "Watcher", "duration", "onlooker", "size"]
+__all__ = ["ManyRuns", "Onlooker", "Watcher", "Work", "duration", "onlooker", "size"]
 
 QUIET = 10.0  # seconds of a long phase between two plain lines
 BLINK = 0.2  # seconds between two looks at a notebook's line
@@ -94,6 +94,16 @@ class Watcher(Monitor):
     def advance(self, amount: float) -> None:
         if self._phase is not None:
             self._phase.advance(amount)
+
+
+class Work(Watcher):
+    """Watches what is no run: phases under their own names."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console, 0)
+
+    def phase(self, name: str, total: float) -> AbstractContextManager[object]:
+        return self._show(name, total)
 
 
 class Watched(Protocol):

@@ -1,0 +1,183 @@
+"""Attacks on runs, through the same door as everything that leaves a client."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from barter import Experiment
+from barter.attacks import inversion as inverting
+from barter.attacks.attack import attack
+from barter.attacks.labels import prior
+from barter.attacks.measures import share_error
+from barter.attacks.overheard import clients_of, overheard, split_test
+from barter.attacks.result import Result
+from barter.cli import main
+from barter.core.images import Images
+from barter.core.nodes import Silence
+from barter.privacy import Privacy
+from tests.conftest import tiny
+
+MEANS = {"learn.embeddings": "means clip=4 noise=1"}
+
+
+def made(folder: Path, name: str = "dffke", privacy: dict[str, str] | None = None, **changes: Any) -> Path:
+    algorithm, models = tiny(name, **changes), "small-mlp,small-cnn" if name == "dffke" else "small-mlp"
+    options: dict[str, Any] = {"clients": 2, "models": models, "privacy": Privacy(parts=privacy or {})}
+    for _ in Experiment(algorithm, out=folder, threads=1, device="cpu", **options).rounds(1):
+        pass
+    return folder
+
+
+def by_name(results: list[Result], question: str) -> dict[str, dict[str, float]]:
+    return {result.attack: result.values for result in results if result.question == question}
+
+
+@pytest.fixture(autouse=True)
+def _little_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"IMAGES": 6, "PUBLIC": 60, "COPIES": 60, "EPOCHS": 8, "DESCENT": 60}.items():
+        monkeypatch.setattr(inverting, name, value)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(tmp_path_factory.mktemp("attack") / "run")
+
+
+def test_what_left_unprotected_gives_images_members_and_labels_away(run: Path) -> None:
+    before = {path.name: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    results, paths = attack(run, 2, Silence())
+    pictures, members, labels = (by_name(results, question) for question in ("inversion", "membership", "labels"))
+    assert pictures["descent from there"]["psnr"] > pictures["nearest image of the class"]["psnr"] + 3
+    assert pictures["descent from there"]["found"] > 0.8
+    assert pictures["mean of the class"]["found"] < 0.3
+    assert set(members) == {
+        "loss threshold, weights",
+        "RMIA with 2 shadow runs, weights",
+        "nearest row, embeddings and weights",
+    }
+    assert members["nearest row, embeddings and weights"]["auc"] > 0.5
+    assert labels["learn.labels"]["right"] == 1.0
+    assert labels["learn.labels"]["distance"] < labels["all classes alike"]["distance"]
+    tree = json.loads((run / "attack.json").read_text())
+    assert (tree["algorithm"], tree["round"], tree["shadows"]) == ("DFFKE", 2, 2)
+    assert [row["attack"] for row in tree["results"]] == [result.attack for result in results]
+    assert [path.name for path in paths] == ["attack.json", "attack.png"]
+    assert paths[1].read_bytes()[:4] == b"\x89PNG"
+    for path in run.rglob("*"):  # of the run itself, nothing is changed
+        assert (
+            not path.is_file() or path.name in ("attack.json", "attack.png") or path.read_bytes() == before[path.name]
+        )
+
+
+def test_what_is_heard_is_what_left(tmp_path: Path, run: Path) -> None:
+    bare, hidden = (
+        overheard(Experiment.revisited(folder, unlimited=True))[0]
+        for folder in (run, made(tmp_path / "run", privacy={"learn.embeddings": "withhold"}, parts=0))
+    )
+    assert bare.rows is not None
+    assert hidden.rows is not None
+    assert bool((bare.rows[1] != 0).any())
+    assert not bool(hidden.rows[1].any())
+
+
+def test_heard_networks_are_the_clients_and_rows_belong_to_their_images(run: Path) -> None:
+    experiment = Experiment.revisited(run)
+    told = overheard(experiment)
+    for k, client in clients_of(experiment).items():
+        network, rows, labels, places = told[k].network, told[k].rows, told[k].labels, told[k].places
+        assert network is not None
+        assert rows is not None
+        assert labels is not None
+        assert places is not None
+        with torch.no_grad():
+            again = network.features(client.data.batch(places))
+        assert torch.allclose(again, rows[1][:, 0], atol=1e-4)
+        assert labels[1].equal(client.data.labels[places])
+
+
+def test_means_of_classes_are_attacked_as_such(tmp_path: Path) -> None:
+    results, _ = attack(made(tmp_path / "run", privacy=MEANS, parts=0), 0, Silence())
+    pictures, labels = by_name(results, "inversion"), by_name(results, "labels")
+    assert "descent from there" not in pictures
+    assert pictures["network from embeddings"]["found"] < 0.3
+    assert "right" not in labels["learn.labels"]
+
+
+def test_a_spent_budget_does_not_stop_the_attack(tmp_path: Path) -> None:
+    parts = {"learn.embeddings": "gaussian clip=4", "learn.labels": "withhold"}
+    privacy = Privacy(epsilon=1, parts=parts)
+    list(Experiment(tiny("dffke", parts=0), clients=2, out=tmp_path / "run", privacy=privacy, rounds=1).rounds(1))
+    results, _ = attack(tmp_path / "run", 0, Silence())
+    assert by_name(results, "labels")["learn.labels"]["right"] < 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "question", "words"),
+    [
+        ("local", "inversion", "nothing that left the clients belongs to a single image"),
+        ("local", "membership", "no client told all of its network's weights"),
+        ("local", "labels", "nothing that left the clients is about classes"),
+        ("fedproto", "membership", "no client told all of its network's weights"),
+    ],
+)
+def test_what_a_method_does_not_tell_is_said(tmp_path: Path, name: str, question: str, words: str) -> None:
+    results, paths = attack(made(tmp_path / "run", name), 2, Silence())
+    assert any(words in result.note for result in results if result.question == question)
+    assert [path.name for path in paths] == ["attack.json"]
+
+
+def test_counts_tell_all_and_prototypes_which_classes_there_are(tmp_path: Path) -> None:
+    run = made(tmp_path / "counts", "fedftg")
+    assert by_name(attack(run, 0, Silence())[0], "labels")["learn.counts"]["distance"] == 0
+    told = attack(made(tmp_path / "means", "fedproto"), 0, Silence())[0]
+    held = [client.data.class_counts() for client in clients_of(Experiment.revisited(tmp_path / "means")).values()]
+    exact = [share_error((counts > 0).long(), counts) for counts in held]
+    assert by_name(told, "labels")["learn.classes"]["distance"] == pytest.approx(sum(exact) / 2)
+
+
+def test_a_network_that_sees_one_class_everywhere_takes_it_for_frequent() -> None:
+    experiment = Experiment(tiny("fedavg"), clients=2, models="small-mlp")
+    public, others = split_test(experiment)
+    assert len(public) + len(others) == len(experiment.task.global_test)
+    network = clients_of(experiment)[0].model
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.zero_()
+        network.head.bias[3] = 20.0  # type: ignore[union-attr, index]
+    even = Images(public.pixels[:10], torch.arange(10), public.spec)
+    shares = prior(network, even)
+    assert float(shares[3] / shares.sum()) == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["attack", "RUN", "--shadows", "3"], "give an even number"),
+        (["attack", "nowhere"], "there is no such file"),
+    ],
+)
+def test_mistakes(run: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run) if argument == "RUN" else argument for argument in arguments]) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_runs_on_flower_keep_their_images_elsewhere(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(
+        (run / "config.toml").read_text().replace('engine = "local"', 'engine = "flower"')
+    )
+    assert main(["attack", str(tmp_path)]) == 2
+
+
+def test_the_command_finds_the_same_again_and_shows_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = json.loads((run / "attack.json").read_text())["results"]
+    assert main(["attack", str(run), "--shadows", "0"]) == 0
+    after = json.loads((run / "attack.json").read_text())["results"]
+    assert after == [row for row in before if "RMIA" not in row["attack"]]
+    text = " ".join(capsys.readouterr().out.split())
+    for words in ("round 2, overheard", "descent from there", "loss threshold, weights", "learn.labels", "attack.png"):
+        assert words in text
