@@ -194,7 +194,7 @@ class Deployment:
 
     def asleep(self, name: str) -> None:
         """Wait until a site is in the middle of a call."""
-        self.until((self.home(name) / "asleep").exists)
+        self.until((self.home(name) / "asleep").exists, 300)
 
     def turns(self, name: str) -> int:
         return len((self.home(name) / "turns").read_text().split())

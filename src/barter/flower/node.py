@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--certificate", type=Path, help="who vouches for the coordinator")
     parser.add_argument("--key", type=Path, help="the private key that this site is known by")
     args = parser.parse_args()
-    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
+    logging.getLogger("barter").addHandler(logging.StreamHandler())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the SuperLink is told
     with connect(args.superlink, args.certificate, args.key) as fleet:
         serve(fleet, args.door)
