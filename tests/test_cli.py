@@ -419,6 +419,11 @@ def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Usage: barter" in capsys.readouterr().out
 
 
+def test_what_was_perhaps_meant_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lst"]) == 2
+    assert capsys.readouterr().err == "barter: No such command 'lst'. Did you mean 'list'?\n"
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -427,6 +432,7 @@ def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         ["attack", "--help"],
         ["--version"],
         ["rum"],
+        ["run", "--tau"],
         ["list", "modles"],
         ["list", "models"],
     ],

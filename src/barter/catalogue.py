@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from barter.models.families import FAMILIES
 
-__all__ = ["LISTINGS"]
+__all__ = ["LISTINGS", "known_keys"]
 
 HERE = Path(__file__).parent
 
@@ -55,14 +56,43 @@ def _datasets() -> list[tuple[str, str]]:
 
 
 def _partitions() -> list[tuple[str, str]]:
+    return [(name, _text(kind, "summary")) for name, kind in _partition_classes().items()]
+
+
+def _partition_classes() -> dict[str, ast.ClassDef]:
     tree = _source("data", "partition")
-    kinds = {name: _class(tree, ast.unparse(kind)) for name, kind in _registry(tree, "PARTITIONS").items()}
-    return [(name, _text(kind, "summary")) for name, kind in kinds.items()]
+    return {name: _class(tree, ast.unparse(kind)) for name, kind in _registry(tree, "PARTITIONS").items()}
 
 
 def _text(kind: ast.ClassDef, name: str) -> str:
     values = [node.value for node in kind.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name]
     return str(ast.literal_eval(values[0]))
+
+
+@cache
+def known_keys() -> frozenset[str]:
+    """Every key that a configuration can have, with whatever algorithm and partition."""
+    algorithms = [_source("core", "algorithm"), *(ast.parse(file.read_text()) for file in HERE.glob("algorithms/*.py"))]
+    kinds = {
+        "": [_class(_source("config"), "Config")],
+        "algorithm.": [kind for tree in algorithms for kind in _dataclasses(tree)],
+        "partition.": [_class(_source("data", "partition"), "Partition"), *_partition_classes().values()],
+        "data.": [_class(_source("data", "task"), "Data")],
+        "privacy.": [_class(_source("privacy", "settings"), "Privacy")],
+    }
+    found = {table + name for table, members in kinds.items() for kind in members for name in _fields(kind)}
+    tables = {table.rstrip(".") for table in kinds}
+    return frozenset((found - tables) | {"algorithm.name", "algorithm.preset", "partition.name"})
+
+
+def _dataclasses(tree: ast.Module) -> list[ast.ClassDef]:
+    kinds = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    return [kind for kind in kinds if any("dataclass" in ast.unparse(mark) for mark in kind.decorator_list)]
+
+
+def _fields(kind: ast.ClassDef) -> list[str]:
+    noted = [node for node in kind.body if isinstance(node, ast.AnnAssign)]
+    return [ast.unparse(node.target) for node in noted if not ast.unparse(node.annotation).startswith("ClassVar")]
 
 
 LISTINGS: dict[str, Callable[[], list[tuple[str, str]]]] = {

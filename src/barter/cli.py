@@ -6,6 +6,7 @@ What can be asked is here, what is done then in `commands`, which loads torch: h
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -15,7 +16,7 @@ from typing import Annotated
 import click
 import typer
 
-from barter.catalogue import LISTINGS
+from barter.catalogue import LISTINGS, known_keys
 from barter.core.errors import BarterError, CheckpointError, ConfigError
 from barter.version import __version__
 
@@ -368,9 +369,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         error.show()
         return 2
     except click.NoSuchOption as error:
-        return _fail(_guess(error.option_name) or " ".join(error.format_message().split()), 2)
+        return _fail(_guess(error.option_name) or _message(error), 2)
     except click.ClickException as error:
-        return _fail(" ".join(error.format_message().split()), 2)
+        return _fail(_message(error), 2)
     except (ConfigError, CheckpointError) as error:
         return _fail(str(error), 2)
     except BarterError as error:
@@ -387,11 +388,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _guess(option: str) -> str:
     """What to write instead of an option that is a key of the configuration; nothing if it is none."""
-    from barter.config import known_keys
-
     name = option.lstrip("-").replace("-", "_")
     found = sorted(key for key in known_keys() if name in (key, key.partition(".")[2]))
     return f"there is no {option}: write --set {'=... or --set '.join(found)}=..." if found else ""
+
+
+def _message(error: click.ClickException) -> str:
+    """Its sentences in one line, each once: click and typer both say what was perhaps meant."""
+    return " ".join(dict.fromkeys(re.split(r"(?<=[.?]) ", " ".join(error.format_message().split()))))
 
 
 def _fail(message: str, status: int) -> int:

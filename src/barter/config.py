@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 import tomli_w
 
 from barter.algorithms import ALGORITHMS
+from barter.catalogue import known_keys
 from barter.core.algorithm import Algorithm
 from barter.core.errors import ConfigError
 from barter.core.params import Count, Positive, Whole, build, check, did_you_mean, imported
@@ -24,7 +25,6 @@ __all__ = [
     "Config",
     "algorithm_named",
     "first_difference",
-    "known_keys",
     "partition_named",
     "plain",
     "read",
@@ -185,20 +185,6 @@ def _setting(text: str) -> tuple[list[str], Any]:
 def _rank(setting: tuple[list[str], Any]) -> int:
     """Names come first, then presets, then what changes single fields of them."""
     return {"name": 0, "preset": 1}.get(setting[0][-1], 2)
-
-
-def known_keys() -> set[str]:
-    """Every key that a configuration can have, with whatever algorithm and partition."""
-    kinds: dict[str, list[type[Any]]] = {
-        "algorithm": list(ALGORITHMS.values()),
-        "partition": list(PARTITIONS.values()),
-        "data": [Data],
-        "privacy": [Privacy],
-    }
-    known = {field.name for field in dataclasses.fields(Config)} - kinds.keys()
-    for table, members in kinds.items():
-        known |= {f"{table}.{field.name}" for kind in members for field in dataclasses.fields(kind)}
-    return known | {"algorithm.name", "algorithm.preset", "partition.name"}
 
 
 def _refuse_unknown(path: list[str]) -> None:

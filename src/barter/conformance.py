@@ -17,7 +17,6 @@ from barter.core.algorithm import Algorithm
 from barter.core.errors import BarterError
 from barter.core.params import describe
 from barter.core.payload import isolate, leaves, pack, unpack
-from barter.core.shapes import require_kind
 from barter.core.wire import Direction, Wire
 from barter.data.sources import load
 from barter.data.task import Data
@@ -133,7 +132,7 @@ def is_documented(trial: Trial) -> None:
 
 
 def runs(trial: Trial) -> None:
-    """it runs, and every client is evaluated"""
+    """it runs, its methods return what they say, and every client is evaluated"""
     for t, clients, _, _ in trial.straight[1]:
         for k, metrics in clients.items():
             if not 0 <= metrics.get("global", -1) <= 1:
@@ -160,25 +159,19 @@ def crosses_what_it_says(trial: Trial) -> None:
 
 
 class Coded(Wire):
-    """A wire with an ocean in it: payloads become bytes and back, and answers are what was promised."""
-
-    def __init__(self, algorithm: Algorithm[Any, Any]) -> None:
-        super().__init__(algorithm.may_be_infinite)
-        self.algorithm = algorithm
+    """A wire with an ocean in it: payloads become bytes and back."""
 
     def carry(
         self, tree: Any, method: str, client: int, direction: Direction, device: torch.device | None = None
     ) -> Any:
         arrived = super().carry(tree, method, client, direction, device)
-        if direction == "up":
-            require_kind(arrived, getattr(self.algorithm, method))
         tensors, header = pack(arrived)
         return unpack({name: tensor.clone() for name, tensor in tensors.items()}, header)
 
 
 def survives_the_wire(trial: Trial) -> None:
-    """payloads survive being sent to another machine, and are what the methods say they return"""
-    _require_same(trial.over(Coded(trial.algorithm)), trial.straight, "sent as bytes")
+    """payloads survive being sent to another machine"""
+    _require_same(trial.over(Coded(trial.algorithm.may_be_infinite)), trial.straight, "sent as bytes")
 
 
 class Vandalised(Wire):

@@ -145,6 +145,7 @@ class Experiment:
             self.task, self.architectures = federation.task, list(federation.architectures)
         self.device, self.precision = self.server.device, precision_named(self.config.precision, self.server.device)
         self.server.monitor = self.engine
+        self.engine.meet(self.server)
         self.round, self._unfinished = 0, False
         self._told: dict[int, float] = {}  # ε that clients have told of themselves
         if self.config.start and not (resume and out is not None and has_checkpoint(out)):

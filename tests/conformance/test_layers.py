@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "algorithms": {"algorithms", "models", "ops", "core", "compute"},
     "privacy": {"privacy", "core"},
     "engines": {"engines", "privacy", "core", "compute"},
-    "config": {"core", "data", "algorithms", "privacy"},
+    "config": {"catalogue", "core", "data", "algorithms", "privacy"},
     "machine": {"config", "core", "compute"},
     "parties": {"config", "data", "models", "core"},
     "assembly": {"parties", "machine", "config", "engines", "privacy", "runs", "data", "models", "core", "compute"},
@@ -41,7 +41,7 @@ MAY_IMPORT = {
     | {"experiment", "machine", "privacy", "parties", "comparison", "conformance", "export", "gallery", "kept"}
     | {"attacks"},
     "catalogue": {"models"},
-    "cli": {"catalogue", "commands", "config", "core", "version"},
+    "cli": {"catalogue", "commands", "core", "version"},
     "__init__": {"experiment", "kept", "algorithms", "core", "version"},
     "__main__": {"cli"},
     "version": set(),

@@ -148,7 +148,7 @@ def test_too_few_answers_end_the_run_and_lose_nothing(grid: LoopbackGrid, run: R
     ("spoiled", "said"),
     [
         (lambda w: {n: v / 0 if v.is_floating_point() else v for n, v in w.items()}, "holds NaN"),
-        (lambda w: {n: v[None] for n, v in w.items()}, "the network's is"),
+        (lambda w: {n: v[None] for n, v in w.items()}, "the client's is float32 (256, 64)"),
         (lambda w: list(w.values()), "client_update is a list, asked for was"),
         (lambda w: dict.fromkeys(w, "x"), "is a str, asked for was Tensor"),
     ],

@@ -7,18 +7,24 @@ counts: the private data itself crosses the wire, in every round.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, TypeAlias
 
 import torch
 from torch import Tensor
 
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
+from barter.core.contracts import Labels, Pixels
 from barter.core.images import Images
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive
 from barter.ops.fit import adam, fit
 
 __all__ = ["Central"]
+
+
+# Images are as large as the client's files, and all clients' alike.
+Gift: TypeAlias = tuple[Annotated[Tensor, Pixels("n", "side", "side")], Annotated[Tensor, Labels("n")]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +47,7 @@ class Central(Algorithm):
         pool = [torch.cat(parts) for parts in zip(*gifts, strict=True)]
         clients.run(self.learn, pool)
 
-    def give(self, client: Client) -> tuple[Tensor, Tensor]:
+    def give(self, client: Client) -> Gift:
         return client.data.pixels, client.data.labels
 
     def learn(self, client: Client, pool: list[Tensor]) -> None:

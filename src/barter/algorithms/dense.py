@@ -27,7 +27,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from barter.algorithms.partial import Update
 from barter.compute import lanes
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
@@ -43,7 +42,7 @@ from barter.ops.distill import kl_each, tempered
 from barter.ops.ensemble import class_shares, consensus, distil
 from barter.ops.fit import Trainer, adam, epoch_length, fit, sgd
 from barter.ops.statistics import compared
-from barter.ops.synthesis import Ensemble, assembled, collapsed, fidelity, painted, useful, variety
+from barter.ops.synthesis import Ensemble, Teacher, assembled, collapsed, fidelity, painted, useful, variety
 
 __all__ = ["DENSE", "Archive", "Sketch", "sketch_loss"]
 
@@ -51,7 +50,7 @@ __all__ = ["DENSE", "Archive", "Sketch", "sketch_loss"]
 class Archive(Server):
     """The models that were handed in, and the images that were drawn."""
 
-    teachers: dict[int, Update] = {}
+    teachers: dict[int, Teacher] = {}
     pixels: list[Tensor] = []  # of all that are kept, as bytes
     labels: list[Tensor] = []  # what they were drawn for
 
@@ -136,7 +135,7 @@ class DENSE(Algorithm[Archive]):
         newest = torch.arange(len(images), device=server.device)[-self.samples * self.passes :]
         server.report |= variety(images.batch(newest), images.labels[newest])
 
-    def learn(self, client: Client) -> Update:
+    def learn(self, client: Client) -> Teacher:
         fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=sgd(self.lr, self.momentum))
         return {"weights": client.model.state_dict(), "counts": client.data.class_counts()}
 

@@ -30,14 +30,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NotRequired, TypeAlias, TypedDict
+from typing import Annotated, Literal, NotRequired, TypeAlias, TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from barter.core.algorithm import Algorithm
+from barter.core.answers import Known
 from barter.core.clients import Clients, Replies
+from barter.core.contracts import Floats, Labels, When, Within
 from barter.core.errors import ConfigError
 from barter.core.evaluation import adjusted, evaluate, predict
 from barter.core.images import Augment, Images, Spec, augmented
@@ -63,12 +65,12 @@ Tensors: TypeAlias = dict[int, Tensor]  # one for each client
 class Offer(TypedDict):
     """What a client shows the server after local training."""
 
-    examples: int
-    crop: int  # how its network is used to see images in training: shifted by up to so many pixels,
+    examples: Annotated[int, Within(0, "examples")]
+    crop: Annotated[int, Within(0, "width")]  # how its network is used to see images: shifted by up to so many pixels,
     flip: bool  # and mirrored
-    weights: NotRequired[State]
-    embeddings: NotRequired[Tensor]  # of each image's views
-    labels: NotRequired[Tensor]
+    weights: NotRequired[Annotated[State, When("inverts")]]
+    embeddings: NotRequired[Annotated[Tensor, Floats("n", "views", "features"), When("embeds")]]  # of images' views
+    labels: NotRequired[Annotated[Tensor, Labels("n"), When("embeds")]]
 
 
 class Delivery(TypedDict):
@@ -170,6 +172,20 @@ class DFFKE(Algorithm[Hub, Trader]):
     def needs_public_data(self) -> bool:
         return self.transfer == "public"
 
+    @property
+    def inverts(self) -> bool:
+        """Whether the server makes images of embeddings, by means of the clients' networks."""
+        return self.transfer != "public"
+
+    @property
+    def embeds(self) -> bool:
+        """Whether clients say what their networks make of private images."""
+        return self.inverts and self.embeddings == "real"
+
+    def views(self, known: Known) -> int:
+        """Of each image."""
+        return number(cut(self.parts, known.spec))
+
     def round(self, server: Hub, clients: Clients, t: int) -> None:
         federation = clients.only(clients[: max(1, round(self.collaboration * len(clients)))])
         clients.only(set(clients) - set(federation)).run(self.train)
@@ -198,12 +214,13 @@ class DFFKE(Algorithm[Hub, Trader]):
 
     def learn(self, client: Trader) -> Offer:
         self.train(client)
-        data, examples = client.data, max(2, math.ceil(self.share * len(client.data)))
+        data, examples = client.data, math.ceil(self.share * len(client.data))
+        examples = min(max(2, examples), len(data))
         augment = self.augment(data, data.spec.width)
         offer: Offer = {"examples": examples, "crop": augment.crop, "flip": augment.flip}
-        if self.transfer != "public":
+        if self.inverts:
             offer["weights"] = client.model.state_dict()
-        if self.transfer != "public" and self.embeddings == "real":
+        if self.embeds:
             client.offered[0] = index = torch.randperm(len(data), device=client.device)[:examples]
             offer["embeddings"] = embeddings(client.model, data, index, cut(self.parts, data.spec))
             offer["labels"] = data.labels[index]

@@ -175,6 +175,7 @@ class DFRD(PartialTraining[Distiller]):
     def budget(self, client: int, clients: int) -> float:
         return super().budget(client, clients) if self.base in EXTRACTION else 1.0
 
+    @property
     def tells_counts(self) -> bool:
         return True
 

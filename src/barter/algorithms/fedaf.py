@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TypedDict
+from typing import Annotated, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,7 @@ from torch import Tensor
 
 from barter.algorithms.condensation import Condensation, Condenser
 from barter.core.clients import Clients, Replies
+from barter.core.contracts import Classes, Floats
 from barter.core.evaluation import predict
 from barter.core.images import Augment, Spec, prepared
 from barter.core.model import Classifier
@@ -55,14 +56,14 @@ __all__ = ["FedAF"]
 class Means(TypedDict):
     """The mean logits of some classes."""
 
-    classes: Tensor
-    logits: Tensor
+    classes: Annotated[Tensor, Classes("n")]
+    logits: Annotated[Tensor, Floats("n", "classes")]
 
 
 class Labelled(Lot):
     """Condensed images, and the soft labels of the originals, class by class."""
 
-    soft: Tensor
+    soft: Annotated[Tensor, Floats("n", "classes")]
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
+from barter.core.contracts import Named
 from barter.core.evaluation import predict
 from barter.core.images import Augment, Spec, prepared
 from barter.core.model import Classifier
@@ -72,7 +74,7 @@ class FedDistill(Algorithm[Register]):
             self.learn, {k: [mean_of(said)] if said else [] for k, said in others.items()}
         )
 
-    def learn(self, client: Client, others: list[ByClass]) -> ByClass:
+    def learn(self, client: Client, others: list[ByClass]) -> Annotated[ByClass, Named("vector", "classes")]:
         data, model, classes = client.data, client.model, client.data.spec.classes
         alike = partial(loss, model, data.spec, data.augment, self.gamma)
         answers = lookup(others, classes, classes, client.device)

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NotRequired, TypeAlias, TypedDict
+from typing import Annotated, Literal, NotRequired, TypeAlias, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,7 @@ from torch import Tensor, nn
 
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients, Replies
+from barter.core.contracts import Floats, When, Within
 from barter.core.errors import ConfigError
 from barter.core.evaluation import evaluate
 from barter.core.nodes import Client, Server
@@ -52,6 +53,7 @@ __all__ = ["Bridge", "FedFree"]
 
 TINY = 1e-12  # keeps Eq. 2 finite for a layer that starts at zero
 AS_PUBLISHED = {"match": "depth", "outputs": "all", "server_lr": 0.01, "transfer": "sampled", "fill": "zero"}
+Kind: TypeAlias = Literal["conv", "linear"]
 Entropy: TypeAlias = Literal["shannon", "tsallis", "collision"]
 
 
@@ -59,11 +61,11 @@ class Layer(TypedDict):
     """A convolution or a linear layer by itself."""
 
     name: str
-    kind: str
-    depth: float  # 0 for the first of its kind in its network, 1 for the last
-    weight: Tensor
-    bias: NotRequired[Tensor]
-    credit: NotRequired[Tensor]  # how much training changed each output
+    kind: Kind
+    depth: Annotated[float, Within(0, 1)]  # 0 for the first of its kind in its network, 1 for the last
+    weight: Annotated[Tensor, Floats("outputs", ...)]
+    bias: NotRequired[Annotated[Tensor, Floats("outputs")]]
+    credit: NotRequired[Annotated[Tensor, Floats("outputs"), When("credited")]]  # how much training changed each output
 
 
 class Bridge(Server):
@@ -76,7 +78,8 @@ def layers_of(model: nn.Module) -> list[Layer]:
     """The layers of a network that can be shared, in their order."""
     found: list[Layer] = []
     modules = {name: m for name, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
-    for kind, type_ in (("conv", nn.Conv2d), ("linear", nn.Linear)):
+    kinds: list[tuple[Kind, type[nn.Module]]] = [("conv", nn.Conv2d), ("linear", nn.Linear)]
+    for kind, type_ in kinds:
         same = {n: m for n, m in modules.items() if isinstance(m, type_) and getattr(m, "groups", 1) == 1}
         for name, module in same.items():
             places = list(same if len(same) > 1 else modules)
@@ -185,6 +188,11 @@ class FedFree(Algorithm[Bridge, Client]):
         if self.tsallis_order == 1:
             raise ConfigError("tsallis_order=1: there Tsallis' entropy is Shannon's; set entropy to shannon")
 
+    @property
+    def credited(self) -> bool:
+        """Whether clients say how much training changed each output."""
+        return self.outputs == "trained"
+
     def setup(self, server: Bridge, clients: Clients) -> None:
         if self.match == "depth":
             network = fedfree_cnn(replace(server.spec, height=32, width=32)).to(server.device)
@@ -203,7 +211,7 @@ class FedFree(Algorithm[Bridge, Client]):
         fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=sgd(self.lr))
         client.report |= {f"before_{name}": value for name, value in evaluate(client).items()}
         after = layers_of(client.model)
-        if self.outputs == "trained":
+        if self.credited:
             for old, new in zip(before, after, strict=True):
                 new["credit"] = credits(old, new)
         changes = torch.stack([change(old, new) for old, new in zip(before, after, strict=True)])

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from barter.algorithms.fedavg import FedAvg
-from barter.algorithms.partial import Update
 from barter.core.clients import Clients, Replies
 from barter.core.images import Spec
 from barter.core.model import Classifier
@@ -43,6 +42,7 @@ from barter.ops.synthesis import (
     Artist,
     Ensemble,
     Player,
+    Teacher,
     assembled,
     collapsed,
     diversity,
@@ -116,7 +116,7 @@ class FedFTG(FedAvg):
         counts = torch.stack([update["counts"] for update in updates.values()])
         self.tune(server, assembled(server, weights), *label_weights(counts.float(), 0.0))
 
-    def learn(self, client: Client, w: State) -> Update:
+    def learn(self, client: Client, w: State) -> Teacher:
         return {"weights": self.client_update(client, w), "counts": client.data.class_counts()}
 
     def tune(self, server: Server, ensemble: Ensemble, shares: Tensor, p: Tensor) -> None:

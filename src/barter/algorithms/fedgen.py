@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TypedDict
+from typing import Annotated, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ from torch import Tensor
 from barter.algorithms.one_width import HeadServer, SharedHead
 from barter.compute import lanes
 from barter.core.clients import Clients, Replies
+from barter.core.contracts import Counts
 from barter.core.images import Augment, Spec, prepared
 from barter.core.model import Classifier
 from barter.core.nodes import Client
@@ -41,7 +42,7 @@ from barter.models.generators import LatentGenerator
 from barter.ops.average import average
 from barter.ops.distill import kl
 from barter.ops.fit import Trainer, adam
-from barter.ops.heads import head_state, put_on
+from barter.ops.heads import Head, head_state, put_on
 from barter.ops.synthesis import diversity, fidelity_by_label, label_weights
 
 __all__ = ["FedGen", "Source", "Update", "generator_loss", "loss"]
@@ -57,8 +58,8 @@ class Source(HeadServer):
 class Update(TypedDict):
     """What a client sends back."""
 
-    head: State
-    counts: Tensor  # images of each class
+    head: Head
+    counts: Annotated[Tensor, Counts("classes")]  # images of each class
 
 
 def generator_loss(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from barter.algorithms.one_width import HeadServer, SharedHead
 from barter.compute import lanes
 from barter.core.clients import Clients
+from barter.core.contracts import Named
 from barter.core.nodes import Client
 from barter.core.params import Count, Positive
 from barter.core.payload import State, isolate
@@ -50,7 +52,7 @@ class FedGH(SharedHead):
         prototypes = clients.sample(self.fraction).run(self.learn, server.head)
         server.head = self.generalised(server, joined(prototypes.values()))
 
-    def learn(self, client: Client, head: State) -> ByClass:
+    def learn(self, client: Client, head: State) -> Annotated[ByClass, Named("vector", "features")]:
         put_on(client.model, head)
         self.train(client)
         return prototypes_of(client.model, client.data)

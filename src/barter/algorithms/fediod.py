@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,7 @@ from barter.compute import lanes
 from barter.compute.precision import exact
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients, Replies
+from barter.core.contracts import Counts, Floats
 from barter.core.images import Augment, Spec, prepared
 from barter.core.model import Classifier
 from barter.core.nodes import Client
@@ -47,6 +49,9 @@ from barter.ops.fit import Trainer, adam, fit, sgd
 from barter.ops.synthesis import Artist, collapsed, exhibited, painted, painter, put_away
 
 __all__ = ["Curator", "FedIOD", "Judge", "discrimination", "realism", "wishes"]
+
+Said: TypeAlias = Annotated[Tensor, Floats("batches", "samples", "classes")]  # logits
+Slope: TypeAlias = Annotated[Tensor, Floats("samples", "channels", "height", "width")]  # by images
 
 
 class Curator(Artist):
@@ -159,7 +164,7 @@ class FedIOD(Algorithm[Curator, Judge]):
             drawing.step(partial(imitation, generator, server.spec), z, slope)
         put_away(server, generator, self.codes(server))
 
-    def learn(self, client: Judge) -> Tensor:
+    def learn(self, client: Judge) -> Annotated[Tensor, Counts("classes")]:
         """How many images of each class the client has, after training on them."""
         fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=sgd(self.lr, self.momentum))
         return client.data.class_counts()
@@ -174,7 +179,7 @@ class FedIOD(Algorithm[Curator, Judge]):
         z = [self.codes(server) for _ in range(1 + self.global_steps)]
         return z[0], torch.stack([painted(generator, codes, server.spec).float() for codes in z])
 
-    def judge(self, client: Judge, batches: Tensor) -> Tensor:
+    def judge(self, client: Judge, batches: Annotated[Tensor, Floats("batches", "samples", ...)]) -> Said:
         """What the client sees in the images; its discriminator learns from the first of the batches."""
         judge, data = self.discriminator(client), client.data
         trainer = Trainer.of(judge.train(), adam(self.generator_lr, beta1=0.5))
@@ -208,7 +213,7 @@ class FedIOD(Algorithm[Curator, Judge]):
         slopes = active.only(answers).scatter(self.criticise, theirs)
         return own + torch.stack(list(slopes.values())).sum(0)
 
-    def criticise(self, client: Judge, asked: tuple[Tensor, float]) -> Tensor:
+    def criticise(self, client: Judge, asked: tuple[Tensor, float]) -> Slope:
         """The slope, by the images that were judged, of what the server wants of logits and of how real they look."""
         by_logits, size = asked
         x, judge = client.batch[0].requires_grad_(), self.discriminator(client).train()

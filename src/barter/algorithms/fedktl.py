@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import TypedDict
+from typing import Annotated, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from barter.algorithms.one_width import OneWidth
 from barter.compute import lanes
 from barter.core.clients import Clients
+from barter.core.contracts import Named
 from barter.core.evaluation import predict
 from barter.core.images import Augment, Images, Spec, prepared
 from barter.core.model import Classifier
@@ -173,7 +174,7 @@ class FedKTL(OneWidth[Teacher]):
         codes = self.align(server, joined(prototypes.values()))
         server.lessons = [self.lesson(server, codes)]
 
-    def learn(self, client: Client, lessons: list[Lesson]) -> ByClass:
+    def learn(self, client: Client, lessons: list[Lesson]) -> Annotated[ByClass, Named("vector", "classes")]:
         data, model = client.data, client.model
         task = data.spec, data.augment, self.scale, self.margin
         if lessons and self.mu:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,6 +24,7 @@ from typing_extensions import TypeVar
 
 from barter.algorithms.one_width import OneWidth
 from barter.core.clients import Clients, Replies
+from barter.core.contracts import Named
 from barter.core.evaluation import evaluate
 from barter.core.images import Augment, Spec, prepared
 from barter.core.model import Classifier
@@ -69,7 +71,7 @@ class FedProto(OneWidth[S, Follower]):
         prototypes = clients.sample(self.fraction).run(self.learn)
         clients.run(self.receive, self.gathered(server, prototypes))
 
-    def learn(self, client: Follower) -> ByClass:
+    def learn(self, client: Follower) -> Annotated[ByClass, Named("vector", "features")]:
         data = client.data
         near = partial(loss, client.model, data.spec, data.augment, self.lam)
         self.train(client, near, lookup(client.prototypes, data.spec.classes, self.features, client.device))

@@ -38,7 +38,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypedDict
+from typing import Annotated, Literal, TypeAlias, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,7 @@ from torch import Tensor
 from barter.compute.precision import exact
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients, Replies
+from barter.core.contracts import Counts, Floats, When
 from barter.core.evaluation import evaluate
 from barter.core.images import Augment, Images, Spec, prepared, statistics
 from barter.core.model import Classifier
@@ -74,12 +75,14 @@ from barter.ops.zeroth import Direction, directional, directions, loss_estimate
 
 __all__ = ["Asked", "FedZGE", "Oracle", "Told"]
 
+Logits: TypeAlias = Annotated[Tensor, Floats("looks", "images", "classes")]
+
 
 class Told(TypedDict):
-    """What a client says of its private images; of no class, where nobody needs to know."""
+    """What a client says of its private images, where anybody needs to know."""
 
-    counts: Tensor  # how many there are of each class
-    spectrum: Tensor  # mean and deviation of each frequency over all of them
+    counts: Annotated[Tensor, Counts("classes"), When("by_class")]  # how many there are of each class
+    spectrum: Annotated[Tensor, Floats(2, "channels", "height", "width"), When("canvas")]  # see ops.synthesis
 
 
 class Asked(Server):
@@ -193,6 +196,16 @@ class FedZGE(Algorithm[Asked, Oracle]):
     local_steps: Count = 30  # E3: steps of each client; 10 in the paper
     rehearse: bool = True  # clients that distil see private images too in every step, lest they forget them
 
+    @property
+    def by_class(self) -> bool:
+        """Whether clients count by their images of a class, and say how many these are."""
+        return self.weighting == "classes"
+
+    @property
+    def looks(self) -> int:
+        """What a client is asked about: images, and changed copies of them."""
+        return 1 + self.queries
+
     def round(self, server: Asked, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)
         told = active.run(self.learn)
@@ -223,11 +236,11 @@ class FedZGE(Algorithm[Asked, Oracle]):
         client.batch, data = [], client.data
         counts, images = data.class_counts(), data.batch(torch.arange(len(data), device=data.device))
         return {
-            "counts": counts if self.weighting == "classes" else counts[:0],
+            "counts": counts if self.by_class else counts[:0],
             "spectrum": spectrum(images) if self.canvas else images[:0],
         }
 
-    def answer(self, client: Oracle, x: Tensor, changed: Tensor) -> Tensor:
+    def answer(self, client: Oracle, x: Annotated[Tensor, Floats("images", ...)], changed: Tensor) -> Logits:
         """Say what one thinks of images and of their changed copies."""
         client.batch = [*client.batch, x]
         client.model.train(self.statistics == "batch")
@@ -268,14 +281,14 @@ class FedZGE(Algorithm[Asked, Oracle]):
 
     def shares(self, answers: Replies[Tensor], told: Replies[Told]) -> Tensor:
         """How much each of those who answered counts for each class (clients, classes)."""
-        if self.weighting == "classes":
+        if self.by_class:
             return class_shares(torch.stack([told[k]["counts"] for k in answers]).float())
         sizes = torch.tensor([answers.num_examples[k] for k in answers], device=next(iter(answers.values())).device)
         return (sizes / sizes.sum())[:, None]
 
     def opinion(self, said: Tensor, shares: Tensor) -> Tensor:
         """What the clients (..., clients, images, classes) say together."""
-        if self.weighting == "classes":
+        if self.by_class:
             return mixed(said, shares)
         return (shares[:, None] * said).sum(-3)
 

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from barter.algorithms.fedavg import FedAvg
+from barter.core.contracts import Weights
 from barter.core.images import Augment, Spec, prepared
 from barter.core.model import Classifier
 from barter.core.nodes import Client
@@ -69,7 +71,7 @@ class FML(FedAvg):
     def server_network(self) -> str:
         return self.shared
 
-    def client_update(self, client: Client, w: State) -> State:
+    def client_update(self, client: Client, w: State) -> Annotated[State, Weights("server")]:
         data, shared = client.data, companion(client, self.shared, w)
         mutual = partial(loss, client.model, shared, self.alpha, self.beta, data.spec, data.augment)
         recipe = sgd(self.lr, self.momentum)

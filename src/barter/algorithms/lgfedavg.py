@@ -16,7 +16,7 @@ from barter.core.clients import Clients
 from barter.core.nodes import Client
 from barter.core.payload import State
 from barter.ops.average import average
-from barter.ops.heads import head_state, put_on
+from barter.ops.heads import Head, head_state, put_on
 
 __all__ = ["LGFedAvg"]
 
@@ -30,7 +30,7 @@ class LGFedAvg(SharedHead):
     def round(self, server: HeadServer, clients: Clients, t: int) -> None:
         server.head = average(clients.sample(self.fraction).run(self.learn, server.head))
 
-    def learn(self, client: Client, head: State) -> State:
+    def learn(self, client: Client, head: State) -> Head:
         put_on(client.model, head)
         self.train(client)
         return head_state(client.model)

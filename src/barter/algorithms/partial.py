@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, TypedDict
+from typing import Annotated, Literal, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
 from typing_extensions import TypeVar
 
 from barter.core.algorithm import Algorithm
+from barter.core.answers import Known
 from barter.core.clients import Clients, Replies
+from barter.core.contracts import Counts, When
 from barter.core.images import Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive, Whole
 from barter.core.payload import State
 from barter.models.width import narrowed, scaled, without_running_statistics
-from barter.ops.fit import fit, sgd
+from barter.ops.fit import epoch_length, fit, sgd
 from barter.ops.statistics import renew
 from barter.ops.submodel import Extraction, Places, budget, combined, extracted, head_of, places, verify
 
@@ -36,7 +38,7 @@ class Update(TypedDict):
     """What a client sends back."""
 
     weights: State
-    counts: Tensor  # images of each class that it trained on; of no class, where nobody needs to know
+    counts: Annotated[Tensor, Counts("classes", most="seen"), When("tells_counts")]  # images that it trained on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +117,17 @@ class PartialTraining(Algorithm[S, Client]):
         )
         if self.norm == "afterwards":
             renew(client.model, client.data, self.batch_size)
-        return {"weights": client.model.state_dict(), "counts": counts if self.tells_counts() else counts[:0]}
+        return {"weights": client.model.state_dict(), "counts": counts if self.tells_counts else counts[:0]}
 
+    @property
     def tells_counts(self) -> bool:
         """Whether the server needs to know how often each class came up."""
         return self.own_rows
+
+    def seen(self, known: Known) -> int:
+        """How many images a client trains on, one as often as it sees it."""
+        steps = self.steps or self.epochs * epoch_length(known.examples, self.batch_size)
+        return steps * self.batch_size
 
     def averaged(self, server: S, updates: Replies[Update], where: Mapping[int, Places]) -> State:
         """The server's weights, each the mean over the clients that trained it (Eq. 1 of DFRD)."""

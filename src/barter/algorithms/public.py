@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Annotated, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from typing_extensions import TypeVar
 
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients, Replies
+from barter.core.contracts import Counts, Floats, Places, When
 from barter.core.evaluation import evaluate, predict
 from barter.core.images import Images
 from barter.core.model import Classifier
@@ -32,8 +33,8 @@ C = TypeVar("C", bound=Client, default=Client)
 class Answer(TypedDict):
     """What a client makes of public images."""
 
-    said: Tensor  # (images, classes)
-    counts: Tensor  # how many images of each class it has; of no class, where nobody needs to know
+    said: Annotated[Tensor, Floats("images", "classes")]
+    counts: Annotated[Tensor, Counts("classes"), When("by_class")]  # how many images of each class it has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,12 @@ class PublicDistillation(Algorithm[S, C]):
         answers = active.run(self.answer, places)
         active.only(answers).run(self.learn, places, self.decided(server, places, self.joint(answers)))
 
-    def answer(self, client: C, places: Tensor) -> Answer:
+    @property
+    def by_class(self) -> bool:
+        """Whether clients count by their images of a class, and say how many these are."""
+        return self.weighting == "classes"
+
+    def answer(self, client: C, places: Annotated[Tensor, Places("images")]) -> Answer:
         """What the client says, after training on its own data."""
         self.train(client)
         client.report |= {f"before_{name}": value for name, value in evaluate(client).items()}
@@ -77,7 +83,7 @@ class PublicDistillation(Algorithm[S, C]):
         none = torch.zeros(0, dtype=torch.long, device=client.device)
         return {
             "said": self.said(logits),
-            "counts": client.data.class_counts() if self.weighting == "classes" else none,
+            "counts": client.data.class_counts() if self.by_class else none,
         }
 
     def train(self, client: C) -> None:
@@ -90,7 +96,7 @@ class PublicDistillation(Algorithm[S, C]):
 
     def joint(self, answers: Replies[Answer]) -> Tensor:
         """The mean of the clients' answers."""
-        if self.weighting == "clients":
+        if not self.by_class:
             return consensus([answer["said"] for answer in answers.values()])
         counts = torch.stack([answer["counts"] for answer in answers.values()])
         return consensus([answer["said"] for answer in answers.values()], class_shares(counts))

@@ -7,7 +7,9 @@ It is never pickled: `pack` turns it into named tensors and one JSON header, and
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -16,7 +18,7 @@ from torch.nn import Parameter
 
 from barter.core.errors import PayloadError
 
-__all__ = ["Payload", "State", "isolate", "leaves", "mark", "nbytes", "origin", "pack", "unpack"]
+__all__ = ["Payload", "State", "isolate", "leaves", "mark", "nbytes", "numbers", "origin", "pack", "unpack"]
 
 State: TypeAlias = dict[str, Tensor]
 Payload: TypeAlias = Any
@@ -77,6 +79,19 @@ def nbytes(tree: Payload) -> int:
         return 0 if value is None else 1 if isinstance(value, bool) else 8
 
     return sum(size(value) for _, value in leaves(tree))
+
+
+def numbers(values: Sequence[Tensor]) -> list[float]:
+    """Tensors of one number each as these numbers; a GPU is waited for once."""
+    alike: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for i, value in enumerate(values):
+        alike[value.device, value.dtype].append(i)
+    found: dict[int, float] = {}
+    for device in {device for device, _ in alike}:
+        groups = [group for (where, _), group in alike.items() if where == device]
+        together = torch.cat([torch.stack([values[i] for i in group]).double() for group in groups])
+        found |= zip(chain(*groups), together.tolist(), strict=True)
+    return [found[i] for i in range(len(values))]
 
 
 def _own(value: Any, device: torch.device | None) -> Any:

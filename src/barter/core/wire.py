@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Literal, TypeAlias, TypeVar
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from barter.core.errors import PayloadError
-from barter.core.payload import isolate, leaves, nbytes
+from barter.core.payload import isolate, leaves, nbytes, numbers
 
 __all__ = ["Direction", "Wire"]
 
@@ -18,7 +19,7 @@ T = TypeVar("T")
 
 
 class Wire:
-    """Checks, counts and isolates payloads; knows nothing of algorithms."""
+    """Counts and isolates payloads, and checks what goes down; what comes up has a contract of its own."""
 
     def __init__(self, may_be_infinite: frozenset[str] = frozenset()) -> None:
         self.may_be_infinite = may_be_infinite
@@ -27,7 +28,7 @@ class Wire:
     def carry(self, tree: T, method: str, client: int, direction: Direction, device: torch.device | None = None) -> T:
         """The tree as it arrives on the other side."""
         arrived = isolate(tree, device, path=method)
-        if method not in self.may_be_infinite:
+        if direction == "down" and method not in self.may_be_infinite:
             _require_finite(arrived, method)
         self._bytes[method, client, direction] += nbytes(arrived)
         return arrived
@@ -43,14 +44,11 @@ class Wire:
 
 
 def _require_finite(tree: object, method: str) -> None:
-    floating = [
-        (at, torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64))
-        for at, value in leaves(tree, method)
-        if isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point())
-    ]
-    verdicts = [value.isfinite().all() for _, value in floating]
-    # One look per device at all verdicts together, so that a GPU is waited for once.
-    for device in {verdict.device for verdict in verdicts}:
-        if not bool(torch.stack([verdict for verdict in verdicts if verdict.device == device]).all()):
-            bad = next(at for (at, _), verdict in zip(floating, verdicts, strict=True) if not verdict)
-            raise PayloadError(f"{bad} holds NaN or infinity, which {method!r} does not allow")
+    found = list(leaves(tree, method))
+    plain = [(at, value) for at, value in found if isinstance(value, float)]
+    tensors = [(at, x) for at, x in found if isinstance(x, Tensor) and x.is_floating_point() and x.numel()]
+    ends = numbers([end for _, tensor in tensors for end in torch.aminmax(tensor)])
+    plain += [(at, end) for i, (at, _) in enumerate(tensors) for end in ends[2 * i : 2 * i + 2]]
+    for at, value in plain:
+        if not math.isfinite(value):
+            raise PayloadError(f"{at} holds NaN or infinity, which {method!r} does not allow")

@@ -7,6 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ import torch
 from barter.compute import lanes
 from barter.core import seeds
 from barter.core.algorithm import Algorithm
+from barter.core.answers import Known, require, shapes_of
 from barter.core.clients import Failure, Replies
-from barter.core.nodes import Monitor, Silence
+from barter.core.nodes import Monitor, Server, Silence
 from barter.core.payload import Payload
 from barter.core.wire import Wire
 from barter.privacy.parts import crossed
@@ -37,6 +39,8 @@ class BaseEngine:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._calls: Counter[tuple[int, str, int]] = Counter()
         self.crossed: dict[int, dict[str, int]] = {}  # client -> part of its answers -> how often it came up
+        self._server: Server | None = None  # whose clients these are
+        self._known: dict[int, Known] = {}
         self._credit: dict[int, float] = {}  # how much of each lane's current turn is still to be shown
 
     @property
@@ -59,8 +63,34 @@ class BaseEngine:
         """The server's place: inside, its work goes to its own stream."""
         return nullcontext()
 
-    def arrived(self, answer: Payload, method: str, client: int) -> Payload:
-        """A client's answer as it arrives at the server, and is seen to."""
+    def examples(self, client: int) -> int:
+        """How many images a client has."""
+        raise NotImplementedError
+
+    def meet(self, server: Server) -> None:
+        """From now on, answers are held against what this server knows of its clients."""
+        self._server = server
+        self._known.clear()
+
+    def known(self, server: Server, client: int) -> Known:
+        """What the server knows of a client."""
+        if client not in self._known:
+            central = {} if server.model_or_none is None else shapes_of(server.model.state_dict())
+            known = Known(server.spec, self.examples(client), server=central)
+            if client in server.architectures:
+                network = server.architectures[client]()
+                weights = shapes_of(self.algorithm.outgoing(network))
+                known = replace(known, features=network.feature_dim, weights=weights)
+            self._known[client] = known
+        return self._known[client]
+
+    def arrived(self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]) -> Payload:
+        """A client's answer to what was sent as it arrives at the server, and is seen to.
+
+        Where there is no server but one client's own engine, the answer goes on to where it is looked at.
+        """
+        if self._server is not None:
+            require(answer, self.algorithm, method, sent, self.known(self._server, client))
         tree = self.wire.carry(answer, method, client, "up")
         if method != Algorithm.evaluate.__name__:
             seen = self.crossed.setdefault(client, {})

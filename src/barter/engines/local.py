@@ -91,6 +91,9 @@ class LocalEngine(BaseEngine):
     def client_ids(self) -> Sequence[int]:
         return sorted(self.clients)
 
+    def examples(self, client: int) -> int:
+        return len(self.clients[client].data)
+
     def memory(self) -> dict[int, Payload]:
         return {k: client.memory() for k, client in self.clients.items()}
 
@@ -137,13 +140,12 @@ class LocalEngine(BaseEngine):
                         settle(k, partial(self._turn, method, k, args[k]))
                 self._cost[method] = (time.perf_counter() - start) / max(1, len(args))
         self.failures += [failures[k] for k in sorted(failures)]
-        examples = {k: len(self.clients[k].data) for k in answers}
-        return Replies(answers, examples, failures)
+        return Replies(answers, {k: self.examples(k) for k in answers}, failures)
 
     def _turn(self, method: str, k: int, args: tuple[Any, ...]) -> Any:
         """A client's turn, here and now."""
         arrived = self.wire.carry(args, method, k, "down", self.clients[k].device)
-        return self.arrived(self._work(method, k, self._path(method, k), arrived), method, k)
+        return self.arrived(self._work(method, k, self._path(method, k), arrived), method, k, args)
 
     def _path(self, method: str, client: int) -> tuple[object, ...]:
         """The name of a call's random stream."""
@@ -209,7 +211,7 @@ class LocalEngine(BaseEngine):
                 yield k, partial(_again, error)
         homes = forks.side_by_side(jobs, self.cores, self._report_to, self.watched.advance, self.timeout)
         for k, home, death in homes:
-            yield k, partial(self._at_home_again, method, k, home, death)
+            yield k, partial(self._at_home_again, method, k, args[k], home, death)
         self._cost[method] = (time.perf_counter() - start) * min(self.cores, len(args)) / len(args)
 
     def _job(self, method: str, k: int, args: tuple[Any, ...]) -> Job:
@@ -238,7 +240,7 @@ class LocalEngine(BaseEngine):
             "took": time.perf_counter() - start,
         }
 
-    def _at_home_again(self, method: str, k: int, home: Payload | None, death: str) -> Any:
+    def _at_home_again(self, method: str, k: int, args: tuple[Any, ...], home: Payload | None, death: str) -> Any:
         if home is None:
             raise Elsewhere(death, "")
         client = self.clients[k]
@@ -251,4 +253,4 @@ class LocalEngine(BaseEngine):
             part.training = training
         if "error" in home:
             raise Elsewhere(home["error"], home["traceback"])
-        return self.arrived(home["answer"], method, k)
+        return self.arrived(home["answer"], method, k, args)

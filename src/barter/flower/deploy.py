@@ -78,13 +78,12 @@ def conduct(grid: Grid, config: Config, out: Path, journal: Journal) -> Experime
         roster = Roster(secrets.token_hex(8), [], spec, list(ids.values()))
     roster.require_same(here.values())
     ids = dict(enumerate(roster.members))
-    server, shapes, test = federation(config, roster.spec, ids)
+    server, test = federation(config, roster.spec, ids)
     if not (out / "config.toml").is_file():
         RunFolder.create(out, toml).release()
     nodes = {said.name: node for node, said in here.items()}
     members = [
-        Member(k, said.name, nodes.get(said.name, 0), said.examples, said.architecture, shapes.get(k, {}))
-        for k, said in ids.items()
+        Member(k, said.name, nodes.get(said.name, 0), said.examples, said.architecture) for k, said in ids.items()
     ]
 
     def session(member: Member) -> Payload:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any, TypeAlias
 
-import torch
 from flwr.app import Message
 from flwr.serverapp import Grid
 
@@ -17,7 +18,6 @@ from barter.core.clients import Failure, Replies
 from barter.core.errors import BarterError
 from barter.core.nodes import Monitor
 from barter.core.payload import Payload
-from barter.core.shapes import require_kind, require_weights
 from barter.engines.base import BaseEngine
 from barter.flower.codec import decode, encode
 from barter.flower.front import from_records, to_records
@@ -33,6 +33,7 @@ LOST = {  # Flower's own error codes: the site did not say anything
     5: "the site went offline",
     8: "the site's client process died",
 }
+Reply: TypeAlias = tuple[int, Callable[[], Payload]]  # a client, and how to get what it says
 log = logging.getLogger("barter")
 
 
@@ -45,7 +46,6 @@ class Member:
     node: int
     examples: int
     architecture: str
-    weights: Mapping[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)  # shapes, where they are known
 
 
 class Lost(Exception):
@@ -58,7 +58,7 @@ def ask(grid: Grid, node: int, tree: Payload, action: str, ttl: float) -> str | 
     return sent or None
 
 
-def replies(grid: Grid, pending: dict[str, int]) -> Iterator[tuple[int, Callable[[], Payload]]]:
+def replies(grid: Grid, pending: dict[str, int]) -> Iterator[Reply]:
     """Whose messages are answered by now, and how to get each answer; they are pending no more."""
     # By the message they reply to: what the SuperLink says for a site comes under a number of its own.
     for reply in grid.pull_messages(list(pending)) if pending else ():
@@ -134,6 +134,9 @@ class FlowerEngine(BaseEngine):
     def client_ids(self) -> Sequence[int]:
         return sorted(self.members)
 
+    def examples(self, client: int) -> int:
+        return self.members[client].examples
+
     def memory(self) -> dict[int, Payload]:
         return {}  # sites keep their own
 
@@ -143,29 +146,27 @@ class FlowerEngine(BaseEngine):
     def call(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> Replies[Any]:
         answers: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
-        if method == EVALUATE:
-            answers = {k: self._evaluations.pop(k) for k in sorted(args) if k in self._evaluations}
+        came = {k: self._evaluations.pop(k) for k in sorted(args) if k in self._evaluations}
+        here = {k: {"answer": told} for k, told in came.items() if method == EVALUATE}
         with self.phase(method, len(args)):
-            if answers:
-                self.watched.advance(len(answers))
             requests: dict[int, Payload] = {}
             alone = self.alone()
-            for k in sorted(args.keys() - answers.keys()):
-                self._evaluations.pop(k, None)
+            for k in sorted(args.keys() - here.keys()):
                 try:
                     requests[k] = self._request(method, k, args[k], alone)
                 except BarterError as error:
                     failures[k] = self._failure(k, method, error)
             enough = len(args) if self.min_clients is None else min(self.min_clients, len(args))
-            for k, answer in self._gather(requests, lambda: len(answers) >= enough):
+            told: Iterator[Reply] = ((k, partial(dict, reply)) for k, reply in here.items())
+            for k, answer in chain(told, self._gather(requests, lambda: len(answers) >= enough)):
                 try:
-                    answers[k] = self._checked(method, k, answer())
+                    answers[k] = self._checked(method, k, answer(), args[k])
                 except Exception as error:  # whatever a stranger's answer makes go wrong is that stranger's failure
                     failures[k] = self._failure(k, method, error)
                     log.warning("%s", failures[k])
                 self.watched.advance(1)
         self.failures += [failures[k] for k in sorted(failures)]
-        return Replies(answers, {k: self.members[k].examples for k in answers}, failures)
+        return Replies(answers, {k: self.examples(k) for k in answers}, failures)
 
     def _request(self, method: str, k: int, args: tuple[Any, ...], alone: bool) -> Payload:
         return {
@@ -180,18 +181,14 @@ class FlowerEngine(BaseEngine):
             "timeout": self.timeout,
         }
 
-    def _checked(self, method: str, k: int, reply: Payload) -> Any:
+    def _checked(self, method: str, k: int, reply: Payload, args: tuple[Any, ...]) -> Any:
         if "error" in reply:
             error = BarterError(str(reply["error"]))
             error.add_note(str(reply.get("traceback", "")))
             raise error
-        answer = reply["answer"]
-        require_kind(answer, getattr(self.algorithm, method))
-        require_weights(answer, self.members[k].weights, method)
-        arrived = self.arrived(answer, method, k)
+        arrived = self.arrived(reply["answer"], method, k, args)
         if reply.get("evaluation") is not None:
-            require_kind(reply["evaluation"], self.algorithm.evaluate)
-            self._evaluations[k] = self.wire.carry(reply["evaluation"], EVALUATE, k, "up")
+            self._evaluations[k] = reply["evaluation"]
         return arrived
 
     def _failure(self, k: int, method: str, error: Exception) -> Failure:
@@ -199,9 +196,7 @@ class FlowerEngine(BaseEngine):
         notes = "\n".join(getattr(error, "__notes__", []))
         return Failure(k, method, self.round, f"site {self.members[k].name}: {said}", notes)
 
-    def _gather(
-        self, requests: Mapping[int, Payload], enough: Callable[[], bool]
-    ) -> Iterator[tuple[int, Callable[[], Payload]]]:
+    def _gather(self, requests: Mapping[int, Payload], enough: Callable[[], bool]) -> Iterator[Reply]:
         """Every site's answer, or why there is none.
 
         A site that Flower lost is asked again when it is back; it is waited for only if too few others have answered,

@@ -218,10 +218,8 @@ def _pooled(hellos: Sequence[Hello]) -> Spec:
     return dataclasses.replace(hellos[0].spec, mean=tuple(mean), std=tuple(std))
 
 
-def federation(
-    config: Config, spec: Spec, members: Mapping[int, Hello]
-) -> tuple[Server, dict[int, dict[str, tuple[torch.Size, torch.dtype]]], Images | None]:
-    """The server of these sites, the shapes of the weights that they may send, where known, and its test set."""
+def federation(config: Config, spec: Spec, members: Mapping[int, Hello]) -> tuple[Server, Images | None]:
+    """The server of these sites, and its test set."""
     device, algorithm = device_named(config.device), config.algorithm
     built, unknown = {}, {}
     for name in dict.fromkeys(hello.architecture for hello in members.values()):
@@ -244,10 +242,7 @@ def federation(
     if config.data.source != SITES:
         test = make_task(config.data, config.partition, config.clients, config.seed, device).global_test
     server = make_server(config, names, parts, spec, public_data(config.data, spec, device), device)
-    # Where the server has a network of its own, its copies travel, and clients keep theirs to themselves.
-    sent = parts.own if algorithm.server_network is None else dict.fromkeys(parts.own, server.model)
-    shapes = {k: {at: (v.shape, v.dtype) for at, v in algorithm.outgoing(net).items()} for k, net in sent.items()}
-    return server, shapes, test
+    return server, test
 
 
 def new_attempt() -> str:

@@ -6,13 +6,14 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypedDict
+from typing import Annotated, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from barter.compute import lanes
 from barter.compute.trainer import Recipe, Trainer
+from barter.core.contracts import Classes, Counts, Pixels
 from barter.core.images import Augment, Images, Spec, prepared, statistics
 from barter.core.model import Classifier
 from barter.core.nodes import Client
@@ -37,9 +38,9 @@ __all__ = [
 class Lot(TypedDict):
     """Condensed images as bytes, class by class, so many of each."""
 
-    classes: Tensor
-    sizes: Tensor
-    images: Tensor
+    classes: Annotated[Tensor, Classes("n")]
+    sizes: Annotated[Tensor, Counts("n", total="images")]
+    images: Annotated[Tensor, Pixels("images")]
 
 
 class Canvas(nn.Module):

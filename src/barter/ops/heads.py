@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Annotated, TypeAlias
+
 from torch import nn
 
+from barter.core.contracts import Entries
 from barter.core.errors import ConfigError
 from barter.core.model import Classifier
 from barter.core.payload import State
 
-__all__ = ["head_state", "linear_head", "put_on"]
+__all__ = ["Head", "head_state", "linear_head", "put_on"]
+
+Head: TypeAlias = Annotated[State, Entries({"weight": ("classes", "features"), "bias": ("classes",)})]
 
 
 def linear_head(model: Classifier) -> nn.Linear:
@@ -22,7 +27,7 @@ def linear_head(model: Classifier) -> nn.Linear:
     return linears[-1]
 
 
-def head_state(model: Classifier) -> State:
+def head_state(model: Classifier) -> Head:
     """Weight and bias of a network's head, whatever it calls them."""
     return dict(linear_head(model).state_dict())
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypedDict
+from typing import Annotated, TypedDict
 
 import torch
 from torch import Tensor
 
 from barter.compute.precision import exact
+from barter.core.contracts import Classes, Floats
 from barter.core.evaluation import predict
 from barter.core.images import Images
 from barter.core.model import Classifier
@@ -29,8 +30,8 @@ __all__ = [
 class ByClass(TypedDict):
     """A vector for each of some classes."""
 
-    classes: Tensor  # which ones, ascending
-    vectors: Tensor  # one row for each
+    classes: Annotated[Tensor, Classes("n")]  # which ones
+    vectors: Annotated[Tensor, Floats("n", "vector")]  # one row for each
 
 
 def class_means(values: Tensor, labels: Tensor) -> ByClass:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from barter.compute import lanes
+from barter.core.contracts import Counts
 from barter.core.images import Spec, statistics
 from barter.core.model import Classifier
 from barter.core.nodes import Node, Server
@@ -72,6 +73,13 @@ class Ensemble(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
         return (weights[:, :, None] * self.said(x)).sum(0)
+
+
+class Teacher(TypedDict):
+    """A client's model, and how many images of each class it has learned from."""
+
+    weights: State
+    counts: Annotated[Tensor, Counts("classes")]
 
 
 def assembled(server: Server, weights: Mapping[int, State]) -> Ensemble:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NotRequired, TypeAlias, TypedDict
+from typing import Annotated, Any, NotRequired, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
 
+from barter.core.contracts import Floats, Places, When
 from barter.core.evaluation import predict
 from barter.core.images import Spec
 from barter.core.nodes import Client
@@ -45,9 +46,9 @@ class Targets(TypedDict):
     """A teacher's word on its own images of a round, or on some of them."""
 
     round: int
-    index: NotRequired[Tensor]
-    logits: Tensor
-    embeddings: NotRequired[Tensor]
+    index: NotRequired[Annotated[Tensor, Places("n")]]
+    logits: Annotated[Tensor, Floats("n", "classes")]
+    embeddings: NotRequired[Annotated[Tensor, Floats("n", "code_dim"), When("embedding_loss")]]
 
 
 Lesson: TypeAlias = list[Targets]  # on the last round's images, then on some of earlier rounds'

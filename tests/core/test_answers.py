@@ -1,0 +1,226 @@
+"""What strangers answer is looked at before it is used."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypedDict
+
+import pytest
+import torch
+from torch import Tensor
+
+from barter.core.answers import Known, require, shapes_of
+from barter.core.contracts import (
+    Classes,
+    Counts,
+    Entries,
+    Floats,
+    Labels,
+    Named,
+    Pixels,
+    Places,
+    Weights,
+    When,
+    Within,
+)
+from barter.core.errors import PayloadError
+from barter.core.images import Spec
+from barter.core.payload import State
+
+NETWORK = {"w": torch.zeros(2, 3), "n": torch.tensor(1)}
+SERVER = {"v": torch.zeros(4).double()}
+SPEC = Spec(channels=1, height=2, width=3, classes=4, mean=(0.5,), std=(0.2,))
+KNOWN = Known(SPEC, examples=10, features=5, weights=shapes_of(NETWORK), server=shapes_of(SERVER))
+X = torch.zeros(2)
+
+
+class Offer(TypedDict):
+    examples: Annotated[int, Within(0, "examples")]
+    weights: NotRequired[State]
+    embeddings: NotRequired[Annotated[Tensor, Floats("n", "features"), When("embeds")]]
+
+
+class Rows(TypedDict):
+    classes: Annotated[Tensor, Classes("n")]
+    vectors: Annotated[Tensor, Floats("n", "vector")]
+
+
+class Lot(TypedDict):
+    sizes: Annotated[Tensor, Counts("n", total="images")]
+    images: Annotated[Tensor, Pixels("images")]
+
+
+class Methods:
+    """What methods say that they return."""
+
+    may_be_infinite: ClassVar[frozenset[str]] = frozenset({"wild"})
+    depth = 6
+    embeds = True
+    tells = False
+
+    def twice(self, known: Known) -> int:
+        return 2 * known.examples
+
+    def offer(self, client: Any) -> Offer: ...  # type: ignore[empty-body]
+    def pair(self, client: Any) -> tuple[Tensor, float]: ...  # type: ignore[empty-body]
+    def many(self, client: Any) -> tuple[int, ...]: ...  # type: ignore[empty-body]
+    def maybe(self, client: Any) -> list[int] | None: ...
+    def nothing(self, client: Any) -> None: ...
+    def word(self, client: Any) -> Literal["a", "b"]: ...  # type: ignore[empty-body]
+    def anything(self, client: Any) -> Any: ...
+    def wild(self, client: Any) -> Any: ...
+    def state(self, client: Any) -> State: ...  # type: ignore[empty-body]
+    def shared(self, client: Any) -> Annotated[State, Weights("server")]: ...  # type: ignore[empty-body]
+    def head(self, client: Any) -> Annotated[State, Entries({"weight": ("classes", "features")})]: ...  # type: ignore[empty-body]
+    def rows(self, client: Any) -> Annotated[Rows, Named("vector", "features")]: ...  # type: ignore[empty-body]
+    def listed(self, client: Any) -> list[Annotated[Rows, Named("vector", 1)]]: ...  # type: ignore[empty-body]
+    def lot(self, client: Any) -> Lot: ...  # type: ignore[empty-body]
+    def labels(self, client: Any) -> Annotated[Tensor, Labels("n")]: ...  # type: ignore[empty-body]
+    def counts(self, client: Any) -> Annotated[Tensor, Counts("classes", most="twice")]: ...  # type: ignore[empty-body]
+    def told(self, client: Any) -> Annotated[Tensor, Counts("classes"), When("tells")]: ...  # type: ignore[empty-body]
+    def said(
+        self, client: Any, x: Annotated[Tensor, Places("n")]
+    ) -> Annotated[Tensor, Floats("depth", "n", "classes")]: ...  # type: ignore[empty-body]
+    def layer(self, client: Any) -> Annotated[Tensor, Floats("outputs", ...)]: ...  # type: ignore[empty-body]
+    def scores(self, client: Any) -> dict[str, float]: ...  # type: ignore[empty-body]
+    def hidden(self, client: Any) -> Unseen: ...  # type: ignore[name-defined]  # noqa: F821
+
+
+def rows(n: int, width: int = 5, **changes: Any) -> dict[str, Tensor]:
+    return {"classes": torch.arange(n), "vectors": torch.ones(n, width), **changes}
+
+
+SENT = {"said": (torch.zeros(3, dtype=torch.int64),)}
+FULL = {"examples": 3, "embeddings": torch.zeros(7, 5)}
+
+
+@pytest.mark.parametrize(
+    ("method", "tree"),
+    [
+        ("offer", FULL),
+        ("offer", {**FULL, "examples": 10, "weights": NETWORK}),
+        ("pair", (X, 1.5)),
+        ("pair", (X, 1)),
+        ("many", ()),
+        ("many", (1, 2, 3)),
+        ("maybe", None),
+        ("maybe", [1]),
+        ("nothing", None),
+        ("word", "b"),
+        ("anything", {"x": [None, 1.0, X, "a"]}),
+        ("wild", {"x": torch.tensor([math.nan, 1e30]), "y": math.inf}),
+        ("state", NETWORK),
+        ("shared", SERVER),
+        ("head", {"weight": torch.full((4, 5), 1e6)}),
+        ("rows", rows(4)),
+        ("rows", rows(0)),
+        ("listed", [rows(2, 1), rows(3, 1)]),
+        ("lot", {"sizes": torch.tensor([2, 0]), "images": torch.zeros(2, 1, 2, 3, dtype=torch.uint8)}),
+        ("lot", {"sizes": torch.zeros(0).long(), "images": torch.zeros(0, 1, 2, 3, dtype=torch.uint8)}),
+        ("labels", torch.tensor([3, 0, 3])),
+        ("counts", torch.tensor([0, 20, 0, 0])),
+        ("told", torch.zeros(0).long()),
+        ("said", torch.zeros(6, 3, 4)),
+        ("layer", torch.zeros(7, 3, 2)),
+        ("layer", torch.zeros(7)),
+        ("scores", {"global": 0.5, "images": 3}),
+        ("hidden", {"x": X}),
+    ],
+)
+def test_what_was_asked_for_passes(method: str, tree: Any) -> None:
+    require(tree, Methods(), method, SENT.get(method, ()), KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("method", "tree", "said"),
+    [
+        ("offer", {"examples": 3}, "offer lacks embeddings"),
+        ("offer", {"embeddings": X}, "offer lacks examples"),
+        ("offer", {**FULL, "more": 1}, "offer has the unknown more"),
+        ("offer", {**FULL, "examples": "3"}, "offer.examples is a str, asked for was int"),
+        ("offer", {**FULL, "examples": True}, "offer.examples is a bool, asked for was int"),
+        ("offer", {**FULL, "examples": 2**39}, r"offer.examples is 5.498e\+11, not from 0 to 10"),
+        ("offer", {**FULL, "examples": 10**400}, "offer.examples: a whole number of more than 64 bits"),
+        ("offer", {**FULL, "examples": -1}, "offer.examples is -1, not from 0 to 10"),
+        ("offer", {**FULL, "weights": {"a": 1}}, "offer.weights is not the client's weights: a, n, w too much"),
+        ("offer", {**FULL, "weights": {1: X}}, "key is a int, asked for was str"),
+        ("offer", {**FULL, "weights": {}}, "offer.weights is not the client's weights: n, w too much or missing"),
+        ("offer", {**FULL, "embeddings": torch.zeros(7, 6)}, r"embeddings is float32 \(7, 6\), .* float32 \(7, 5\)"),
+        ("pair", [X, 1.5], "pair is a list"),
+        ("pair", (X,), "pair is a tuple"),
+        ("pair", (X.double(), 1.5), r"pair\[0\] is float64 \(2,\), asked for was float32"),
+        ("pair", (X.half(), 1.5), r"pair\[0\] is float16"),
+        ("pair", (X + 1e30, 1.5), r"pair\[0\]: the least of its numbers is 1e\+30, not from -1000000 to 1000000"),
+        ("pair", (X - math.inf, 1.5), r"pair\[0\] holds NaN or infinity"),
+        ("pair", (X * math.nan, 1.5), r"pair\[0\] holds NaN or infinity"),
+        ("pair", (X, math.nan), r"pair\[1\] holds NaN or infinity"),
+        ("pair", (X, 1e300), r"pair\[1\] is 1e\+300"),
+        ("many", (1, "2"), r"many\[1\] is a str"),
+        ("maybe", 3, "maybe is a int"),
+        ("nothing", 0, "nothing is a int, asked for was None"),
+        ("word", "c", "word is a str"),
+        ("word", [], "word is a list"),
+        ("anything", {"x": [X.double()]}, r"anything.x\[0\] is float64"),
+        ("anything", {"x": "a" * 201}, "asked for was a word"),
+        ("anything", {"x": object()}, "anything.x: a builtins.object cannot travel"),
+        (
+            "state",
+            {**NETWORK, "w": torch.zeros(3, 2)},
+            r"state.w is float32 \(3, 2\), the client's is float32 \(2, 3\)",
+        ),
+        ("state", {**NETWORK, "w": torch.zeros(2, 3).double()}, "state.w is float64"),
+        ("state", {**NETWORK, "w": "much"}, "state.w is a str, asked for was Tensor"),
+        ("state", {**NETWORK, "zz": X}, "state is not the client's weights: zz too much or missing"),
+        ("state", {"w": torch.zeros(2, 3)}, "state is not the client's weights: n too much or missing"),
+        ("state", {**NETWORK, "w": torch.full((2, 3), 2e6)}, "state.w: the least of its numbers is 2000000"),
+        ("shared", NETWORK, "shared is not the server's weights: n, v, w too much or missing"),
+        ("head", {"weight": torch.zeros(4, 4)}, r"head.weight is float32 \(4, 4\), asked for was float32 \(4, 5\)"),
+        ("head", {"bias": torch.zeros(4)}, "bias, weight too much or missing"),
+        ("rows", rows(3, classes=torch.arange(4)), r"rows.vectors is float32 \(3, 5\), asked for was float32 \(4, 5\)"),
+        ("rows", rows(2, classes=torch.tensor([3, 4])), "rows.classes: the most of its numbers is 4, not from 0 to 3"),
+        ("rows", rows(2, classes=torch.tensor([1, 1])), "rows.classes: a step of its numbers is 0, not from 1"),
+        ("rows", rows(2, classes=torch.zeros(2)), r"rows.classes is float32 \(2,\), asked for was int64"),
+        ("listed", [rows(2, 1), rows(3)], r"listed\[1\].vectors is float32 \(3, 5\)"),
+        (
+            "lot",
+            {"sizes": torch.tensor([2**62]), "images": torch.zeros(2, 1, 2, 3, dtype=torch.uint8)},
+            r"lot.sizes: the sum of its numbers is 4.611686e\+18, not from 0 to 10",
+        ),
+        (
+            "lot",
+            {"sizes": torch.tensor([2, 1]), "images": torch.zeros(2, 1, 2, 3, dtype=torch.uint8)},
+            "lot.sizes: the sum of its numbers is 3, not from 2 to 2",
+        ),
+        (
+            "lot",
+            {"sizes": torch.tensor([3, -1]), "images": torch.zeros(2, 1, 2, 3, dtype=torch.uint8)},
+            "lot.sizes: the least of its numbers is -1",
+        ),
+        ("labels", torch.tensor([999999]), "labels: the least of its numbers is 999999, not from 0 to 3"),
+        ("labels", torch.tensor([-1, 0]), "labels: the least of its numbers is -1, not from 0 to 3"),
+        ("labels", torch.tensor(1), r"labels is int64 \(\), asked for was int64 \(n\)"),
+        ("counts", torch.tensor([10, 11, 0, 0]), "counts: the sum of its numbers is 21, not from 0 to 20"),
+        ("told", torch.tensor([1, 2, 3, 4]), r"told is int64 \(4,\), asked for was int64 empty"),
+        ("said", torch.zeros(6, 4, 4), r"said is float32 \(6, 4, 4\), asked for was float32 \(6, 3, 4\)"),
+        ("layer", torch.zeros(()), r"layer is float32 \(\), asked for was float32 \(outputs, ...\)"),
+        ("scores", {"a\nb": 0.5}, "scores: key is"),
+    ],
+)
+def test_what_was_not_asked_for_is_refused(method: str, tree: Any, said: str) -> None:
+    with pytest.raises(PayloadError, match=said):
+        require(tree, Methods(), method, SENT.get(method, ()), KNOWN)
+
+
+def test_a_key_is_there_when_the_algorithm_says_so() -> None:
+    class Quiet(Methods):
+        embeds = False
+
+    require({"examples": 3}, Quiet(), "offer", (), KNOWN)
+    with pytest.raises(PayloadError, match="offer has the unknown embeddings"):
+        require(FULL, Quiet(), "offer", (), KNOWN)
+
+
+def test_what_the_server_does_not_know_may_be_any_weights() -> None:
+    require({"a": X}, Methods(), "state", (), Known(SPEC, 1))
+    with pytest.raises(PayloadError, match="all too much or missing"):
+        require({}, Methods(), "state", (), Known(SPEC, 1))
