@@ -96,7 +96,7 @@ def test_functions_that_can_be_imported_are_named_in_the_configuration(tmp_path:
     list(again.rounds(1))
     assert same(state(first), state(again))
     assert federation(tiny("local"), models=[lambda spec: perceptron(spec)]).config.models == "(given in Python)"
-    with pytest.raises(ConfigError, match="did not make a network of it: .*argument"):
+    with pytest.raises(ConfigError, match="called with the task's spec, failed: .*argument"):
         federation(tiny("local"), models=lambda: perceptron)
 
 

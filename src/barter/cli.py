@@ -6,6 +6,7 @@ What can be asked is here, what is done then in `commands`, which loads torch: h
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from collections.abc import Sequence
@@ -362,6 +363,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0; 2 for a mistake in what was asked, in one line; 1 for the rest."""
     if "" not in sys.path:
         sys.path.insert(0, "")  # so that --algorithm module:Class finds a module in this folder
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be what no text can hold
     try:
         status = app(args=None if arguments is None else list(arguments), prog_name="barter", standalone_mode=False)
         return status if isinstance(status, int) else 0
@@ -380,6 +383,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail("interrupted", 1)
     except BrokenPipeError:
         return 1
+    except OSError as error:  # what the machine refuses; whoever wrote a file has said which
+        return _fail(": ".join(str(part) for part in (error.filename, error.strerror or error) if part), 1)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise

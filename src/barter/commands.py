@@ -179,7 +179,7 @@ def report(what: Path, to: Path | None, *, live: bool, images: bool) -> None:
 def privacy(run: Path) -> None:
     if not (run / PRIVACY).is_file():
         raise CheckpointError(f"{run} says nothing of privacy: there is no {PRIVACY} in it, which a round leaves there")
-    for line in shown(Statement.from_json((run / PRIVACY).read_text())):
+    for line in shown(Statement.read(run / PRIVACY)):
         _console(wide=True).print(line)
 
 
@@ -246,6 +246,8 @@ def _drive(config: Config, out: Path, *, resume: bool, simulate: bool, tensorboa
         if records:
             _close(records, experiment.architectures, experiment.task, out, config.algorithm)
         raise
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; when that is mended, `barter resume {out}` continues") from error
     _close(records, experiment.architectures, experiment.task, out, config.algorithm)
 
 
@@ -270,7 +272,7 @@ def _close(
 
 
 def _end(out: Path) -> None:
-    if (out / PRIVACY).is_file() and Statement.from_json((out / PRIVACY).read_text()).protected:
+    if (out / PRIVACY).is_file() and Statement.read(out / PRIVACY).protected:
         privacy(out)
     elif (out / PRIVACY).is_file():
         _console().print(f"nothing is protected: `barter privacy {out}` says what left the clients")

@@ -20,6 +20,7 @@ import tomli_w
 
 from barter.config import RESULT_FREE, Config, first_difference, plain, read, resolve, to_toml, with_settings
 from barter.core.errors import CheckpointError, ConfigError
+from barter.core.files import replace_text, writing
 from barter.core.params import did_you_mean
 from barter.core.record import Round
 from barter.data.task import anchored
@@ -195,7 +196,8 @@ class Comparison:
             raise CheckpointError(f"{folder} exists and is no comparison: choose another --out")
         jobs = comparison._take(request)
         comparison.check()
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         comparison._save()
         return comparison, jobs
 
@@ -239,9 +241,7 @@ class Comparison:
 
     def _save(self) -> None:
         plan = {"rounds": self.rounds, "seeds": self.seeds, "question": self.question}
-        temporary = (self.folder / PLAN).with_suffix(".tmp")
-        temporary.write_text(tomli_w.dumps({**plan, "variants": self.variants, "common": self.common}))
-        temporary.rename(self.folder / PLAN)
+        replace_text(self.folder / PLAN, tomli_w.dumps({**plan, "variants": self.variants, "common": self.common}))
 
     def run(self, name: str, seed: int) -> Path:
         """The folder of a run."""
@@ -285,7 +285,7 @@ class Comparison:
         paths = []
         for name, text in (files | {"rounds.csv": to_rounds(results)}).items():
             paths.append(self.folder / name)
-            paths[-1].write_text(text)
+            replace_text(paths[-1], text)
         metric = compared.question.metric
         for ending in ("svg", "pdf", "png"):
             paths.append(self.folder / f"curves.{ending}")
@@ -341,10 +341,11 @@ def _log(job: Job) -> Path:
 
 
 def _start(job: Job, threads: int) -> subprocess.Popen[bytes]:
-    job.folder.parent.mkdir(parents=True, exist_ok=True)
+    with writing(job.folder.parent):
+        job.folder.parent.mkdir(parents=True, exist_ok=True)
     begun = (job.folder / "config.toml").is_file()
     wanted = job.folder.with_suffix(".toml")
-    wanted.write_text(to_toml(job.config))
+    replace_text(wanted, to_toml(job.config))
     command = ["run", str(wanted), "--out", str(job.folder)]
     if begun:
         longer = resolve(read(job.folder / "config.toml")).rounds < job.config.rounds

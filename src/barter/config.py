@@ -151,7 +151,7 @@ def read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: there is no such file") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
 
 
@@ -197,7 +197,7 @@ def _value(text: str) -> Any:
     """A value in TOML's notation; anything else is a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except ValueError:
+    except (ValueError, RecursionError):
         return {"True": True, "False": False}.get(text, text)
 
 

@@ -181,7 +181,7 @@ class Experiment:
                 record = self._run(self.round + 1)
         except BaseException as error:
             if self.folder is not None:
-                with suppress(OSError):
+                with suppress(CheckpointError):
                     self.folder.state(self.privacy().to_json())  # what has left has left
                 self.folder.release()
             refused = [failure.error for failure in self.engine.failures if PrivacyError.__name__ in failure.error]
@@ -259,6 +259,8 @@ class Experiment:
 
     def _require_same(self, path: Path, origin: Mapping[str, str]) -> None:
         """Refuse to go on with a configuration or data that the checkpoint is not made of."""
+        if not {"config", "data"} <= origin.keys():
+            raise CheckpointError(f"{path} was kept by an older version, which did not say what it is made of")
         key = first_difference(plain(self.config), self._begun(tomllib.loads(origin["config"])), but=RESULT_FREE)
         if key is not None:
             raise CheckpointError(

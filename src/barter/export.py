@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import logging
 import tempfile
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from barter.core.errors import ConfigError
@@ -39,8 +41,8 @@ def export(kept: Kept, to: Path) -> None:
             for file in Path(folder).iterdir():  # an ONNX file of more than 2 GB has its weights beside it
                 file.chmod(0o644)
                 file.rename(to.parent / file.name)
-    except OSError as error:
-        raise ConfigError(f"{to} cannot be written: {error}") from error
+    except (OSError, RuntimeError, SafetensorError) as error:  # as each format says that the disk refuses
+        raise ConfigError(f"{to} cannot be written: {next(iter(str(error).splitlines()), 'no reason')}") from error
 
 
 @contextmanager
@@ -90,7 +92,9 @@ def _onnx(kept: Kept, to: Path) -> None:
 
 def _pt2(kept: Kept, to: Path) -> None:
     program = _traced(kept, "a PT2 program", torch.export.export)
-    torch.export.save(program, to, extra_files={"barter.json": json.dumps(facts(kept))})
+    buffer = io.BytesIO()  # torch's own writer ends the process where the disk is full
+    torch.export.save(program, buffer, extra_files={"barter.json": json.dumps(facts(kept))})
+    to.write_bytes(buffer.getbuffer())
 
 
 def _traced(kept: Kept, what: str, trace: Callable[..., Any]) -> Any:

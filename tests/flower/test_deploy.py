@@ -114,7 +114,7 @@ def test_without_openssl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert "is openssl installed?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("moment", ["certificates.sh", "site.toml", "key.pub", "config.tmp"])
+@pytest.mark.parametrize("moment", ["certificates.sh", "site.toml", "key.pub", ".config.toml.tmp"])
 def test_who_is_killed_while_a_run_is_set_up_can_begin_it_again(
     tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

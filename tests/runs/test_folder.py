@@ -103,7 +103,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
 def test_no_checkpoint_is_a_fresh_start(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", "seed = 1")
     folder.append(record(1))
-    (folder.checkpoints / "round-000001.tmp").write_bytes(b"torn")
+    (folder.checkpoints / ".round-000001.safetensors.tmp").write_bytes(b"torn")
     assert last_checkpoint(folder.path) is None
     folder.go_on_after(0)
     assert folder.records() == []
@@ -121,7 +121,7 @@ def test_what_exists_is_not_overwritten(tmp_path: Path) -> None:
 def test_a_run_killed_before_it_began_can_begin_again(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / ".lock").touch()
-    (tmp_path / "run" / "config.tmp").write_text("see")
+    (tmp_path / "run" / ".config.toml.tmp").write_text("see")
     folder = RunFolder.create(tmp_path / "run", "seed = 1\n")
     assert folder.config.read_text() == "seed = 1\n"
 

@@ -14,6 +14,7 @@ import pytest
 
 from barter.algorithms.dffke import DFFKE
 from barter.cli import main
+from barter.core import files
 from barter.core.payload import leaves
 from barter.runs import checkpoint
 from barter.runs.folder import RunFolder, last_checkpoint
@@ -26,7 +27,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "exchange": (DFFKE, "exchange_loss"),
     "append": (RunFolder, "append"),
     "save": (RunFolder, "save"),
-    "flush": (checkpoint, "flush"),
+    "flush": (files, "flush"),
     "torn": (checkpoint, "save_file"),
 }
 

@@ -13,12 +13,13 @@ import inspect
 import math
 import textwrap
 import tokenize
+import traceback
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from io import StringIO
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from barter.core.errors import ConfigError
+from barter.core.errors import BarterError, ConfigError
 
 __all__ = [
     "BY_PYTHON",
@@ -34,6 +35,8 @@ __all__ = [
     "describe",
     "did_you_mean",
     "imported",
+    "made",
+    "text",
 ]
 
 BY_PYTHON = "(given in Python)"  # stands in a configuration for what a file cannot hold
@@ -88,13 +91,36 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"did you mean {lowered[near[0]]!r}?" if near else f"there are: {', '.join(known) or 'none'}"
 
 
+def text(value: str) -> bool:
+    """Whether a string can be written down: a name of a file that is not UTF-8 cannot."""
+    return value.isascii() or value == value.encode(errors="ignore").decode()
+
+
 def imported(place: str, what: str) -> Any:
     """What package.module:name leads to."""
     module, _, name = place.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise ConfigError(f"{what} {place!r} cannot be imported: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever somebody's module does
+        raise ConfigError(f"{what} {place!r} cannot be imported: {_in_short(error)}") from error
+
+
+def made(place: str, make: Callable[[], T]) -> T:
+    """What somebody's code makes; whatever it raises is said in one line, with the place where."""
+    try:
+        return make()
+    except BarterError:
+        raise
+    except (Exception, SystemExit) as error:
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        raise ConfigError(f"{place} failed: {_in_short(error)} ({frame.f_code.co_filename}:{line})") from error
+
+
+def _in_short(error: BaseException) -> str:
+    """An exception in one line."""
+    if isinstance(error, ImportError | AttributeError):
+        return str(error)
+    return " ".join([f"{type(error).__name__}:", *str(error).split()[:60]])
 
 
 def _kind(hint: Any) -> str:
@@ -143,7 +169,11 @@ def _accept(value: object, hint: Any) -> object:
         if not math.isfinite(number):
             raise ValueError("must be a finite number")
         return number
-    if hint in (bool, str) and isinstance(value, hint):
+    if hint is str and isinstance(value, str):
+        if not text(value):
+            raise ValueError("must be text that UTF-8 can hold")
+        return value
+    if hint is bool and isinstance(value, bool):
         return value
     if hint is int and isinstance(value, int) and not isinstance(value, bool):
         return value
@@ -174,10 +204,15 @@ def build(cls: type[T], values: Mapping[str, object], where: str = "") -> T:
     for name in values:
         if name not in known:
             raise ConfigError(f"unknown key {where + name!r}: {did_you_mean(name, known)}")
-    try:
-        return cls(**values)
-    except TypeError as error:
-        raise ConfigError(f"{where.rstrip('.') or cls.__name__}: {error}") from None
+    name = where.rstrip(".") or cls.__name__
+
+    def instance() -> T:
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise ConfigError(f"{name}: {error}") from None
+
+    return made(name, instance)
 
 
 def _comments(cls: type[Any]) -> dict[str, str]:

@@ -55,5 +55,16 @@ class Round:
 
     @classmethod
     def from_json(cls, line: str) -> Round:
-        fields: Mapping[str, Any] = json.loads(line)
-        return cls(**{**fields, "clients": {int(k): v for k, v in fields["clients"].items()}})
+        """From a line of `to_json`; ValueError if it is none."""
+        try:
+            fields: Mapping[str, Any] = json.loads(line)
+            record = cls(**{**fields, "clients": {int(k): v for k, v in fields["clients"].items()}})
+            tables: list[Mapping[str, float]] = [record.server, record.seconds, *record.clients.values()]
+            numbers = [record.round, record.seconds["round"], *(n for table in tables for n in table.values())]
+            numbers += [n for table in record.bytes.values() for n in table.values()]
+            whole = all(isinstance(n, int | float) for n in numbers) and isinstance(record.failures, list)
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"no record of a round: {error}") from error
+        if not whole:
+            raise ValueError("no record of a round")
+        return record

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from barter.core.errors import ConfigError
 from barter.core.images import fingerprint
-from barter.core.params import did_you_mean
+from barter.core.params import did_you_mean, text
 
 __all__ = ["Dataset", "assembled", "from_arrays", "from_python", "held_out"]
 
@@ -39,6 +39,11 @@ class Dataset:
     held_out: bool = False  # whether the test images are a part of what was given for training
     numbered: bool = False  # whether nobody named the classes: they are called by their numbers
     own_tests: tuple[tuple[Tensor, Tensor], ...] = ()  # of each client, where every client brought its own
+
+    def __post_init__(self) -> None:
+        for name in (*self.classes, *self.domains):
+            if not text(name):
+                raise ConfigError(f"{self.name}: the name {name!a} is not text that UTF-8 can hold: rename it")
 
     def fingerprint(self) -> str:
         """A short name for exactly these images and labels."""
@@ -96,10 +101,10 @@ def from_arrays(source: Mapping[str, Any], name: str, where: str) -> Dataset:
         raise ConfigError(f"{where} lacks {', '.join(missing)}; it has {', '.join(given) or 'nothing'}")
     for key in given.keys() - {*NEEDED, *OPTIONAL}:
         raise ConfigError(f"{where}: unknown array {key!r}: {did_you_mean(key, [*NEEDED, *OPTIONAL])}")
-    classes, domains = ([str(item) for item in given[key]] if key in given else None for key in ("classes", "domains"))
+    classes, domains = (_names(given[key], f"{where}: {key}") if key in given else None for key in OPTIONAL[2:4])
     for part in ("train", "test")[: 1 + ("x_test" in given)]:
         x = given[f"x_{part}"]
-        if x.dtype != np.uint8 or x.ndim != 4:
+        if x.dtype != np.uint8 or x.ndim != 4 or 0 in x.shape[1:]:
             raise ConfigError(f"{where}: x_{part} is {x.dtype} of shape {x.shape}, uint8 NHWC is expected")
         if x.shape[1] in CHANNELS and x.shape[3] not in CHANNELS:
             raise ConfigError(f"{where}: x_{part} of shape {x.shape} has its channels first: x.transpose(0, 2, 3, 1)")
@@ -121,6 +126,15 @@ def from_arrays(source: Mapping[str, Any], name: str, where: str) -> Dataset:
     numbered = None if domains is None else (domains, given["domain_train"], given["domain_test"])
     arrays = given["x_train"], given["y_train"], given["x_test"], given["y_test"]
     return assembled(name, arrays, classes, numbered, held_out=without_test)
+
+
+def _names(given: np.ndarray[Any, Any], where: str) -> list[str]:
+    if given.ndim != 1 or given.dtype.kind not in "USiu" or not len(given):
+        raise ConfigError(f"{where} is {given.dtype} of shape {given.shape}, a list of names is expected")
+    try:
+        return [item.decode() if isinstance(item, bytes) else str(item) for item in given.tolist()]
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where} holds names that are not UTF-8: {error}") from error
 
 
 def _require_numbers(y: np.ndarray[Any, Any], n: int, names: list[str] | None, what: str, where: str) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -14,12 +13,14 @@ import numpy as np
 from PIL import Image
 
 from barter.core.errors import ConfigError
-from barter.core.params import BY_PYTHON, did_you_mean, imported
+from barter.core.files import understood
+from barter.core.params import BY_PYTHON, did_you_mean, imported, made
 from barter.data.dataset import NEEDED, Dataset, assembled, from_arrays, from_python, held_out
-from barter.data.splits import read_split
+from barter.data.splits import arrays_in, read_split
 
 __all__ = ["PATH_SOURCES", "SOURCES", "load"]
 
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")  # Pillow knows more, and for some runs other programs
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 TESTS = (
     "test",
@@ -83,7 +84,7 @@ def _torchvision(name: str, request: Request) -> Dataset:
             "the download failed" if download else "set data.root to the folder that holds it, or data.download=true"
         )
         raise ConfigError(f"{name} is not in {root}: {advice} ({error})") from error
-    except OSError as error:
+    except Exception as error:  # whatever a damaged file makes go wrong
         raise ConfigError(f"{name} could not be read or downloaded into {root}: {error}") from error
     images = [np.asarray(part.data) for part in (train, test)]
     if images[0].ndim == 3:
@@ -95,11 +96,16 @@ def _torchvision(name: str, request: Request) -> Dataset:
 
 
 def _picture(path: Path, size: int | None) -> np.ndarray[Any, Any]:
+    if not path.is_file():
+        raise ConfigError(f"{path} is no file")
     try:
-        with Image.open(path) as image:
-            square = image.convert("RGB").resize((size or FOLDER_SIZE,) * 2, Image.Resampling.BILINEAR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path, formats=FORMATS) as image:
+                square = image.convert("RGB").resize((size or FOLDER_SIZE,) * 2, Image.Resampling.BILINEAR)
             return np.asarray(square, dtype=np.uint8)
-    except OSError as error:
+    except Exception as error:  # Pillow raises whatever a damaged file makes go wrong
         raise ConfigError(f"{path} is not an image that can be read: {error}") from error
 
 
@@ -113,7 +119,8 @@ def _subfolders(path: Path, what: str) -> list[Path]:
 
 
 def _pictures(folder: Path) -> list[Path]:
-    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+    every = folder.rglob("*")
+    found = sorted(path for path in every if path.suffix.lower() in IMAGE_SUFFIXES and not path.is_dir())
     if not found:
         raise ConfigError(f"{folder} holds no images ({', '.join(sorted(IMAGE_SUFFIXES))})")
     return found
@@ -173,23 +180,21 @@ def _tiny_imagenet(request: Request) -> Dataset:
         )
     classes = [folder.name for folder in _subfolders(root / "train", "class")]
     x_train, y_train = _read_classes(root / "train", classes, request.size)
-    rows = [line.split("\t") for line in (root / "val" / "val_annotations.txt").read_text().splitlines() if line]
-    x_test = np.stack([_picture(root / "val" / "images" / row[0], request.size) for row in rows])
-    return assembled(
-        request.name, (x_train, y_train, x_test, np.array([classes.index(row[1]) for row in rows])), classes
-    )
+    rows = understood(root / "val" / "val_annotations.txt", lambda text: _annotations(text, classes))
+    x_test = np.stack([_picture(root / "val" / "images" / name, request.size) for name, _ in rows])
+    return assembled(request.name, (x_train, y_train, x_test, np.array([number for _, number in rows])), classes)
+
+
+def _annotations(text: str, classes: list[str]) -> list[tuple[str, int]]:
+    """Names of images and the numbers of their classes, from lines that begin with two names."""
+    rows = [line.split("\t") for line in text.splitlines() if line]
+    return [(row[0], classes.index(row[1])) for row in rows]
 
 
 def _npz(request: Request) -> Dataset:
-    try:
-        archive = np.load(request.path, allow_pickle=False)
-        if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise ConfigError(f"{request.path} holds one array; an npz file with {', '.join(NEEDED)} is expected")
-        with archive:
-            arrays = dict(archive)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ConfigError(f"{request.path} cannot be read as an npz file: {error}") from error
-    return from_arrays(arrays, request.name, str(request.path))
+    if request.path.is_file() and request.path.open("rb").read(6) == b"\x93NUMPY":
+        raise ConfigError(f"{request.path} holds one array; an npz file with {', '.join(NEEDED)} is expected")
+    return from_arrays(arrays_in(request.path), request.name, str(request.path))
 
 
 def _clients(request: Request) -> Dataset:
@@ -247,4 +252,4 @@ def _from_function(source: str, size: int | None) -> Dataset:
             raise
         guess = did_you_mean(kind, PATH_SOURCES)
         raise ConfigError(f"unknown kind of data {kind + ':'!r}, and no module either: {guess}") from None
-    return from_python(make() if callable(make) else make, source, size)
+    return made(f"data {source!r}", lambda: from_python(make() if callable(make) else make, source, size))

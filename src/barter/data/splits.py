@@ -9,19 +9,22 @@ between 0 and 1 or -1 and 1, with channels first, which become the bytes they we
 
 from __future__ import annotations
 
+import math
+import os
 import pickle
 import zipfile
-import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from barter.core.errors import ConfigError
+from barter.core.files import whole
 from barter.core.images import Images
 from barter.data.dataset import Dataset, from_python
 
-__all__ = ["clients_in", "read_split", "write_split"]
+__all__ = ["arrays_in", "clients_in", "read_split", "write_split"]
 
 Array = np.ndarray[Any, Any]
 
@@ -42,7 +45,7 @@ class _Arrays(pickle.Unpickler):
 
 def clients_in(path: Path) -> int:
     """How many clients a split has."""
-    found = sorted(int(file.stem) for file in (path / "train").glob("*.npz") if file.stem.isdigit())
+    found = sorted(int(file.stem) for file in (path / "train").glob("*.npz") if file.stem.isdecimal())
     if not found:
         raise ConfigError(f"{path} holds no train/0.npz: one file for each client is expected, train/ and test/")
     if found != list(range(len(found))):
@@ -66,11 +69,14 @@ def write_split(path: Path, train: list[Images], tests: list[Images], test: Imag
     """Every client's images and test set, and the test set of all, as files that anything can read."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"{path} is there already: a split goes to a new folder")
-    for part, clients in (("train", train), ("test", tests)):
-        (path / part).mkdir(parents=True)
-        for k, images in enumerate(clients):
-            _save(path / part / f"{k}.npz", images, classes)
-    _save(path / "test.npz", test, classes)
+    with suppress(OSError):
+        path.rmdir()  # an empty one is as good as none
+    with whole(path) as new:
+        for part, clients in (("train", train), ("test", tests)):
+            (new / part).mkdir()
+            for k, images in enumerate(clients):
+                _save(new / part / f"{k}.npz", images, classes)
+        _save(new / "test.npz", test, classes)
 
 
 def _save(path: Path, images: Images, classes: list[str]) -> None:
@@ -78,33 +84,59 @@ def _save(path: Path, images: Images, classes: list[str]) -> None:
     np.savez_compressed(path, x=pixels, y=images.labels.cpu().numpy(), classes=np.array(classes))
 
 
-def _file(path: Path) -> dict[str, Array]:
+def arrays_in(path: Path, *, objects: bool = False) -> dict[str, Any]:
+    """The arrays of an npz file, by name; those of objects only where they are asked for."""
     try:
         with zipfile.ZipFile(path) as archive:
-            held = {name.removesuffix(".npy"): _array(archive.open(name), path) for name in archive.namelist()}
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file; every client has one in train/ and one in test/") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ConfigError(f"{path} cannot be read as an npz file: {error}") from error
+            size, there = sum(entry.file_size for entry in archive.infolist()), _memory()
+            if size > there:
+                raise ConfigError(f"{path} holds {size:,} bytes of arrays, more than this machine's memory")
+            return {
+                entry.filename.removesuffix(".npy"): _array(archive.open(entry), entry.file_size, path, objects)
+                for entry in archive.infolist()
+            }
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a damaged file makes go wrong
+        raise ConfigError(f"{path} cannot be read as an npz file: {error or type(error).__name__}") from error
+
+
+def _memory() -> int:
+    """The bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _file(path: Path) -> dict[str, Array]:
+    if not path.exists():
+        raise ConfigError(f"{path}: there is no such file; every client has one in train/ and one in test/")
+    held = arrays_in(path, objects=True)
     if set(held) == {"data"}:
         held = held["data"].item() if held["data"].dtype == object and held["data"].ndim == 0 else held["data"]
     if not isinstance(held, dict) or not {"x", "y"} <= set(held):
         has = ", ".join(map(str, held)) if isinstance(held, dict) else "something else"
         raise ConfigError(f"{path}: arrays x and y are expected, or data with both; it has {has or 'nothing'}")
-    return {**held, "x": _pixels(np.asarray(held["x"]), path), "y": np.asarray(held["y"]).astype(np.int64)}
+    try:
+        x, y = np.asarray(held["x"]), np.asarray(held["y"]).astype(np.int64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{path}: y must hold a class number for each image of x: {error}") from error
+    return {**held, "x": _pixels(x, path), "y": y}
 
 
-def _array(file: BinaryIO | Any, path: Path) -> Any:
+def _array(file: BinaryIO | Any, size: int, path: Path, objects: bool) -> Any:
     """An array of a file; if it is one of objects, nothing that its pickle names is run but what makes arrays."""
     version = np.lib.format.read_magic(file)
     header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, _, dtype = header(file)
     if not dtype.hasobject:
+        if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != size - file.tell():
+            raise ValueError(f"{size - file.tell()} bytes do not make {shape} of {dtype}")
         file.seek(0)
         return np.lib.format.read_array(file, allow_pickle=False)
+    if not objects:
+        raise ValueError("it holds objects, which are not read; give arrays of numbers and of text")
     try:
         return np.asarray(_Arrays(file).load(), dtype=object).reshape(shape)
-    except (pickle.UnpicklingError, AttributeError, TypeError, ImportError, IndexError, KeyError) as error:
+    except Exception as error:
         raise ConfigError(
             f"{path} holds objects that are not read, for that could run what a stranger wrote into them ({error}). If "
             f"you trust the file: d = np.load(path, allow_pickle=True)['data'].item(); "

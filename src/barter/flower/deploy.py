@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from flwr.serverapp import Grid, ServerApp
 from barter.assembly import Federation
 from barter.config import Config, plain, read, resolve, to_toml
 from barter.core.errors import BarterError, ConfigError
+from barter.core.files import replace_text, understood, whole
 from barter.core.images import Spec
 from barter.core.payload import Payload
 from barter.experiment import Experiment
@@ -37,13 +37,13 @@ from barter.flower.sites import Hello, agree, federation, new_attempt
 from barter.flower.supervise import FLOWER, Child, free_port
 from barter.machine import with_threads
 from barter.parties import described
-from barter.runs.checkpoint import flush
 from barter.runs.folder import RunFolder
 from barter.runs.journal import Journal
 
 __all__ = ["Coordinator", "app", "conduct", "init", "init_simulation", "site_folder"]
 
 ROSTER = "sites.json"
+PRIVATE = 0o700  # keys, and what sites send
 HOUR = 3600.0  # seconds that a site has for a call, unless the run says otherwise
 PATIENCE = 120.0  # seconds that sites have to come at least: they load data first
 log = logging.getLogger("barter")
@@ -157,7 +157,11 @@ class Roster:
         path = out / ROSTER
         if not path.exists():
             return None
-        tree = json.loads(path.read_text())
+        return understood(path, cls._of)
+
+    @classmethod
+    def _of(cls, text: str) -> Roster:
+        tree = json.loads(text)
         members = [Hello.read(member) for member in tree["members"]]
         return cls(tree["run"], [(a, n) for a, n in tree["attempts"]], Hello.read(tree["all"]).spec, members)
 
@@ -170,10 +174,7 @@ class Roster:
         history = {a: n for (a, _), (_, n) in pairwise(self.attempts)}
         everybody = replace(self.members[0], spec=self.spec)
         tree = {"run": self.run, "attempts": self.attempts, "members": [m.payload() for m in self.members]}
-        temporary = out / f"{ROSTER}.tmp"
-        temporary.write_text(json.dumps({**tree, "all": everybody.payload()}))
-        flush(temporary)
-        temporary.rename(out / ROSTER)
+        replace_text(out / ROSTER, json.dumps({**tree, "all": everybody.payload()}))
         return {"run": self.run, "attempt": self.attempts[-1][0], "history": history}
 
     def require_same(self, hellos: Iterable[Hello]) -> None:
@@ -200,7 +201,7 @@ def init(folder: Path, config: Config, sites: Sequence[Mapping[str, Any]], addre
     if len(set(names)) < len(names):
         raise ConfigError(f"site names {', '.join(names)}: each needs one of its own")
     folder = folder.absolute()
-    with _whole(folder) as new:
+    with whole(folder, PRIVATE) as new:
         (new / "sites").mkdir()
         _write_app(new, folder, config, "barter.flower.front:app")
         values = {"folder": folder, "address": address, "port": port, "first": names[0]}
@@ -219,22 +220,8 @@ def init(folder: Path, config: Config, sites: Sequence[Mapping[str, Any]], addre
 def init_simulation(folder: Path, config: Config) -> None:
     """The folder of a simulation: Flower's app and the run."""
     folder = folder.absolute()
-    with _whole(folder) as new:
+    with whole(folder, PRIVATE) as new:
         _write_app(new, folder, config, "barter.flower.simulation:app")
-
-
-@contextmanager
-def _whole(folder: Path) -> Iterator[Path]:
-    """A place to write what is to be a folder: it is there whole, or not at all."""
-    new = folder.with_name(f".{folder.name}.new")
-    shutil.rmtree(new, ignore_errors=True)  # of one who was killed
-    new.mkdir(mode=0o700, parents=True)  # keys, and what sites send
-    try:
-        yield new
-        new.rename(folder)
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
 
 
 def _write_app(place: Path, folder: Path, config: Config, client_app: str) -> None:

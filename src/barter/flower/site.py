@@ -14,6 +14,7 @@ import torch
 
 from barter.compute.precision import Precision, using
 from barter.core.errors import BarterError, CheckpointError
+from barter.core.files import replace_text, replacing, understood
 from barter.core.nodes import Client
 from barter.core.payload import Payload
 from barter.engines.local import LocalEngine
@@ -160,22 +161,18 @@ class Site:
     def _left(self) -> dict[str, int]:
         """How often each protected part has left here. What has left has left: a round that the server takes back
         is done again with new noise, and counts twice."""
-        return dict(json.loads(self._account.read_text())) if self._account.exists() else {}
+        return understood(self._account, lambda text: dict(json.loads(text))) if self._account.exists() else {}
 
     def _note_left(self, released: dict[str, int]) -> None:
         if released and released != self._left():
             self._account.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self._account.with_suffix(".tmp")
-            temporary.write_text(json.dumps(released))
-            checkpoint.flush(temporary)
-            temporary.rename(self._account)
+            replace_text(self._account, json.dumps(released))
 
     def _keep_start(self) -> None:
         """What is remembered now is what the round that begins started from."""
-        temporary = self._start.with_suffix(".tmp")
-        temporary.unlink(missing_ok=True)
-        os.link(self._now, temporary)
-        temporary.rename(self._start)
+        with replacing(self._start) as temporary:
+            temporary.unlink(missing_ok=True)
+            os.link(self._now, temporary)
 
     def _save(self) -> None:
         client = self.client

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from barter.core.errors import ConfigError
 from barter.core.images import Spec
-from barter.core.params import imported
+from barter.core.params import imported, made
 
 __all__ = ["drawn", "latent_dim", "latents", "pretrained"]
 
@@ -32,12 +32,11 @@ def pretrained(place: str, device: torch.device) -> nn.Module:
     if Path(place).is_file():
         try:
             generator: Any = torch.jit.load(place, map_location=device)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            raise ConfigError(
-                f"generator={place!r} is not TorchScript ({str(error).splitlines()[0]}): {WANTED}"
-            ) from error
+        except Exception as error:  # whatever a damaged file makes go wrong
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise ConfigError(f"generator={place!r} is not TorchScript ({reason}): {WANTED}") from error
     elif ":" in place:
-        generator = imported(place, "the generator")()
+        generator = made(f"generator={place!r}", imported(place, "the generator"))
     else:
         raise ConfigError(f"generator={place!r}: there is no such file. A generator is {WANTED}")
     if not isinstance(generator, nn.Module) or not isinstance(getattr(generator, "latent_dim", None), int):
@@ -56,16 +55,27 @@ def latent_dim(generator: nn.Module) -> int:
 def latents(generator: nn.Module, count: int, device: torch.device) -> Tensor:
     """So many latent vectors as the generator knows them: its own `latents(count)`, else standard normal."""
     own: Any = getattr(generator, "latents", None)
-    drawn: Tensor = torch.randn(count, latent_dim(generator), device=device) if own is None else own(count)
+    if own is None:
+        return torch.randn(count, latent_dim(generator), device=device)
+    drawn = made("the generator's latents", lambda: own(count))
+    if not isinstance(drawn, Tensor) or drawn.shape != (count, latent_dim(generator)):
+        raise ConfigError(f"the generator's latents({count}) are {_kind(drawn)}. A generator is {WANTED}")
     return drawn.to(device)
+
+
+def _kind(made: object) -> str:
+    return str(tuple(made.shape)) if isinstance(made, Tensor) else f"a {type(made).__name__}"
 
 
 @torch.no_grad()
 def drawn(generator: nn.Module, codes: Tensor, spec: Spec) -> Tensor:
     """The images of these latent vectors as bytes, in the size and with the channels of the clients' images."""
-    images = torch.cat([generator(some) for some in torch.split(codes, CHUNK)]).float()
-    if images.ndim != 4 or len(images) != len(codes):
-        raise ConfigError(f"the generator made {tuple(images.shape)} of {tuple(codes.shape)}. A generator is {WANTED}")
+    some = [made("the generator", partial(generator, part)) for part in torch.split(codes, CHUNK)]
+    wrong = next((part for part in some if not isinstance(part, Tensor) or part.ndim != 4), None)
+    images = torch.empty(0) if wrong is not None else made("the generator", lambda: torch.cat(some).float())
+    if wrong is not None or len(images) != len(codes):
+        shown = _kind(images if wrong is None else wrong)
+        raise ConfigError(f"the generator made {shown} of {tuple(codes.shape)}. A generator is {WANTED}")
     if images.shape[1] != spec.channels:
         images = images.mean(1, keepdim=True).expand(-1, spec.channels, -1, -1)
     if images.shape[-2:] != spec.shape[1:]:

@@ -15,7 +15,7 @@ from torchvision.models.resnet import BasicBlock, ResNet
 from barter.core.errors import ConfigError
 from barter.core.images import Spec
 from barter.core.model import Classifier, split, verify_split
-from barter.core.params import did_you_mean, imported
+from barter.core.params import did_you_mean, imported, made
 from barter.models import small
 from barter.models.families import FAMILIES
 
@@ -133,14 +133,11 @@ def build(name: str, spec: Spec, own: Own | None = None) -> Classifier:
 
 
 def _split(name: str, own: Own, spec: Spec) -> Classifier:
-    try:
-        made = own if isinstance(own, nn.Module) else own(spec)
-    except TypeError as error:
-        raise ConfigError(f"{name} is called with the task's spec and did not make a network of it: {error}") from error
-    if not isinstance(made, nn.Module):
-        raise ConfigError(f"{name} made a {type(made).__name__} of the task's spec, not a module")
-    classifier = split(made)
-    verify_split(made, classifier, spec.shape, spec.classes)
+    network = own if isinstance(own, nn.Module) else made(f"{name}, called with the task's spec,", partial(own, spec))
+    if not isinstance(network, nn.Module):
+        raise ConfigError(f"{name} made a {type(network).__name__} of the task's spec, not a module")
+    classifier = split(network)
+    made(name, lambda: verify_split(network, classifier, spec.shape, spec.classes))
     return classifier
 
 

@@ -6,9 +6,11 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from barter.core.algorithm import Algorithm
+from barter.core.files import understood
 from barter.privacy.settings import Plan, Privacy
 
 __all__ = ["Row", "Statement", "statement"]
@@ -61,6 +63,11 @@ class Statement:
         tree["rows"] = [{**row, "epsilon": _word(row["epsilon"])} for row in tree["rows"]]
         tree |= {"epsilon": _word(self.epsilon), "clients": {str(k): _word(e) for k, e in self.clients.items()}}
         return json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def read(cls, path: Path) -> Statement:
+        """From a file of what `to_json` wrote."""
+        return understood(path, cls.from_json)
 
     @classmethod
     def from_json(cls, text: str) -> Statement:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -14,6 +13,7 @@ from string import Template
 import plotly.graph_objects as go
 
 from barter.core.errors import ConfigError
+from barter.core.files import replace_text, writing
 from barter.version import __version__
 
 __all__ = [
@@ -78,14 +78,11 @@ def page(title: str, subtitle: str, tiles: Sequence[Tile], sections: Sequence[Se
 
 def write(to: Path, content: str) -> None:
     """The file holds either the page it held or the new one; a file that is no page of ours is left alone."""
-    temporary = to.with_name(f".{to.name}.tmp")
-    try:
-        if to.exists() and MARK.encode() not in to.read_bytes()[:1000]:
-            raise ConfigError(f"{to} exists and is no report of barter's: choose another --to")
-        temporary.write_text(content)
-        os.replace(temporary, to)
-    except OSError as error:
-        raise ConfigError(f"{to} cannot be written: {error}") from None
+    with writing(to):
+        known = not to.exists() or MARK.encode() in to.read_bytes()[:1000]
+    if not known:
+        raise ConfigError(f"{to} exists and is no report of barter's: choose another --to")
+    replace_text(to, content)
 
 
 def text(*paragraphs: str) -> str:

@@ -161,7 +161,7 @@ def _privacy(run: Path) -> list[Section]:
     """What left the clients, and what that promises."""
     if not (run / PRIVACY).is_file():
         return []
-    statement = Statement.from_json((run / PRIVACY).read_text())
+    statement = Statement.read(run / PRIVACY)
     parts = table(*cells(statement)) if statement.rows else ""
     return [Section("Privacy", [parts, *map(text, conclusion(statement))])]
 

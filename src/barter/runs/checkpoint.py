@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,9 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from barter.core.errors import CheckpointError
+from barter.core.files import replacing
 from barter.core.payload import Payload, mark, origin, pack, unpack
 
-__all__ = ["flush", "read", "write"]
+__all__ = ["read", "write"]
 
 
 def write(target: Path, state: Payload, notes: Mapping[str, str]) -> None:
@@ -31,16 +31,13 @@ def write(target: Path, state: Payload, notes: Mapping[str, str]) -> None:
         alias[name] = unique.setdefault(key, name)
         if alias[name] == name:
             stored[name] = tensor.cpu().clone().contiguous()
-    temporary = target.with_suffix(".tmp")
     metadata = {**notes, "header": header, "alias": json.dumps(alias)}
     metadata["checksum"] = _checksum(stored, metadata)
-    try:
-        save_file(stored, temporary, metadata)
-        flush(temporary)
-        temporary.rename(target)
-        flush(target.parent)
-    except OSError as error:
-        raise CheckpointError(f"{target} cannot be written: {error}") from error
+    with replacing(target) as temporary:
+        try:
+            save_file(stored, temporary, metadata)
+        except SafetensorError as error:  # what the disk refuses, in its words
+            raise OSError(str(error)) from error
 
 
 def read(path: Path, device: torch.device) -> tuple[Payload, dict[str, str]]:
@@ -57,7 +54,7 @@ def read(path: Path, device: torch.device) -> tuple[Payload, dict[str, str]]:
             mark(tensor)
         alias = json.loads(notes["alias"])
         return unpack({name: stored[a] for name, a in alias.items()}, notes["header"]), notes
-    except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
+    except Exception as error:  # whatever a damaged file makes go wrong
         raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
@@ -68,12 +65,3 @@ def _checksum(tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> str:
         if tensors[name].numel():
             found = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, found)
     return f"{found:08x}"
-
-
-def flush(path: Path) -> None:
-    """What was written to a file or folder is on disk when this returns."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import re
+import shutil
 import tomllib
 import weakref
 from collections.abc import Callable, Mapping
@@ -15,9 +16,10 @@ import tomli_w
 import torch
 
 from barter.core.errors import CheckpointError
+from barter.core.files import replace_text, writing
 from barter.core.payload import Payload
 from barter.core.record import Round
-from barter.runs.checkpoint import flush, read, write
+from barter.runs.checkpoint import read, write
 
 __all__ = ["RunFolder", "finished", "has_checkpoint", "last_checkpoint", "records", "rounds_done", "unborn"]
 
@@ -27,7 +29,7 @@ METRICS = "metrics.jsonl"
 PRIVACY = "privacy.json"
 
 SETUP = "flower"  # what a run on Flower is set up with
-UNBORN = {".lock", "checkpoints", "config.tmp", SETUP, f".{SETUP}.new"}  # of a run that was killed before it began
+UNBORN = {".lock", "checkpoints", ".config.toml.tmp", SETUP, f".{SETUP}.new"}  # of a run killed before it began
 CHECKPOINT = re.compile(r"round-(\d{6})\.safetensors")
 
 
@@ -56,7 +58,7 @@ class RunFolder:
             raise CheckpointError(f"{path} exists and is not empty: choose another --out, or `barter resume {path}`")
         folder = cls(path)
         prepare()
-        folder._replace(folder.config, config)
+        replace_text(folder.config, config)
         return folder
 
     @classmethod
@@ -78,11 +80,11 @@ class RunFolder:
         """From now on the run has these values of its configuration."""
         config = tomllib.loads(self.config.read_text())
         if config != {**config, **values}:
-            self._replace(self.config, tomli_w.dumps({**config, **values}))
+            replace_text(self.config, tomli_w.dumps({**config, **values}))
 
     def state(self, privacy: str) -> None:
         """What the run told of private images until now."""
-        self._replace(self.path / PRIVACY, privacy)
+        replace_text(self.path / PRIVACY, privacy)
 
     def release(self) -> None:
         """Let another experiment have the folder."""
@@ -90,7 +92,7 @@ class RunFolder:
 
     def append(self, record: Round) -> None:
         """One more line of metrics.jsonl, on disk when this returns."""
-        with self.metrics.open("a") as file:
+        with writing(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
             file.write(record.to_json() + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -116,24 +118,16 @@ class RunFolder:
             log.warning(
                 "%s has no whole record of %s: tables and curves go on without%s", self.metrics, lost, self._aside()
             )
-        self._replace(self.metrics, "".join(record.to_json() + "\n" for record in kept))
+        replace_text(self.metrics, "".join(record.to_json() + "\n" for record in kept))
 
     def _aside(self) -> str:
         """Keep damaged records beside the ones that go on."""
         if not self.metrics.exists():
             return ""
         aside = self.metrics.with_suffix(".damaged")
-        self.metrics.replace(aside)
+        with writing(aside):
+            shutil.copyfile(self.metrics, aside)  # the metrics stay until what is to go on is on disk
         return f"; what there was is in {aside}"
-
-    @staticmethod
-    def _replace(target: Path, text: str) -> None:
-        """The file holds either what it held or the new text, never a part of it."""
-        temporary = target.with_suffix(".tmp")
-        temporary.write_text(text)
-        flush(temporary)
-        temporary.rename(target)
-        flush(target.parent)
 
 
 _held: weakref.WeakSet[RunFolder] = weakref.WeakSet()
@@ -155,7 +149,7 @@ def records(run: Path) -> list[Round]:
     for line in metrics.read_text(errors="replace").splitlines() if metrics.exists() else ():
         try:
             found.append(Round.from_json(line))
-        except (ValueError, KeyError, TypeError):
+        except ValueError:
             continue
     return found
 
