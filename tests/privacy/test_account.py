@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from barter.core.errors import ConfigError
-from barter.privacy.account import Gaussian, Pure, Sampled, calibrated, spent
+from barter.privacy.account import STEP, Gaussian, Pure, Sampled, calibrated, calibrated_steps, spent
 
 REPLACE = dp_accounting.NeighboringRelation.REPLACE_ONE
 DELTA = 1e-5
@@ -67,9 +67,55 @@ def test_mixtures_cost_more_than_their_parts_and_less_than_their_sum(noise: floa
 
 
 def test_a_step_on_a_sample_costs_what_another_accountant_says() -> None:
-    accountant = dp_accounting.pld.PLDAccountant(REPLACE)
-    accountant.compose(dp_accounting.PoissonSampledDpEvent(0.02, dp_accounting.GaussianDpEvent(1.5)), 50)
-    assert spent({Sampled(1.5, 0.02): 50}, DELTA) == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-3)
+    found = spent({Sampled(1.5, 0.02): 50}, DELTA)
+    for step, tolerance in ((STEP, 1e-6), (STEP / 10, 1e-3)):  # on the same grid, and on a finer one
+        accountant = dp_accounting.pld.PLDAccountant(REPLACE, value_discretization_interval=step)
+        accountant.compose(dp_accounting.PoissonSampledDpEvent(0.02, dp_accounting.GaussianDpEvent(1.5)), 50)
+        assert found == pytest.approx(accountant.get_epsilon(DELTA), rel=tolerance)
+
+
+PRV_ERROR = 0.01  # of ε, that Opacus asks of its accountant by numerical composition
+
+
+def by_opacus(kind: str, noise: float, rate: float, steps: int) -> float:
+    """ε where one image is added or removed, which moves a sum by C: half as far as one that is replaced."""
+    accountant = getattr(pytest.importorskip("opacus.accountants"), kind)()
+    accountant.history = [(noise, rate, steps)]
+    return float(accountant.get_epsilon(DELTA))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("noise", "steps"), [(8.0, 10), (20.0, 100)])
+def test_steps_on_all_images_cost_what_opacus_says(noise: float, steps: int) -> None:
+    found = spent({Sampled(noise, 1.0): steps}, DELTA)
+    assert found == pytest.approx(by_opacus("PRVAccountant", noise / 2, 1.0, steps), abs=PRV_ERROR + 1e-3)
+    assert found <= by_opacus("RDPAccountant", noise / 2, 1.0, steps)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("noise", "rate", "steps"), [(2.0, 0.145, 140), (1.5, 0.02, 500)])
+def test_steps_on_samples_cost_what_opacus_says(noise: float, rate: float, steps: int) -> None:
+    one = pld.from_gaussian_mechanism(noise, sampling_prob=rate, value_discretization_interval=STEP)
+    added = one.self_compose(steps).get_epsilon_for_delta(DELTA)
+    assert added == pytest.approx(by_opacus("PRVAccountant", noise, rate, steps), abs=PRV_ERROR + 1e-3)
+    found = spent(
+        {Sampled(noise, rate): steps}, DELTA
+    )  # to replace is more than to add, less than to move twice as far
+    assert added < found < by_opacus("PRVAccountant", noise / 2, rate, steps)
+
+
+@pytest.mark.parametrize(("epsilon", "rate", "steps"), [(8.0, 0.145, 140), (1.0, 0.145, 140), (3.0, 1.0, 20)])
+def test_noise_of_steps_is_the_least_that_keeps_within(epsilon: float, rate: float, steps: int) -> None:
+    noise = calibrated_steps(epsilon, DELTA, rate, steps)
+    assert epsilon - 1e-3 < spent({Sampled(noise, rate): steps}, DELTA) <= epsilon
+
+
+def test_more_steps_larger_samples_and_less_epsilon_need_more_noise() -> None:
+    noise = calibrated_steps(4.0, DELTA, 0.1, 20)
+    assert noise < calibrated_steps(4.0, DELTA, 0.1, 40)
+    assert noise < calibrated_steps(4.0, DELTA, 0.2, 20)
+    assert noise < calibrated_steps(2.0, DELTA, 0.1, 20)
+    assert noise < calibrated_steps(4.0, DELTA / 100, 0.1, 20)
 
 
 @pytest.mark.parametrize("classes", [2, 10])

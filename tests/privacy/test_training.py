@@ -73,7 +73,12 @@ def test_a_replaced_image_moves_the_sum_by_2_c() -> None:
 def private(experiment: Experiment, noise: float, clip: float, counted: list[Any]) -> Sealed:
     assert isinstance(experiment.engine, LocalEngine)
     source = Seeded(0)
-    how = PrivateTraining(clip, noise, source.normal, source.uniform, lambda rate, steps: counted.append((rate, steps)))
+
+    def count(rate: float, steps: int) -> float:
+        counted.append((rate, steps))
+        return noise
+
+    how = PrivateTraining(clip, source.normal, source.uniform, count)
     return Sealed(experiment.engine.clients[0].data, how)
 
 
@@ -98,7 +103,7 @@ def test_a_private_run_learns_and_is_accounted_for() -> None:
     client = experiment.engine.clients[1]  # type: ignore[attr-defined]
     n = len(client.data)
     steps = 2 * -(-n // 50)
-    assert client.released == {f"training {50 / n!r}": steps}
+    assert client.released == {f"training {50 / n!r} 0.7": steps}
     cost = spent({Sampled(0.7, 50 / n): steps}, 1e-5)
     assert second.clients[1]["epsilon"] == pytest.approx(cost)
     statement = experiment.privacy()
@@ -114,6 +119,23 @@ def test_a_private_run_stops_before_its_budget_is_exceeded() -> None:
         list(experiment.rounds(20))
     assert experiment.round > 0
     assert 3 < experiment.privacy().epsilon <= 4.2
+
+
+def test_noise_is_found_for_all_rounds_of_each_client() -> None:
+    privacy = Privacy(training="clip=1", epsilon=6)
+    experiment = small_federation(tiny("fedavg"), models="small-mlp", rounds=2, privacy=privacy)
+    assert experiment.config.privacy.training == "clip=1 epsilon=6 rounds=2"
+    *_, last = experiment.rounds(2)
+    noises = set()
+    for k, client in experiment.engine.clients.items():  # type: ignore[attr-defined]
+        ((name, steps),) = client.released.items()
+        _, rate, noise = name.split(" ")
+        noises.add(noise)
+        assert last.clients[k]["epsilon"] == spent({Sampled(float(noise), float(rate)): steps}, 1e-5)
+        assert 6 - 1e-3 < last.clients[k]["epsilon"] <= 6
+    assert len(noises) > 1, "clients with fewer images need more"
+    with pytest.raises(PrivacyError, match="spent after round 2"):
+        experiment.step()
 
 
 def test_private_runs_are_the_same_again() -> None:
@@ -179,8 +201,10 @@ def test_networks_that_know_images_already_are_refused() -> None:
 @pytest.mark.parametrize(
     ("privacy", "message"),
     [
-        ({"training": "clip=1"}, "privacy.training: .*noise"),
-        ({"training": "much"}, "write it as clip=1 noise=1.1"),
+        ({"training": "clip=1"}, "privacy.training: it needs noise=..., or privacy.epsilon for the run"),
+        ({"training": "clip=1 noise=1 epsilon=8"}, "noise is given, or found from epsilon and rounds, not both"),
+        ({"training": "clip=1 epsilon=8 rounds=1.5"}, "write it as clip=1"),
+        ({"training": "much"}, "write it as clip=1 or clip=1 noise=1.1"),
         ({"training": "clip=0 noise=1"}, "clip=0.0: must be float > 0"),
         ({"training": "clip=1 noise=1", "parts": {"client_update": "withhold"}}, "leave out privacy.parts"),
     ],

@@ -102,10 +102,10 @@ class PrivateTraining:
     """How a network may learn from sealed images."""
 
     clip: float  # C: the largest length of one image's gradient
-    noise: float  # standard deviation of the noise on a step's sum, in units of C
     normal: Callable[[int], Tensor]  # where noise comes from
     uniform: Callable[[int], Tensor]  # and the choice of images
-    count: Callable[[float, int], None]  # told the share of images in a step and the number of steps; may refuse
+    count: Callable[[float, int], float]  # told the share of images in a step and the number of steps: the standard
+    # deviation of the noise on a step's sum, in units of C; may refuse
 
 
 class Sealed(Images):

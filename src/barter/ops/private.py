@@ -38,14 +38,14 @@ def fit_privately(
     if mixing:
         raise ConfigError(f"privacy.training: {mixing[0]} mixes images; use a network without it")
     rate = min(1.0, batch_size / len(data))
-    how.count(rate, epochs * per_epoch)
+    deviation = how.clip * how.count(rate, epochs * per_epoch)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     sizes = [parameter.numel() for parameter in trained.values()]
     for epoch in client.track(range(1, epochs + 1)):
         for _ in range(per_epoch):
             chosen = (how.uniform(len(data)) < rate).nonzero()[:, 0].to(data.device)
             total = clipped_sum(model, trained, loss, data, chosen, how.clip)
-            noise = (how.noise * how.clip * how.normal(sum(sizes))).to(data.device, torch.float32)
+            noise = (deviation * how.normal(sum(sizes))).to(data.device, torch.float32)
             for parameter, slope, own in zip(trained.values(), total, torch.split(noise, sizes), strict=True):
                 told = (slope + own.view_as(parameter)) / (rate * len(data))
                 parameter.grad = torch.empty_like(parameter).copy_(told)  # in the parameter's own memory format

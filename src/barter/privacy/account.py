@@ -17,7 +17,17 @@ from scipy.special import log_ndtr, ndtri
 
 from barter.core.errors import ConfigError
 
-__all__ = ["Gaussian", "Pure", "Release", "Releases", "Sampled", "calibrated", "require_accountant", "spent"]
+__all__ = [
+    "Gaussian",
+    "Pure",
+    "Release",
+    "Releases",
+    "Sampled",
+    "calibrated",
+    "calibrated_steps",
+    "require_accountant",
+    "spent",
+]
 
 STEP = 1e-3  # of discretised privacy losses; they are rounded up
 POINTS = 2e5  # at most about so many of them
@@ -92,6 +102,23 @@ def calibrated(epsilon: float, delta: float, count: int, others: Releases | None
     if low < high:
         high = float(brentq(excess, low, high, xtol=1e-3)) + 1e-3
     return math.exp(high)
+
+
+def calibrated_steps(epsilon: float, delta: float, rate: float, steps: int) -> float:
+    """The smallest noise, but for some 1e-5 of it, with which so many steps of DP-SGD stay within ε."""
+
+    def excess(log: float) -> float:
+        return spent({Sampled(math.exp(log), rate): steps}, delta) - epsilon
+
+    high = 0.0
+    while excess(high) > 0:
+        high += 1
+    while excess(high - 1) <= 0:
+        high -= 1
+    found = float(brentq(excess, high - 1, high, xtol=1e-5))
+    while excess(found) > 0:  # losses are rounded up on a grid, so that ε has small steps
+        found += 1e-5
+    return math.exp(found)
 
 
 def _log_delta(epsilon: float, mu: float) -> float:

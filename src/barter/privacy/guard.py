@@ -41,12 +41,15 @@ class Guard:
             yield
             return
 
-        def count(rate: float, steps: int) -> None:
-            name = f"{TRAINING} {rate!r}"
+        def count(rate: float, steps: int) -> float:
+            before = (float(name.split(" ")[2]) for name in client.released if name.startswith(TRAINING))
+            noise = next(before, None) or training.noise_for(rate, steps, self.plan.privacy.delta)
+            name = f"{TRAINING} {rate!r} {noise!r}"
             self._spend(client, {**client.released, name: client.released.get(name, 0) + steps}, method)
+            return noise
 
         source, own = self._source(stream), client.data
-        how = PrivateTraining(training.clip, training.noise, source.normal, source.uniform, count)
+        how = PrivateTraining(training.clip, source.normal, source.uniform, count)
         client.data = Sealed(own, how)
         try:
             yield

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 from barter.core.algorithm import Algorithm
 from barter.core.errors import ConfigError
-from barter.core.params import Positive, Range, build, check, did_you_mean
-from barter.privacy.account import Gaussian, Release, Sampled, calibrated, require_accountant, spent
+from barter.core.params import Count, Positive, Range, build, check, did_you_mean
+from barter.privacy.account import Gaussian, Release, Sampled, calibrated, calibrated_steps, require_accountant, spent
 from barter.privacy.mechanisms import Additive, ClassMeans, Each, Laplace, Mechanism
 from barter.privacy.parts import covered, parts_of
 from barter.privacy.registry import mechanism_of
@@ -19,7 +19,7 @@ from barter.privacy.registry import mechanism_of
 __all__ = ["TRAINING", "Plan", "Privacy", "Training"]
 
 
-TRAINING = "training"  # of an account: so many steps, behind it the share of images in each
+TRAINING = "training"  # of an account: so many steps, behind it the share of images in each, and its noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +27,38 @@ class Training:
     """Training of which everything may be told: DP-SGD."""
 
     clip: Positive  # C: the largest length of one image's gradient
-    noise: Positive  # of a step's sum, in units of C
+    noise: Positive | None = None  # of a step's sum, in units of C; none: each client's own, so that it spends
+    epsilon: Positive | None = None  # ε
+    rounds: Count | None = None  # in so many trainings like its first
 
     def __post_init__(self) -> None:
         check(self)
 
+    def options(self) -> str:
+        """As a configuration says it."""
+        named = {"clip": self.clip, "noise": self.noise, "epsilon": self.epsilon, "rounds": self.rounds}
+        return " ".join(f"{name}={value:.12g}" for name, value in named.items() if value is not None)
+
     def __str__(self) -> str:
-        return f"{TRAINING} clip={self.clip:g} noise={self.noise:g}"
+        return f"{TRAINING} {self.options()}"
+
+    def settled(self, epsilon: float | None, rounds: int) -> Training:
+        """The same with all that noise is found from, for a run of so many rounds."""
+        if self.noise is not None:
+            if self.epsilon is not None or self.rounds is not None:
+                raise ConfigError("privacy.training: noise is given, or found from epsilon and rounds, not both")
+            return self
+        if self.epsilon is None and epsilon is None:
+            raise ConfigError("privacy.training: it needs noise=..., or privacy.epsilon for the run")
+        return replace(self, epsilon=self.epsilon or epsilon, rounds=self.rounds or rounds)
+
+    def noise_for(self, rate: float, steps: int, delta: float) -> float:
+        """That of a client whose first training has so many steps, each on such a share of its images."""
+        if self.noise is not None:
+            return self.noise
+        assert self.epsilon is not None
+        assert self.rounds is not None
+        return _tidy(calibrated_steps(self.epsilon, delta, rate, steps * self.rounds))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +73,7 @@ class Privacy:
 
     epsilon: Positive | None = None  # ε: what each client may spend in the run; none: no limit
     delta: Annotated[float, Range(gt=0, le=0.01)] = 1e-5  # δ: the chance that ε does not hold; far below 1 / images
-    training: str = ""  # DP-SGD, such as "clip=1 noise=1.1", and nothing but `fit` looks at images; empty: as ever
+    training: str = ""  # DP-SGD, such as "clip=1" or "clip=1 noise=1.1": nothing but `fit` looks at images; or as ever
     parts: dict[str, str] = field(default_factory=dict, hash=False)  # METHOD.KEY of an answer, or METHOD -> mechanism
 
     def __post_init__(self) -> None:
@@ -59,7 +84,7 @@ class Privacy:
         plan = Plan(self, algorithm)
         if plan.training is not None:
             require_accountant()
-            return self
+            return replace(self, training=plan.training.settled(self.epsilon, rounds).options())
         free = {part: m for part, m in plan.mechanisms.items() if getattr(m, "noise", 0) is None}
         for part, mechanism in free.items():
             if self.epsilon is None or isinstance(mechanism, Laplace):
@@ -80,9 +105,10 @@ class Privacy:
 
 def _training(text: str) -> Training:
     try:
-        values = {key: float(value) for key, value in (option.split("=") for option in text.split())}
+        pairs = [option.split("=") for option in text.split()]
+        values = {key: int(value) if key == "rounds" else float(value) for key, value in pairs}
     except ValueError:
-        raise ConfigError(f"privacy.training={text!r}: write it as clip=1 noise=1.1") from None
+        raise ConfigError(f"privacy.training={text!r}: write it as clip=1 or clip=1 noise=1.1") from None
     return build(Training, values, "privacy.training: ")
 
 
@@ -174,9 +200,10 @@ class Plan:
         return spent(releases, self.privacy.delta)
 
     def _release(self, name: str) -> Release | None:
-        kind, _, rate = name.partition(" ")
+        kind, *numbers = name.split(" ")
         if kind == TRAINING and self.training is not None:
-            return Sampled(self.training.noise, float(rate))
+            rate, noise = map(float, numbers)
+            return Sampled(noise, rate)
         return self.mechanisms[name].release() if name in self.mechanisms else None
 
     def allows(self, released: Mapping[str, int]) -> bool:
