@@ -155,14 +155,14 @@ class FlowerEngine(BaseEngine):
                 try:
                     requests[k] = self._request(method, k, args[k], alone)
                 except BarterError as error:
-                    failures[k] = self._failure(k, method, error)
+                    failures[k] = self.failure(k, method, error)
             enough = len(args) if self.min_clients is None else min(self.min_clients, len(args))
             told: Iterator[Reply] = ((k, partial(dict, reply)) for k, reply in here.items())
             for k, answer in chain(told, self._gather(requests, lambda: len(answers) >= enough)):
                 try:
                     answers[k] = self._checked(method, k, answer(), args[k])
                 except Exception as error:  # whatever a stranger's answer makes go wrong is that stranger's failure
-                    failures[k] = self._failure(k, method, error)
+                    failures[k] = self.failure(k, method, error)
                     log.warning("%s", failures[k])
                 self.watched.advance(1)
         self.failures += [failures[k] for k in sorted(failures)]
@@ -191,10 +191,10 @@ class FlowerEngine(BaseEngine):
             self._evaluations[k] = reply["evaluation"]
         return arrived
 
-    def _failure(self, k: int, method: str, error: Exception) -> Failure:
+    def failure(self, client: int, method: str, error: Exception) -> Failure:
         said = str(error) if isinstance(error, BarterError | Lost) else f"{type(error).__name__}: {error}"
         notes = "\n".join(getattr(error, "__notes__", []))
-        return Failure(k, method, self.round, f"site {self.members[k].name}: {said}", notes)
+        return Failure(client, method, self.round, f"site {self.members[client].name}: {said}", notes)
 
     def _gather(self, requests: Mapping[int, Payload], enough: Callable[[], bool]) -> Iterator[Reply]:
         """Every site's answer, or why there is none.
