@@ -79,6 +79,8 @@ def test_what_is_heard_is_what_left(tmp_path: Path, run: Path) -> None:
         overheard(Experiment.revisited(folder, unlimited=True))[0]
         for folder in (run, made(tmp_path / "run", privacy={"learn.embeddings": "withhold"}, parts=0))
     )
+    assert bare.answers.keys() == {"learn", "teach", "exchange"}
+    assert bare.answers["exchange"] is None, "what comes down is not what was told"
     assert bare.rows is not None
     assert hidden.rows is not None
     assert bool((bare.rows[1] != 0).any())

@@ -189,5 +189,5 @@ def _sheet(
             names = [experiment.task.classes[c] for c in labels[:COLUMNS]]
             before = None if guess else real[:COLUMNS].permute(0, 2, 3, 1)
             shown = made[best.attack][:COLUMNS].permute(0, 2, 3, 1)
-            rows.append((f"{k}: {best.attack}", before, shown, [""] * len(names) if guess else names))
+            rows.append(("guess" if guess else f"client {k}", before, shown, [""] * len(names) if guess else names))
     return rows
