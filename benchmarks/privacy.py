@@ -4,7 +4,8 @@
 
 Of noise on answers, the seconds that clients' doors take, beside all others of the round; of private training
 (DP-SGD), the seconds of a round beside those of the same round without it. Digits, three clients, one thread; a second
-round, for the first one warms up. DFFKE's decoder has fewer steps than by default: in a short round noise counts more. Prints a Markdown table and writes results/privacy.json.
+round, for the first one warms up. DFFKE's decoder has fewer steps than by default: in a short round noise counts more.
+Prints a Markdown table and writes results/privacy.json.
 """
 
 from __future__ import annotations

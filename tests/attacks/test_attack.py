@@ -142,6 +142,14 @@ def test_counts_tell_all_and_prototypes_which_classes_there_are(tmp_path: Path) 
     assert by_name(told, "labels")["learn.classes"]["distance"] == pytest.approx(sum(exact) / 2)
 
 
+def test_an_attacker_needs_images_of_its_own() -> None:
+    experiment = Experiment(tiny("fedavg"), clients=2, models="small-mlp")
+    few = experiment.task.global_test
+    few.pixels, few.labels = few.pixels[:19], few.labels[:19]
+    with pytest.raises(ConfigError, match="there are 19 test images: an attacker needs 20"):
+        split_test(experiment)
+
+
 def test_a_network_that_sees_one_class_everywhere_takes_it_for_frequent() -> None:
     experiment = Experiment(tiny("fedavg"), clients=2, models="small-mlp")
     public, others = split_test(experiment)

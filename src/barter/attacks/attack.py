@@ -52,9 +52,7 @@ def attack(run: Path, shadows: int, monitor: Monitor) -> tuple[list[Result], lis
     except OSError as error:
         raise ConfigError(f"{paths[0]} cannot be written: {error}") from error
     if rows:
-        title = (
-            f"{name} after round {before}: private images, below them the nearest that an attacker makes of what was\n"
-        )
-        sheet(rows, f"{title}told, and the nearest by guessing from the class. Experimenter's view only", run / SHEET)
+        title = f"{name} after round {before}: private images, the nearest that an attacker makes of what was told,\n"
+        sheet(rows, f"{title}and the nearest by guessing from the class. Experimenter's view only", run / SHEET)
         paths.append(run / SHEET)
     return results, paths
