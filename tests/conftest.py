@@ -21,6 +21,15 @@ from barter.core.payload import isolate, leaves
 from barter.data.task import Data
 
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fuzz-seconds", type=float, help="of each fuzzer; without, a few cases, always the same")
+    parser.addoption("--fuzz-seed", type=int, default=0, help="other cases")
+    parser.addoption("--soak-seconds", type=float, default=900.0, help="how long the soak goes on doing harm")
+    parser.addoption("--soak-seed", type=int, default=0, help="other harm")
+
+
 settings.register_profile("barter", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("barter")
 

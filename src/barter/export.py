@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from barter.core.errors import ConfigError
+from barter.core.errors import ConfigError, in_short
 from barter.kept import Kept
 from barter.version import __version__
 
@@ -42,7 +42,7 @@ def export(kept: Kept, to: Path) -> None:
                 file.chmod(0o644)
                 file.rename(to.parent / file.name)
     except (OSError, RuntimeError, SafetensorError) as error:  # as each format says that the disk refuses
-        raise ConfigError(f"{to} cannot be written: {next(iter(str(error).splitlines()), 'no reason')}") from error
+        raise ConfigError(f"{to} cannot be written: {in_short(error)}") from error
 
 
 @contextmanager

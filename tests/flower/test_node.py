@@ -12,15 +12,16 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from flwr.app import Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
 from flwr.supercore.task_identity import TaskIdentity
 
+from barter.core.errors import PayloadError
 from barter.flower import inside, node, supervise
 from barter.flower.codec import decode, encode
-from barter.flower.frames import Frame
-from barter.flower.front import from_records, to_records
+from barter.flower.frames import Blob, Frame
+from barter.flower.front import IN_A_PIECE, from_records, to_records
 from barter.flower.inside import Fleet, strange
 from barter.flower.pulse import pause
 from barter.flower.sites import Setup
@@ -149,9 +150,40 @@ def test_a_node_asks_the_worker_and_says_why_there_is_no_answer(link: Link, tmp_
     said = [reply.error for reply in others]
     assert [error.code for error in said] == [2, 2, 2]
     assert "train.other is nothing that a site is asked" in said[0].reason
-    assert "KeyError" in said[1].reason
+    assert "PayloadError: a message of another program" in said[1].reason
     assert "the site's worker is not there" in said[2].reason
     assert lost == [], "the worker hears of the end of every call"
+
+
+@pytest.mark.parametrize("size", [0, 100, IN_A_PIECE + 1])
+def test_a_frame_comes_as_it_went_in_a_piece_or_in_chunks(size: int) -> None:
+    data = bytes(i % 251 for i in range(size))
+    frame = Frame("header", {"t0": Blob("uint8", (0,), b""), "t1": Blob("uint8", (size,), data)})
+    records = to_records(frame)
+    assert ("bulk" in records) == (size > 0)
+    assert isinstance(records.get("bulk"), ArrayRecord) == (size > IN_A_PIECE)
+    arrived = from_records(records)
+    assert arrived.header == "header"
+    assert {name: (b.dtype, b.shape, bytes(b.data)) for name, b in arrived.blobs.items()} == {
+        name: (b.dtype, b.shape, b.data) for name, b in frame.blobs.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("tree", "bulk"),
+    [
+        ({"header": "h", "table": '[["t0", "uint8", [3], 3]]'}, {"bulk": b"1234"}),
+        ({"header": "h", "table": "[]"}, {"bulk": "text"}),
+        ({"header": "h", "table": "[]"}, {}),
+        ({"header": "h", "table": "[1]"}, {"bulk": b""}),
+        ({"header": "h", "table": "{"}, {"bulk": b""}),
+        ({"header": "h", "table": '[["t0", "uint8", "x", 3]]'}, {"bulk": b"123"}),
+        ({"header": "h"}, {"bulk": b""}),
+    ],
+)
+def test_what_is_no_frame_is_refused(tree: dict[str, Any], bulk: dict[str, Any]) -> None:
+    with pytest.raises(PayloadError):
+        from_records(RecordDict({"tree": ConfigRecord(tree), "bulk": ConfigRecord(bulk)}))
 
 
 def test_others_are_heard_while_a_call_goes_on(

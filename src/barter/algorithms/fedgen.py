@@ -31,7 +31,7 @@ from torch import Tensor
 
 from barter.algorithms.one_width import HeadServer, SharedHead
 from barter.compute import lanes
-from barter.core.clients import Clients, Replies
+from barter.core.clients import Clients
 from barter.core.contracts import Counts
 from barter.core.images import Augment, Spec, prepared
 from barter.core.model import Classifier
@@ -113,9 +113,9 @@ class FedGen(SharedHead[Source]):
     def round(self, server: Source, clients: Clients, t: int) -> None:
         w, strength = (server.head, server.generator, server.known), self.decay ** (t - 1)
         updates = clients.sample(self.fraction).run(self.learn, *w, strength)
-        heads = {k: update["head"] for k, update in updates.items()}
+        heads = updates.each(lambda _, update: update["head"])
         self.improve(server, heads, torch.stack([update["counts"] for update in updates.values()]))
-        server.head = average(Replies(heads, updates.num_examples, {}))
+        server.head = average(heads)
 
     def learn(self, client: Client, head: State, generator: State, known: list[int], strength: float) -> Update:
         data, device = client.data, client.device

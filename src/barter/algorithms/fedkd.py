@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from barter.compute import lanes
 from barter.core.algorithm import Algorithm
-from barter.core.clients import Clients, Replies
+from barter.core.clients import Clients
 from barter.core.images import Augment, Spec, prepared
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
@@ -113,7 +113,7 @@ class FedKD(Algorithm[Broker, Mentor]):
         active, w = clients.sample(self.fraction), dict(server.model.state_dict())
         news: dict[int, tuple[State, float]] = {k: ({} if k in server.holders else w, self.energy(t)) for k in active}
         updates = active.scatter(self.learn, news)
-        mean = average(Replies({k: restored(u, w) for k, u in updates.items()}, updates.num_examples, {}))
+        mean = average(updates.each(lambda _, update: restored(update, w)))
         change = compressed(mean, self.energy(t))
         server.model.load_state_dict(moved(w, restored(change, w)))
         server.holders = list(clients.only({*server.holders, *updates}).run(self.receive, change))

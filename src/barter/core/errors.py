@@ -10,6 +10,7 @@ __all__ = [
     "Interrupted",
     "PayloadError",
     "PrivacyError",
+    "in_short",
 ]
 
 
@@ -47,3 +48,10 @@ class PrivacyError(BarterError):
 
 class Interrupted(BarterError):
     """The user pressed Ctrl-C."""
+
+
+def in_short(error: BaseException) -> str:
+    """Somebody else's exception in one line: what it quotes may hold anything, and torch's go on for a screen."""
+    words = " ".join(str(error).split()[:60])
+    speaks_for_itself = words and isinstance(error, OSError | ImportError | AttributeError)
+    return words if speaks_for_itself else f"{type(error).__name__}: {words}"

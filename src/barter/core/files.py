@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from barter.core.errors import CheckpointError
+from barter.core.errors import CheckpointError, in_short
 
 __all__ = ["flush", "replace_text", "replacing", "understood", "whole", "writing"]
 
@@ -68,7 +68,7 @@ def understood(path: Path, meaning: Callable[[str], T]) -> T:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path} is damaged: {in_short(error)}") from error
 
 
 def flush(path: Path) -> None:

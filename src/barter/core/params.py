@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from io import StringIO
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from barter.core.errors import BarterError, ConfigError
+from barter.core.errors import BarterError, ConfigError, in_short
 
 __all__ = [
     "BY_PYTHON",
@@ -102,7 +102,7 @@ def imported(place: str, what: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:  # whatever somebody's module does
-        raise ConfigError(f"{what} {place!r} cannot be imported: {_in_short(error)}") from error
+        raise ConfigError(f"{what} {place!r} cannot be imported: {in_short(error)}") from error
 
 
 def made(place: str, make: Callable[[], T]) -> T:
@@ -113,14 +113,7 @@ def made(place: str, make: Callable[[], T]) -> T:
         raise
     except (Exception, SystemExit) as error:
         *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-        raise ConfigError(f"{place} failed: {_in_short(error)} ({frame.f_code.co_filename}:{line})") from error
-
-
-def _in_short(error: BaseException) -> str:
-    """An exception in one line."""
-    if isinstance(error, ImportError | AttributeError):
-        return str(error)
-    return " ".join([f"{type(error).__name__}:", *str(error).split()[:60]])
+        raise ConfigError(f"{place} failed: {in_short(error)} ({frame.f_code.co_filename}:{line})") from error
 
 
 def _kind(hint: Any) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from barter.core.errors import PayloadError
+from barter.core.errors import PayloadError, in_short
 
 __all__ = ["Payload", "State", "isolate", "leaves", "mark", "nbytes", "numbers", "origin", "pack", "unpack"]
 
@@ -192,5 +192,5 @@ def unpack(tensors: dict[str, Tensor], header: str) -> Payload:
 
     try:
         return decode(json.loads(header))
-    except (KeyError, TypeError, ValueError) as error:
-        raise PayloadError(f"a damaged payload: {error!r}") from error
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
+        raise PayloadError(f"a damaged payload: {in_short(error)}") from error

@@ -61,7 +61,7 @@ class Round:
             record = cls(**{**fields, "clients": {int(k): v for k, v in fields["clients"].items()}})
             tables: list[Mapping[str, float]] = [record.server, record.seconds, *record.clients.values()]
             numbers = [record.round, record.seconds["round"], *(n for table in tables for n in table.values())]
-            numbers += [n for table in record.bytes.values() for n in table.values()]
+            numbers += [n for table in record.bytes.values() for n in (table["up"], table["down"])]
             whole = all(isinstance(n, int | float) for n in numbers) and isinstance(record.failures, list)
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"no record of a round: {error}") from error

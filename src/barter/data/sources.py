@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from barter.core.errors import ConfigError
+from barter.core.errors import ConfigError, in_short
 from barter.core.files import understood
 from barter.core.params import BY_PYTHON, did_you_mean, imported, made
 from barter.data.dataset import NEEDED, Dataset, assembled, from_arrays, from_python, held_out
@@ -85,7 +85,7 @@ def _torchvision(name: str, request: Request) -> Dataset:
         )
         raise ConfigError(f"{name} is not in {root}: {advice} ({error})") from error
     except Exception as error:  # whatever a damaged file makes go wrong
-        raise ConfigError(f"{name} could not be read or downloaded into {root}: {error}") from error
+        raise ConfigError(f"{name} could not be read or downloaded into {root}: {in_short(error)}") from error
     images = [np.asarray(part.data) for part in (train, test)]
     if images[0].ndim == 3:
         images = [image[..., None] for image in images]
@@ -106,7 +106,7 @@ def _picture(path: Path, size: int | None) -> np.ndarray[Any, Any]:
                 square = image.convert("RGB").resize((size or FOLDER_SIZE,) * 2, Image.Resampling.BILINEAR)
             return np.asarray(square, dtype=np.uint8)
     except Exception as error:  # Pillow raises whatever a damaged file makes go wrong
-        raise ConfigError(f"{path} is not an image that can be read: {error}") from error
+        raise ConfigError(f"{path} is not an image that can be read: {in_short(error)}") from error
 
 
 def _subfolders(path: Path, what: str) -> list[Path]:

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from barter.core.errors import ConfigError
+from barter.core.errors import ConfigError, in_short
 from barter.core.files import whole
 from barter.core.images import Images
 from barter.data.dataset import Dataset, from_python
@@ -98,7 +98,7 @@ def arrays_in(path: Path, *, objects: bool = False) -> dict[str, Any]:
     except ConfigError:
         raise
     except Exception as error:  # whatever a damaged file makes go wrong
-        raise ConfigError(f"{path} cannot be read as an npz file: {error or type(error).__name__}") from error
+        raise ConfigError(f"{path} cannot be read as an npz file: {in_short(error)}") from error
 
 
 def _memory() -> int:
@@ -138,8 +138,8 @@ def _array(file: BinaryIO | Any, size: int, path: Path, objects: bool) -> Any:
         return np.asarray(_Arrays(file).load(), dtype=object).reshape(shape)
     except Exception as error:
         raise ConfigError(
-            f"{path} holds objects that are not read, for that could run what a stranger wrote into them ({error}). If "
-            f"you trust the file: d = np.load(path, allow_pickle=True)['data'].item(); "
+            f"{path} holds objects that are not read, for that could run what a stranger wrote into them "
+            f"({in_short(error)}). If you trust the file: d = np.load(path, allow_pickle=True)['data'].item(); "
             "np.savez(path, x=d['x'], y=d['y'])"
         ) from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -39,7 +40,7 @@ class BaseEngine:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._calls: Counter[tuple[int, str, int]] = Counter()
         self.crossed: dict[int, dict[str, int]] = {}  # client -> part of its answers -> how often it came up
-        self._server: Server | None = None  # whose clients these are
+        self.server: Server | None = None  # whose clients these are
         self._known: dict[int, Known] = {}
         self._credit: dict[int, float] = {}  # how much of each lane's current turn is still to be shown
 
@@ -69,7 +70,7 @@ class BaseEngine:
 
     def meet(self, server: Server) -> None:
         """From now on, answers are held against what this server knows of its clients."""
-        self._server = server
+        self.server = server
         self._known.clear()
 
     def known(self, server: Server, client: int) -> Known:
@@ -89,13 +90,24 @@ class BaseEngine:
 
         Where there is no server but one client's own engine, the answer goes on to where it is looked at.
         """
-        if self._server is not None:
-            require(answer, self.algorithm, method, sent, self.known(self._server, client))
+        if self.server is not None:
+            require(answer, self.algorithm, method, sent, self.known(self.server, client))
         tree = self.wire.carry(answer, method, client, "up")
         if method != Algorithm.evaluate.__name__:
             seen = self.crossed.setdefault(client, {})
             seen |= {part: seen.get(part, 0) + 1 for part in crossed(self.algorithm, method, tree)}
         return tree
+
+    def failed(self, client: int, method: str, error: Exception) -> Failure:
+        """A client's failure, as the round's record has it."""
+        failure = self.failure(client, method, error)
+        self.failures.append(failure)
+        return failure
+
+    def failure(self, client: int, method: str, error: Exception) -> Failure:
+        """What an error says of a client."""
+        told = "".join(traceback.format_exception(error))
+        return Failure(client, method, self.round, f"{type(error).__name__}: {error}", told)
 
     def alone(self) -> bool:
         """Whether nothing of one client can have reached another: the server has not been told anything yet."""

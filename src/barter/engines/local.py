@@ -123,8 +123,7 @@ class LocalEngine(BaseEngine):
             except Elsewhere as error:
                 failures[k] = Failure(k, method, self.round, error.reason, error.traceback)
             except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
-                failures[k] = Failure(k, method, self.round, reason, traceback.format_exc())
+                failures[k] = self.failure(k, method, error)
 
         with self.phase(method, len(args)):
             order = self.order(list(args))

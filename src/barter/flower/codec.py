@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from barter.core.errors import PayloadError
+from barter.core.errors import PayloadError, in_short
 from barter.core.payload import DTYPES, Payload, pack, unpack
 from barter.flower.frames import Blob, Frame
 
@@ -23,7 +23,11 @@ def encode(tree: Payload, blobs: Mapping[str, Blob] | None = None) -> Frame:
 
 def decode(frame: Frame) -> Payload:
     """The tree that travelled; whatever does not fit together is refused."""
-    return unpack({name: _tensor(name, blob) for name, blob in frame.blobs.items()}, frame.header)
+    try:
+        tensors = {name: _tensor(name, blob) for name, blob in frame.blobs.items()}
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise PayloadError(f"tensors that are none: {in_short(error)}") from error
+    return unpack(tensors, frame.header)
 
 
 def _blob(tensor: Tensor) -> Blob:

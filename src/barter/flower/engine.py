@@ -166,7 +166,7 @@ class FlowerEngine(BaseEngine):
                 try:
                     answers[k] = self._checked(method, k, answer(), args[k])
                 except Exception as error:  # whatever a stranger's answer makes go wrong is that stranger's failure
-                    failures[k] = self._failure(k, method, error)
+                    failures[k] = self.failure(k, method, error)
                     log.warning("%s", failures[k])
                 self.watched.advance(1)
         self.failures += [failures[k] for k in sorted(failures)]
@@ -180,7 +180,7 @@ class FlowerEngine(BaseEngine):
         alone, told = self.alone(), dict[int, tuple[Payload, Frame, ArrayRecord | ConfigRecord]]()
         for k, arguments in args.items():
             if self._hung.get(k) == self.round:
-                failures[k] = self._failure(k, method, Lost("it did not answer in time before in this round"))
+                failures[k] = self.failure(k, method, Lost("it did not answer in time before in this round"))
                 continue
             request = {
                 "ask": "call",
@@ -200,7 +200,7 @@ class FlowerEngine(BaseEngine):
             try:
                 tree = self.wire.carry(arguments, method, k, "down")
             except BarterError as error:
-                failures[k] = self._failure(k, method, error)
+                failures[k] = self.failure(k, method, error)
                 continue
             first = encode({**request, "args": tree})
             told[id(arguments)] = tree, first, (bulk := in_bulk(first.blobs))
@@ -217,10 +217,10 @@ class FlowerEngine(BaseEngine):
             self._evaluations[k] = reply["evaluation"]
         return arrived
 
-    def _failure(self, k: int, method: str, error: Exception) -> Failure:
+    def failure(self, client: int, method: str, error: Exception) -> Failure:
         said = str(error) if isinstance(error, BarterError | Lost) else f"{type(error).__name__}: {error}"
         notes = "\n".join(getattr(error, "__notes__", []))
-        return Failure(k, method, self.round, f"site {self.members[k].name}: {said}", notes)
+        return Failure(client, method, self.round, f"site {self.members[client].name}: {said}", notes)
 
     def _gather(self, requests: Mapping[int, RecordDict], enough: Callable[[], bool]) -> Iterator[Reply]:
         """Every site's answer, or why there is none.

@@ -12,9 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from barter.core.errors import PayloadError, in_short
+
 __all__ = ["Blob", "Frame", "ask", "serve"]
 
 LENGTH = struct.Struct(">Q")
+CHUNK = 2**20
 DONE = b"."  # what a caller says before it leaves
 
 
@@ -45,18 +48,21 @@ def send(peer: socket.socket, frame: Frame) -> None:
 
 def receive(peer: socket.socket) -> Frame:
     (size,) = LENGTH.unpack(_exactly(peer, LENGTH.size))
-    header, table = json.loads(bytes(_exactly(peer, size)))
-    return Frame(header, {name: Blob(dtype, tuple(shape), _exactly(peer, n)) for name, dtype, shape, n in table})
+    try:
+        header, table = json.loads(_exactly(peer, size))
+        blobs = [(str(name), str(dtype), tuple(map(int, shape)), int(n)) for name, dtype, shape, n in table]
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise PayloadError(f"a message that is not understood: {in_short(error)}") from error
+    return Frame(str(header), {name: Blob(dtype, shape, _exactly(peer, n)) for name, dtype, shape, n in blobs})
 
 
 def _exactly(peer: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    view, at = memoryview(data), 0
-    while at < size:
-        got = peer.recv_into(view[at:])
+    data = bytearray()
+    while len(data) < size:  # memory is taken as bytes come, not as somebody says that they will
+        got = peer.recv(min(size - len(data), CHUNK))
         if not got:
             raise ConnectionResetError("the other side went away in the middle of a message")
-        at += got
+        data += got
     return data
 
 
@@ -104,6 +110,9 @@ def serve(path: Path, answer: Callable[[Frame], Frame], lost: Callable[[], None]
                 continue
             try:
                 send(peer, answer(receive(peer)))
+            except PayloadError:  # nobody whom Flower started
+                peer.close()
+                continue
             except (ConnectionError, BrokenPipeError):
                 peer.close()
                 lost()

@@ -12,6 +12,7 @@ from pathlib import Path
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from barter.core.errors import PayloadError, in_short
 from barter.flower.frames import DONE, Blob, Frame, ask
 
 __all__ = ["app", "from_records", "in_bulk", "to_records"]
@@ -42,24 +43,27 @@ def to_records(frame: Frame, bulk: ArrayRecord | ConfigRecord | None = None) -> 
 
 
 def from_records(records: RecordDict) -> Frame:
-    """The frame that Flower carried."""
-    tree, bulk = records["tree"], records.get("bulk", ConfigRecord({"bulk": b""}))
-    if not isinstance(tree, ConfigRecord) or not isinstance(bulk, ArrayRecord | ConfigRecord):
-        raise TypeError("a message of another program")
-    data = memoryview(bulk["bulk"].data if isinstance(bulk, ArrayRecord) else _bytes(bulk["bulk"]))
-    blobs, at = {}, 0
-    for name, dtype, shape, size in json.loads(str(tree["table"])):
-        blobs[name] = Blob(dtype, tuple(shape), data[at : at + size])
-        at += size
+    """The frame that Flower carried; what is none is refused."""
+    tree, bulk = records.get("tree"), records.get("bulk")
+    data: object = b""
+    if isinstance(bulk, ArrayRecord) and "bulk" in bulk:
+        data = bulk["bulk"].data
+    elif isinstance(bulk, ConfigRecord):
+        data = bulk.get("bulk")
+    if not isinstance(tree, ConfigRecord) or not isinstance(data, bytes):
+        raise PayloadError("a message of another program")
+    try:
+        header, table = str(tree["header"]), json.loads(str(tree["table"]))
+        rows = [(str(name), str(dtype), tuple(map(int, shape)), int(size)) for name, dtype, shape, size in table]
+    except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise PayloadError(f"a message that is not understood: {in_short(error)}") from error
+    view, blobs, at = memoryview(data), {}, 0
+    for name, dtype, shape, size in rows:
+        blobs[name] = Blob(dtype, shape, view[at : at + size])
+        at += len(blobs[name].data)
     if at != len(data):
-        raise ValueError(f"a message with {len(data)} bytes, and a table for {at}")
-    return Frame(str(tree["header"]), blobs)
-
-
-def _bytes(value: object) -> bytes:
-    if not isinstance(value, bytes):
-        raise TypeError("a message of another program")
-    return value
+        raise PayloadError(f"a message of {len(data)} bytes, {len(data) - at} more than its tensors have")
+    return Frame(header, blobs)
 
 
 @app.query("hello")

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from barter.core.errors import ConfigError
+from barter.core.errors import ConfigError, in_short
 from barter.core.images import Spec
 from barter.core.params import imported, made
 
@@ -33,8 +33,7 @@ def pretrained(place: str, device: torch.device) -> nn.Module:
         try:
             generator: Any = torch.jit.load(place, map_location=device)  # type: ignore[no-untyped-call]
         except Exception as error:  # whatever a damaged file makes go wrong
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise ConfigError(f"generator={place!r} is not TorchScript ({reason}): {WANTED}") from error
+            raise ConfigError(f"generator={place!r} is not TorchScript ({in_short(error)}): {WANTED}") from error
     elif ":" in place:
         generator = made(f"generator={place!r}", imported(place, "the generator"))
     else:

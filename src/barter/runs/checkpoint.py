@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from barter.core.errors import CheckpointError
+from barter.core.errors import CheckpointError, in_short
 from barter.core.files import replacing
 from barter.core.payload import Payload, mark, origin, pack, unpack
 
@@ -55,7 +55,7 @@ def read(path: Path, device: torch.device) -> tuple[Payload, dict[str, str]]:
         alias = json.loads(notes["alias"])
         return unpack({name: stored[a] for name, a in alias.items()}, notes["header"]), notes
     except Exception as error:  # whatever a damaged file makes go wrong
-        raise CheckpointError(f"{path} is damaged: {error}") from error
+        raise CheckpointError(f"{path} is damaged: {in_short(error)}") from error
 
 
 def _checksum(tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> str:
