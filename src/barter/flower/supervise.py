@@ -27,7 +27,7 @@ from barter.engines.forks import die_with
 from barter.flower.codec import decode, encode
 from barter.flower.frames import Frame, serve
 from barter.flower.inside import strange
-from barter.flower.pulse import Pulse, allow, overdue
+from barter.flower.pulse import TURN, Pulse, Turn, allow, overdue
 from barter.flower.sites import Setup, make_site
 
 __all__ = ["FLOWER", "Child", "free_port", "load_setup", "site", "work"]
@@ -211,6 +211,8 @@ def work(path: Path, door: Path) -> None:
         torch.set_num_threads(setup.threads)
     os.chdir(home)  # paths in site.toml start at the file
     member, pulse = make_site(setup, home / "memory"), Pulse(door.with_name(PULSE))
+    member.monitor = turn = Turn(door.with_name(TURN))
+    tells = {"tells": not by_flower(setup)}  # whether the node says how far a call is
 
     def answer(frame: Frame) -> Frame:
         try:
@@ -218,7 +220,9 @@ def work(path: Path, door: Path) -> None:
             seconds = float(request.get("timeout", LONGEST_CALL))
         except (BarterError, AttributeError, TypeError, ValueError) as error:
             return encode({"error": f"not understood: {error}", "traceback": ""})
+        turn.begin()
         with pulse.call(seconds):  # after that, the server has given up
-            return encode(member.answer(request))
+            reply = member.answer(request)
+            return encode({**reply, **tells} if "hello" in reply else reply)
 
     serve(door, answer, (door.parent / "lost").touch)
