@@ -112,7 +112,7 @@ class FedFTG(FedAvg):
     def round(self, server: Server, clients: Clients, t: int) -> None:
         updates = clients.sample(self.fraction).run(self.learn, server.model.state_dict())
         weights = updates.each(lambda _, update: update["weights"])
-        server.model.load_state_dict(average(weights))
+        server.model.load_state_dict(average(weights, by=self.average))
         counts = torch.stack([update["counts"] for update in updates.values()])
         self.tune(server, assembled(server, weights), *label_weights(counts.float(), 0.0))
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import statistics
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -25,6 +27,9 @@ from barter.privacy.parts import crossed
 
 __all__ = ["BaseEngine"]
 
+TIMES = 10  # as many images as the client in the middle has may count of any other
+log = logging.getLogger("barter")
+
 
 class BaseEngine:
     """A subclass says who the clients are and how they are called."""
@@ -41,6 +46,7 @@ class BaseEngine:
         self._calls: Counter[tuple[int, str, int]] = Counter()
         self.crossed: dict[int, dict[str, int]] = {}  # client -> part of its answers -> how often it came up
         self.server: Server | None = None  # whose clients these are
+        self._capped: set[int] = set()  # who says of more images than count
         self._known: dict[int, Known] = {}
         self._credit: dict[int, float] = {}  # how much of each lane's current turn is still to be shown
 
@@ -67,6 +73,16 @@ class BaseEngine:
     def examples(self, client: int) -> int:
         """How many images a client has."""
         raise NotImplementedError
+
+    def counting(self, clients: Iterable[int]) -> dict[int, int]:
+        """How many images of these clients count in means, which the clients themselves say: not more than ten times as
+        many as the client in the middle has."""
+        said = {k: self.examples(k) for k in self.client_ids}
+        most = max(1, int(TIMES * statistics.median(said.values())))
+        for k in sorted(k for k, n in said.items() if n > most and k not in self._capped):
+            log.warning("client %d says that it has %d images: in means it counts as one of %d", k, said[k], most)
+            self._capped.add(k)
+        return {k: min(said[k], most) for k in clients}
 
     def meet(self, server: Server) -> None:
         """From now on, answers are held against what this server knows of its clients."""

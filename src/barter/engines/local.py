@@ -139,7 +139,7 @@ class LocalEngine(BaseEngine):
                         settle(k, partial(self._turn, method, k, args[k]))
                 self._cost[method] = (time.perf_counter() - start) / max(1, len(args))
         self.failures += [failures[k] for k in sorted(failures)]
-        return Replies(answers, {k: self.examples(k) for k in answers}, failures)
+        return Replies(answers, self.counting(answers), failures)
 
     def _turn(self, method: str, k: int, args: tuple[Any, ...]) -> Any:
         """A client's turn, here and now."""

@@ -176,7 +176,7 @@ class FlowerEngine(BaseEngine):
                     log.warning("%s", failures[k])
                 self.watched.advance(1 - self._shown.pop(k, 0.0))
         self.failures += [failures[k] for k in sorted(failures)]
-        return Replies(answers, {k: self.examples(k) for k in answers}, failures)
+        return Replies(answers, self.counting(answers), failures)
 
     def _requests(
         self, method: str, args: Mapping[int, tuple[Any, ...]], failures: dict[int, Failure]
