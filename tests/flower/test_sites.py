@@ -194,11 +194,12 @@ def test_consent_stands_in_the_sites_file(tmp_path: Path) -> None:
     file = tmp_path / "site.toml"
     file.write_text('name = "a"\nshare = 0\n[consent]\nalgorithms = ["fedavg"]\nseconds = 5\n')
     assert load_setup(file).consent == Consent(algorithms=("fedavg",), seconds=5.0)
-    for line, said in (
-        ("algorithms = 3", "consent.algorithms=3: must be a list of str"),
-        ("second = 1", "consent.sec"),
+    for lines, said in (
+        ("[consent]\nalgorithms = 3", "consent.algorithms=3: must be a list of str"),
+        ("[consent]\nsecond = 1", "unknown key 'consent.second': did you mean 'seconds'"),
+        ("consent = 3", r"consent=3: must be a table, \[consent\]"),
     ):
-        file.write_text(f'name = "a"\nshare = 0\n[consent]\n{line}\n')
+        file.write_text(f'name = "a"\nshare = 0\n{lines}\n')
         with pytest.raises(ConfigError, match=said):
             load_setup(file)
 
