@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from barter.attacks.measures import share_error
 from barter.attacks.overheard import clients_of, overheard, split_test
 from barter.attacks.result import Result
 from barter.cli import main
+from barter.core.errors import ConfigError
 from barter.core.images import Images
 from barter.core.nodes import Silence
 from barter.privacy import Privacy
@@ -37,10 +40,12 @@ def by_name(results: list[Result], question: str) -> dict[str, dict[str, float]]
     return {result.attack: result.values for result in results if result.question == question}
 
 
-@pytest.fixture(autouse=True)
-def _little_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"IMAGES": 6, "PUBLIC": 60, "COPIES": 60, "EPOCHS": 8, "DESCENT": 60}.items():
-        monkeypatch.setattr(inverting, name, value)
+@pytest.fixture(autouse=True, scope="module")
+def _little_work() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"IMAGES": 6, "PUBLIC": 60, "COPIES": 60, "EPOCHS": 8, "DESCENT": 60}.items():
+            patch.setattr(inverting, name, value)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +53,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made(tmp_path_factory.mktemp("attack") / "run")
 
 
-def test_what_left_unprotected_gives_images_members_and_labels_away(run: Path) -> None:
-    before = {path.name: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+@pytest.fixture(scope="module")
+def attacked(run: Path) -> list[Result]:
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     results, paths = attack(run, 2, Silence())
+    assert paths == [run / "attack.json", run / "attack.png"]
+    assert all(path.read_bytes() == before[path] for path in run.rglob("*") if path.is_file() and path not in paths)
+    return results
+
+
+def test_what_left_unprotected_gives_images_members_and_labels_away(run: Path, attacked: list[Result]) -> None:
+    results = attacked
     pictures, members, labels = (by_name(results, question) for question in ("inversion", "membership", "labels"))
     assert pictures["descent from there"]["psnr"] > pictures["nearest image of the class"]["psnr"] + 3
     assert pictures["descent from there"]["found"] > 0.8
@@ -66,12 +79,7 @@ def test_what_left_unprotected_gives_images_members_and_labels_away(run: Path) -
     tree = json.loads((run / "attack.json").read_text())
     assert (tree["algorithm"], tree["round"], tree["shadows"]) == ("DFFKE", 2, 2)
     assert [row["attack"] for row in tree["results"]] == [result.attack for result in results]
-    assert [path.name for path in paths] == ["attack.json", "attack.png"]
-    assert paths[1].read_bytes()[:4] == b"\x89PNG"
-    for path in run.rglob("*"):  # of the run itself, nothing is changed
-        assert (
-            not path.is_file() or path.name in ("attack.json", "attack.png") or path.read_bytes() == before[path.name]
-        )
+    assert (run / "attack.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_what_is_heard_is_what_left(tmp_path: Path, run: Path) -> None:
@@ -79,6 +87,8 @@ def test_what_is_heard_is_what_left(tmp_path: Path, run: Path) -> None:
         overheard(Experiment.revisited(folder, unlimited=True))[0]
         for folder in (run, made(tmp_path / "run", privacy={"learn.embeddings": "withhold"}, parts=0))
     )
+    assert bare.answers.keys() == {"learn", "teach", "exchange"}
+    assert bare.answers["exchange"] is None, "what comes down is not what was told"
     assert bare.rows is not None
     assert hidden.rows is not None
     assert bool((bare.rows[1] != 0).any())
@@ -140,6 +150,14 @@ def test_counts_tell_all_and_prototypes_which_classes_there_are(tmp_path: Path) 
     assert by_name(told, "labels")["learn.classes"]["distance"] == pytest.approx(sum(exact) / 2)
 
 
+def test_an_attacker_needs_images_of_its_own() -> None:
+    experiment = Experiment(tiny("fedavg"), clients=2, models="small-mlp")
+    few = experiment.task.global_test
+    few.pixels, few.labels = few.pixels[:19], few.labels[:19]
+    with pytest.raises(ConfigError, match="there are 19 test images: an attacker needs 20"):
+        split_test(experiment)
+
+
 def test_a_network_that_sees_one_class_everywhere_takes_it_for_frequent() -> None:
     experiment = Experiment(tiny("fedavg"), clients=2, models="small-mlp")
     public, others = split_test(experiment)
@@ -167,17 +185,19 @@ def test_mistakes(run: Path, arguments: list[str], words: str, capsys: pytest.Ca
 
 
 def test_runs_on_flower_keep_their_images_elsewhere(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text(
-        (run / "config.toml").read_text().replace('engine = "local"', 'engine = "flower"')
-    )
-    assert main(["attack", str(tmp_path)]) == 2
+    text = (run / "config.toml").read_text().replace('engine = "local"', 'engine = "flower"')
+    (tmp_path / "config.toml").write_text(text)
+    with pytest.raises(ConfigError, match="ran on Flower: its clients' images are at their sites"):
+        attack(tmp_path, 0, Silence())
 
 
-def test_the_command_finds_the_same_again_and_shows_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = json.loads((run / "attack.json").read_text())["results"]
+def test_the_command_finds_the_same_again_and_shows_it(
+    run: Path, attacked: list[Result], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["attack", str(run), "--shadows", "0"]) == 0
     after = json.loads((run / "attack.json").read_text())["results"]
-    assert after == [row for row in before if "RMIA" not in row["attack"]]
+    before = [json.loads(json.dumps(asdict(result))) for result in attacked if "RMIA" not in result.attack]
+    assert after == before
     text = " ".join(capsys.readouterr().out.split())
     for words in ("round 2, overheard", "descent from there", "loss threshold, weights", "learn.labels", "attack.png"):
         assert words in text

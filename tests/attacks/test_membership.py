@@ -48,6 +48,11 @@ def test_a_score_is_the_share_of_public_images_that_an_image_is_above() -> None:
     assert calibrated(own[1:] + math.log(2), shadows[:, 1:], public, theirs).tolist() == [0.5]  # 2/3: above 0.6 and 0.4
 
 
+def test_equal_counts_as_above() -> None:
+    half = torch.full((3,), 0.5).log()
+    assert calibrated(half, half[None], half, half[None]).tolist() == [1.0, 1.0, 1.0]
+
+
 def test_how_likely_an_image_is_by_itself_does_not_count() -> None:
     hard, easy = torch.tensor([0.1, 0.9]).log(), torch.tensor([[0.05, 0.45]]).log()
     public, theirs = torch.linspace(-1, 1, 11), torch.zeros(1, 11)

@@ -138,6 +138,16 @@ def test_noise_is_found_for_all_rounds_of_each_client() -> None:
         experiment.step()
 
 
+def test_a_client_keeps_the_noise_it_has_found() -> None:
+    privacy = Privacy(training="clip=1 epsilon=5 rounds=2")
+    experiment = small_federation(tiny("fedavg"), models="small-mlp", privacy=privacy)
+    client, guard = experiment.engine.clients[0], experiment.engine.guard  # type: ignore[attr-defined]
+    with guard.sealing(client, "client_update", 0):
+        noise = client.data.training.count(0.5, 4)
+        assert client.data.training.count(0.5, 2) == noise
+    assert client.released == {f"training 0.5 {noise!r}": 6}
+
+
 def test_private_runs_are_the_same_again() -> None:
     one, other = (small_federation(tiny("fedavg"), privacy=Privacy(training="clip=1 noise=1")) for _ in range(2))
     one.step()

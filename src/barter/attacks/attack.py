@@ -52,7 +52,7 @@ def attack(run: Path, shadows: int, monitor: Monitor) -> tuple[list[Result], lis
     except OSError as error:
         raise ConfigError(f"{paths[0]} cannot be written: {error}") from error
     if rows:
-        title = f"{name} after round {before}: private images, and the best that an attacker makes of what was told"
-        sheet(rows, f"{title}. Experimenter's view only", run / SHEET)
+        title = f"{name} after round {before}: private images, the nearest that an attacker makes of what was told,\n"
+        sheet(rows, f"{title}and the nearest by guessing from the class. Experimenter's view only", run / SHEET)
         paths.append(run / SHEET)
     return results, paths

@@ -8,7 +8,9 @@ embedding is from the one that was told.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +24,7 @@ from barter.core.images import Augment, Images, Spec, augmented, statistics
 from barter.core.model import Classifier
 from barter.core.nodes import Client
 from barter.experiment import Experiment
-from barter.ops.fit import Trainer, adam, index_batches
+from barter.ops.fit import Trainer, adam, epoch_length, index_batches
 from barter.ops.views import embeddings, number, parts_of, seen
 from barter.privacy.mechanisms import Additive, Mechanism
 from barter.runs.picture import Row
@@ -33,6 +35,7 @@ IMAGES = 30  # of each client that are looked for
 PUBLIC = 500  # of the attacker's images that it learns from, at most
 COPIES = 1500  # of them, shifted and with other noise, about so many together
 EPOCHS = 25
+BATCH = 100
 WIDTH = 256  # of the attacker's network
 DESCENT = 150  # steps
 COLUMNS = 10  # of the sheet
@@ -124,29 +127,39 @@ class _Attacker:
         return self.paired(answer[key], labels, everything, images.labels)
 
     def invert(self, rows: Tensor) -> Tensor:
-        """What a network makes of rows that has learnt from the attacker's images what was told of which image."""
-        copies, shift = max(1, COPIES // len(self.public)), Augment(crop=max(1, self.public.side // 8))
-        given, wanted = [], []
-        for i in range(copies):
-            pixels = self.public.pixels if i == 0 else augmented(self.public.pixels, shift)
-            images = Images(pixels, self.public.labels, self.spec)
-            given.append(self.told_of(images, seeds.stream_seed(self.experiment.config.seed, "inversion", self.k, i)))
-            wanted.append(visible(images.batch(torch.arange(len(images))), self.spec).flatten(1))
-        x, y = torch.cat(given), torch.cat(wanted)
+        """What a network makes of rows that has learnt from the attacker's images what was told of which image.
+
+        It stops learning where it is nearest to some of these images that it does not learn from.
+        """
+        held = len(self.public) // 5
+        x, y = self._pairs(self.public.pixels[held:], self.public.labels[held:], max(1, COPIES // len(self.public)))
+        x_held, y_held = self._pairs(self.public.pixels[:held], self.public.labels[:held], 1)
         mean, deviation = x.mean(0), x.std(0).clamp(min=1e-6)
         network = nn.Sequential(
             *(nn.Linear(x.shape[1], WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()),
             *(nn.Linear(WIDTH, y.shape[1]), nn.Sigmoid()),
         )
-        trainer, size = Trainer.of(network.train(), adam(1e-3, cosine=True)), 100
-        batches, steps = index_batches(len(x), size, x.device), EPOCHS * -(-len(x) // size)
-        for step in self.experiment.server.track(f"inversion of client {self.k}", range(steps)):
-            index = next(batches)
-            trainer.step(lambda a, b: F.mse_loss(network(a), b), (x[index] - mean) / deviation, y[index])
-            trainer.anneal((step + 1) / steps)
-        with torch.no_grad():
-            made: Tensor = network.eval()((rows - mean) / deviation)
+        trainer, per_epoch = Trainer.of(network, adam(1e-3, cosine=True)), epoch_length(len(x), BATCH)
+        batches, nearest, made = index_batches(len(x), BATCH, x.device), math.inf, rows
+        for epoch in self.experiment.server.track(f"inversion of client {self.k}", range(EPOCHS)):
+            for index in islice(batches, per_epoch):
+                trainer.step(lambda a, b: F.mse_loss(network(a), b), (x[index] - mean) / deviation, y[index])
+            trainer.anneal((epoch + 1) / EPOCHS)
+            with torch.no_grad():
+                distance = float(F.mse_loss(network((x_held - mean) / deviation), y_held))
+                if distance < nearest:
+                    nearest, made = distance, network((rows - mean) / deviation)
         return made.view(-1, *self.spec.shape)
+
+    def _pairs(self, pixels: Tensor, labels: Tensor, copies: int) -> tuple[Tensor, Tensor]:
+        """What would be told of these images and of shifted copies of them, each time with other noise; and they."""
+        given, wanted, shift = [], [], Augment(crop=max(1, pixels.shape[-1] // 8))
+        for i in range(copies):
+            images = Images(augmented(pixels, shift) if i else pixels, labels, self.spec)
+            stream = seeds.stream_seed(self.experiment.config.seed, "inversion", self.k, len(pixels), i)
+            given.append(self.told_of(images, stream))
+            wanted.append(visible(images.batch(torch.arange(len(images))), self.spec).flatten(1))
+        return torch.cat(given), torch.cat(wanted)
 
     def descend(self, start: Tensor, rows: Tensor) -> Tensor:
         """Images near these whose embeddings, cut as the client's are, are nearest to the rows."""
@@ -189,5 +202,5 @@ def _sheet(
             names = [experiment.task.classes[c] for c in labels[:COLUMNS]]
             before = None if guess else real[:COLUMNS].permute(0, 2, 3, 1)
             shown = made[best.attack][:COLUMNS].permute(0, 2, 3, 1)
-            rows.append((f"{k}: {best.attack}", before, shown, [""] * len(names) if guess else names))
+            rows.append(("guess" if guess else f"client {k}", before, shown, [""] * len(names) if guess else names))
     return rows

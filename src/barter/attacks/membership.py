@@ -7,7 +7,6 @@ finds an image whether or not it knows it. Threshold γ is 1.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -96,14 +95,10 @@ def likelihood(network: Classifier, images: Images) -> Tensor:
 def calibrated(own: Tensor, shadows: Tensor, own_public: Tensor, shadows_public: Tensor) -> Tensor:
     """Of each image, the share of public ones that it is above in how much likelier this network finds it than others.
 
-    Numbers are logarithms; shadows' have a line for each network.
+    Numbers are logarithms; shadows' have a line for each network. How many they are is the same on both sides.
     """
-
-    def ratio(here: Tensor, there: Tensor) -> Tensor:
-        return here - (there.logsumexp(0) - math.log(len(there)))
-
-    usual = ratio(own_public, shadows_public).sort().values
-    return torch.searchsorted(usual, ratio(own, shadows), right=True).double() / len(usual)
+    usual = (own_public - shadows_public.logsumexp(0)).sort().values
+    return torch.searchsorted(usual, own - shadows.logsumexp(0), right=True).double() / len(usual)
 
 
 def _compared(own: Classifier, others: Sequence[Classifier | None], pool: Pool, public: Images) -> Tensor:

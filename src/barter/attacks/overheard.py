@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from barter.core.algorithm import Algorithm
+from barter.core.errors import ConfigError
 from barter.core.images import Images
 from barter.core.model import Classifier
 from barter.core.nodes import Client
@@ -24,6 +25,9 @@ from barter.privacy.guard import Guard
 from barter.privacy.parts import take
 
 __all__ = ["Ear", "Told", "clients_of", "guard_of", "overheard", "split_test"]
+
+
+LEAST = 20  # test images
 
 
 class Ear(Wire):
@@ -113,6 +117,8 @@ def _part(tells: Mapping[str, str], answers: dict[str, Payload], *kinds: str) ->
 def split_test(experiment: Experiment) -> tuple[Images, Images]:
     """Two halves of the test images: what an attacker has of the same kind, and images that are no client's."""
     every = experiment.task.global_test
+    if len(every) < LEAST:
+        raise ConfigError(f"there are {len(every)} test images: an attacker needs {LEAST}, half of them as its own")
     order = torch.randperm(len(every), generator=torch.Generator().manual_seed(experiment.config.seed))
     return tuple(  # type: ignore[return-value]
         Images(every.pixels[half], every.labels[half], every.spec) for half in order.tensor_split(2)
