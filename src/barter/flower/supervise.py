@@ -183,7 +183,7 @@ def _rooms(home: Path) -> Iterator[Path]:
 
 
 def _look_after(setup: Setup, path: Path, home: Path, rooms: Path, ended: threading.Event) -> None:
-    """Keep the worker and the SuperNode of a site alive until it is to end."""
+    """Keep the worker and the node of a site alive until it is to end."""
     door, logs = rooms / "door", home / "logs"
     logs.mkdir(exist_ok=True)
     env = {**os.environ, **FLOWER, "FLWR_HOME": str(home / ".flower")}
