@@ -26,6 +26,7 @@ from barter.core.errors import BarterError, ConfigError
 from barter.core.params import build
 from barter.engines.forks import die_with
 from barter.flower.codec import decode, encode
+from barter.flower.consent import Consent
 from barter.flower.frames import Frame, serve
 from barter.flower.inside import strange
 from barter.flower.pulse import Pulse, allow, overdue
@@ -145,7 +146,11 @@ def free_port() -> int:
 
 def load_setup(path: Path) -> Setup:
     """A site as its file describes it."""
-    return build(Setup, read(path))
+    values = read(path)
+    consent = values.get("consent", {})
+    if not isinstance(consent, Mapping):
+        raise ConfigError(f"{path}: consent={consent!r}: must be a table, [consent]")
+    return build(Setup, {**values, "consent": build(Consent, consent, "consent.")})
 
 
 def site(path: Path) -> None:
@@ -249,7 +254,9 @@ def work(path: Path, door: Path) -> None:
             seconds = float(request.get("timeout", LONGEST_CALL))
         except (BarterError, AttributeError, TypeError, ValueError) as error:
             return encode({"error": f"not understood: {error}", "traceback": ""})
-        with pulse.call(seconds):  # after that, the server has given up
+        if request.get("ask") == "call":
+            seconds = setup.consent.within(seconds)
+        with pulse.call(seconds):  # after that, the server has given up, or the site does not want to go on
             return encode(member.answer(request))
 
     serve(door, answer, (door.parent / "lost").touch)
