@@ -228,6 +228,7 @@ def test_the_node_says_how_far_its_worker_is(link: Link, tmp_path: Path, monkeyp
     assert said() == 1.0
     turn.begin()
     assert said() == 0.0
+    Turn(tmp_path / "nowhere" / "turn").begin()  # a disk that takes nothing is no reason to stop
 
 
 def test_who_has_nothing_to_do_looks_less_and_less_often() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 __all__ = ["TURN", "Pulse", "Turn", "allow", "overdue", "pause"]
@@ -35,16 +35,20 @@ class Pulse:
     def call(self, seconds: float) -> Iterator[None]:
         """Inside, nothing is heard for at most so long."""
         with self._speaking:
-            allow(self.path, seconds)
+            self._say(seconds)
             try:
                 yield
             finally:
-                allow(self.path, self.silence)
+                self._say(self.silence)
+
+    def _say(self, seconds: float) -> None:
+        with suppress(OSError):  # where the disk is full for long, somebody will look
+            allow(self.path, seconds)
 
     def _beat(self) -> None:
         while True:
             with self._speaking:
-                allow(self.path, self.silence)
+                self._say(self.silence)
             time.sleep(self.silence / 10)
 
 
@@ -69,9 +73,10 @@ class Turn:
 
     def _write(self) -> None:
         self._written = time.monotonic()
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(repr(self.done))
-        temporary.rename(self.path)
+        with suppress(OSError):  # a full disk: nobody sees it, and the turn goes on
+            temporary = self.path.with_suffix(".new")
+            temporary.write_text(repr(self.done))
+            temporary.rename(self.path)
 
 
 def allow(path: Path, seconds: float) -> None:
