@@ -1,60 +1,38 @@
-"""What Flower costs on one machine: a call, a megabyte, a round, and the resident worker's share in it.
+"""What Flower costs on one machine: a call, a megabyte, a round, and what its own SuperNode would cost.
 
     python benchmarks/flower.py                        all sections
     python benchmarks/flower.py --sections calls rounds
 
 All runs over TLS on loopback, as `barter run --engine flower` starts it. `calls` sends trees to one site and back
-and compares them; `worker` asks the same of a client app that loads torch, data and memory for every message, as one
-without a resident worker must; `rounds` compares FedAvg on digits in one process and on Flower. Prints Markdown tables
-and writes a JSON.
+and compares them; `nodes` sends empty ones, to sites with barter's node and with Flower's SuperNode; `rounds` compares
+FedAvg on digits in one process and on Flower. Prints Markdown tables and writes a JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import Context, Message
-from flwr.clientapp import ClientApp
 from rich.console import Console
 from torch import Tensor
 
 from barter import Algorithm, Client, Clients, FedAvg, Server
 from barter.config import Config
 from barter.experiment import Experiment
-from barter.flower.codec import decode, encode
-from barter.flower.front import from_records, to_records
-from barter.flower.loopback import run_here
+from barter.flower import loopback
 from barter.runs.progress import Watcher
-
-FOLDER = "BARTER_BENCHMARK_FOLDER"
-fresh = ClientApp()
-
-
-@fresh.query("hello")
-@fresh.train("call")
-def everything_anew(message: Message, context: Context) -> Message:
-    """What a site without a worker does for every message."""
-    from barter.flower.sites import make_site
-    from barter.flower.supervise import load_setup
-
-    name = str(context.node_config["name"])
-    home = Path(os.environ[FOLDER]) / "sites" / name
-    site = make_site(load_setup(home / "site.toml"), home / "memory")
-    return Message(to_records(encode(site.answer(decode(from_records(message.content))))), reply_to=message)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +55,7 @@ class Echo(Algorithm[Server, Client]):
 def peaks(folder: Path) -> Iterator[dict[str, float]]:
     """The most memory that processes of a run ever had, in MB, by kind."""
     found: dict[str, float] = defaultdict(float)
-    kinds = {"superlink": "SuperLink", "serverapp": "server app", "--worker": "worker", "clientapp": "front"}
+    kinds = {"flower.gate": "SuperLink", "serverapp": "server app", "--worker": "worker", "flower.node": "node"}
     done = threading.Event()
 
     def watch() -> None:
@@ -101,23 +79,16 @@ def peaks(folder: Path) -> Iterator[dict[str, float]]:
         watcher.join()
 
 
-def flower(config: Config, folder: Path, client_app: str | None = None) -> list[Any]:
+def flower(config: Config, folder: Path, *, supernode: bool = False) -> list[Any]:
     """The records of a run on Flower."""
-    from barter.flower import deploy
+    original = loopback.init
 
-    original, os.environ[FOLDER] = deploy.init, str(folder / "flower")
-
-    def init(where: Path, *args: Any) -> None:
-        original(where, *args)
-        if client_app is not None:
-            app = where / "pyproject.toml"
-            app.write_text(app.read_text().replace("barter.flower.front:app", client_app))
-
-    import barter.flower.loopback as loopback
+    def init(where: Path, run: Config, sites: Sequence[Mapping[str, Any]], address: str) -> None:
+        original(where, run, [{**site, "supernode": supernode} for site in sites], address)
 
     loopback.init = init
     try:
-        return run_here(config, folder, Watcher(Console(file=sys.stderr), config.rounds), resume=False)
+        return loopback.run_here(config, folder, Watcher(Console(file=sys.stderr), config.rounds), resume=False)
     finally:
         loopback.init = original
 
@@ -133,20 +104,23 @@ def calls(folder: Path) -> dict[str, Any]:
     return {"calls": times, "peak_mb": dict(memory)}
 
 
-def worker(folder: Path) -> dict[str, float]:
-    found = {}
-    for name, client_app in (("with", None), ("without", "benchmarks.flower:fresh")):
-        echo = Echo(megabytes="0 0 0 0 0")
-        records = flower(Config(algorithm=echo, clients=1, rounds=5, device="cpu"), folder / name, client_app)
-        found[name] = statistics.median(record.seconds["echo"] for record in records[1:])
+def nodes(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for clients in (1, 4, 10):
+        config = Config(algorithm=Echo(megabytes="0 " * 6), clients=clients, rounds=6, device="cpu")
+        both = {}
+        for name in ("barter", "flower") if clients == 1 else ("barter",):
+            records = flower(config, folder / f"{name}-{clients}", supernode=name == "flower")
+            both[name] = statistics.median(record.seconds["echo"] for record in records[1:])
+        found[str(clients)] = both
     return found
 
 
 def rounds(folder: Path) -> dict[str, Any]:
     found = {}
-    for clients in (4, 10):
-        config = Config(algorithm=FedAvg(epochs=5), clients=clients, models="small-cnn", rounds=3, device="cpu")
-        ours = [record.seconds["round"] for record in Experiment.from_config(config).rounds(3)]
+    for clients in (1, 4, 10):
+        config = Config(algorithm=FedAvg(epochs=5), clients=clients, models="small-cnn", rounds=4, device="cpu")
+        ours = [record.seconds["round"] for record in Experiment.from_config(config).rounds(4)]
         theirs = [record.seconds["round"] for record in flower(replace(config, engine="flower"), folder / str(clients))]
         found[str(clients)] = {"local": statistics.median(ours[1:]), "flower": statistics.median(theirs[1:])}
     return found
@@ -161,20 +135,22 @@ def table(found: dict[str, Any]) -> str:
             lines.append(f"| {size:g} MB | {seconds:.1f} | {rate} | {'yes' if exact else 'NO'} |")
         peak = ", ".join(f"{kind} {mb:,.0f} MB" for kind, mb in sorted(found["calls"]["peak_mb"].items()))
         lines += ["", f"Peak memory: {peak}."]
-    if "worker" in found:
-        both = found["worker"]
-        lines += ["", f"An empty call: {both['with']:.1f} s with a resident worker, {both['without']:.1f} s without."]
+    if "nodes" in found:
+        lines += ["", "| sites | an empty call | with Flower's SuperNode |", "|---|---|---|"]
+        for clients, both in found["nodes"].items():
+            other = f"{both['flower']:.1f} s" if "flower" in both else ""
+            lines.append(f"| {clients} | {both['barter']:.2f} s | {other} |")
     if "rounds" in found:
         lines += ["", "| clients | a round in one process | on Flower | ratio |", "|---|---|---|---|"]
         for clients, pair in found["rounds"].items():
             ratio = pair["flower"] / pair["local"]
-            lines.append(f"| {clients} | {pair['local']:.2f} s | {pair['flower']:.1f} s | {ratio:.0f} |")
+            lines.append(f"| {clients} | {pair['local']:.2f} s | {pair['flower']:.1f} s | {ratio:.1f} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sections = {"calls": calls, "worker": worker, "rounds": rounds}
+    sections = {"calls": calls, "nodes": nodes, "rounds": rounds}
     parser.add_argument("--sections", nargs="+", choices=list(sections), default=list(sections))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()

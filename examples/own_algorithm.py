@@ -6,16 +6,21 @@ Run it here, or by the command line from this folder:
 """
 
 from dataclasses import dataclass
+from typing import Annotated, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from barter import Algorithm, Client, Clients, Experiment, Server
+from barter.core.contracts import Counts, Floats
 from barter.core.evaluation import predict
 from barter.core.params import Count, NonNegative, Positive
 from barter.ops.distill import kl
 from barter.ops.fit import Trainer, adam, epoch_length, index_batches
+
+# What a client answers, or is refused: a row of logits for each class, and how many images it has of the class.
+Means: TypeAlias = tuple[Annotated[Tensor, Floats("classes", "classes")], Annotated[Tensor, Counts("classes")]]
 
 
 class Board(Server):
@@ -43,7 +48,7 @@ class ClassLogits(Algorithm[Board]):
         total = sum(counts for _, counts in answers.values())
         server.logits = [torch.as_tensor(sums) / torch.as_tensor(total).clamp_min(1)[:, None]]
 
-    def learn(self, client: Client, targets: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def learn(self, client: Client, targets: list[Tensor]) -> Means:
         data, model = client.data, client.model
         trainer = Trainer.of(model, adam(self.lr))
         batches = index_batches(len(data), self.batch_size, client.device)

@@ -288,7 +288,7 @@ def site(
     file: Annotated[Path, typer.Argument(metavar="SITE.toml")],
     worker: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Be a site of a federation on Flower: hold the client of SITE.toml, and keep its SuperNode running."""
+    """Be a site of a federation on Flower: hold the client of SITE.toml, and keep its node connected."""
     from barter import commands
 
     commands.site(file, worker)

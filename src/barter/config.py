@@ -44,6 +44,7 @@ RESULT_FREE = (
     "threads",
     "engine",
     "timeout",
+    "answer_mb",
 )  # may differ on resume
 
 TABLES: dict[str, dict[str, str]] = {
@@ -74,6 +75,7 @@ class Config:
 
     engine: Literal["local", "flower"] = "local"  # where the clients live: in this process, or at Flower's sites
     timeout: Positive | None = None  # seconds a client has for a call; none: an hour at a Flower site, else no limit
+    answer_mb: Positive = 2000.0  # megabytes that an answer of a Flower site may have
 
     def __post_init__(self) -> None:
         check(self)

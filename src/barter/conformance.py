@@ -22,11 +22,13 @@ from barter.data.sources import load
 from barter.data.task import Data
 from barter.engines.local import LocalEngine
 from barter.experiment import Experiment
+from barter.lies import Liar
 
 __all__ = ["CHECKS", "Trial", "Violation", "examined", "few_digits", "problem"]
 
 HERE = Path(__file__).parent
 ROUNDS, CLIENTS, IMAGES = 3, 3, 360
+MOST_ROUNDS = 6  # that a client lies in
 Outcome: TypeAlias = tuple[dict[str, Any], list[Any]]  # every leaf of the last checkpoint, and the rounds' records
 
 
@@ -54,12 +56,20 @@ class Trial:
     def __init__(self, algorithm: Algorithm[Any, Any]) -> None:
         self.algorithm, self.kind = algorithm, type(algorithm)
 
-    def federation(self, *, seed: int = 0, cores: int = 1, out: Path | None = None, resume: bool = False) -> Experiment:
+    def federation(
+        self,
+        *,
+        seed: int = 0,
+        cores: int = 1,
+        out: Path | None = None,
+        resume: bool = False,
+        min_clients: int | None = None,
+    ) -> Experiment:
         models = "small-mlp" if self.algorithm.one_architecture else "small-cnn,small-vgg"  # two of three are alike
         data = Data(source=few_digits(), public="digits" if self.algorithm.needs_public_data else "")
-        options: dict[str, Any] = {"seed": seed, "out": out, "resume": resume, "device": "cpu"}
+        options: dict[str, Any] = {"seed": seed, "out": out, "resume": resume, "min_clients": min_clients}
         experiment = Experiment(
-            self.algorithm, data=data, partition="dirichlet", clients=CLIENTS, models=models, **options
+            self.algorithm, data=data, partition="dirichlet", clients=CLIENTS, models=models, device="cpu", **options
         )
         assert isinstance(experiment.engine, LocalEngine)
         experiment.engine.cores = cores
@@ -226,6 +236,28 @@ def follows_the_seed(trial: Trial) -> None:
     _require_same(outcome(trial.federation()), trial.straight, "again with the same seed (draw with torch only)")
 
 
+def bears_a_liar(trial: Trial) -> None:
+    """one client that answers nonsense costs nobody but itself"""
+    experiment = trial.federation(min_clients=CLIENTS - 1)
+    liar = Liar(experiment.engine)
+    for _ in range(MOST_ROUNDS):
+        try:
+            record = experiment.step()
+        except Exception as error:
+            raise Violation(f"{liar.beside}: {_where(error)}") from error
+        for failure in record.failures:
+            if not failure.startswith(f"client {liar.client} failed in "):
+                raise Violation(f"{liar.beside}: {failure}")
+        for method in liar.caught:
+            if not any(f"failed in {method!r}" in failure and f": {method}" in failure for failure in record.failures):
+                raise Violation(f"{liar.beside}: no failure of {method!r} says so")
+        for at, leaf in leaves(isolate(experiment._state()), "state"):
+            if isinstance(leaf, Tensor) and not leaf.isfinite().all() and f".clients.{liar.client}." not in at:
+                raise Violation(f"{liar.beside}: {at} holds NaN or infinity")
+        if liar.done():
+            return
+
+
 CHECKS: tuple[Callable[[Trial], None], ...] = (
     is_documented,
     runs,
@@ -236,6 +268,7 @@ CHECKS: tuple[Callable[[Trial], None], ...] = (
     ignores_the_order,
     runs_side_by_side,
     follows_the_seed,
+    bears_a_liar,
 )
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from barter import Experiment, FedAvg
+from barter import ALGORITHMS, Experiment, FedAvg
 from barter.algorithms import FedBN, FedDyn, moon
 from barter.algorithms.broadcast import Caster
 from barter.algorithms.feddyn import Cloud, Drifter
@@ -20,11 +20,13 @@ from barter.core.errors import ConfigError
 from barter.core.evaluation import accuracy
 from barter.core.images import Augment, Spec
 from barter.core.model import Classifier, split
+from barter.core.params import describe
 from barter.core.payload import isolate, nbytes
 from barter.models.pooled import projected
+from barter.ops.average import ROBUST, median
 from barter.ops.fit import Anchor
 from barter.ops.statistics import norm_names
-from tests.conftest import federation, same, state, tiny
+from tests.conftest import federation, same, small_federation, state, tiny
 
 SPEC = Spec(1, 8, 8, 10, (0.5,), (0.5,))
 
@@ -356,3 +358,45 @@ def test_feddyn_says_what_both_of_its_models_are_worth() -> None:
     assert record.server["global"] == accuracy(server.model, test)
     assert record.server["average_global"] == accuracy(mean, test)
     assert not same(dict(mean.state_dict()), dict(server.model.state_dict()))
+
+
+AVERAGING = [name for name, kind in ALGORITHMS.items() if "average" in {field.name for field in describe(kind)}]
+
+
+@pytest.mark.parametrize("name", [name for name in AVERAGING if name != "fedzkt"])
+def test_methods_that_average_can_name_a_robust_average(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def noted(rows: Tensor) -> Tensor:
+        asked.append(len(rows))
+        return median(rows)
+
+    monkeypatch.setitem(ROBUST, "median", noted)
+    small_federation(tiny(name, average="median"), clients=2, models="small-mlp").step()
+    assert set(asked) == {2}
+
+
+def test_what_averages_nothing_names_no_average() -> None:
+    assert set(AVERAGING) == {
+        *("fedavg", "fedprox", "moon", "fml", "fedftg", "fedzkt", "fedbn", "perfedavg"),
+        *("lgfedavg", "fedgen", "fedkd", "feddf"),
+    }
+    with pytest.raises(ConfigError, match="average='median': FedZKT averages nothing"):
+        tiny("fedzkt", average="median")
+
+
+def test_a_median_is_not_moved_by_one_client() -> None:
+    """A liar that keeps to the contract: weights of up to a million."""
+    honest, beside = (small_federation(tiny("fedavg", average="median"), models="small-mlp") for _ in range(2))
+    arrive = beside.engine.arrived
+
+    def lying(answer: Any, method: str, client: int, sent: Any) -> Any:
+        if client == 2 and method == "client_update":
+            answer = {name: torch.full_like(value, 1e6) for name, value in answer.items()}
+        return arrive(answer, method, client, sent)
+
+    beside.engine.arrived = lying  # type: ignore[method-assign]
+    found = [run.step().server["global"] for run in (honest, beside)]
+    largest = max(float(value.abs().max()) for value in beside.server.model.state_dict().values())
+    assert largest < 100
+    assert found[1] > found[0] / 2

@@ -23,7 +23,7 @@ from barter.algorithms.fedfree import (
     respond,
 )
 from barter.core.clients import Replies
-from barter.core.errors import ConfigError
+from barter.core.errors import ConfigError, PayloadError
 from barter.core.payload import nbytes
 from barter.core.record import Round
 from barter.models.small import fedfree_cnn
@@ -319,3 +319,27 @@ def test_a_run_without_exchange_says_so() -> None:
     assert FedFree().remarks([]) == []
     together = federation(tiny("fedfree"), models="small-cnn")
     assert together.algorithm.remarks(list(together.rounds(1))) == []
+
+
+def test_layers_are_those_of_the_clients_network() -> None:
+    experiment = federation(tiny("fedfree"), clients=2, models="small-cnn")
+    algorithm, server = experiment.algorithm, experiment.server
+    assert isinstance(algorithm, FedFree)
+    assert isinstance(server, Bridge)
+    one, two, *_ = layers_of(server.architectures[0]())
+    assert algorithm.sound(server, 0, [one, two]) == [one, two]
+    for bad, said in (
+        ({**one, "name": "other"}, "other is no such layer of its network"),
+        ({**one, "kind": "linear"}, "no such layer of its network: linear"),
+        ({**one, "weight": one["weight"][:1]}, "no such layer"),
+        ({**one, "bias": torch.zeros(len(one["weight"]))}, "no such layer"),
+    ):
+        with pytest.raises(PayloadError, match=said):
+            algorithm.sound(server, 0, [bad])  # type: ignore[list-item]
+    with pytest.raises(PayloadError, match="2 layers, asked for were 2 different ones"):
+        algorithm.sound(server, 0, [one, one])
+    server.architectures = {}
+    huge: Layer = {**one, "weight": torch.zeros(1, 1, 65, 1)}
+    with pytest.raises(PayloadError, match=r"no such layer of its network: conv \(1, 1, 65, 1\)"):
+        algorithm.sound(server, 0, [huge])
+    assert algorithm.sound(server, 0, [one]) == [one]

@@ -114,6 +114,56 @@ class Silent(Sound):
     mystery: int = 3
 
 
+@dataclass(frozen=True, kw_only=True)
+class Trusts(Sound):
+    """Takes it that a number of rows is the one that it asked for."""
+
+    def round(self, server: Server, clients: Clients, t: int) -> None:
+        server.report["sum"] = float(torch.stack(list(clients.run(self.rows).values())).sum())
+
+    crosses = {"rows": "up: three numbers"}
+
+    def rows(self, client: Client) -> torch.Tensor:
+        self.change(client)
+        return torch.ones(3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes(Trusts):
+    """Has the others stumble over what one of them says."""
+
+    crosses = {"rows": "up: three numbers", "take": "down: everybody's numbers"}
+
+    def round(self, server: Server, clients: Clients, t: int) -> None:
+        clients.run(self.take, list(clients.run(self.rows).values()))
+
+    def take(self, client: Client, rows: list[torch.Tensor]) -> None:
+        torch.stack(rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Poisons(Trusts):
+    """Lets what one says grow beyond all numbers."""
+
+    may_be_infinite = frozenset({"rows"})
+
+    def round(self, server: Server, clients: Clients, t: int) -> None:
+        total = sum(rows.flatten()[:1].sum() for rows in clients.run(self.rows).values())
+        if server.model_or_none is not None:
+            next(server.model.parameters()).data.fill_(total)
+
+    global_model = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hides(Trusts):
+    """Keeps its failures to itself."""
+
+    def round(self, server: Server, clients: Clients, t: int) -> None:
+        clients.run(self.rows)
+        clients._engine.failures.clear()  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("kind", "check", "message"),
     [
@@ -125,6 +175,10 @@ class Silent(Sound):
         (Promises, "survives_the_wire", "learn is a Tensor, asked for was dict"),
         (Breaks, "runs", "client 0 failed in 'learn', round 1: ValueError: too tired.*test_checks.py\", line"),
         (Sends, "runs", "a barter.core.nodes.Client cannot travel"),
+        (Trusts, "bears_a_liar", "whose answer is .* to 'rows': .*stack expects each tensor to be equal size"),
+        (Passes, "bears_a_liar", "whose answer is .* to 'rows': 0 of 3 clients answered 'take', 2 must"),
+        (Poisons, "bears_a_liar", "whose answer is .* to 'rows': state.server.model.* holds NaN or infinity"),
+        (Hides, "bears_a_liar", "whose answer is .* to 'rows': no failure of 'rows' says so"),
         (Silent, "is_documented", "mystery has no comment behind it"),
     ],
 )

@@ -145,6 +145,36 @@ def test_nobody_asked_nobody_answers() -> None:
     assert group().only([]).run(CHAT.greet, "hi") == {}
 
 
+def test_an_answer_that_the_server_can_make_nothing_of_is_its_clients_failure() -> None:
+    clients = group(min_clients=3)
+    engine: Any = clients._engine
+
+    def halved(client: int, word: str) -> int:
+        return 10 // (client - 1) + len(word)
+
+    found = clients.run(CHAT.greet, "hi").each(halved)
+    assert found == {0: -6, 2: 14, 3: 9}
+    assert found.num_examples == {k: len(engine.clients[k].data) for k in (0, 2, 3)}
+    assert found.failures[1].error == "ZeroDivisionError: integer division or modulo by zero"
+    assert "in halved" in found.failures[1].traceback
+    assert engine.failures == [found.failures[1]], "and in the round's record"
+    with pytest.raises(ClientError, match="2 of 4 clients answered 'greet', 3 must: client 1 failed in 'greet'"):
+        found.each(lambda client, number: 1 // (number - 14))
+
+
+def test_who_failed_before_counts_when_answers_are_looked_at() -> None:
+    replies = group(min_clients=3).run(CHAT.fail, 2)
+    with pytest.raises(ClientError, match="2 of 4 clients answered 'fail', 3 must"):
+        replies.each(lambda client, answer: 1 // answer)
+
+
+def test_answers_of_nobodys_are_looked_at_without_excuse() -> None:
+    replies = Replies({0: 1, 1: 0}, {0: 1, 1: 1}, {})
+    with pytest.raises(ZeroDivisionError):
+        replies.each(lambda client, answer: 1 // answer)
+    assert replies.each(lambda client, answer: client + answer) == {0: 1, 1: 1}
+
+
 def test_replies_are_sorted() -> None:
     replies = Replies({2: "b", 0: "a"}, {0: 1, 1: 1, 2: 1}, {1: Failure(1, "m", 1, "e")})
     assert list(replies) == [0, 2]

@@ -10,7 +10,7 @@ from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
 from barter.core.nodes import Client, Server
 from barter.ops.fit import fit, sgd
-from tests.conftest import federation, same, state, tiny
+from tests.conftest import federation, same, small_federation, state, tiny
 
 
 class Notes:
@@ -84,3 +84,19 @@ def test_knowing_alone_costs_nothing_but_an_evaluation(monkeypatch: pytest.Monke
     assert same(state(measured), state(unmeasured))
     modes = ([m.training for m in e.engine.clients[0].model.modules()] for e in (measured, unmeasured))
     assert next(modes) == next(modes)
+
+
+def test_a_client_counts_for_ten_times_the_one_in_the_middle_at_most(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    experiment = small_federation(tiny("fedavg"))
+    engine, said = experiment.engine, {0: 30, 1: 50, 2: 2**39}
+    monkeypatch.setattr(engine, "examples", said.__getitem__)
+    assert engine.counting([0, 2]) == {0: 30, 2: 500}
+    assert engine.counting([1, 2]) == {1: 50, 2: 500}
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning == "client 2 says that it has 549755813888 images: in means it counts as one of 500"
+    said[2] = 500
+    assert engine.counting([2]) == {2: 500}
+    asked = Clients(engine, [2]).run(experiment.algorithm.evaluate)
+    assert asked.num_examples == {2: 500}

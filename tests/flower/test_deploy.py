@@ -58,6 +58,19 @@ def test_init_writes_all_that_a_deployment_needs(tmp_path: Path, capsys: pytest.
     assert f"barter flower start {folder}" in readme
 
 
+def test_a_coordinator_may_have_an_address_of_version_6(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    assert main([*INIT, str(folder), "--sites", "north", "--address", "[2001:db8::7]:8443"]) == 0
+    assert load_setup(folder / "sites" / "north" / "site.toml").superlink == "[2001:db8::7]:8443"
+    server = x509.load_pem_x509_certificate((folder / "certificates" / "server.pem").read_bytes())
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert "2001:db8::7" in map(str, names.get_values_for_type(x509.IPAddress))
+    coordinator = deploy.Coordinator(folder, "::")
+    at = coordinator.superlink.command.index("--sites")
+    assert coordinator.superlink.command[at + 1] == "[::]:8443"
+    assert coordinator.control != coordinator.port == 8443
+
+
 def test_what_flower_bundles_holds_nothing_of_the_folder(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     assert main([*INIT, str(folder), *SITES]) == 0
@@ -79,6 +92,7 @@ def test_sites_may_share_the_data_of_the_run(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         ([*INIT, "d", "--sites", "a,b", "--address", "example.org"], "write HOST:PORT"),
+        ([*INIT, "d", "--sites", "a", "--address", "::1:8443"], "an address of version 6 stands in brackets"),
         ([*INIT, "d", "--sites", "a,a", "--address", "h:1"], "each needs one of its own"),
         ([*INIT, "d", "--sites", "a,b/c", "--address", "h:1"], "site name 'b/c': use letters"),
         ([*INIT, ".", "--sites", "a", "--address", "h:1"], "exists and is not empty"),
@@ -87,6 +101,8 @@ def test_sites_may_share_the_data_of_the_run(tmp_path: Path) -> None:
         (["site", "nowhere.toml"], "nowhere.toml: there is no such file"),
         (["site", "unknown.toml"], "unknown key 'colour'"),
         (["site", "keyless.toml"], "ca.crt is missing: copy the site's whole folder"),
+        (["site", "misled.toml"], "address 'here': write HOST:PORT"),
+        (["site", "nameless.toml"], "site name 'a b': use letters"),
         (["run", "--set", "data.source=sites"], "every site brings its own data, which takes --engine flower"),
         (["run", "--engine", "flower", "--set", "data.source=sites"], "every site brings its own data"),
     ],
@@ -101,6 +117,8 @@ def test_nonsense(
     monkeypatch.chdir(tmp_path)
     Path("unknown.toml").write_text('name = "a"\nshare = 0\ncolour = "red"\n')
     Path("keyless.toml").write_text('name = "a"\nshare = 0\n')
+    Path("misled.toml").write_text('name = "a"\nshare = 0\nsuperlink = "here"\n')
+    Path("nameless.toml").write_text('name = "a b"\nshare = 0\n')
     assert main(arguments) == 2
     assert said in capsys.readouterr().err
 

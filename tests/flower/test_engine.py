@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,16 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from flwr.app import Message
+from flwr.proto.node_pb2 import NodeInfo
+
 from barter.config import Config
 from barter.core.errors import BarterError, ClientError, ConfigError
 from barter.core.payload import isolate, leaves
 from barter.experiment import Experiment
 from barter.flower import engine
 from barter.flower.deploy import conduct
+from barter.flower.front import in_bulk
 from barter.runs.journal import Journal
 from tests.conftest import same, tiny
 from tests.flower.grid import Code, LoopbackGrid, Silent, site
@@ -129,6 +133,49 @@ def test_an_error_is_no_answer_and_who_is_away_for_a_moment_is_waited_for(
     assert "site site-0: " in failure
 
 
+def test_a_site_that_hangs_costs_its_time_once_in_a_round(grid: LoopbackGrid, run: Run) -> None:
+    asked: list[tuple[int, str]] = []
+
+    def hangs(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
+        if node == 101 and request["ask"] == "call":
+            asked.append((request["round"], request["method"]))
+            if request["round"] == 1:
+                raise Silent
+        return answer()
+
+    grid.deliver = hangs
+    experiment = run(2, algorithm=tiny("fedaf"), min_clients=2, timeout=2.0)
+    assert experiment.folder is not None
+    one, two = experiment.folder.records()
+    methods = list(experiment.config.algorithm.crosses)
+    assert asked == [(1, methods[0]), *((2, method) for method in methods)]
+    first, *others = one.failures
+    assert first.endswith("site site-1: no answer in time, which is 2 s")
+    assert [line.split("'")[1] for line in others] == ["receive", "evaluate"]
+    assert all(line.endswith("site site-1: it did not answer in time before in this round") for line in others)
+    assert two.failures == []
+
+
+def test_what_all_are_told_is_encoded_once(grid: LoopbackGrid, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, push, made = [], grid.push_messages, []
+    monkeypatch.setattr(engine, "in_bulk", lambda blobs: (made.append(blobs), in_bulk(blobs))[1])
+
+    def pushed(messages: Iterable[Message]) -> Iterable[str]:
+        sent.append([message.content.get("bulk") for message in messages])
+        return push(messages)
+
+    monkeypatch.setattr(grid, "push_messages", pushed)
+    run(1)
+    *hellos, call = sent
+    assert all(bulk is None for hello in hellos for bulk in hello)
+    assert len(call) == 3, "one request for all of them"
+    assert call[0] is not None
+    assert all(bulk is call[0] for bulk in call)
+    assert len(made) == 1
+    down = [request["args"] for _, request in grid.asked if request["ask"] == "call"]
+    assert all(same(dict(leaves(other)), dict(leaves(down[0]))) for other in down)
+
+
 def test_too_few_answers_end_the_run_and_lose_nothing(grid: LoopbackGrid, run: Run) -> None:
     def silent(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
         if node == 100 and request["ask"] == "call" and request["round"] == 2:
@@ -190,6 +237,32 @@ def test_a_site_that_comes_back_under_another_number_is_found_by_name(grid: Loop
     experiment = run(3)
     assert experiment.folder is not None
     assert [r.failures for r in experiment.folder.records()] == [[], [], []]
+
+
+def test_a_site_is_who_its_key_says(grid: LoopbackGrid, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {100: "site-0", 101: "site-1", 102: "site-2", 300: "site-3"}
+
+    def nodes() -> Iterable[NodeInfo]:
+        return [NodeInfo(node_id=node, name=keys[node]) for node in grid.get_node_ids()]
+
+    def claimed(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
+        if node == 101 and request["ask"] == "call" and request["round"] == 2:
+            grid.sites[300] = grid.sites[101]  # somebody who calls himself site-1, with a key of his own
+            grid.offline.add(101)
+            raise Code(5)
+        assert node != 300 or request["ask"] == "hello"
+        return answer()
+
+    monkeypatch.setattr(grid, "get_nodes", nodes)
+    grid.deliver = claimed
+    experiment = run(3, min_clients=2)
+    assert experiment.folder is not None
+    assert ["site-1" in "".join(r.failures) for r in experiment.folder.records()] == [False, True, True]
+    grid.offline.clear()
+    del grid.sites[300]
+    keys[101] = "site-7"
+    with pytest.raises(BarterError, match="the site whose key is that of site-7 says that it is 'site-1'"):
+        run(4, min_clients=2)
 
 
 def test_a_run_goes_on_without_a_site_that_stays_away(grid: LoopbackGrid, run: Run, monkeypatch: Any) -> None:

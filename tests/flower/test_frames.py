@@ -132,8 +132,9 @@ def test_nobody_is_there(door: Path) -> None:
         ask(door, Frame("x", {}), time.monotonic() + 0.6)
 
 
-def test_what_flower_starts_for_every_message_loads_no_torch() -> None:
+@pytest.mark.parametrize("module", ["front", "node"])
+def test_what_stands_between_flower_and_a_worker_loads_no_torch(module: str) -> None:
     pytest.importorskip("flwr")
-    code = "import sys, barter.flower.front; assert 'torch' not in sys.modules, 'torch'"
+    code = f"import sys, barter.flower.{module}; assert 'torch' not in sys.modules, 'torch'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

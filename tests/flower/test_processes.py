@@ -1,4 +1,4 @@
-"""Real processes: a SuperLink, SuperNodes with keys and TLS, workers, and what happens when some of them die."""
+"""Real processes: a SuperLink, nodes with keys and TLS, workers, and what happens when some of them die."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def remembered(folder: Path) -> Any:
 @pytest.mark.parametrize(
     ("name", "clients", "place"),
     [
-        ("feddistill", 2, []),  # one call in a round: every call starts a process of Flower's at every site
+        ("feddistill", 2, []),
         pytest.param("dffke", 3, [], marks=pytest.mark.slow),
         pytest.param("dffke", 3, ["--simulate"], marks=pytest.mark.slow),
     ],
@@ -194,7 +194,7 @@ class Deployment:
 
     def asleep(self, name: str) -> None:
         """Wait until a site is in the middle of a call."""
-        self.until((self.home(name) / "asleep").exists)
+        self.until((self.home(name) / "asleep").exists, 300)
 
     def turns(self, name: str) -> int:
         return len((self.home(name) / "turns").read_text().split())
@@ -224,27 +224,28 @@ def deploy(tmp_path: Path) -> Iterator[Callable[..., Deployment]]:
 
 @pytest.mark.slow
 def test_bad_answers_are_failures_of_their_site(deploy: Callable[..., Deployment]) -> None:
-    d = deploy(2, rounds=6, min_clients=1, timeout=25)
+    d = deploy(2, rounds=8, min_clients=1, timeout=25)
     d.fault("s1", t1="nan", t2="raise", t3="shape", t4="tree", t5="stop")
     d.start()
     failures = [r.failures for r in d.finish()]
     for found, said in zip(
         failures, ["NaN", "the coffee is out", "the network's is", "is a list", "no answer in time"], strict=False
     ):
-        (line,) = found
+        line, *others = found
+        assert bool(others) == (said == "no answer in time"), "who hangs is not evaluated in that round either"
         assert "site s1" in line
         assert said in line
-    assert failures[5] == []  # it was ended, started again, and takes part
+    assert failures[-1] == []  # it was ended, started again, and takes part
 
 
 @pytest.mark.slow
-def test_a_killed_supernode_comes_back(deploy: Callable[..., Deployment]) -> None:
+def test_a_killed_node_comes_back(deploy: Callable[..., Deployment]) -> None:
     d = deploy(3, rounds=40, min_clients=2, timeout=200)
     d.fault("s2", t2="sleep15")
     d.start()
     d.asleep("s2")
-    (supernode,) = processes(d.folder, "flower-supernode", "s2")
-    os.kill(supernode, signal.SIGKILL)
+    (node,) = processes(d.folder, "barter.flower.node", "s2")
+    os.kill(node, signal.SIGKILL)
     d.until(lambda: any(r.failures for r in records(d.folder / "run")), 200)
     broken = next(r for r in records(d.folder / "run") if r.failures)
     assert "site s2" in broken.failures[0]
@@ -256,6 +257,9 @@ def test_a_killed_supernode_comes_back(deploy: Callable[..., Deployment]) -> Non
 @pytest.mark.slow
 def test_a_killed_client_process_is_asked_again_and_not_trained_twice(deploy: Callable[..., Deployment]) -> None:
     d = deploy(2, rounds=4, timeout=300)
+    for name in d.names:
+        with (d.home(name) / "site.toml").open("a") as setup:
+            setup.write("supernode = true\n")  # Flower's, which starts a process for every call
     d.fault("s1", t2="sleep8")
     d.start()
     d.asleep("s1")
@@ -314,6 +318,6 @@ def test_strangers_are_refused(deploy: Callable[..., Deployment], tmp_path: Path
     assert d.running["coordinator"].wait(240) != 0
     assert "0 of 2 sites came within 120 s" in d.log
     assert "ended with status" in d.log
-    said = [(d.home(site) / "logs" / "supernode.log").read_text().lower() for site in ("s0", "s1")]
+    said = [(d.home(site) / "logs" / "node.log").read_text().lower() for site in ("s0", "s1")]
     assert "failed to activate supernode" in said[0]
     assert "certificate" in said[1]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from barter.core.clients import Replies
-from barter.ops.average import average
+from barter.ops.average import average, median, trimmed
 from barter.ops.distill import kl
 
 P, Q = np.array([0.9, 0.06, 0.04]), np.array([0.3, 0.3, 0.4])
@@ -39,3 +39,33 @@ def test_average_is_weighted_by_examples_and_keeps_types() -> None:
 def test_average_of_equals_is_the_same() -> None:
     state = {"w": torch.randn(5)}
     assert torch.equal(average(Replies({0: state, 1: state, 2: state}, {0: 1, 1: 2, 2: 5}, {}))["w"], state["w"])
+
+
+def test_a_median_is_the_middle_of_each_entry_by_itself() -> None:
+    three = torch.tensor([[1.0, 9.0], [2.0, -7.0], [1e6, 0.0]])
+    assert median(three).tolist() == [2.0, 0.0]
+    assert median(torch.cat([three, torch.tensor([[4.0, 1.0]])])).tolist() == [3.0, 0.5], "the mean of two"
+    assert median(three[:1]).tolist() == [1.0, 9.0]
+
+
+def test_a_trimmed_mean_leaves_out_both_ends_of_each_entry() -> None:
+    rows = torch.tensor([[1.0], [2.0], [3.0], [6.0], [1e6]])
+    assert trimmed(rows).tolist() == [pytest.approx(11 / 3)], "one of five at each end"
+    assert trimmed(rows[1:4]).tolist() == [3.0], "one of three"
+    assert trimmed(rows[:2]).tolist() == [1.5], "none of two"
+    assert trimmed(rows[:1]).tolist() == [1.0]
+    ten = torch.arange(10.0)[:, None] ** 2  # 4 + 9 + 16 + 25 + 36 + 49 without two at each end
+    assert trimmed(ten).tolist() == [pytest.approx(139 / 6)]
+
+
+def test_robust_averages_count_all_alike_and_keep_types() -> None:
+    states = Replies(
+        {k: {"w": torch.tensor([w]), "n": torch.tensor(n)} for k, w, n in ((0, 1.0, 3), (1, 2.0, 4), (2, -1e6, 900))},
+        {0: 1, 1: 1, 2: 10**6},
+        {},
+    )
+    for by, wanted in (("median", 1.0), ("trimmed", 1.0)):
+        found = average(states, by=by)  # type: ignore[arg-type]
+        assert (found["w"].tolist(), found["w"].dtype) == ([wanted], torch.float32)
+        assert (found["n"].item(), found["n"].dtype) == (4, torch.int64)
+    assert average(states)["w"].item() < -9e5, "which the mean does not"

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from barter.core.errors import PayloadError
 from barter.ops.fit import epoch_length
-from barter.ops.transfer import Entry, Page, batches, drawn, newest, review
+from barter.ops.transfer import Entry, Lesson, Page, batches, drawn, newest, review, sound
 
 
 def entry(t: int, sizes: dict[int, int]) -> Entry:
@@ -31,6 +32,30 @@ def test_the_newest_entries_each_round_once() -> None:
     assert [one["round"] for one in kept] == [1, 2, 4]
     assert kept[1] is again, "the later word counts"
     assert newest([], 3) == []
+
+
+def test_a_lesson_is_of_images_that_there_are() -> None:
+    entries = [entry(1, {0: 4, 1: 2}), entry(3, {1: 5})]
+
+    def on(t: int, rows: int, index: list[int] | None = None) -> Lesson:
+        chosen = {} if index is None else {"index": torch.tensor(index, dtype=torch.long)}
+        return [{"round": t, "logits": torch.zeros(rows, 3), **chosen}]  # type: ignore[typeddict-item]
+
+    for good in (on(3, 5), on(3, 5) + on(1, 2, [1, 0]), on(3, 5) + on(1, 0, [])):
+        assert sound(entries, 1, good) is good
+    for bad, said in (
+        ([], r"of rounds \[\], and there are images of rounds \[1, 3\]"),
+        (on(1, 2), r"a lesson of rounds \[1\]"),
+        (on(3, 5) + on(2, 1), r"a lesson of rounds \[3, 2\]"),
+        (on(3, 5) + on(3, 1, [0]), r"a lesson of rounds \[3, 3\]"),
+        (on(3, 6), "on image 5 of round 3, of which there are 5"),
+        (on(3, 4), "on image 3 of round 3, of which there are 5"),
+        (on(3, 5) + on(1, 1, [2]), "on image 2 of round 1, of which there are 2"),
+    ):
+        with pytest.raises(PayloadError, match=said):
+            sound(entries, 1, bad)
+    with pytest.raises(PayloadError, match="on image 4 of round 3, of which there are 0"):
+        sound(entries, 0, on(3, 5))
 
 
 histories = st.lists(st.dictionaries(st.integers(0, 3), st.integers(1, 12), max_size=4), max_size=6)

@@ -15,7 +15,7 @@ from barter.core.evaluation import evaluate
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
 from barter.core.payload import State
-from barter.ops.average import average
+from barter.ops.average import Average, average
 
 __all__ = ["Broadcast", "Caster"]
 
@@ -45,11 +45,12 @@ class Broadcast(Algorithm[S, C]):
     epochs: Count = 1  # E: local epochs
     batch_size: Count = 32  # B: images per step
     lr: Positive = 0.01  # η: learning rate of SGD
+    average: Average = "mean"  # of what comes back: by numbers of images, or what few clients cannot move
 
     def round(self, server: S, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)
         lacking = {k: {} if k in server.heard else server.average for k in active}
-        server.average = average(active.scatter(self.client_update, lacking))
+        server.average = average(active.scatter(self.client_update, lacking), by=self.average)
         server.heard = list(clients.run(self.receive, server.average))
 
     def client_update(self, client: C, w: State) -> State:

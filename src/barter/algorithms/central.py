@@ -7,6 +7,8 @@ counts: the private data itself crosses the wire, in every round.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from statistics import mode
 from typing import Annotated, TypeAlias
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
 from barter.core.contracts import Labels, Pixels
+from barter.core.errors import PayloadError
 from barter.core.images import Images
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive
@@ -25,6 +28,13 @@ __all__ = ["Central"]
 
 # Images are as large as the client's files, and all clients' alike.
 Gift: TypeAlias = tuple[Annotated[Tensor, Pixels("n", "side", "side")], Annotated[Tensor, Labels("n")]]
+
+
+def of_side(side: int, client: int, gift: Gift) -> Gift:
+    """The gift, if its images have this side, as most clients' have."""
+    if gift[0].shape[-1] != side:
+        raise PayloadError(f"images of {gift[0].shape[-1]} pixels a side, those of most have {side}")
+    return gift
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +53,9 @@ class Central(Algorithm):
     batch_size: Count = 100  # B: images per step
 
     def round(self, server: Server, clients: Clients, t: int) -> None:
-        gifts = clients.run(self.give).values()
-        pool = [torch.cat(parts) for parts in zip(*gifts, strict=True)]
+        gifts = clients.run(self.give)
+        side = mode(pixels.shape[-1] for pixels, _ in gifts.values())
+        pool = [torch.cat(parts) for parts in zip(*gifts.each(partial(of_side, side)).values(), strict=True)]
         clients.run(self.learn, pool)
 
     def give(self, client: Client) -> Gift:

@@ -54,7 +54,7 @@ from barter.ops.fit import Course, adam, alternate, classification, epoch_length
 from barter.ops.inversion import Discrepancy, Schedule, Terms, Viewer, fit_decoder
 from barter.ops.shares import log_shares
 from barter.ops.statistics import renew
-from barter.ops.transfer import Entry, Lesson, batches, depicted, draw, heard, lesson, newest, taught
+from barter.ops.transfer import Entry, Lesson, batches, depicted, draw, heard, lesson, newest, sound, taught
 from barter.ops.views import cut, embeddings, number
 
 __all__ = ["DFFKE", "Hub", "Trader"]
@@ -65,7 +65,7 @@ Tensors: TypeAlias = dict[int, Tensor]  # one for each client
 class Offer(TypedDict):
     """What a client shows the server after local training."""
 
-    examples: Annotated[int, Within(0, "examples")]
+    examples: Annotated[int, Within(1, "examples", "n")]
     crop: Annotated[int, Within(0, "width")]  # how its network is used to see images: shifted by up to so many pixels,
     flip: bool  # and mirrored
     weights: NotRequired[Annotated[State, When("inverts")]]
@@ -194,8 +194,9 @@ class DFFKE(Algorithm[Hub, Trader]):
         if len(offers) < 2:
             return
         codes, decoder = self.make_transfer_data(server, offers)  # Eqs. 10-12
-        deliveries = self.deliver(server, {"round": t, "codes": codes, "decoder": decoder})
-        lessons = traders.only(offers).scatter(self.teach, deliveries)
+        entry: Entry = {"round": t, "codes": codes, "decoder": decoder}
+        known = [*server.buffer, entry]
+        lessons = traders.only(offers).scatter(self.teach, self.deliver(server, entry)).each(partial(sound, known))
         server.held |= dict.fromkeys(lessons, t)
         if len(lessons) < 2:
             return

@@ -182,7 +182,7 @@ class DFRD(PartialTraining[Distiller]):
     def averaged(self, server: Distiller, updates: Replies[Update], where: Mapping[int, Places]) -> State:
         if self.base != "fedavg":
             return super().averaged(server, updates, where)
-        return average(Replies({k: update["weights"] for k, update in updates.items()}, updates.num_examples, {}))
+        return average(updates.each(lambda _, update: update["weights"]))
 
     def round(self, server: Distiller, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)

@@ -15,7 +15,7 @@ from barter.core.clients import Clients
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
 from barter.core.payload import State
-from barter.ops.average import average
+from barter.ops.average import Average, average
 from barter.ops.fit import fit, sgd
 
 __all__ = ["FedAvg"]
@@ -32,11 +32,12 @@ class FedAvg(Algorithm):
     epochs: Count = 5  # E: local epochs
     batch_size: Count = 10  # B: images per step
     lr: Positive = 0.05  # η: learning rate
+    average: Average = "mean"  # of what comes back: by numbers of images, or what few clients cannot move
 
     def round(self, server: Server, clients: Clients, t: int) -> None:
         w = server.model.state_dict()
         updates = clients.sample(self.fraction).run(self.client_update, w)
-        server.model.load_state_dict(average(updates))
+        server.model.load_state_dict(average(updates, by=self.average))
 
     def client_update(self, client: Client, w: State) -> State:
         client.model.load_state_dict(w)

@@ -29,7 +29,7 @@ from barter.core.evaluation import evaluate, predict
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
 from barter.core.payload import State
-from barter.ops.average import average
+from barter.ops.average import Average, average
 from barter.ops.ensemble import consensus, distil, drawn, logit_loss, public_images
 from barter.ops.fit import adam, fit, sgd
 
@@ -55,6 +55,7 @@ class FedDF(Algorithm):
     distil_steps: Count = 200  # N: steps of each fused model on public images; up to 10,000 in the paper
     distil_batch: Count = 128  # public images per step
     distil_lr: Positive = 1e-3  # Adam's learning rate on public images, falling to zero
+    average: Average = "mean"  # of what comes back: by numbers of images, or what few clients cannot move
 
     @property
     def needs_public_data(self) -> bool:
@@ -80,7 +81,8 @@ class FedDF(Algorithm):
         """The average of these clients' models, after it has learned from the ensemble of all (Eq. 1)."""
         name, first = server.names[who[0]], who[0]
         student = lanes.kept(("student", name), lambda: server.architectures[first]().to(server.device))
-        student.load_state_dict(average(Replies({k: updates[k] for k in who}, updates.num_examples, {})))
+        theirs = Replies({k: updates[k] for k in who}, updates.num_examples, {})
+        student.load_state_dict(average(theirs, by=self.average))
         distil(
             student,
             public_images(server),

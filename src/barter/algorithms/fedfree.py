@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Literal, NotRequired, TypeAlias, TypedDict
 
 import torch
@@ -41,7 +42,7 @@ from torch import Tensor, nn
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Floats, When, Within
-from barter.core.errors import ConfigError
+from barter.core.errors import ConfigError, PayloadError
 from barter.core.evaluation import evaluate
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
@@ -51,6 +52,7 @@ from barter.ops.fit import fit, sgd
 
 __all__ = ["Bridge", "FedFree"]
 
+LARGEST = 64  # pixels along a side of a kernel
 TINY = 1e-12  # keeps Eq. 2 finite for a layer that starts at zero
 AS_PUBLISHED = {"match": "depth", "outputs": "all", "server_lr": 0.01, "transfer": "sampled", "fill": "zero"}
 Kind: TypeAlias = Literal["conv", "linear"]
@@ -93,6 +95,11 @@ def layers_of(model: nn.Module) -> list[Layer]:
                 layer["bias"] = module.bias.detach().clone()
             found.append(layer)
     return found
+
+
+def outline(layer: Layer) -> tuple[Kind, torch.Size, bool]:
+    """What layers in one place have in common."""
+    return layer["kind"], layer["weight"].shape, "bias" in layer
 
 
 def parameters(layer: Layer) -> Tensor:
@@ -200,7 +207,7 @@ class FedFree(Algorithm[Bridge, Client]):
 
     def round(self, server: Bridge, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)
-        uploads = active.run(self.learn)  # Eq. 2
+        uploads = active.run(self.learn).each(partial(self.sound, server))  # Eq. 2
         self.share(server, uploads)  # Eqs. 3-5
         gifts = self.align(server, uploads)  # Eq. 6
         active.scatter(self.receive, {k: gifts.get(k, []) for k in active})  # Eq. 7
@@ -218,6 +225,19 @@ class FedFree(Algorithm[Bridge, Client]):
         critical = changes.argsort(descending=True, stable=True)[: self.layers].tolist()
         client.report["given"] = len(critical)
         return [after[at] for at in critical]
+
+    def sound(self, server: Bridge, k: int, uploaded: list[Layer]) -> list[Layer]:
+        """The layers, if the client's network has them; if they are layers at all, where the server cannot build it."""
+        built = layers_of(server.architectures[k]()) if k in server.architectures else uploaded
+        known = {layer["name"]: outline(layer) for layer in built}
+        for layer in uploaded:
+            kind, shape, _ = outline(layer)
+            axes, kernel = 4 if kind == "conv" else 2, max(shape[2:], default=0)
+            if known.get(layer["name"]) != outline(layer) or len(shape) != axes or kernel > LARGEST:
+                raise PayloadError(f"{layer['name']} is no such layer of its network: {kind} {tuple(shape)}")
+        if len({layer["name"] for layer in uploaded}) < len(uploaded) or len(uploaded) > self.layers:
+            raise PayloadError(f"{len(uploaded)} layers, asked for were {self.layers} different ones")
+        return uploaded
 
     def share(self, server: Bridge, uploads: Replies[list[Layer]]) -> None:
         """Every layer of the server's imitates the uploaded layers that correspond to it."""

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from barter.algorithms.fedavg import FedAvg
-from barter.core.clients import Clients, Replies
+from barter.core.clients import Clients
 from barter.core.images import Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
@@ -111,8 +111,8 @@ class FedFTG(FedAvg):
 
     def round(self, server: Server, clients: Clients, t: int) -> None:
         updates = clients.sample(self.fraction).run(self.learn, server.model.state_dict())
-        weights = {k: update["weights"] for k, update in updates.items()}
-        server.model.load_state_dict(average(Replies(weights, updates.num_examples, {})))
+        weights = updates.each(lambda _, update: update["weights"])
+        server.model.load_state_dict(average(weights, by=self.average))
         counts = torch.stack([update["counts"] for update in updates.values()])
         self.tune(server, assembled(server, weights), *label_weights(counts.float(), 0.0))
 

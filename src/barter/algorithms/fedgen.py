@@ -31,7 +31,7 @@ from torch import Tensor
 
 from barter.algorithms.one_width import HeadServer, SharedHead
 from barter.compute import lanes
-from barter.core.clients import Clients, Replies
+from barter.core.clients import Clients
 from barter.core.contracts import Counts
 from barter.core.images import Augment, Spec, prepared
 from barter.core.model import Classifier
@@ -39,7 +39,7 @@ from barter.core.nodes import Client
 from barter.core.params import Count, Fraction, NonNegative, Positive
 from barter.core.payload import State, isolate
 from barter.models.generators import LatentGenerator
-from barter.ops.average import average
+from barter.ops.average import Average, average
 from barter.ops.distill import kl
 from barter.ops.fit import Trainer, adam
 from barter.ops.heads import Head, head_state, put_on
@@ -109,13 +109,14 @@ class FedGen(SharedHead[Source]):
     generator_lr: Positive = 5e-3  # Adam's learning rate of the generator
     generator_weight_decay: NonNegative = 1e-2  # of that Adam
     samples: Count = 32  # generated features per step of the generator
+    average: Average = "mean"  # of what comes back: by numbers of images, or what few clients cannot move
 
     def round(self, server: Source, clients: Clients, t: int) -> None:
         w, strength = (server.head, server.generator, server.known), self.decay ** (t - 1)
         updates = clients.sample(self.fraction).run(self.learn, *w, strength)
-        heads = {k: update["head"] for k, update in updates.items()}
+        heads = updates.each(lambda _, update: update["head"])
         self.improve(server, heads, torch.stack([update["counts"] for update in updates.values()]))
-        server.head = average(Replies(heads, updates.num_examples, {}))
+        server.head = average(heads, by=self.average)
 
     def learn(self, client: Client, head: State, generator: State, known: list[int], strength: float) -> Update:
         data, device = client.data, client.device

@@ -30,13 +30,13 @@ from torch import Tensor, nn
 
 from barter.compute import lanes
 from barter.core.algorithm import Algorithm
-from barter.core.clients import Clients, Replies
+from barter.core.clients import Clients
 from barter.core.images import Augment, Spec, prepared
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
 from barter.core.payload import State, isolate
-from barter.ops.average import average
+from barter.ops.average import Average, average
 from barter.ops.compress import Compressed, compressed, restored
 from barter.ops.distill import kl
 from barter.ops.fit import fit_by, sgd
@@ -100,6 +100,7 @@ class FedKD(Algorithm[Broker, Mentor]):
     energy_start: Fraction = 0.95  # T_start: share of the squared singular values that is sent at first
     energy_end: Fraction = 0.98  # T_end: and in the end
     energy_rounds: Count = 100  # rounds until then; in the paper the whole run
+    average: Average = "mean"  # of what comes back: by numbers of images, or what few clients cannot move
 
     @property
     def server_network(self) -> str:
@@ -113,7 +114,7 @@ class FedKD(Algorithm[Broker, Mentor]):
         active, w = clients.sample(self.fraction), dict(server.model.state_dict())
         news: dict[int, tuple[State, float]] = {k: ({} if k in server.holders else w, self.energy(t)) for k in active}
         updates = active.scatter(self.learn, news)
-        mean = average(Replies({k: restored(u, w) for k, u in updates.items()}, updates.num_examples, {}))
+        mean = average(updates.each(lambda _, update: restored(update, w)), by=self.average)
         change = compressed(mean, self.energy(t))
         server.model.load_state_dict(moved(w, restored(change, w)))
         server.holders = list(clients.only({*server.holders, *updates}).run(self.receive, change))

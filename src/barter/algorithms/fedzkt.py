@@ -30,6 +30,7 @@ from torch import Tensor
 from barter.algorithms.fedprox import FedProx
 from barter.compute import lanes
 from barter.core.clients import Clients
+from barter.core.errors import ConfigError
 from barter.core.evaluation import evaluate
 from barter.core.images import Spec
 from barter.core.model import Classifier
@@ -100,6 +101,11 @@ class FedZKT(FedProx):
     generator_lr: Positive = 1e-3  # Adam's learning rate of the generator
     global_lr: Positive = 0.01  # SGD's learning rate of the server's model, and of clients' models there
     momentum: NonNegative = 0.9  # of that SGD
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.average != "mean":
+            raise ConfigError(f"average={self.average!r}: FedZKT averages nothing, its server learns from all models")
 
     @classmethod
     def parties(cls) -> tuple[type[Server], type[Client]]:

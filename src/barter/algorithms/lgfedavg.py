@@ -15,7 +15,7 @@ from barter.algorithms.one_width import HeadServer, SharedHead
 from barter.core.clients import Clients
 from barter.core.nodes import Client
 from barter.core.payload import State
-from barter.ops.average import average
+from barter.ops.average import Average, average
 from barter.ops.heads import Head, head_state, put_on
 
 __all__ = ["LGFedAvg"]
@@ -27,8 +27,11 @@ class LGFedAvg(SharedHead):
 
     crosses = {"learn": "down: the head; up: the head, trained"}
 
+    average: Average = "mean"  # of what comes back: by numbers of images, or what few clients cannot move
+
     def round(self, server: HeadServer, clients: Clients, t: int) -> None:
-        server.head = average(clients.sample(self.fraction).run(self.learn, server.head))
+        heads = clients.sample(self.fraction).run(self.learn, server.head)
+        server.head = average(heads, by=self.average)
 
     def learn(self, client: Client, head: State) -> Head:
         put_on(client.model, head)

@@ -236,6 +236,8 @@ class _Reader:
                 raise PayloadError(f"{path} holds NaN or infinity")
             if not within.least <= value <= most:
                 raise PayloadError(f"{path} is {value:.4g}, not from {within.least:.4g} to {most:.4g}")
+            if within.name and sizes.setdefault(within.name, int(value)) != value:
+                raise PayloadError(f"{path} is {value}, and of {within.name} there are {sizes[within.name]}")
         elif isinstance(value, str):
             _require_word(value, path)
 

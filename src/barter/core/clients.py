@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
 import torch
 
@@ -34,6 +34,10 @@ class Failure:
         return f"client {self.client} failed in {self.method!r}, round {self.round}: {self.error}"
 
 
+# Those whose answers made something go wrong, and who failed before; who has failed now.
+Excuse: TypeAlias = Callable[[Mapping[int, Exception], Mapping[int, Failure]], Mapping[int, Failure]]
+
+
 class Replies(dict[int, R], Generic[R]):
     """Who answered, in the order of their ids; who did not, and why.
 
@@ -43,10 +47,32 @@ class Replies(dict[int, R], Generic[R]):
     0.875
     """
 
-    def __init__(self, answers: Mapping[int, R], num_examples: Mapping[int, int], failures: Mapping[int, Failure]):
+    def __init__(
+        self,
+        answers: Mapping[int, R],
+        num_examples: Mapping[int, int],
+        failures: Mapping[int, Failure],
+        excuse: Excuse | None = None,
+    ) -> None:
         super().__init__(sorted(answers.items()))
         self.num_examples = {k: num_examples[k] for k in self}
         self.failures = dict(sorted(failures.items()))
+        self.excuse = excuse
+
+    def each(self, work: Callable[[int, R], T]) -> Replies[T]:
+        """What the server makes of each answer; a client of whose answer it can make nothing has failed, like one that
+        did not answer."""
+        done: dict[int, T] = {}
+        errors: dict[int, Exception] = {}
+        for k, answer in self.items():
+            try:
+                done[k] = work(k, answer)
+            except Exception as error:
+                if self.excuse is None:
+                    raise
+                errors[k] = error
+        failures = self.failures if self.excuse is None else self.excuse(errors, self.failures)
+        return Replies(done, self.num_examples, failures, self.excuse)
 
 
 class Engine(Protocol):
@@ -59,6 +85,8 @@ class Engine(Protocol):
     def min_clients(self) -> int | None: ...
 
     def call(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> Replies[Any]: ...
+
+    def failed(self, client: int, method: str, error: Exception) -> Failure: ...
 
     def stream(self, name: str) -> torch.Generator: ...
 
@@ -134,9 +162,14 @@ class Clients(Sequence[int]):
     def _ask(self, method: Callable[..., R], args: Mapping[int, tuple[Any, ...]]) -> Replies[R]:
         if not args:
             return Replies({}, {}, {})
-        replies = self._engine.call(method.__name__, args)
-        self._require_enough(method.__name__, len(args), list(replies.failures.values()))
-        return replies
+        replies, name = self._engine.call(method.__name__, args), method.__name__
+
+        def excuse(errors: Mapping[int, Exception], before: Mapping[int, Failure]) -> Mapping[int, Failure]:
+            failures = {**before, **{k: self._engine.failed(k, name, error) for k, error in errors.items()}}
+            self._require_enough(name, len(args), list(failures.values()))
+            return failures
+
+        return Replies(replies, replies.num_examples, excuse({}, replies.failures), excuse)
 
     def _require_enough(self, method: str, asked: int, failures: list[Failure]) -> None:
         least, answered = self._engine.min_clients, asked - len(failures)

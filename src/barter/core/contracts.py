@@ -89,10 +89,11 @@ class Entries:
 
 @dataclass(frozen=True)
 class Within:
-    """Of a number: it is in this range, ends included."""
+    """Of a number: it is in this range, ends included; and the size of this name, if one is given."""
 
     least: float
     most: float | str
+    name: str = ""
 
 
 @dataclass(frozen=True)

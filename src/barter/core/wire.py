@@ -30,8 +30,12 @@ class Wire:
         arrived = isolate(tree, device, path=method)
         if direction == "down" and method not in self.may_be_infinite:
             _require_finite(arrived, method)
-        self._bytes[method, client, direction] += nbytes(arrived)
+        self.count(arrived, method, client, direction)
         return arrived
+
+    def count(self, tree: object, method: str, client: int, direction: Direction) -> None:
+        """The same tree goes to one more client: what was looked at once is not looked at again."""
+        self._bytes[method, client, direction] += nbytes(tree)
 
     def take_bytes(self) -> Counter[tuple[str, int, Direction]]:
         """Bytes by method, client and direction since the last time this was asked."""

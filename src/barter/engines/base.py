@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import statistics
 import time
+import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -24,6 +27,9 @@ from barter.privacy.parts import crossed
 
 __all__ = ["BaseEngine"]
 
+TIMES = 10  # as many images as the client in the middle has may count of any other
+log = logging.getLogger("barter")
+
 
 class BaseEngine:
     """A subclass says who the clients are and how they are called."""
@@ -39,7 +45,8 @@ class BaseEngine:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._calls: Counter[tuple[int, str, int]] = Counter()
         self.crossed: dict[int, dict[str, int]] = {}  # client -> part of its answers -> how often it came up
-        self._server: Server | None = None  # whose clients these are
+        self.server: Server | None = None  # whose clients these are
+        self._capped: set[int] = set()  # who says of more images than count
         self._known: dict[int, Known] = {}
         self._credit: dict[int, float] = {}  # how much of each lane's current turn is still to be shown
 
@@ -67,9 +74,19 @@ class BaseEngine:
         """How many images a client has."""
         raise NotImplementedError
 
+    def counting(self, clients: Iterable[int]) -> dict[int, int]:
+        """How many images of these clients count in means, which the clients themselves say: not more than ten times as
+        many as the client in the middle has."""
+        said = {k: self.examples(k) for k in self.client_ids}
+        most = max(1, int(TIMES * statistics.median(said.values())))
+        for k in sorted(k for k, n in said.items() if n > most and k not in self._capped):
+            log.warning("client %d says that it has %d images: in means it counts as one of %d", k, said[k], most)
+            self._capped.add(k)
+        return {k: min(said[k], most) for k in clients}
+
     def meet(self, server: Server) -> None:
         """From now on, answers are held against what this server knows of its clients."""
-        self._server = server
+        self.server = server
         self._known.clear()
 
     def known(self, server: Server, client: int) -> Known:
@@ -89,13 +106,24 @@ class BaseEngine:
 
         Where there is no server but one client's own engine, the answer goes on to where it is looked at.
         """
-        if self._server is not None:
-            require(answer, self.algorithm, method, sent, self.known(self._server, client))
+        if self.server is not None:
+            require(answer, self.algorithm, method, sent, self.known(self.server, client))
         tree = self.wire.carry(answer, method, client, "up")
         if method != Algorithm.evaluate.__name__:
             seen = self.crossed.setdefault(client, {})
             seen |= {part: seen.get(part, 0) + 1 for part in crossed(self.algorithm, method, tree)}
         return tree
+
+    def failed(self, client: int, method: str, error: Exception) -> Failure:
+        """A client's failure, as the round's record has it."""
+        failure = self.failure(client, method, error)
+        self.failures.append(failure)
+        return failure
+
+    def failure(self, client: int, method: str, error: Exception) -> Failure:
+        """What an error says of a client."""
+        told = "".join(traceback.format_exception(error))
+        return Failure(client, method, self.round, f"{type(error).__name__}: {error}", told)
 
     def alone(self) -> bool:
         """Whether nothing of one client can have reached another: the server has not been told anything yet."""

@@ -123,8 +123,7 @@ class LocalEngine(BaseEngine):
             except Elsewhere as error:
                 failures[k] = Failure(k, method, self.round, error.reason, error.traceback)
             except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
-                failures[k] = Failure(k, method, self.round, reason, traceback.format_exc())
+                failures[k] = self.failure(k, method, error)
 
         with self.phase(method, len(args)):
             order = self.order(list(args))
@@ -140,7 +139,7 @@ class LocalEngine(BaseEngine):
                         settle(k, partial(self._turn, method, k, args[k]))
                 self._cost[method] = (time.perf_counter() - start) / max(1, len(args))
         self.failures += [failures[k] for k in sorted(failures)]
-        return Replies(answers, {k: self.examples(k) for k in answers}, failures)
+        return Replies(answers, self.counting(answers), failures)
 
     def _turn(self, method: str, k: int, args: tuple[Any, ...]) -> Any:
         """A client's turn, here and now."""

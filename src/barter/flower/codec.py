@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -14,10 +15,10 @@ from barter.flower.frames import Blob, Frame
 __all__ = ["decode", "encode"]
 
 
-def encode(tree: Payload) -> Frame:
-    """The tree as it travels."""
+def encode(tree: Payload, blobs: Mapping[str, Blob] | None = None) -> Frame:
+    """The tree as it travels: with views of its tensors, or the blobs that another tree of the same tensors has."""
     tensors, header = pack(tree)
-    return Frame(header, {name: _blob(tensor) for name, tensor in tensors.items()})
+    return Frame(header, {name: _blob(tensor) for name, tensor in tensors.items()} if blobs is None else blobs)
 
 
 def decode(frame: Frame) -> Payload:
@@ -31,7 +32,7 @@ def decode(frame: Frame) -> Payload:
 
 def _blob(tensor: Tensor) -> Blob:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return Blob(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.numpy().tobytes())
+    return Blob(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), memoryview(flat.numpy()))  # type: ignore[arg-type]
 
 
 def _tensor(name: str, blob: Blob) -> Tensor:

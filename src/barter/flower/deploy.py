@@ -32,7 +32,9 @@ from barter.core.files import replace_text, understood, whole
 from barter.core.images import Spec
 from barter.core.payload import Payload
 from barter.experiment import Experiment
+from barter.flower.address import Address, require_name
 from barter.flower.engine import POLL_SECONDS, FlowerEngine, Hellos, Member
+from barter.flower.inside import hurry
 from barter.flower.sites import Hello, agree, federation, new_attempt
 from barter.flower.supervise import FLOWER, Child, free_port
 from barter.machine import with_threads
@@ -58,7 +60,9 @@ def main(grid: Grid, context: Context) -> None:
     folder = Path(str(context.run_config["folder"]))
     journal = Journal(folder / "journal.jsonl")
     try:
-        conduct(grid, resolve(read(folder / "run.toml")), Path(str(context.run_config["out"])), journal)
+        config = resolve(read(folder / "run.toml"))
+        hurry(config.timeout or HOUR)
+        conduct(grid, config, Path(str(context.run_config["out"])), journal)
     except BarterError as error:
         journal.note("error", "\n".join([str(error), *getattr(error, "__notes__", [])]).strip())
         raise
@@ -192,29 +196,25 @@ def init(folder: Path, config: Config, sites: Sequence[Mapping[str, Any]], addre
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} exists and is not empty: choose another folder")
     names = [str(site["name"]) for site in sites]
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ConfigError(f"address {address!r}: write HOST:PORT, as the sites reach it")
-    for name in names:
-        if not name.replace("-", "").replace("_", "").isalnum():
-            raise ConfigError(f"site name {name!r}: use letters, digits, - and _")
-    if len(set(names)) < len(names):
+    at = Address.read(address)
+    if len(set(map(require_name, names))) < len(names):
         raise ConfigError(f"site names {', '.join(names)}: each needs one of its own")
     folder = folder.absolute()
     with whole(folder, PRIVATE) as new:
         (new / "sites").mkdir()
         _write_app(new, folder, config, "barter.flower.front:app")
-        values = {"folder": folder, "address": address, "port": port, "first": names[0]}
+        control = free_port()
+        values = {"folder": folder, "address": at, "port": at.port, "control": control, "first": names[0]}
         (new / "README.md").write_text(Template(_template("README.md")).substitute(values))
         (new / "certificates.sh").write_text(_template("certificates.sh"))
         made = subprocess.run(
-            ["sh", "certificates.sh", host, "localhost", "127.0.0.1"], cwd=new, capture_output=True, text=True
+            ["sh", "certificates.sh", at.host, "localhost", "127.0.0.1"], cwd=new, capture_output=True, text=True
         )
         if made.returncode:
             raise ConfigError(f"certificates.sh failed, is openssl installed? {made.stderr.strip()}")
         for site in sites:
-            site_folder(new, {"superlink": address, **site})
-        _write_connection(new, folder, int(port), insecure=False)
+            site_folder(new, {"superlink": str(at), **site})
+        _write_connection(new, folder, control, insecure=False)
 
 
 def init_simulation(folder: Path, config: Config) -> None:
@@ -267,13 +267,15 @@ class Coordinator:
         self, folder: Path, host: str, *, insecure: bool = False, simulation: Mapping[str, Any] | None = None
     ) -> None:
         self.folder, self.insecure, self.simulation = folder.absolute(), insecure, simulation
-        self.port = free_port() if simulation else _port(self.folder)
+        self.port = free_port() if simulation else _port(self.folder)  # where sites come to
+        self.control = free_port()  # for this machine only
         self.home, certificates = self.folder / ".flower", self.folder / "certificates"
         self.env = {**os.environ, **FLOWER, "FLWR_HOME": str(self.home)}
-        _write_connection(self.folder, self.folder, self.port, insecure=insecure)
+        _write_connection(self.folder, self.folder, self.control, insecure=insecure)
         (self.folder / "logs").mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "barter.flower.gate", "--host", host, "--port", str(self.port)]
-        command += ["--disable-runtime-dependency-installation"]
+        most = int(1e6 * resolve(read(self.folder / "run.toml")).answer_mb)
+        command = [sys.executable, "-m", "barter.flower.gate", "--sites", str(Address(host, self.port))]
+        command += ["--port", str(self.control), "--most", str(most), "--disable-runtime-dependency-installation"]
         if simulation is not None:
             command.append("--simulation")
         else:
@@ -292,7 +294,7 @@ class Coordinator:
         self.superlink.start()
         try:
             deadline = time.monotonic() + 60
-            while not _listens(self.port):
+            while not _listens(self.control):
                 self.check()
                 if time.monotonic() > deadline:
                     raise BarterError(f"the SuperLink does not come up: see {self.superlink.log}")
@@ -343,7 +345,7 @@ def _port(folder: Path) -> int:
     site = next(iter(sorted(folder.glob("sites/*/site.toml"))), None)
     if site is None:
         raise ConfigError(f"{folder} is not the folder of a deployment: there is no sites/*/site.toml in it")
-    return int(read(site)["superlink"].rpartition(":")[2])
+    return Address.read(str(read(site)["superlink"])).port
 
 
 def _reason(done: subprocess.CompletedProcess[str]) -> str:

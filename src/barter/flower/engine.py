@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
 
-from flwr.app import Message
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from barter.core.algorithm import Algorithm
@@ -20,12 +20,15 @@ from barter.core.nodes import Monitor
 from barter.core.payload import Payload
 from barter.engines.base import BaseEngine
 from barter.flower.codec import decode, encode
-from barter.flower.front import from_records, to_records
+from barter.flower.frames import Frame
+from barter.flower.front import from_records, in_bulk, to_records
+from barter.flower.inside import names
+from barter.flower.pulse import pause
 from barter.flower.site import EVALUATE
 
 __all__ = ["POLL_SECONDS", "FlowerEngine", "Hellos", "Member"]
 
-POLL_SECONDS = 0.2
+POLL_SECONDS = 0.05  # between two looks at least
 TRIES = 3  # how often a call is sent to a site that Flower lost on the way
 LOST = {  # Flower's own error codes: the site did not say anything
     3: "no answer in time",
@@ -52,10 +55,11 @@ class Lost(Exception):
     """Flower has no answer of a site's."""
 
 
-def ask(grid: Grid, node: int, tree: Payload, action: str, ttl: float) -> str | None:
-    """Send a request to a node; the message's number."""
-    (sent,) = grid.push_messages([Message(to_records(encode(tree)), node, action, ttl=ttl)])
-    return sent or None
+def ask(grid: Grid, requests: Mapping[int, RecordDict], action: str, ttl: float) -> dict[int, str]:
+    """Send requests to nodes, all at once; the messages' numbers, of those that Flower has taken."""
+    messages = [Message(records, node, action, ttl=ttl) for node, records in requests.items()]
+    taken = grid.push_messages(messages) if messages else ()
+    return {node: id for node, id in zip(requests, taken, strict=False) if id}  # none where it is all too much
 
 
 def replies(grid: Grid, pending: dict[str, int]) -> Iterator[Reply]:
@@ -87,16 +91,21 @@ class Hellos:
 
     def poll(self, nodes: Iterable[int]) -> dict[int, Payload]:
         """Ask those of these nodes that were not asked; what came since the last time."""
-        for node in set(nodes) - self.said.keys() - self.refused.keys() - set(self.pending.values()):
-            message = ask(self.grid, node, {"ask": "hello", "config": self.config}, "query.hello", self.timeout)
-            if message is not None:
-                self.pending[message] = node
+        new_ones = set(nodes) - self.said.keys() - self.refused.keys() - set(self.pending.values())
+        hello = to_records(encode({"ask": "hello", "config": self.config}))
+        asked = ask(self.grid, dict.fromkeys(new_ones, hello), "query.hello", self.timeout)
+        self.pending |= {message: node for node, message in asked.items()}
         new: dict[int, Payload] = {}
-        for node, answer in replies(self.grid, self.pending):
+        came = list(replies(self.grid, self.pending))
+        keys = names(self.grid) if came else {}
+        for node, answer in came:
             try:
                 tree = answer()
                 if "error" in tree:
                     raise BarterError(str(tree["error"]))
+                said = tree["hello"]["name"]
+                if said != keys.get(node, said):  # a key counts, and not what its holder claims to be
+                    raise BarterError(f"the site whose key is that of {keys[node]} says that it is {str(said)[:60]!r}")
                 new[node] = tree["hello"]
             except Lost as lost:
                 log.warning("node %s did not say hello: %s", node, lost)  # it is asked again
@@ -127,6 +136,7 @@ class FlowerEngine(BaseEngine):
         self.members = {member.id: member for member in members}
         self.rejoin: Callable[[set[int]], dict[int, str]] = lambda nodes: {}  # the names of nodes not seen before
         self._evaluations: dict[int, Payload] = {}
+        self._hung: dict[int, int] = {}  # client -> the last round in which it did not answer in time
         # Evaluation rides on the reply to the method that an algorithm names last.
         self._last = list(algorithm.crosses)[-1]
 
@@ -149,37 +159,53 @@ class FlowerEngine(BaseEngine):
         came = {k: self._evaluations.pop(k) for k in sorted(args) if k in self._evaluations}
         here = {k: {"answer": told} for k, told in came.items() if method == EVALUATE}
         with self.phase(method, len(args)):
-            requests: dict[int, Payload] = {}
-            alone = self.alone()
-            for k in sorted(args.keys() - here.keys()):
-                try:
-                    requests[k] = self._request(method, k, args[k], alone)
-                except BarterError as error:
-                    failures[k] = self._failure(k, method, error)
+            requests = self._requests(method, {k: args[k] for k in sorted(args.keys() - here.keys())}, failures)
             enough = len(args) if self.min_clients is None else min(self.min_clients, len(args))
             told: Iterator[Reply] = ((k, partial(dict, reply)) for k, reply in here.items())
             for k, answer in chain(told, self._gather(requests, lambda: len(answers) >= enough)):
                 try:
                     answers[k] = self._checked(method, k, answer(), args[k])
                 except Exception as error:  # whatever a stranger's answer makes go wrong is that stranger's failure
-                    failures[k] = self._failure(k, method, error)
+                    failures[k] = self.failure(k, method, error)
                     log.warning("%s", failures[k])
                 self.watched.advance(1)
         self.failures += [failures[k] for k in sorted(failures)]
-        return Replies(answers, {k: self.examples(k) for k in answers}, failures)
+        return Replies(answers, self.counting(answers), failures)
 
-    def _request(self, method: str, k: int, args: tuple[Any, ...], alone: bool) -> Payload:
-        return {
-            "ask": "call",
-            "session": self.session(self.members[k]),
-            "round": self.round,
-            "method": method,
-            "before": self.asked_before(method, k),
-            "args": self.wire.carry(args, method, k, "down"),
-            "evaluate": method == self._last,
-            "alone": alone,
-            "timeout": self.timeout,
-        }
+    def _requests(
+        self, method: str, args: Mapping[int, tuple[Any, ...]], failures: dict[int, Failure]
+    ) -> dict[int, RecordDict]:
+        """What is sent to each client, or its failure; what several are told is looked at and encoded once."""
+        requests: dict[int, RecordDict] = {}
+        alone, told = self.alone(), dict[int, tuple[Payload, Frame, ArrayRecord | ConfigRecord]]()
+        for k, arguments in args.items():
+            if self._hung.get(k) == self.round:
+                failures[k] = self.failure(k, method, Lost("it did not answer in time before in this round"))
+                continue
+            request = {
+                "ask": "call",
+                "session": self.session(self.members[k]),
+                "round": self.round,
+                "method": method,
+                "before": self.asked_before(method, k),
+                "evaluate": method == self._last,
+                "alone": alone,
+                "timeout": self.timeout,
+            }
+            if id(arguments) in told:
+                tree, first, bulk = told[id(arguments)]
+                self.wire.count(tree, method, k, "down")
+                requests[k] = to_records(encode({**request, "args": tree}, first.blobs), bulk)
+                continue
+            try:
+                tree = self.wire.carry(arguments, method, k, "down")
+            except BarterError as error:
+                failures[k] = self.failure(k, method, error)
+                continue
+            first = encode({**request, "args": tree})
+            told[id(arguments)] = tree, first, (bulk := in_bulk(first.blobs))
+            requests[k] = to_records(first, bulk)
+        return requests
 
     def _checked(self, method: str, k: int, reply: Payload, args: tuple[Any, ...]) -> Any:
         if "error" in reply:
@@ -191,31 +217,35 @@ class FlowerEngine(BaseEngine):
             self._evaluations[k] = reply["evaluation"]
         return arrived
 
-    def _failure(self, k: int, method: str, error: Exception) -> Failure:
+    def failure(self, client: int, method: str, error: Exception) -> Failure:
         said = str(error) if isinstance(error, BarterError | Lost) else f"{type(error).__name__}: {error}"
         notes = "\n".join(getattr(error, "__notes__", []))
-        return Failure(k, method, self.round, f"site {self.members[k].name}: {said}", notes)
+        return Failure(client, method, self.round, f"site {self.members[client].name}: {said}", notes)
 
-    def _gather(self, requests: Mapping[int, Payload], enough: Callable[[], bool]) -> Iterator[Reply]:
+    def _gather(self, requests: Mapping[int, RecordDict], enough: Callable[[], bool]) -> Iterator[Reply]:
         """Every site's answer, or why there is none.
 
         A site that Flower lost is asked again when it is back; it is waited for only if too few others have answered,
-        and an error or a bad answer is none.
+        and an error or a bad answer is none. Who does not answer in time is not asked again in this round.
         """
-        deadline = time.monotonic() + self.timeout
+        last, left = time.monotonic(), self.timeout
+        deadline = last + left
         pending: dict[str, int] = {}  # message -> client
         waiting: dict[int, str] = dict.fromkeys(requests, "the site is offline")  # not asked yet, or lost; and why
         tries = dict.fromkeys(requests, 0)
         while waiting or pending:
             left = deadline - time.monotonic()
-            for k, node in self._present([k for k in waiting if tries[k] < TRIES]).items() if left > 0 else ():
+            present = self._present([k for k in waiting if tries[k] < TRIES]) if left > 0 else {}
+            who = {node: k for k, node in present.items()}
+            asked = ask(self.grid, {node: requests[k] for node, k in who.items()}, "train.call", left)
+            for node, message in asked.items():
+                k = who[node]
                 if tries[k]:
                     log.warning("site %s is asked again", self.members[k].name)
-                message = ask(self.grid, node, requests[k], "train.call", left)
-                if message is not None:
-                    pending[message], tries[k] = k, tries[k] + 1
-                    del waiting[k]
+                pending[message], tries[k] = k, tries[k] + 1
+                del waiting[k]
             for k, answer in replies(self.grid, pending):
+                last = time.monotonic()
                 try:
                     tree = answer()
                 except Lost as lost:
@@ -229,7 +259,10 @@ class FlowerEngine(BaseEngine):
             hopeless = all(tries[k] == TRIES for k in waiting)
             if left <= 0 or (not pending and waiting and (enough() or hopeless)):
                 break
-            time.sleep(POLL_SECONDS)
+            if waiting or pending:
+                time.sleep(min(pause(time.monotonic() - last, POLL_SECONDS), max(left, 0)))
+        if left <= 0:
+            self._hung |= dict.fromkeys([*waiting, *pending.values()], self.round)
         for k, why in waiting.items():
             yield k, lambda why=why: _again(Lost(why))  # type: ignore[misc]
         for k in pending.values():

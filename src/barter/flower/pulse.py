@@ -1,4 +1,5 @@
-"""A sign of life for whoever looks after a process: a file that says until when it may be silent. Needs no torch."""
+"""A sign of life for whoever looks after a process, a file that says until when it may be silent; and how often to look
+for what others send. Needs no torch."""
 
 from __future__ import annotations
 
@@ -8,9 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["Pulse", "allow", "overdue"]
+__all__ = ["Pulse", "allow", "overdue", "pause"]
 
 SILENCE = 60.0  # seconds that somebody who has nothing to do may be silent: he speaks much more often
+
+
+def pause(idle: float, shortest: float = 0.05) -> float:
+    """Seconds until one looks again, if nothing came for so long: little where much happens, and a second at most."""
+    return min(1.0, max(shortest, idle / 10))
 
 
 class Pulse:

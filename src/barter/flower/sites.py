@@ -24,6 +24,7 @@ from barter.core.params import Count, Positive, Whole, check
 from barter.core.payload import Payload
 from barter.data.task import SITES, Data, make_task, own_data, public_data
 from barter.engines.local import LocalEngine
+from barter.flower.address import Address, require_name
 from barter.flower.site import Site
 from barter.machine import device_named, memory_within, precision_named
 from barter.parties import cut, initial, make_client, make_server, names_of
@@ -48,10 +49,13 @@ class Setup:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where this site computes
     threads: Count | None = None  # on how many cores; none means all
     epsilon: Positive | None = None  # take part only in runs that promise at most this; none: in all
+    supernode: bool = False  # be Flower's own SuperNode, which starts a process for every call, and not barter's node
     insecure: bool = False  # without encryption and without a key: for tests on one machine only
 
     def __post_init__(self) -> None:
         check(self)
+        require_name(self.name)
+        Address.read(self.superlink)
         if bool(self.data) == (self.share is not None):
             raise ConfigError(
                 f"site {self.name}: give it data of its own, or the number of its share of the run's data"
@@ -88,6 +92,7 @@ class Hello:
         sound = sound and len(spec.mean) == len(spec.std) == spec.channels
         if not sound or not all(type(x) is float and math.isfinite(x) for x in (*spec.mean, *spec.std)):
             raise ConfigError(f"a site said hello with values that cannot be: {tree}")
+        require_name(said.name)
         return said
 
 

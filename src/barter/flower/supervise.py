@@ -1,4 +1,4 @@
-"""`barter site`: the client's worker and its SuperNode, kept alive."""
+"""`barter site`: the client's worker and its node on Flower, kept alive."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from barter.core.params import build
 from barter.engines.forks import die_with
 from barter.flower.codec import decode, encode
 from barter.flower.frames import Frame, serve
+from barter.flower.inside import strange
 from barter.flower.pulse import Pulse, allow, overdue
 from barter.flower.sites import Setup, make_site
 
@@ -156,26 +157,45 @@ def site(path: Path) -> None:
     env = {**os.environ, **FLOWER, "FLWR_HOME": str(home / ".flower")}
     me = [sys.executable, "-m", "barter", "site", str(path), "--worker", str(door)]
     worker = Watched(f"site {setup.name}: worker", me, env, logs / "worker.log", rooms / PULSE)
-    supernode = Kept(f"site {setup.name}: SuperNode", [], env, logs / "supernode.log")
+    flowers = by_flower(setup)
+    node = Kept(f"site {setup.name}: node", [], env, logs / "node.log")
     try:
         while not ended.wait(0.2):
-            if supernode.process is None or supernode.due:
-                supernode.command = _supernode(setup, home, door)
             if (rooms / "lost").exists():
                 (rooms / "lost").unlink()
-                # Flower would give the next healthy message the blame, and be one reply behind from then on.
-                log.warning("site %s: a client process was killed in the middle; the SuperNode restarts", setup.name)
-                supernode.restart()
-                supernode.command = _supernode(setup, home, door)
+                if flowers:
+                    # Flower would give the next healthy message the blame, and be one reply behind from then on.
+                    log.warning("site %s: a client process was killed in the middle; its node restarts", setup.name)
+                    node.restart()
+            if node.process is None or node.due:
+                node.command = _supernode(setup, home, door) if flowers else _node(setup, home, door)
             worker.tend()
-            supernode.tend()
+            node.tend()
     finally:
-        supernode.stop()
+        node.stop()
         worker.stop()
         shutil.rmtree(rooms, ignore_errors=True)
 
 
+def by_flower(setup: Setup) -> bool:
+    """Whether Flower's own SuperNode is the node: where it is wanted, or the Flower that is here is not known."""
+    if setup.supernode:
+        return True
+    if why := strange():
+        log.warning("site %s: Flower's own SuperNode is used, which takes seconds for every call: %s", setup.name, why)
+    return bool(why)
+
+
+def _node(setup: Setup, home: Path, door: Path) -> list[str]:
+    """Barter's own node."""
+    command = [sys.executable, "-m", "barter.flower.node", "--superlink", setup.superlink, "--door", str(door)]
+    if setup.insecure:
+        return command
+    return [*command, "--certificate", str(home / setup.certificate), "--key", str(home / setup.key)]
+
+
 def _supernode(setup: Setup, home: Path, door: Path) -> list[str]:
+    """Flower's."""
     node = f"socket={json.dumps(str(door))} name={json.dumps(setup.name)}"
     command = ["flower-supernode", "--superlink", setup.superlink, "--port", str(free_port()), "--node-config", node]
     if setup.insecure:

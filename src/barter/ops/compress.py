@@ -38,8 +38,20 @@ def _factors(tensor: Tensor, energy: float) -> list[Tensor]:
 
 def restored(parts: Compressed, like: Mapping[str, Tensor]) -> State:
     """The update again, for tensors such as these."""
-    try:
-        whole = [part[0] @ part[1] if len(part) > 1 else part[0] for part in parts]
-        return {name: tensor.view(old.shape) for (name, old), tensor in zip(like.items(), whole, strict=True)}
-    except (RuntimeError, ValueError, IndexError) as error:
-        raise PayloadError(f"a compressed update is of another network: {error}") from error
+    if len(parts) != len(like):
+        raise PayloadError(f"a compressed update has {len(parts)} tensors, the network {len(like)}")
+    return {name: _whole(part, old, name) for (name, old), part in zip(like.items(), parts, strict=True)}
+
+
+def _whole(part: list[Tensor], old: Tensor, name: str) -> Tensor:
+    """A tensor, or the product of its factors; of these the shapes first, for small ones can have a large product."""
+    if all(tensor.dtype == old.dtype for tensor in part):
+        if len(part) == 1 and part[0].shape == old.shape:
+            return part[0]
+        if len(part) == 2 and old.ndim > 1:
+            rows, columns = old.flatten(1).shape
+            kept = part[0].shape[-1] if part[0].ndim else 0
+            if kept <= min(rows, columns) and (part[0].shape, part[1].shape) == ((rows, kept), (kept, columns)):
+                return (part[0] @ part[1]).view(old.shape)
+    found = ", ".join(f"{tuple(tensor.shape)} of {tensor.dtype}" for tensor in part)
+    raise PayloadError(f"a compressed update is of another network: {name} is {found}, its {tuple(old.shape)}")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from barter.core.contracts import Floats, Places, When
+from barter.core.errors import PayloadError
 from barter.core.evaluation import predict
 from barter.core.images import Spec
 from barter.core.nodes import Client
@@ -30,6 +31,7 @@ __all__ = [
     "lesson",
     "newest",
     "review",
+    "sound",
     "taught",
 ]
 
@@ -126,6 +128,20 @@ def lesson(entries: Sequence[Entry], owner: int, draw: Draw, say: Say) -> Lesson
     for at, (t, _, index) in enumerate(pages):
         which = {} if index is None else {"index": index}
         lesson.append({"round": t, **which, **{name: parts[at] for name, parts in said.items()}})
+    return lesson
+
+
+def sound(entries: Sequence[Entry], owner: int, lesson: Lesson) -> Lesson:
+    """The lesson, if it is of images that these entries have of its teacher: of all new ones, and of some before."""
+    made = {entry["round"]: len(entry["codes"].get(owner, ())) for entry in entries}
+    rounds = [targets["round"] for targets in lesson]
+    if len(set(rounds)) < len(rounds) or not {entries[-1]["round"]} <= set(rounds) <= made.keys():
+        raise PayloadError(f"a lesson of rounds {rounds[:9]}, and there are images of rounds {list(made)}")
+    for targets in lesson:
+        t, index = targets["round"], targets.get("index")
+        last = len(targets["logits"]) - 1 if index is None else int(index.max()) if len(index) else 0
+        if last >= made[t] or (index is None and last + 1 != made[t]):
+            raise PayloadError(f"a lesson on image {last} of round {t}, of which there are {made[t]}")
     return lesson
 
 

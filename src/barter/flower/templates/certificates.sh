@@ -10,6 +10,7 @@ cd certificates
 sans=""
 for name in "$@"; do
     case "$name" in
+        *:*) sans="${sans:+$sans,}IP:$name" ;;
         *[!0-9.]*) sans="${sans:+$sans,}DNS:$name" ;;
         *) sans="${sans:+$sans,}IP:$name" ;;
     esac

@@ -1,0 +1,231 @@
+"""A site's node on Flower: messages come in, replies go out, and what is used of Flower is looked at first."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
+from flwr.supercore.task_identity import TaskIdentity
+
+from barter.core.errors import PayloadError
+from barter.flower import inside, node, supervise
+from barter.flower.codec import decode, encode
+from barter.flower.frames import Blob, Frame
+from barter.flower.front import IN_A_PIECE, from_records, to_records
+from barter.flower.inside import Fleet, strange
+from barter.flower.pulse import pause
+from barter.flower.sites import Setup
+from tests.flower.test_frames import serving
+from tests.forked import until
+
+
+@pytest.fixture(autouse=True)
+def identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_run_id", "_node_id", "_task_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+
+
+class Link:
+    """A SuperLink in memory, as Flower's connection shows it to a node."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Message, Any]] = []
+        self.objects: dict[str, bytes] = {}
+        self.confirmed: list[str] = []
+        self.replies: list[tuple[Message, list[str]]] = []
+        self.pushed: dict[str, bytes] = {}
+        self.known: set[str] = set()  # what need not be pushed again
+
+    def send(self, content: RecordDict, kind: str = "train.call", ttl: float = 5.0) -> str:
+        message = Message(content, 7, kind, ttl=ttl)
+        message.metadata.__dict__["_message_id"] = message.object_id
+        self.waiting.append((message, get_object_tree(message)))
+        self.objects |= {id: part.deflate() for id, part in get_all_nested_objects(message).items()}
+        return message.metadata.message_id
+
+    def fleet(self) -> Fleet:
+        return Fleet((7, self._receive, self._take, None, None, self._pull, self._push, self._confirm))
+
+    def _receive(self) -> tuple[Message, Any] | None:
+        return self.waiting.pop(0) if self.waiting else None
+
+    def _pull(self, run: int, id: str) -> bytes:
+        if id not in self.objects:
+            raise ObjectPullError(id, "gone")
+        return self.objects[id]
+
+    def _confirm(self, run: int, id: str) -> None:
+        self.confirmed.append(id)
+
+    def _take(self, reply: Message, tree: Any, seconds: float) -> tuple[set[str], str]:
+        ids = [part.object_id for part in inside.iterate_object_tree(tree)]
+        self.replies.append((reply, ids))
+        return set(ids) - self.known, "session"
+
+    def _push(self, run: int, session: str, id: str, content: bytes) -> None:
+        assert session == "session"
+        self.pushed[id] = content
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    return Link()
+
+
+def test_a_message_comes_whole_and_its_reply_goes_whole(link: Link) -> None:
+    id = link.send(to_records(encode({"a": [1, 2.5]})))
+    fleet = link.fleet()
+    message = fleet.pull()
+    assert message is not None
+    assert decode(from_records(message.content)) == {"a": [1, 2.5]}
+    assert link.confirmed == [id]
+    assert fleet.pull() is None
+    fleet.push(Message(to_records(encode({"b": 3})), reply_to=message), 0.5)
+    ((head, ids),) = link.replies
+    assert (head.metadata.reply_to_message_id, head.metadata.src_node_id) == (id, 7)
+    assert set(link.pushed) == set(ids)
+    arrived = inside.inflate_object_from_contents(head.metadata.message_id, link.pushed)
+    assert isinstance(arrived, Message)
+    assert decode(from_records(arrived.content)) == {"b": 3}
+
+
+def test_what_the_superlink_has_is_not_sent_again(link: Link) -> None:
+    link.send(to_records(encode("x")))
+    fleet = link.fleet()
+    message = fleet.pull()
+    assert message is not None
+    reply = Message(to_records(encode({"b": 3})), reply_to=message)
+    link.known = set(get_all_nested_objects(reply)) - {reply.object_id}
+    fleet.push(reply, 0.0)
+    assert set(link.pushed) == set(link.replies[0][1]) - link.known
+
+
+def test_a_message_that_does_not_arrive_whole_is_asked_for_again(link: Link) -> None:
+    id = link.send(to_records(encode("x")))
+    link.objects.popitem()
+    assert link.fleet().pull() is None
+    ((reply, _),) = link.replies
+    assert (reply.error.code, reply.metadata.reply_to_message_id) == (4, id)
+    assert link.confirmed == []
+
+
+def test_a_reply_that_nobody_takes_is_not_the_end(link: Link, caplog: pytest.LogCaptureFixture) -> None:
+    link.send(to_records(encode("x")))
+    fleet = link.fleet()
+    message = fleet.pull()
+    assert message is not None
+
+    def gone(*_: Any) -> Any:
+        raise ConnectionError("no such run")
+
+    fleet._send = gone
+    fleet.push(Message(to_records(encode("y")), reply_to=message), 0.0)
+    assert "was not taken: no such run" in caplog.text
+
+
+def test_a_node_asks_the_worker_and_says_why_there_is_no_answer(link: Link, tmp_path: Path) -> None:
+    lost = serving(tmp_path / "door", lambda frame: Frame(frame.header.upper(), {}))
+    for content, kind, door in (
+        (to_records(Frame("hello", {})), "train.call", "door"),
+        (to_records(Frame("hello", {})), "train.other", "door"),
+        (RecordDict(), "train.call", "door"),
+        (to_records(Frame("hello", {})), "train.call", "nowhere"),
+    ):
+        link.send(content, kind, ttl=0.6)
+        message = link.fleet().pull()
+        assert message is not None
+        link.fleet().push(node.answer(message, tmp_path / door), 0.0)
+    well, *others = [reply for reply, _ in link.replies]
+    assert not well.has_error()
+    said = [reply.error for reply in others]
+    assert [error.code for error in said] == [2, 2, 2]
+    assert "train.other is nothing that a site is asked" in said[0].reason
+    assert "PayloadError: a message of another program" in said[1].reason
+    assert "the site's worker is not there" in said[2].reason
+    assert lost == [], "the worker hears of the end of every call"
+
+
+@pytest.mark.parametrize("size", [0, 100, IN_A_PIECE + 1])
+def test_a_frame_comes_as_it_went_in_a_piece_or_in_chunks(size: int) -> None:
+    data = bytes(i % 251 for i in range(size))
+    frame = Frame("header", {"t0": Blob("uint8", (0,), b""), "t1": Blob("uint8", (size,), data)})
+    records = to_records(frame)
+    assert ("bulk" in records) == (size > 0)
+    assert isinstance(records.get("bulk"), ArrayRecord) == (size > IN_A_PIECE)
+    arrived = from_records(records)
+    assert arrived.header == "header"
+    assert {name: (b.dtype, b.shape, bytes(b.data)) for name, b in arrived.blobs.items()} == {
+        name: (b.dtype, b.shape, b.data) for name, b in frame.blobs.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("tree", "bulk"),
+    [
+        ({"header": "h", "table": '[["t0", "uint8", [3], 3]]'}, {"bulk": b"1234"}),
+        ({"header": "h", "table": "[]"}, {"bulk": "text"}),
+        ({"header": "h", "table": "[]"}, {}),
+        ({"header": "h", "table": "[1]"}, {"bulk": b""}),
+        ({"header": "h", "table": "{"}, {"bulk": b""}),
+        ({"header": "h", "table": '[["t0", "uint8", "x", 3]]'}, {"bulk": b"123"}),
+        ({"header": "h"}, {"bulk": b""}),
+    ],
+)
+def test_what_is_no_frame_is_refused(tree: dict[str, Any], bulk: dict[str, Any]) -> None:
+    with pytest.raises(PayloadError):
+        from_records(RecordDict({"tree": ConfigRecord(tree), "bulk": ConfigRecord(bulk)}))
+
+
+def test_others_are_heard_while_a_call_goes_on(
+    link: Link, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second, go = link.send(to_records(Frame("1", {}))), link.send(to_records(Frame("2", {}))), threading.Event()
+
+    def answer(message: Message, door: Path) -> Message:
+        if message.metadata.message_id == first:
+            assert go.wait(5)
+        return Message(message.content, reply_to=message)
+
+    monkeypatch.setattr(node, "answer", answer)
+    threading.Thread(target=node.serve, args=(link.fleet(), Path("door")), daemon=True).start()
+    until(lambda: len(link.replies) == 1)
+    go.set()
+    until(lambda: len(link.replies) == 2)
+    assert [reply.metadata.reply_to_message_id for reply, _ in link.replies] == [second, first]
+
+
+def test_who_has_nothing_to_do_looks_less_and_less_often() -> None:
+    assert [pause(idle) for idle in (0.0, 0.5, 3.0, 10.0, 3600.0)] == pytest.approx([0.05, 0.05, 0.3, 1.0, 1.0])
+
+
+def test_the_flower_that_is_installed_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert strange() == ""
+    monkeypatch.setattr(inside, "push_objects", lambda objects: None)
+    assert strange().endswith(": <lambda> does not take push_object_fn, object_ids_to_push")
+    monkeypatch.setattr(inside, "MISSING", "cannot import name 'push_objects'")
+    assert strange().endswith("cannot import name 'push_objects'")
+    monkeypatch.setattr(inside, "version", lambda name: "1.50.1")
+    assert strange() == "flwr 1.50.1 was not tried, those that were are 1.41.x and 1.42.x"
+
+
+def test_a_flower_that_is_not_known_is_left_to_its_own_node(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    assert not supervise.by_flower(Setup(name="a", share=0))
+    assert supervise.by_flower(Setup(name="a", share=0, supernode=True))
+    assert caplog.messages == []
+    monkeypatch.setattr(supervise, "strange", lambda: "flwr 9 was not tried")
+    assert supervise.by_flower(Setup(name="a", share=0))
+    (said,) = caplog.messages
+    assert said.endswith("takes seconds for every call: flwr 9 was not tried")
