@@ -15,7 +15,8 @@ from barter.config import Config, to_toml
 from barter.core.errors import ConfigError
 from barter.core.images import Spec
 from barter.data.task import Data
-from barter.flower.sites import Hello, Setup, agree, introduce
+from barter.flower.consent import Consent
+from barter.flower.sites import Hello, Setup, agree, introduce, make_site
 from barter.runs.journal import Journal
 from tests.conftest import tiny
 
@@ -144,3 +145,78 @@ def test_sites_with_data_and_networks_of_their_own(tmp_path: Path, monkeypatch: 
     assert experiment.test is None
     assert experiment.server.spec.mean[0] == pytest.approx((127.5 + 63.5) / 2 / 255, abs=0.01)
     assert grid.sites[101].client.architecture == "tests.flower.test_sites:own_network"
+
+
+def test_a_site_takes_part_in_what_it_consents_to() -> None:
+    careful = Consent(algorithms=["fedavg", "dffke"], methods=["client_update"])  # type: ignore[arg-type]
+    careful.require("a", config(algorithm=tiny("fedavg")), own_data=True)
+    with pytest.raises(ConfigError, match="site a does not take part in fedprox: consent.algorithms has fedavg, dffke"):
+        careful.require("a", config(algorithm=tiny("fedprox")), own_data=True)
+    with pytest.raises(ConfigError, match="site a does not answer learn, train, teach, exchange, which dffke asks for"):
+        careful.require("a", config(), own_data=True)
+
+
+def test_central_is_to_be_named_by_whoever_has_data_of_its_own(tmp_path: Path) -> None:
+    toml = to_toml(config(algorithm=tiny("central")))
+    source = images(tmp_path / "a.npz", bright=100)
+    for asked in (toml, toml.replace('"central"', '"barter.algorithms.central:Central"')):
+        with pytest.raises(
+            ConfigError, match="site a does not take part in central, which asks for every private image"
+        ):
+            introduce(Setup(name="a", data=source), asked)
+    named = Setup(name="a", data=source, consent=Consent(algorithms=("central",)))
+    assert introduce(named, toml)["name"] == "a"
+    Consent().require("a", config(algorithm=tiny("central")), own_data=False)  # a share of the run's data is the run's
+
+
+def test_nothing_is_imported_of_what_is_not_consented_to() -> None:
+    toml = to_toml(config(algorithm=tiny("fedavg"))).replace('"fedavg"', '"tests.flower.never_imported:It"')
+    picky = Setup(name="a", data="digits", consent=Consent(algorithms=("fedavg",)))
+    with pytest.raises(ConfigError, match="does not take part in tests.flower.never_imported:It"):
+        introduce(picky, toml)
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        introduce(Setup(name="a", data="digits"), toml)
+
+
+def test_how_much_a_site_does() -> None:
+    Consent().require_size("a", torch.zeros(10**6))
+    Consent(megabytes=4).require_size("a", [torch.zeros(10**6)])
+    with pytest.raises(ConfigError, match=r"site a was sent 4.0 MB, and takes 3.9 \(consent.megabytes\) in a call"):
+        Consent(megabytes=3.9).require_size("a", [torch.zeros(10**6)])
+    assert (Consent().within(60.0), Consent(seconds=5).within(60.0), Consent(seconds=90).within(60.0)) == (60, 5, 60)
+    assert Consent(seconds=5).within(float("nan")) == 5
+
+
+def test_consent_stands_in_the_sites_file(tmp_path: Path) -> None:
+    pytest.importorskip("flwr")
+    from barter.flower.supervise import load_setup
+
+    file = tmp_path / "site.toml"
+    file.write_text('name = "a"\nshare = 0\n[consent]\nalgorithms = ["fedavg"]\nseconds = 5\n')
+    assert load_setup(file).consent == Consent(algorithms=("fedavg",), seconds=5.0)
+    for lines, said in (
+        ("[consent]\nalgorithms = 3", "consent.algorithms=3: must be a list of str"),
+        ("[consent]\nsecond = 1", "unknown key 'consent.second': did you mean 'seconds'"),
+        ("consent = 3", r"consent=3: must be a table, \[consent\]"),
+    ):
+        file.write_text(f'name = "a"\nshare = 0\n{lines}\n')
+        with pytest.raises(ConfigError, match=said):
+            load_setup(file)
+
+
+def test_a_site_holds_on_to_its_consent_when_it_is_asked(tmp_path: Path) -> None:
+    toml = to_toml(config(algorithm=tiny("fedavg"), data=Data(source="digits"), clients=3, models="small-mlp"))
+    member = make_site(Setup(name="a", share=0, device="cpu", consent=Consent(megabytes=0.1)), tmp_path)
+    spec = introduce(Setup(name="a", share=0), toml)["spec"]
+    about = {"run": "0" * 16, "attempt": "1", "history": [], "config": toml, "spec": spec, "client": 0}
+    session = {**about, "architecture": "small-mlp"}
+    call = {"ask": "call", "session": session, "round": 1, "before": 0, "evaluate": False, "alone": True}
+    large = {"w": torch.zeros(10**5)}
+    said = member.answer({**call, "method": "client_update", "args": (large,)})["error"]
+    assert said == "site a was sent 0.4 MB, and takes 0.1 (consent.megabytes) in a call"
+    said = member.answer({**call, "method": "train", "args": ()})["error"]
+    assert said == "'train' is not answered: it is none of the methods that are said to cross"
+    other = {**session, "config": toml.replace('name = "fedavg"', 'name = "fedprox"')}
+    picky = make_site(Setup(name="a", share=0, consent=Consent(algorithms=("fedavg",))), tmp_path)
+    said = picky.answer({**call, "session": other, "method": "client_update", "args": ({},)})["error"]
+    assert said.startswith("site a does not take part in fedprox")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,8 +15,10 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from barter.flower.supervise import Watched
-from tests.forked import until
+from barter.core.errors import ConfigError
+from barter.flower.pulse import Pulse, overdue
+from barter.flower.supervise import Watched, _rooms
+from tests.forked import forked, status, until
 
 WORKER = """
 import ctypes, os, pathlib, signal, sys, time
@@ -84,3 +89,54 @@ def test_a_call_may_take_the_time_that_it_has(watched: Callable[[str], Watched],
     before = worker.process
     until(lambda: (worker.tend(), (tmp_path / "done").exists())[1], 20)
     assert worker.process is before
+
+
+def test_who_cannot_be_started_is_tried_again(
+    watched: Callable[[str], Watched], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = watched("time.sleep(60)")
+    with monkeypatch.context() as patch:
+        patch.setattr("barter.flower.supervise.LONGEST_PAUSE", 0.3)
+        patch.setattr("barter.flower.supervise.allow", full)
+        worker.tend()
+        worker.tend()
+    assert caplog.messages == ["worker cannot be started: [Errno 28] No space left on device; once more in 0.3 s"]
+    assert worker.process is None
+    until(lambda: (worker.tend(), worker.process is not None)[1])
+
+
+def test_a_sign_of_life_that_finds_no_room_ends_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pulse, ran = Pulse(tmp_path / "pulse"), []
+    with monkeypatch.context() as patch:
+        patch.setattr("barter.flower.pulse.allow", full)
+        with pulse.call(1.0):
+            ran.append("call")
+    assert ran == ["call"]
+    assert not overdue(tmp_path / "pulse")
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_site_that_was_killed_leaves_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, temporary = tmp_path / "home", tmp_path / "tmp"
+    home.mkdir()
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+
+    def killed() -> int:
+        with _rooms(home) as rooms:
+            (rooms / "door").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    assert status(forked(killed, tmp_path / "said")) == -signal.SIGKILL
+    assert len(list(temporary.iterdir())) == 1
+    with _rooms(home) as rooms:
+        assert list(temporary.iterdir()) == [rooms]
+        assert not list(rooms.iterdir())
+        with pytest.raises(ConfigError, match="is running already"), _rooms(home):
+            pass
+        assert rooms.is_dir()
+    assert not list(temporary.iterdir())

@@ -124,6 +124,8 @@ def _kind(hint: Any) -> str:
         return " | ".join(str(choice) for choice in get_args(hint))
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join("none" if arm is type(None) else _kind(arm) for arm in get_args(hint))
+    if get_origin(hint) is tuple:
+        return f"a list of {_kind(get_args(hint)[0])}"
     if get_origin(hint) is dict:
         return "a table of " + " -> ".join(map(_kind, get_args(hint)))
     return str(getattr(hint, "__name__", hint))
@@ -151,6 +153,8 @@ def _accept(value: object, hint: Any) -> object:
             except ValueError:
                 continue
         raise ValueError(f"must be {_kind(hint)}")
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_accept(item, get_args(hint)[0]) for item in value)
     if origin is dict and isinstance(value, Mapping):
         key, item = get_args(hint)
         return {_accept(name, key): _accept(held, item) for name, held in value.items()}

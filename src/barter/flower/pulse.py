@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 __all__ = ["Pulse", "allow", "overdue", "pause"]
@@ -34,16 +34,20 @@ class Pulse:
     def call(self, seconds: float) -> Iterator[None]:
         """Inside, nothing is heard for at most so long."""
         with self._speaking:
-            allow(self.path, seconds)
+            self._say(seconds)
             try:
                 yield
             finally:
-                allow(self.path, self.silence)
+                self._say(self.silence)
+
+    def _say(self, seconds: float) -> None:
+        with suppress(OSError):  # where the disk is full for long, somebody will look
+            allow(self.path, seconds)
 
     def _beat(self) -> None:
         while True:
             with self._speaking:
-                allow(self.path, self.silence)
+                self._say(self.silence)
             time.sleep(self.silence / 10)
 
 

@@ -18,6 +18,7 @@ from barter.core.files import replace_text, replacing, understood
 from barter.core.nodes import Client
 from barter.core.payload import Payload
 from barter.engines.local import LocalEngine
+from barter.flower.consent import Consent
 from barter.runs import checkpoint
 
 __all__ = ["Site"]
@@ -38,7 +39,9 @@ class Site:
         memory: Path,
         introduce: Callable[[str], Payload],
         settle: Callable[[Payload], tuple[LocalEngine, Precision]],
+        consent: Consent | None = None,
     ) -> None:
+        self.consent = consent or Consent()
         self.name, self.memory, self.introduce, self.settle = name, memory, introduce, settle
         self.session: Payload = None
         self.stamp = 0  # of the memory on disk that this one is
@@ -64,6 +67,9 @@ class Site:
         self._take_up(session)
         if key == self.key:
             return self.reply
+        if method not in (*self.engine.algorithm.crosses, EVALUATE):
+            raise BarterError(f"{method!r} is not answered: it is none of the methods that are said to cross")
+        self.consent.require_size(self.name, request["args"])
         if round > self.round and self._now.exists():
             self._keep_start()
         k, client = session["client"], self.client

@@ -7,7 +7,7 @@ import math
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Literal
@@ -25,6 +25,7 @@ from barter.core.payload import Payload
 from barter.data.task import SITES, Data, make_task, own_data, public_data
 from barter.engines.local import LocalEngine
 from barter.flower.address import Address, require_name
+from barter.flower.consent import Consent
 from barter.flower.site import Site
 from barter.machine import device_named, memory_within, precision_named
 from barter.parties import cut, initial, make_client, make_server, names_of
@@ -49,6 +50,7 @@ class Setup:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where this site computes
     threads: Count | None = None  # on how many cores; none means all
     epsilon: Positive | None = None  # take part only in runs that promise at most this; none: in all
+    consent: Consent = field(default_factory=Consent)  # in what it takes part, and how much it does for it
     supernode: bool = False  # be Flower's own SuperNode, which starts a process for every call, and not barter's node
     insecure: bool = False  # without encryption and without a key: for tests on one machine only
 
@@ -101,10 +103,18 @@ def _config(toml: str) -> Config:
     return resolve(tomllib.loads(toml))
 
 
+def _consented(setup: Setup, toml: str) -> Config:
+    """The configuration of a run that asks for no more than a site agrees to."""
+    setup.consent.require_code(setup.name, toml)
+    config = _config(toml)
+    setup.consent.require(setup.name, config, own_data=setup.share is None)
+    _require_promise(setup, config)
+    return config
+
+
 def introduce(setup: Setup, toml: str) -> Payload:
     """A site's hello to a run."""
-    config = _config(toml)
-    _require_promise(setup, config)
+    config = _consented(setup, toml)
     if setup.share is not None:
         _require_share(setup, config)
     architecture = setup.model or names_of(config.algorithm, config.models, config.clients)[setup.share or 0]
@@ -141,8 +151,7 @@ def _require_promise(setup: Setup, config: Config) -> None:
 
 def settle(setup: Setup, session: Payload) -> tuple[LocalEngine, Precision]:
     """The client that a site is in a run."""
-    _require_promise(setup, _config(session["config"]))
-    config, spec, k = _config(session["config"]), Spec.of(session["spec"]), int(session["client"])
+    config, spec, k = _consented(setup, session["config"]), Spec.of(session["spec"]), int(session["client"])
     device = device_named(setup.device)
     named = {k: str(session["architecture"])}
     parts = cut(config, named, {k: initial(named[k], spec, config.seed)}, spec)
@@ -167,7 +176,7 @@ def settle(setup: Setup, session: Payload) -> tuple[LocalEngine, Precision]:
 
 def make_site(setup: Setup, memory: Path) -> Site:
     """The site of a setup, which remembers here."""
-    return Site(setup.name, memory, partial(introduce, setup), partial(settle, setup))
+    return Site(setup.name, memory, partial(introduce, setup), partial(settle, setup), setup.consent)
 
 
 def agree(config: Config, hellos: Sequence[Hello]) -> tuple[Spec, dict[int, Hello]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -13,8 +14,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from barter.core.errors import BarterError, ConfigError
 from barter.core.params import build
 from barter.engines.forks import die_with
 from barter.flower.codec import decode, encode
+from barter.flower.consent import Consent
 from barter.flower.frames import Frame, serve
 from barter.flower.inside import strange
 from barter.flower.pulse import Pulse, allow, overdue
@@ -35,6 +37,7 @@ __all__ = ["FLOWER", "Child", "free_port", "load_setup", "site", "work"]
 LONGEST_PAUSE = 10.0  # seconds between two attempts to start what dies at once
 LONGEST_CALL = 3600.0  # seconds, of calls that do not say how long they may take
 PULSE = "pulse"
+ROOMS = "barter-"  # how the names of folders for sockets begin
 SETTLED = 60.0  # seconds after which a start counts as a success
 FLOWER = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -100,7 +103,11 @@ class Kept(Child):
                 log.warning("%s ended with status %s; starting it again in %g s", self.name, status, self.pause)
             if now >= self.due:
                 self.due, self.started = 0.0, now
-                self.start()
+                try:
+                    self.start()
+                except OSError as error:  # a full disk: there may be room again
+                    self.process, self.due = None, now + LONGEST_PAUSE
+                    log.warning("%s cannot be started: %s; once more in %g s", self.name, error, LONGEST_PAUSE)
 
     def restart(self, patience: float = 10.0) -> None:
         self.stop(patience)
@@ -139,7 +146,11 @@ def free_port() -> int:
 
 def load_setup(path: Path) -> Setup:
     """A site as its file describes it."""
-    return build(Setup, read(path))
+    values = read(path)
+    consent = values.get("consent", {})
+    if not isinstance(consent, Mapping):
+        raise ConfigError(f"{path}: consent={consent!r}: must be a table, [consent]")
+    return build(Setup, {**values, "consent": build(Consent, consent, "consent.")})
 
 
 def site(path: Path) -> None:
@@ -151,7 +162,33 @@ def site(path: Path) -> None:
     ended = threading.Event()
     for sign in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sign, lambda *_: ended.set())
-    rooms = Path(tempfile.mkdtemp(prefix="barter-"))  # short, for a socket's name has 108 characters at most
+    with _rooms(home) as rooms:
+        _look_after(setup, path, home, rooms, ended)
+
+
+@contextmanager
+def _rooms(home: Path) -> Iterator[Path]:
+    """A place for a site's socket, whose name has 108 characters at most; what one who was killed left is removed."""
+    with (home / "rooms").open("a+") as note:
+        try:
+            fcntl.flock(note, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{home}: the site of this folder is running already") from None
+        note.seek(0)
+        if Path(left := note.read()).name.startswith(ROOMS):
+            shutil.rmtree(left, ignore_errors=True)
+        rooms = Path(tempfile.mkdtemp(prefix=ROOMS))
+        try:
+            note.truncate(0)
+            note.write(str(rooms))
+            note.flush()
+            yield rooms
+        finally:
+            shutil.rmtree(rooms, ignore_errors=True)
+
+
+def _look_after(setup: Setup, path: Path, home: Path, rooms: Path, ended: threading.Event) -> None:
+    """Keep the worker and the node of a site alive until it is to end."""
     door, logs = rooms / "door", home / "logs"
     logs.mkdir(exist_ok=True)
     env = {**os.environ, **FLOWER, "FLWR_HOME": str(home / ".flower")}
@@ -174,7 +211,6 @@ def site(path: Path) -> None:
     finally:
         node.stop()
         worker.stop()
-        shutil.rmtree(rooms, ignore_errors=True)
 
 
 def by_flower(setup: Setup) -> bool:
@@ -218,7 +254,9 @@ def work(path: Path, door: Path) -> None:
             seconds = float(request.get("timeout", LONGEST_CALL))
         except (BarterError, AttributeError, TypeError, ValueError) as error:
             return encode({"error": f"not understood: {error}", "traceback": ""})
-        with pulse.call(seconds):  # after that, the server has given up
+        if request.get("ask") == "call":
+            seconds = setup.consent.within(seconds)
+        with pulse.call(seconds):  # after that, the server has given up, or the site does not want to go on
             return encode(member.answer(request))
 
     serve(door, answer, (door.parent / "lost").touch)

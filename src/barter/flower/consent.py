@@ -1,0 +1,70 @@
+"""What a site takes part in, and how much of it: its own word, whatever the coordinator asks for."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from barter.config import Config, plain
+from barter.core.errors import ConfigError
+from barter.core.params import Positive, check
+from barter.core.payload import Payload, nbytes
+
+__all__ = ["Consent"]
+
+GIVES_ALL = "central"  # the method that is given every private image
+
+
+@dataclass(frozen=True, kw_only=True)
+class Consent:
+    """The table [consent] of site.toml."""
+
+    algorithms: tuple[str, ...] = ()  # by name or package.module:Class; empty: all, central for own data excepted
+    methods: tuple[str, ...] = ()  # their steps that this site answers; empty: all
+    megabytes: Positive | None = None  # the most that one call may bring; none: any amount
+    seconds: Positive | None = None  # the longest that one call may compute; none: as long as the run waits
+
+    def __post_init__(self) -> None:
+        check(self, "consent.")
+
+    def require_code(self, site: str, toml: str) -> None:
+        """Refuse a run that names code which is not consented to, before any of it is imported."""
+        section = tomllib.loads(toml).get("algorithm", "")
+        name = str(section.get("name", "") if isinstance(section, Mapping) else section)
+        if ":" in name and self.algorithms and name not in self.algorithms:
+            raise self._refusal(site, name)
+
+    def require(self, site: str, config: Config, *, own_data: bool) -> None:
+        """Refuse a run that asks for more than is consented to."""
+        name = str(plain(config)["algorithm"]["name"])
+        if self.algorithms and name not in self.algorithms:
+            raise self._refusal(site, name)
+        if name == GIVES_ALL and own_data and name not in self.algorithms:
+            raise ConfigError(
+                f"site {site} does not take part in {name}, which asks for every private image, unless its "
+                "consent.algorithms names it"
+            )
+        beyond = [method for method in config.algorithm.crosses if self.methods and method not in self.methods]
+        if beyond:
+            raise ConfigError(
+                f"site {site} does not answer {', '.join(beyond)}, which {name} asks for: consent.methods has "
+                f"{', '.join(self.methods)}"
+            )
+
+    def _refusal(self, site: str, name: str) -> ConfigError:
+        return ConfigError(
+            f"site {site} does not take part in {name}: consent.algorithms has {', '.join(self.algorithms)}"
+        )
+
+    def require_size(self, site: str, sent: Payload) -> None:
+        """Refuse to look at more than was consented to."""
+        size = nbytes(sent) / 1e6
+        if self.megabytes is not None and size > self.megabytes:
+            raise ConfigError(
+                f"site {site} was sent {size:.1f} MB, and takes {self.megabytes:g} (consent.megabytes) in a call"
+            )
+
+    def within(self, seconds: float) -> float:
+        """How long a call may take of those seconds that the server waits."""
+        return seconds if self.seconds is None or seconds <= self.seconds else self.seconds
