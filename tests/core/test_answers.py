@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeAlias, TypedDict
 
 import pytest
 import torch
@@ -50,6 +50,15 @@ class Lot(TypedDict):
     images: Annotated[Tensor, Pixels("images")]
 
 
+class Sample(TypedDict):
+    examples: Annotated[int, Within(1, "examples", "n")]
+    labels: Annotated[Tensor, Labels("n")]
+
+
+# What is noted of the first is forgotten when it is the second.
+Either: TypeAlias = tuple[Annotated[Tensor, Labels("n")], int] | tuple[Annotated[Tensor, Counts("n", most=1000)], str]
+
+
 class Methods:
     """What methods say that they return."""
 
@@ -75,6 +84,9 @@ class Methods:
     def rows(self, client: Any) -> Annotated[Rows, Named("vector", "features")]: ...  # type: ignore[empty-body]
     def listed(self, client: Any) -> list[Annotated[Rows, Named("vector", 1)]]: ...  # type: ignore[empty-body]
     def lot(self, client: Any) -> Lot: ...  # type: ignore[empty-body]
+    def lots(self, client: Any) -> list[Lot]: ...  # type: ignore[empty-body]
+    def sample(self, client: Any) -> Sample: ...  # type: ignore[empty-body]
+    def either(self, client: Any) -> Either: ...  # type: ignore[empty-body]
     def labels(self, client: Any) -> Annotated[Tensor, Labels("n")]: ...  # type: ignore[empty-body]
     def counts(self, client: Any) -> Annotated[Tensor, Counts("classes", most="twice")]: ...  # type: ignore[empty-body]
     def told(self, client: Any) -> Annotated[Tensor, Counts("classes"), When("tells")]: ...  # type: ignore[empty-body]
@@ -117,6 +129,11 @@ FULL = {"examples": 3, "embeddings": torch.zeros(7, 5)}
         ("listed", [rows(2, 1), rows(3, 1)]),
         ("lot", {"sizes": torch.tensor([2, 0]), "images": torch.zeros(2, 1, 2, 3, dtype=torch.uint8)}),
         ("lot", {"sizes": torch.zeros(0).long(), "images": torch.zeros(0, 1, 2, 3, dtype=torch.uint8)}),
+        ("lots", [{"sizes": torch.ones(n).long(), "images": torch.zeros(n, 1, 2, 3).byte()} for n in (2, 3)]),
+        ("sample", {"examples": 2, "labels": torch.tensor([0, 1])}),
+        ("sample", {"labels": torch.tensor([0, 1]), "examples": 2}),
+        ("either", (torch.tensor([3]), 7)),
+        ("either", (torch.tensor([500]), "a")),
         ("labels", torch.tensor([3, 0, 3])),
         ("counts", torch.tensor([0, 20, 0, 0])),
         ("told", torch.zeros(0).long()),
@@ -196,6 +213,9 @@ def test_what_was_asked_for_passes(method: str, tree: Any) -> None:
             {"sizes": torch.tensor([3, -1]), "images": torch.zeros(2, 1, 2, 3, dtype=torch.uint8)},
             "lot.sizes: the least of its numbers is -1",
         ),
+        ("sample", {"examples": 3, "labels": torch.tensor([0, 1])}, r"sample.labels is int64 \(2,\), .* int64 \(3\)"),
+        ("sample", {"labels": torch.tensor([0, 1]), "examples": 3}, "sample.examples is 3, and of n there are 2"),
+        ("either", (torch.tensor([500]), 7), r"either\[0\]: the least of its numbers is 500, not from 0 to 3"),
         ("labels", torch.tensor([999999]), "labels: the least of its numbers is 999999, not from 0 to 3"),
         ("labels", torch.tensor([-1, 0]), "labels: the least of its numbers is -1, not from 0 to 3"),
         ("labels", torch.tensor(1), r"labels is int64 \(\), asked for was int64 \(n\)"),

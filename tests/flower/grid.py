@@ -15,6 +15,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from barter.flower import deploy, front
 from barter.flower.codec import decode, encode
+from barter.flower.engine import PROGRESS
 from barter.flower.frames import Frame
 from barter.flower.site import Site
 from barter.flower.sites import Setup, make_site
@@ -34,6 +35,7 @@ class LoopbackGrid(Grid):
         self.sites = {100 + i: site for i, site in enumerate(sites)}
         self.offline: set[int] = set()
         self.deliver: Callable[[int, dict[str, Any], Callable[[], Any]], Any] = lambda node, request, answer: answer()
+        self.progress: Callable[[int], Any] = lambda node: None  # what a node says while its call goes on
         self.replies: dict[str, Message] = {}
         self.asked: list[tuple[int, dict[str, Any]]] = []
         self.sent = 0
@@ -61,7 +63,10 @@ class LoopbackGrid(Grid):
             node = message.metadata.dst_node_id
             context = Context(1, node, {"socket": f"/{node}"}, RecordDict(), {})
             try:
-                reply = front.app(message, context)
+                if message.metadata.message_type == PROGRESS:
+                    reply = Message(front.to_records(encode(self.progress(node))), reply_to=message)
+                else:
+                    reply = front.app(message, context)
             except Code as code:
                 reply = Message(Error(code.number, "made by Flower"), reply_to=message)
             except Silent:

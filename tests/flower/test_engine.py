@@ -156,6 +156,34 @@ def test_a_site_that_hangs_costs_its_time_once_in_a_round(grid: LoopbackGrid, ru
     assert two.failures == []
 
 
+def test_how_far_a_site_is_can_be_seen_while_its_call_goes_on(
+    grid: LoopbackGrid, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "PROGRESS_SECONDS", 0.05)
+    said, asked, shown = iter([0.25, 0.75, 0.5, 7.0, float("nan"), "x"]), set(), []
+
+    def deliver(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
+        if request["ask"] == "hello":
+            return {**answer(), "tells": node != 100}
+        if node == 102:
+            return answer()
+        raise Silent
+
+    def progress(node: int) -> Any:
+        asked.add(node)
+        return next(said, 0.75)
+
+    def advance(journal: Journal, amount: float) -> None:
+        shown.append(amount)
+
+    grid.deliver, grid.progress = deliver, progress
+    monkeypatch.setattr(Journal, "advance", advance)
+    run(1, min_clients=1, timeout=2.0)
+    assert asked == {101}, "of those who are waited for, and can tell"
+    assert [amount for amount in shown if amount][:5] == [1.0, 0.25, 0.5, 1.0, 0.25]
+    assert next(said, "all of it was said") == "all of it was said"
+
+
 def test_what_all_are_told_is_encoded_once(grid: LoopbackGrid, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     sent, push, made = [], grid.push_messages, []
     monkeypatch.setattr(engine, "in_bulk", lambda blobs: (made.append(blobs), in_bulk(blobs))[1])

@@ -23,7 +23,7 @@ from barter.flower.codec import decode, encode
 from barter.flower.frames import Blob, Frame
 from barter.flower.front import IN_A_PIECE, from_records, to_records
 from barter.flower.inside import Fleet, strange
-from barter.flower.pulse import pause
+from barter.flower.pulse import Turn, pause
 from barter.flower.sites import Setup
 from tests.flower.test_frames import serving
 from tests.forked import until
@@ -202,6 +202,33 @@ def test_others_are_heard_while_a_call_goes_on(
     go.set()
     until(lambda: len(link.replies) == 2)
     assert [reply.metadata.reply_to_message_id for reply, _ in link.replies] == [second, first]
+
+
+def test_the_node_says_how_far_its_worker_is(link: Link, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("barter.flower.pulse.time.monotonic", lambda: now[0])
+    turn = Turn(tmp_path / "turn")
+
+    def said() -> Any:
+        link.send(to_records(encode(None)), "query.progress")
+        message = link.fleet().pull()
+        assert message is not None
+        reply = node.answer(message, tmp_path / "door")  # where no worker answers
+        return reply.error.code if reply.has_error() else decode(from_records(reply.content))
+
+    assert said() == 2, "nothing was begun"
+    turn.begin()
+    turn.advance(0.25)
+    assert said() == 0.0, "it is not written more often than once in a second"
+    now[0] += 1.5
+    turn.advance(0.5)
+    assert said() == 0.75
+    now[0] += 1.5
+    turn.advance(0.5)
+    assert said() == 1.0
+    turn.begin()
+    assert said() == 0.0
+    Turn(tmp_path / "nowhere" / "turn").begin()  # a disk that takes nothing is no reason to stop
 
 
 def test_who_has_nothing_to_do_looks_less_and_less_often() -> None:

@@ -103,6 +103,7 @@ def conduct(grid: Grid, config: Config, out: Path, journal: Journal) -> Experime
         monitor=journal,
         timeout=timeout,
     )
+    engine.telling = hellos.telling
     engine.rejoin = lambda strangers: _names(hellos, strangers)
     networks = described(roster.spec, ids[0].classes, {k: said.architecture for k, said in ids.items()})
     config = with_threads(config, out, resume=True)

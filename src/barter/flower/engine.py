@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -28,6 +28,7 @@ from barter.flower.site import EVALUATE
 
 __all__ = ["POLL_SECONDS", "FlowerEngine", "Hellos", "Member"]
 
+PROGRESS, PROGRESS_SECONDS = "query.progress", 5.0  # asked no more often than that
 POLL_SECONDS = 0.05  # between two looks at least
 TRIES = 3  # how often a call is sent to a site that Flower lost on the way
 LOST = {  # Flower's own error codes: the site did not say anything
@@ -88,6 +89,7 @@ class Hellos:
         self.pending: dict[str, int] = {}
         self.said: dict[int, Payload] = {}
         self.refused: dict[int, str] = {}
+        self.telling: set[int] = set()  # nodes that say how far a call is, while it goes on
 
     def poll(self, nodes: Iterable[int]) -> dict[int, Payload]:
         """Ask those of these nodes that were not asked; what came since the last time."""
@@ -107,6 +109,8 @@ class Hellos:
                 if said != keys.get(node, said):  # a key counts, and not what its holder claims to be
                     raise BarterError(f"the site whose key is that of {keys[node]} says that it is {str(said)[:60]!r}")
                 new[node] = tree["hello"]
+                if tree.get("tells") is True:
+                    self.telling.add(node)
             except Lost as lost:
                 log.warning("node %s did not say hello: %s", node, lost)  # it is asked again
             except Exception as error:  # a stranger's words
@@ -135,6 +139,8 @@ class FlowerEngine(BaseEngine):
         self.grid, self.session, self.timeout = grid, session, timeout
         self.members = {member.id: member for member in members}
         self.rejoin: Callable[[set[int]], dict[int, str]] = lambda nodes: {}  # the names of nodes not seen before
+        self.telling: Set[int] = set()  # nodes that say how far a call is
+        self._shown: dict[int, float] = {}  # client -> how much of its call whoever watches has seen
         self._evaluations: dict[int, Payload] = {}
         self._hung: dict[int, int] = {}  # client -> the last round in which it did not answer in time
         # Evaluation rides on the reply to the method that an algorithm names last.
@@ -168,7 +174,7 @@ class FlowerEngine(BaseEngine):
                 except Exception as error:  # whatever a stranger's answer makes go wrong is that stranger's failure
                     failures[k] = self.failure(k, method, error)
                     log.warning("%s", failures[k])
-                self.watched.advance(1)
+                self.watched.advance(1 - self._shown.pop(k, 0.0))
         self.failures += [failures[k] for k in sorted(failures)]
         return Replies(answers, self.counting(answers), failures)
 
@@ -229,7 +235,7 @@ class FlowerEngine(BaseEngine):
         and an error or a bad answer is none. Who does not answer in time is not asked again in this round.
         """
         last, left = time.monotonic(), self.timeout
-        deadline = last + left
+        deadline, progress = last + left, Progress(self.grid, last)
         pending: dict[str, int] = {}  # message -> client
         waiting: dict[int, str] = dict.fromkeys(requests, "the site is offline")  # not asked yet, or lost; and why
         tries = dict.fromkeys(requests, 0)
@@ -256,6 +262,11 @@ class FlowerEngine(BaseEngine):
                     yield k, lambda error=error: _again(error)  # type: ignore[misc]
                     continue
                 yield k, lambda tree=tree: tree  # type: ignore[misc]
+            members = {self.members[k].node: k for k in pending.values()}
+            for node, done in progress.poll(members.keys() & self.telling):
+                seen = self._shown.get(members[node], 0.0)
+                self._shown[members[node]] = max(seen, done)
+                self.watched.advance(max(0.0, done - seen))
             hopeless = all(tries[k] == TRIES for k in waiting)
             if left <= 0 or (not pending and waiting and (enough() or hopeless)):
                 break
@@ -281,6 +292,30 @@ class FlowerEngine(BaseEngine):
                 if name in away:
                     away[name].node = node
         return {k: self.members[k].node for k in wanted if self.members[k].node in online}
+
+
+class Progress:
+    """How far sites are in a call that takes long: they are asked now and then, the seldomer the longer it takes."""
+
+    def __init__(self, grid: Grid, begin: float) -> None:
+        self.grid, self.begin, self.last = grid, begin, begin
+        self.pending: dict[str, int] = {}
+
+    def poll(self, nodes: Set[int]) -> Iterator[tuple[int, float]]:
+        """What has been said since the last time by those of these nodes that were asked."""
+        now = time.monotonic()
+        if now - self.last > max(PROGRESS_SECONDS, (now - self.begin) / 10):
+            self.last = now
+            question = to_records(encode(None))
+            asked = ask(self.grid, dict.fromkeys(nodes - set(self.pending.values()), question), PROGRESS, 60.0)
+            self.pending |= {message: node for node, message in asked.items()}
+        for node, answer in replies(self.grid, self.pending):
+            try:
+                done = answer()
+            except Exception:  # it is of no consequence
+                continue
+            if node in nodes and isinstance(done, float) and 0 <= done <= 1:
+                yield node, done
 
 
 def _again(error: Exception) -> Payload:

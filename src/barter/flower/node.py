@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import signal
 import sys
@@ -12,20 +13,23 @@ from pathlib import Path
 
 from flwr.app import Error, Message
 
-from barter.flower.frames import DONE, ask
+from barter.flower.frames import DONE, Frame, ask
 from barter.flower.front import from_records, to_records
 from barter.flower.inside import Fleet, connect
-from barter.flower.pulse import pause
+from barter.flower.pulse import TURN, pause
 
 __all__ = ["answer", "main", "serve"]
 
-CALLS = {"query.hello", "train.call"}
+CALLS, PROGRESS = {"query.hello", "train.call"}, "query.progress"
 APP_RAISED = 2  # Flower's code for what went wrong at a site
 
 
 def answer(message: Message, door: Path) -> Message:
-    """The worker's reply; or why there is none."""
+    """The worker's reply, or why there is none; the node itself says how far the worker is, for that one is busy."""
     try:
+        if message.metadata.message_type == PROGRESS:
+            done = float(door.with_name(TURN).read_text())
+            return Message(to_records(Frame(json.dumps({"float": done.hex()}), {})), reply_to=message)
         if message.metadata.message_type not in CALLS:
             raise ValueError(f"{message.metadata.message_type} is nothing that a site is asked")
         deadline = time.monotonic() + message.metadata.ttl  # as a span: clocks of two machines may differ

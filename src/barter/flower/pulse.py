@@ -6,11 +6,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
-__all__ = ["Pulse", "allow", "overdue", "pause"]
+__all__ = ["TURN", "Pulse", "Turn", "allow", "overdue", "pause"]
 
+TURN = "turn"  # the file beside a worker's door that says how far it is
 SILENCE = 60.0  # seconds that somebody who has nothing to do may be silent: he speaks much more often
 
 
@@ -49,6 +50,33 @@ class Pulse:
             with self._speaking:
                 self._say(self.silence)
             time.sleep(self.silence / 10)
+
+
+class Turn:
+    """How far a worker is in a call, as the monitor of its engine hears it: a number from 0 to 1, in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.done, self._written = path, 0.0, 0.0
+
+    def begin(self) -> None:
+        """Another call."""
+        self.done = 0.0
+        self._write()
+
+    def phase(self, name: str, total: float) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def advance(self, amount: float) -> None:
+        self.done = min(1.0, self.done + amount)
+        if time.monotonic() > self._written + 1:
+            self._write()
+
+    def _write(self) -> None:
+        self._written = time.monotonic()
+        with suppress(OSError):  # a full disk: nobody sees it, and the turn goes on
+            temporary = self.path.with_suffix(".new")
+            temporary.write_text(repr(self.done))
+            temporary.rename(self.path)
 
 
 def allow(path: Path, seconds: float) -> None:

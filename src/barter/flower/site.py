@@ -15,7 +15,7 @@ import torch
 from barter.compute.precision import Precision, using
 from barter.core.errors import BarterError, CheckpointError
 from barter.core.files import replace_text, replacing, understood
-from barter.core.nodes import Client
+from barter.core.nodes import Client, Monitor, Silence
 from barter.core.payload import Payload
 from barter.engines.local import LocalEngine
 from barter.flower.consent import Consent
@@ -43,6 +43,7 @@ class Site:
     ) -> None:
         self.consent = consent or Consent()
         self.name, self.memory, self.introduce, self.settle = name, memory, introduce, settle
+        self.monitor: Monitor = Silence()  # who is told how far a call is
         self.session: Payload = None
         self.stamp = 0  # of the memory on disk that this one is
         self.round, self.key, self.reply = 0, [], None  # type: int, list[Payload], Payload
@@ -108,6 +109,7 @@ class Site:
         if not RUN.fullmatch(str(session["run"])):
             raise CheckpointError(f"{session['run']!r} is no name of a run")
         self.engine, self.precision = self.settle(session)
+        self.engine.watched = self.monitor
         self.data = self.client.data.fingerprint()
         self.session, self.round, self.key, self.reply, self.unseen = session, 0, [], None, None
         found = self._find(session)

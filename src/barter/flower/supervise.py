@@ -29,7 +29,7 @@ from barter.flower.codec import decode, encode
 from barter.flower.consent import Consent
 from barter.flower.frames import Frame, serve
 from barter.flower.inside import strange
-from barter.flower.pulse import Pulse, allow, overdue
+from barter.flower.pulse import TURN, Pulse, Turn, allow, overdue
 from barter.flower.sites import Setup, make_site
 
 __all__ = ["FLOWER", "Child", "free_port", "load_setup", "site", "work"]
@@ -247,6 +247,8 @@ def work(path: Path, door: Path) -> None:
         torch.set_num_threads(setup.threads)
     os.chdir(home)  # paths in site.toml start at the file
     member, pulse = make_site(setup, home / "memory"), Pulse(door.with_name(PULSE))
+    member.monitor = turn = Turn(door.with_name(TURN))
+    tells = {"tells": not by_flower(setup)}  # whether the node says how far a call is
 
     def answer(frame: Frame) -> Frame:
         try:
@@ -256,7 +258,9 @@ def work(path: Path, door: Path) -> None:
             return encode({"error": f"not understood: {error}", "traceback": ""})
         if request.get("ask") == "call":
             seconds = setup.consent.within(seconds)
+        turn.begin()
         with pulse.call(seconds):  # after that, the server has given up, or the site does not want to go on
-            return encode(member.answer(request))
+            reply = member.answer(request)
+            return encode({**reply, **tells} if "hello" in reply else reply)
 
     serve(door, answer, (door.parent / "lost").touch)
