@@ -11,7 +11,7 @@ import pdoc.render
 import barter
 
 PARTS = ("barter", "barter.core", "barter.compute", "barter.ops", "barter.data", "barter.kept")  # for authors and users
-NOT = ("!barter.compute.kernels",)  # Triton's own language, which is not installed everywhere
+NOT = ("!barter.compute.kernels", "!barter.compute.launch")  # they want Triton, which is not installed everywhere
 
 
 def build(folder: Path) -> None:
