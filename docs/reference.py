@@ -10,8 +10,8 @@ import pdoc.render
 
 import barter
 
-PARTS = ("barter", "barter.core", "barter.compute", "barter.ops", "barter.data", "barter.kept")  # for authors and users
-NOT = ("!barter.compute.kernels", "!barter.compute.launch")  # they want Triton, which is not installed everywhere
+PARTS = ("barter", "barter.core", "barter.ops", "barter.data", "barter.kept")  # for authors and users
+PARTS += ("barter.compute.lanes", "barter.compute.trainer", "barter.compute.precision")  # other files there want Triton
 
 
 def build(folder: Path) -> None:
@@ -21,7 +21,7 @@ def build(folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.filterwarnings("ignore", r".* barter\.ops\.inversion\.\w+\.__init__")  # its NamedTuples puzzle pdoc
-        pdoc.pdoc(*PARTS, *NOT, output_directory=folder)
+        pdoc.pdoc(*PARTS, output_directory=folder)
 
 
 if __name__ == "__main__":
