@@ -10,7 +10,8 @@ import pdoc.render
 
 import barter
 
-PARTS = ("barter", "barter.core", "barter.compute", "barter.ops", "barter.data", "barter.kept")  # for authors and users
+PARTS = ("barter", "barter.core", "barter.ops", "barter.data", "barter.kept")  # for authors and users
+PARTS += ("barter.compute.lanes", "barter.compute.trainer", "barter.compute.precision")  # other files there want Triton
 
 
 def build(folder: Path) -> None:

@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from barter import commands
 from barter.cli import main
+from barter.commands import looking
 from barter.core.payload import leaves
 from barter.runs import checkpoint
 from barter.runs.folder import last_checkpoint
@@ -170,7 +170,7 @@ def test_without_room(
 ) -> None:
     arguments, message = NO_ROOM[case]
     if case == "split":  # whose picture comes first
-        monkeypatch.setattr(commands, "bubbles", lambda *_: None)
+        monkeypatch.setattr(looking, "bubbles", lambda *_: None)
     new, comparison = tmp_path / "new", tmp_path / "comparison"
     new.mkdir()
     (comparison / "fedavg").mkdir(parents=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from barter.commands import EXTRAS
+from barter.commands.common import EXTRAS
 from barter.version import __version__
 
 ROOT = Path(__file__).parent.parent

@@ -21,9 +21,9 @@ import pytest
 from PIL import Image
 from plotly.offline import get_plotlyjs_version
 
-from barter import commands
 from barter.algorithms.local import Local
 from barter.cli import main
+from barter.commands import looking
 from barter.comparison import Comparison, Request
 from barter.config import resolve, to_toml, with_settings
 from barter.core.record import Round
@@ -285,7 +285,7 @@ def test_a_live_page_follows_the_run_and_comes_to_rest(tmp_path: Path, monkeypat
         seen.append((run / "report.html").read_text())
         go_on(run, record(len(records(run)) + 1, 2))
 
-    monkeypatch.setattr(commands.time, "sleep", a_round_later)
+    monkeypatch.setattr(looking.time, "sleep", a_round_later)
     seen.append(report(run, "--live"))
     for done, content in enumerate(seen):
         assert f"{done} of 3 rounds" in content
@@ -300,7 +300,7 @@ def test_a_live_page_that_is_stopped_stops(
     def stop(_: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands.time, "sleep", stop)
+    monkeypatch.setattr(looking.time, "sleep", stop)
     for folder in (go_on(begun(tmp_path / "run", 2, 3), record(1, 2)), compared(tmp_path / "c", missing=6)):
         assert main(["report", str(folder), "--live"]) == 1
         assert "stopped" in capsys.readouterr().err

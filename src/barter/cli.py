@@ -10,7 +10,6 @@ import io
 import re
 import sys
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +18,7 @@ import typer
 
 from barter.catalogue import LISTINGS, known_keys
 from barter.core.errors import BarterError, CheckpointError, ConfigError
+from barter.options import Arithmetic, Device, Listing, Place, Settings, TensorBoard
 from barter.version import __version__
 
 __all__ = ["app", "main"]
@@ -34,48 +34,6 @@ show = typer.Typer(help="Show an algorithm, a configuration, a split, or a run's
 app.add_typer(show, name="show")
 flower = typer.Typer(help="Federations across machines, on Flower.", no_args_is_help=True)
 app.add_typer(flower, name="flower")
-
-
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change one value, such as rounds=10 or algorithm.share=0.5."),
-]
-
-
-TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write every round for TensorBoard, into the folder.")]
-
-
-class Device(StrEnum):
-    """Where to compute."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Arithmetic(StrEnum):
-    """How to compute."""
-
-    fp32 = "fp32"
-    tf32 = "tf32"
-    bf16 = "bf16"
-
-
-class Place(StrEnum):
-    """Where clients live."""
-
-    local = "local"
-    flower = "flower"
-
-
-class Listing(StrEnum):
-    """What can be listed."""
-
-    algorithms = "algorithms"
-    models = "models"
-    families = "families"
-    datasets = "datasets"
-    partitions = "partitions"
 
 
 def _version(wanted: bool) -> None:
@@ -124,12 +82,12 @@ def run(
     tensorboard: TensorBoard = False,
 ) -> None:
     """Run a federation, as CONFIG.toml says or by the defaults, and keep its metrics and checkpoint in a folder."""
-    from barter import commands
+    from barter.commands import running
 
     where = {"start": start and str(start), "device": device, "engine": engine}
     chosen = {**where, "precision": precision, "device_memory": device_memory, "threads": threads}
     values = {key: getattr(value, "value", value) for key, value in chosen.items()}
-    commands.run(config, algorithm, settings, out, values, simulate=simulate, tensorboard=tensorboard)
+    running.run(config, algorithm, settings, out, values, simulate=simulate, tensorboard=tensorboard)
 
 
 @app.command()
@@ -142,9 +100,9 @@ def resume(
     tensorboard: TensorBoard = False,
 ) -> None:
     """Continue the run in the folder RUN behind its last finished round, as if it had never been interrupted."""
-    from barter import commands
+    from barter.commands import running
 
-    commands.resume(run, rounds, threads, tensorboard=tensorboard)
+    running.resume(run, rounds, threads, tensorboard=tensorboard)
 
 
 @app.command()
@@ -175,10 +133,10 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="The folder; without one, a new one under runs/.")] = None,
 ) -> None:
     """Compare methods over seeds: run what is not there yet, then a table and curves; of DIR, of what is there."""
-    from barter import commands
+    from barter.commands import running
 
     asked = {"baseline": baseline, "metric": metric, "target": target}
-    commands.compare(what, algorithms, seeds, settings, vary, only, out, asked, jobs)
+    running.compare(what, algorithms, seeds, settings, vary, only, out, asked, jobs)
 
 
 @app.command()
@@ -193,17 +151,17 @@ def report(
     ] = True,
 ) -> None:
     """Write one HTML page of all there is to see: curves, clients, split, images, traffic, time, configuration."""
-    from barter import commands
+    from barter.commands import looking
 
-    commands.report(what, to, live=live, images=images)
+    looking.report(what, to, live=live, images=images)
 
 
 @app.command()
 def privacy(run: Annotated[Path, typer.Argument(metavar="RUN")]) -> None:
     """What left the clients of RUN, how each part was protected, and what that promises to whoever is in an image."""
-    from barter import commands
+    from barter.commands import looking
 
-    commands.privacy(run)
+    looking.privacy(run)
 
 
 @app.command()
@@ -214,9 +172,9 @@ def attack(
     ] = 4,
 ) -> None:
     """What a curious server can learn from what clients of RUN tell: images, whose they were, and classes."""
-    from barter import commands
+    from barter.commands import looking
 
-    commands.attack(run, shadows)
+    looking.attack(run, shadows)
 
 
 @app.command()
@@ -226,9 +184,9 @@ def evaluate(
     client: Annotated[int | None, typer.Option(min=0, help="Only this client's network.")] = None,
 ) -> None:
     """The accuracy of RUN's networks on other data: on its test images or, where it has no such part, on all of it."""
-    from barter import commands
+    from barter.commands import looking
 
-    commands.evaluate(run, data, client)
+    looking.evaluate(run, data, client)
 
 
 @app.command()
@@ -238,9 +196,9 @@ def export(
     client: Annotated[int | None, typer.Option(min=0, help="Whose network; without it, the server's model.")] = None,
 ) -> None:
     """Write a network of RUN into a file that says how images are to be prepared for it."""
-    from barter import commands
+    from barter.commands import looking
 
-    commands.export(run, to, client)
+    looking.export(run, to, client)
 
 
 @app.command()
@@ -249,9 +207,9 @@ def check(
     settings: Settings = None,
 ) -> None:
     """Run a method through what all of them keep to: wire, seeds, resumption, order, documentation."""
-    from barter import commands
+    from barter.commands import looking
 
-    commands.check(name, settings)
+    looking.check(name, settings)
 
 
 @flower.command("init")
@@ -264,9 +222,9 @@ def flower_init(
     settings: Settings = None,
 ) -> None:
     """Write the folder of a deployment: the run, certificates, and a folder with a key for every site."""
-    from barter import commands
+    from barter.commands import running
 
-    commands.flower_init(folder, sites, address, config, algorithm, settings)
+    running.flower_init(folder, sites, address, config, algorithm, settings)
 
 
 @flower.command("start")
@@ -278,9 +236,9 @@ def flower_start(
     ] = False,
 ) -> None:
     """Coordinate the run of a deployment folder: start the SuperLink, let the sites in, show the progress."""
-    from barter import commands
+    from barter.commands import running
 
-    commands.flower_start(folder, host, insecure=insecure)
+    running.flower_start(folder, host, insecure=insecure)
 
 
 @app.command()
@@ -289,9 +247,9 @@ def site(
     worker: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Be a site of a federation on Flower: hold the client of SITE.toml, and keep its node connected."""
-    from barter import commands
+    from barter.commands import running
 
-    commands.site(file, worker)
+    running.site(file, worker)
 
 
 @app.command("list")
@@ -311,9 +269,9 @@ def show_algorithm(
     name: Annotated[str, typer.Argument()],
 ) -> None:
     """Citation, what crosses the wire, and fields with defaults and symbols of an algorithm (or of module:Class)."""
-    from barter import commands
+    from barter.commands import looking
 
-    commands.show_algorithm(name)
+    looking.show_algorithm(name)
 
 
 @show.command("partition")
@@ -328,9 +286,9 @@ def show_partition(
     ] = None,
 ) -> None:
     """Who gets how many samples of which class under a partition, as a table, a picture and files."""
-    from barter import commands
+    from barter.commands import looking
 
-    commands.show_partition(name, config, settings, out, title, save)
+    looking.show_partition(name, config, settings, out, title, save)
 
 
 @show.command("config")
@@ -342,9 +300,9 @@ def show_config(
     settings: Settings = None,
 ) -> None:
     """Every value that a run would have, also those nobody set, as a file that `barter run` takes."""
-    from barter import commands
+    from barter.commands import looking
 
-    commands.show_config(config, algorithm, settings)
+    looking.show_config(config, algorithm, settings)
 
 
 @show.command("images")
@@ -354,9 +312,9 @@ def show_images(
     columns: Annotated[int, typer.Option(min=1, max=100, help="Images of each client.")] = 10,
 ) -> None:
     """Save a sheet per round of RUN: private images beside what was made of them. No party of a run sees both."""
-    from barter import commands
+    from barter.commands import looking
 
-    commands.show_images(run, out, columns)
+    looking.show_images(run, out, columns)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

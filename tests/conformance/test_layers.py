@@ -38,11 +38,12 @@ MAY_IMPORT = {
     "report": {"privacy", "parties", "report", "comparison", "gallery", "config", "runs", "data", "core", "version"},
     "flower": {"flower", "experiment", "assembly", "parties", "machine", "config"}
     | {"engines", "privacy", "runs", "data", "core", "compute"},
-    "commands": {"config", "runs", "data", "core", "compute"}
+    "commands": {"commands", "config", "runs", "data", "core", "compute"}
     | {"experiment", "machine", "privacy", "parties", "comparison", "conformance", "export", "gallery", "kept"}
     | {"attacks"},
     "catalogue": {"models"},
-    "cli": {"catalogue", "commands", "core", "version"},
+    "cli": {"catalogue", "commands", "options", "core", "version"},
+    "options": set(),
     "__init__": {"experiment", "kept", "algorithms", "core", "version"},
     "__main__": {"cli"},
     "version": set(),

@@ -132,8 +132,9 @@ class _Attacker:
         It stops learning where it is nearest to some of these images that it does not learn from.
         """
         held = len(self.public) // 5
-        x, y = self._pairs(self.public.pixels[held:], self.public.labels[held:], max(1, COPIES // len(self.public)))
-        x_held, y_held = self._pairs(self.public.pixels[:held], self.public.labels[:held], 1)
+        copies = max(1, COPIES // len(self.public))
+        x, y = self._pairs(self.public.pixels[held:], self.public.labels[held:], copies)
+        x_held, y_held = self._pairs(self.public.pixels[:held], self.public.labels[:held], copies)
         mean, deviation = x.mean(0), x.std(0).clamp(min=1e-6)
         network = nn.Sequential(
             *(nn.Linear(x.shape[1], WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()),
@@ -153,9 +154,11 @@ class _Attacker:
 
     def _pairs(self, pixels: Tensor, labels: Tensor, copies: int) -> tuple[Tensor, Tensor]:
         """What would be told of these images and of shifted copies of them, each time with other noise; and they."""
-        given, wanted, shift = [], [], Augment(crop=max(1, pixels.shape[-1] // 8))
-        for i in range(copies):
-            images = Images(augmented(pixels, shift) if i else pixels, labels, self.spec)
+        shift = Augment(crop=max(1, pixels.shape[-1] // 8))
+        every = [augmented(pixels, shift) if i else pixels for i in range(copies)]
+        given, wanted = [], []
+        for i, group in enumerate([torch.cat(every)] if self.means else every):  # the mean of more tells more
+            images = Images(group, labels.repeat(len(group) // len(labels)), self.spec)
             stream = seeds.stream_seed(self.experiment.config.seed, "inversion", self.k, len(pixels), i)
             given.append(self.told_of(images, stream))
             wanted.append(visible(images.batch(torch.arange(len(images))), self.spec).flatten(1))
