@@ -156,9 +156,9 @@ def test_at_full_energy_fedkd_averages_shared_models_as_fedavg_does() -> None:
     trained: list[Any] = []
     original = fedkd.average
 
-    def noted(updates: Any) -> Any:
+    def noted(updates: Any, by: Any) -> Any:
         trained.append(updates)
-        return original(updates)
+        return original(updates, by=by)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fedkd, "average", noted)
