@@ -24,7 +24,9 @@ def test_the_suite_covers_the_registry() -> None:
 LONG = {"dffke", "dense", "fediod", "dfrd", "fedzkt", "fedmd", "feddf", "fedftg"}  # ten seconds and more by default
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in TINY])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in TINY]
+)
 def test_runs_with_its_defaults(name: str) -> None:
     algorithm = ALGORITHMS[name](**NEEDED.get(name, {}))
     (record,) = federation(algorithm, few_digits(720), clients=2).rounds(1)
