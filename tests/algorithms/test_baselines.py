@@ -64,6 +64,7 @@ def test_central_gives_everything_to_everybody() -> None:
     assert record.bytes["learn"]["down"] == 3 * pixels
 
 
+@pytest.mark.slow
 def test_central_is_an_upper_bound() -> None:
     settings = {"max_epochs": 8, "batch_size": 32}
     (central,) = federation(Central(**settings)).rounds(1)

@@ -276,6 +276,7 @@ def test_the_published_settings_run_and_keep_no_statistics() -> None:
     assert not [at for at in experiment.server.model.state_dict() if "running" in at]
 
 
+@pytest.mark.slow
 def test_the_server_learns_from_the_clients_on_generated_images_alone() -> None:
     settings = {"epochs": 5, "iterations": 15, "global_steps": 5, "samples": 32, "noise": 16}
     experiment = federation(DFRD(base="none", **settings), models="small-mlp", partition="iid")

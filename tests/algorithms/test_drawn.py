@@ -162,6 +162,7 @@ def test_fedftgs_generator_goes_on_and_its_variety_is_reported() -> None:
     assert not torch.equal(before["start.weight"], server.generator["start.weight"])
 
 
+@pytest.mark.slow
 def test_fedftgs_fine_tuning_mends_an_average_of_few_large_clients() -> None:
     def reached(rate: float) -> float:
         settings = {"batch_size": 20, "iterations": 12, "samples": 32, "generator_steps": 2, "global_lr": rate}
@@ -355,6 +356,7 @@ def test_fedzkts_clients_are_held_near_what_they_received() -> None:
     assert gone(10.0) < 0.7 * gone(0.0)
 
 
+@pytest.mark.slow
 def test_fedzkt_brings_a_client_with_few_images_what_the_others_know() -> None:
     settings = {"epochs": 4, "batch_size": 20, "iterations": 20, "client_steps": 40, "samples": 32, "noise": 32}
     shares = [list(range(500)), list(range(500, 1000)), list(range(1000, 1015))]
