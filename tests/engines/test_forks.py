@@ -17,7 +17,7 @@ from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
 from barter.core.nodes import Client, Server
 from barter.engines import local
-from barter.engines.forks import Job, side_by_side
+from barter.engines.forks import Job, possible, side_by_side
 from barter.experiment import Experiment
 from tests.conftest import federation
 from tests.engines.test_local import Notes
@@ -290,6 +290,7 @@ class Hang(Algorithm[Server, Client]):
         return client.id
 
 
+@pytest.mark.skipif(not possible(), reason="turns are not forked here")
 def test_a_client_that_hangs_is_that_clients_failure(caplog: pytest.LogCaptureFixture) -> None:
     experiment = federation(Hang(), clients=3, min_clients=1, timeout=2, threads=2)
     rounds = list(experiment.rounds(3))  # quick turns have processes too: who can hang is not known before

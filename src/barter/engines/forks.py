@@ -11,6 +11,7 @@ import ctypes
 import json
 import math
 import os
+import platform
 import signal
 import struct
 import sys
@@ -51,10 +52,11 @@ class Job:
 def possible() -> bool:
     """Whether turns can be forked here.
 
-    macOS has the call, but its libraries do not survive it; and where there is a GPU, training starts threads that a
-    forked process would miss.
+    macOS has the call, but its libraries do not survive it; nor do those of ARM, once this process has computed with
+    several threads; and where there is a GPU, training starts threads that a forked process would miss.
     """
-    return sys.platform == "linux" and torch.cuda.device_count() == 0
+    on_arm = platform.machine() in ("aarch64", "arm64")
+    return sys.platform == "linux" and torch.cuda.device_count() == 0 and not on_arm
 
 
 def die_with(parent: int, sign: signal.Signals = signal.SIGKILL) -> None:
