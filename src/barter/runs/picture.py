@@ -151,7 +151,7 @@ def sheet(rows: Sequence[Row], title: str, path: Path) -> None:
             cell.imshow((image[..., 0] if grey else image).numpy(), cmap="gray" if grey else None, vmin=0, vmax=1)
             cell.set_title(_plain(name)[:12], fontsize=6, pad=2)
         cells[0].text(-0.15, 0.5, _plain(label), transform=cells[0].transAxes, ha="right", va="center", fontsize=6)
-    figure.suptitle(_plain(title), fontsize=8)
+    figure.suptitle(_plain(title), fontsize=8, va="top", y=1 - 0.08 / size[1])  # in inches, however tall it is
     figure.subplots_adjust(left=0.14, right=0.99, bottom=0.01, wspace=0.05, hspace=0.2)
     figure.subplots_adjust(top=1 - 0.55 / figure.get_figheight())
     _save(figure, path)
