@@ -27,8 +27,8 @@ from flwr.serverapp import Grid, ServerApp
 
 from barter.assembly import Federation
 from barter.config import Config, plain, read, resolve, to_toml
-from barter.core.errors import BarterError, ConfigError
-from barter.core.files import replace_text, understood, whole
+from barter.core.errors import BarterError, CheckpointError, ConfigError, in_short
+from barter.core.files import refused, replace_text, understood, whole
 from barter.core.images import Spec
 from barter.core.payload import Payload
 from barter.experiment import Experiment
@@ -63,11 +63,14 @@ def main(grid: Grid, context: Context) -> None:
         config = resolve(read(folder / "run.toml"))
         hurry(config.timeout or HOUR)
         conduct(grid, config, Path(str(context.run_config["out"])), journal)
-    except BarterError as error:
-        journal.note("error", "\n".join([str(error), *getattr(error, "__notes__", [])]).strip())
-        raise
     except Exception as error:
-        journal.note("error", f"the server stopped: {type(error).__name__}: {error}")
+        if isinstance(error, BarterError):
+            why = "\n".join([str(error), *getattr(error, "__notes__", [])]).strip()
+        else:  # of nobody's in particular; Flower's database is also what a full disk refuses
+            reason = refused(folder) or in_short(error)
+            why = f"the server stopped: {reason}; finished rounds are kept, start again to continue"
+        with suppress(CheckpointError):  # where nothing can be written, whoever follows finds out himself
+            journal.note("error", why)
         raise
 
 
@@ -307,7 +310,7 @@ class Coordinator:
     def check(self) -> None:
         """An error if the SuperLink is gone."""
         if self.superlink.poll() is not None:
-            raise BarterError(f"the SuperLink ended: see {self.superlink.log}")
+            raise BarterError(f"the SuperLink ended: {refused(self.folder) or f'see {self.superlink.log}'}")
 
     def register(self) -> None:
         """Let the sites of the folder in, by their public keys; without encryption anybody may come."""
