@@ -15,6 +15,8 @@ from barter import Experiment
 from barter.attacks import attack as attacking
 from barter.attacks import inversion as inverting
 from barter.attacks.attack import attack
+from barter.attacks.extraction import extracted, predictions
+from barter.attacks.labels import labels as read_labels
 from barter.attacks.labels import prior
 from barter.attacks.measures import share_error
 from barter.attacks.overheard import clients_of, overheard, split_test
@@ -22,8 +24,10 @@ from barter.attacks.result import Result
 from barter.cli import main
 from barter.compute.threads import threaded
 from barter.core.errors import ConfigError
+from barter.core.evaluation import predict
 from barter.core.images import Images
 from barter.core.nodes import Silence
+from barter.data.task import Data
 from barter.privacy import Privacy
 from tests.conftest import tiny
 
@@ -132,9 +136,9 @@ def test_a_spent_budget_does_not_stop_the_attack(tmp_path: Path) -> None:
     ("name", "question", "words"),
     [
         ("local", "inversion", "nothing that left the clients belongs to a single image"),
-        ("local", "membership", "no client told all of its network's weights"),
+        ("local", "membership", "no client told its network's weights"),
         ("local", "labels", "nothing that left the clients is about classes"),
-        ("fedproto", "membership", "no client told all of its network's weights"),
+        ("fedproto", "membership", "no client told its network's weights"),
     ],
 )
 def test_what_a_method_does_not_tell_is_said(tmp_path: Path, name: str, question: str, words: str) -> None:
@@ -218,3 +222,58 @@ def test_the_command_finds_the_same_again_and_shows_it(
     text = " ".join(capsys.readouterr().out.split())
     for words in ("round 2, overheard", "descent from there", "loss threshold, weights", "learn.labels", "attack.png"):
         assert words in text
+
+
+def test_predictions_are_found_beside_the_images_that_were_asked_about() -> None:
+    told = {"ask": {"said": torch.eye(3)[torch.tensor([0, 2, 1, 2])], "counts": torch.zeros(3)}}
+    assert predictions(told, {"ask": (torch.tensor([4, 5, 6]),)}, 3) is None, "three images, four predictions"
+    assert predictions(told, {"other": (torch.tensor([4, 5, 6, 7]),)}, 3) is None
+    found = predictions(told, {"ask": (torch.tensor([4, 5, 6, 7]),)}, 3)
+    assert found is not None
+    assert found[0].tolist() == [4, 5, 6, 7]
+    assert found[1].argmax(1).tolist() == [0, 2, 1, 2]
+
+
+def test_a_network_learnt_from_predictions_predicts_alike_elsewhere(run: Path) -> None:
+    experiment = Experiment.revisited(run)
+    public, others = split_test(experiment)
+    client = clients_of(experiment)[0]
+    truth = [predict(client.model.eval(), images.batch, torch.arange(len(images))) for images in (public, others)]
+    network = extracted(client.model, public, torch.arange(len(public)), truth[0])
+    again = predict(network, others.batch, torch.arange(len(others)))
+    assert float((again.argmax(1) == truth[1].argmax(1)).double().mean()) > 0.8
+    assert not all(map(torch.equal, network.parameters(), client.model.parameters()))
+
+
+def test_who_sends_predictions_alone_is_attacked_by_a_network_learnt_from_them(tmp_path: Path) -> None:
+    data = Data(source="digits", public="digits")
+    options: dict[str, Any] = {"clients": 2, "models": "small-mlp", "threads": 1, "device": "cpu", "data": data}
+    for _ in Experiment(tiny("fedmd"), out=tmp_path / "run", **options).rounds(1):
+        pass
+    results, _ = attack(tmp_path / "run", 2, Silence())
+    assert by_name(results, "membership").keys() == {
+        "loss threshold, network learnt from predictions",
+        "RMIA with 2 shadow runs, network learnt from predictions",
+    }
+    assert "network learnt from predictions" in by_name(results, "labels")
+
+
+def test_images_that_are_given_away_are_held_beside_private_ones(tmp_path: Path) -> None:
+    """In steps of no length they stay the originals that they started from."""
+    folder = made(tmp_path / "run", "feddm", steps=1, image_lr=1e-9, init_images=1)
+    experiment = Experiment.revisited(folder, unlimited=True)
+    told = overheard(experiment)[0]
+    assert told.network is None
+    assert told.given is not None
+    data = clients_of(experiment)[0].data
+    own = data.batch(torch.arange(len(data))).flatten(1)
+    assert float(torch.cdist(told.given.flatten(1), own).min(1).values.max()) < 0.1, "bytes of originals"
+    results = attack(folder, 0, Silence())[0]
+    assert by_name(results, "membership")["nearest of the images given away"]["tpr_0.1%"] > 0
+
+
+def test_numbers_that_tell_nothing_are_not_read_as_classes(run: Path) -> None:
+    experiment = Experiment.revisited(run)
+    told = overheard(experiment)
+    public, _ = split_test(experiment)
+    assert not any("teach.index" in result.attack for result in read_labels(experiment, told, public))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
 from barter.core.nodes import Client, Server
 from barter.engines import local
-from barter.engines.forks import Job, possible, side_by_side
+from barter.engines.forks import Job, side_by_side
 from barter.experiment import Experiment
 from tests.conftest import federation
 from tests.engines.test_local import Notes
@@ -290,7 +291,6 @@ class Hang(Algorithm[Server, Client]):
         return client.id
 
 
-@pytest.mark.skipif(not possible(), reason="turns are not forked here")
 def test_a_client_that_hangs_is_that_clients_failure(caplog: pytest.LogCaptureFixture) -> None:
     experiment = federation(Hang(), clients=3, min_clients=1, timeout=2, threads=2)
     rounds = list(experiment.rounds(3))  # quick turns have processes too: who can hang is not known before
@@ -304,3 +304,28 @@ def test_where_turns_have_no_processes_a_timeout_is_said_not_to_hold(caplog: pyt
     federation(Hang(), clients=3, timeout=0.5, threads=1)
     (said,) = caplog.messages
     assert "timeout=0.5" in said
+
+
+AFTER_THREADS = """
+import torch
+from torch import nn
+from barter.engines.forks import Job, side_by_side
+
+torch.set_num_threads(2)
+network = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 32 * 32, 10))
+
+def step():
+    network(torch.ones(32, 3, 32, 32)).sum().backward()
+    torch.ones(600, 600) @ torch.ones(600, 600)
+
+step()
+jobs = {k: Job(step, []) for k in range(3)}
+print(sorted(side_by_side(jobs, 2, lambda _: None, lambda _: None, timeout=60)))
+"""
+
+
+def test_turns_compute_after_this_process_did_so_with_several_threads() -> None:
+    """ARM's libraries waited for threads that a forked process does not have."""
+    free = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    told = subprocess.run([sys.executable, "-c", AFTER_THREADS], env=free, capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "[(0, None, ''), (1, None, ''), (2, None, '')]"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import signal
 import stat
 import subprocess
+import threading
 import tomllib
 import zipfile
 from pathlib import Path
@@ -16,6 +19,7 @@ import pytest
 pytest.importorskip("flwr")
 
 from cryptography import x509
+from flwr.app import Context, RecordDict
 from rich.console import Console
 
 from barter.cli import main
@@ -23,6 +27,7 @@ from barter.config import read, resolve
 from barter.flower import deploy, loopback
 from barter.flower.supervise import FLOWER, load_setup
 from barter.runs.progress import Watcher
+from tests.flower.grid import LoopbackGrid
 from tests.forked import forked, status
 
 INIT = ["flower", "init"]
@@ -177,3 +182,40 @@ def test_a_deployment_is_there_whole_or_not_at_all(
     assert main([*INIT, str(tmp_path / "d"), *SITES]) == 2
     assert "certificates.sh failed" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_what_stops_the_server_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool) -> None:
+    folder = tmp_path / "d"
+    deploy.init(folder, resolve({"clients": 1}), [{"name": "a", "share": 0}], "127.0.0.1:1")
+
+    def conduct(*_: Any) -> None:
+        raise ValueError("rows of two kinds:\n3 and 4")
+
+    monkeypatch.setattr(deploy, "conduct", conduct)
+    monkeypatch.setattr(deploy, "_end_with", lambda parent: None)
+    if not room:
+        monkeypatch.setattr(deploy, "refused", lambda folder: f"{folder} cannot be written: No space left on device")
+    context = Context(1, 1, {}, RecordDict(), {"folder": str(folder), "out": str(tmp_path / "run")})
+    with pytest.raises(ValueError):
+        deploy.main(LoopbackGrid([], monkeypatch), context)
+    why = "ValueError: rows of two kinds: 3 and 4" if room else f"{folder} cannot be written: No space left on device"
+    said = json.loads((folder / "journal.jsonl").read_text().splitlines()[-1])
+    assert said == ["error", f"the server stopped: {why}; finished rounds are kept, start again to continue"]
+
+
+def test_a_server_whose_superlink_is_gone_ends_whatever_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deploy, "ORPHAN", 0.0)
+    here, there = os.pipe()
+    if (superlink := os.fork()) == 0:
+        if os.fork() == 0:
+            deploy._end_with(os.getppid())
+            os.write(there, b"1")
+            threading.Event().wait()
+        os.read(here, 1)  # the server has begun
+        os._exit(0)
+    os.close(there)
+    os.waitpid(superlink, 0)
+    assert select.select([here], [], [], 20)[0]
+    assert os.read(here, 1) == b"", "nobody holds the other end"
+    os.close(here)

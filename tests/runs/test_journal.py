@@ -15,6 +15,7 @@ from barter.core.errors import BarterError
 from barter.core.record import Round
 from barter.runs.journal import Journal, follow
 from barter.runs.progress import Watcher
+from tests.test_full_disk import no_room
 
 
 def record(t: int) -> Round:
@@ -64,5 +65,28 @@ def test_a_writer_that_dies_is_noticed(tmp_path: Path, buried: bool) -> None:
 
 def test_a_writer_that_never_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("barter.runs.journal.START", 0.2)
-    with pytest.raises(BarterError, match="the server did not start"):
+    with pytest.raises(BarterError, match="the server did not start: there is nothing in .*journal after 0.2 s"):
         shown(tmp_path / "journal")
+
+
+def test_without_room_the_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path / "journal")
+    with no_room(), pytest.raises(BarterError, match=f"^{tmp_path / 'journal'} cannot be written: File too large$"):
+        journal.advance(1)
+
+
+def test_a_writer_that_dies_without_room_could_not_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    monkeypatch.setattr("barter.runs.journal.START", 0.2)
+    for text, message in (
+        (
+            json.dumps(["process", gone.pid]) + "\n",
+            "the server's process died: {} cannot be written: File too large; start",
+        ),
+        ("", "the server did not start: {} cannot be written: File too large"),
+    ):
+        (tmp_path / "journal").write_text(text)
+        with no_room(), pytest.raises(BarterError, match=message.format(tmp_path)):
+            shown(tmp_path / "journal")
+    assert [path.name for path in tmp_path.iterdir()] == ["journal"]

@@ -41,6 +41,7 @@ DESCENT = 150  # steps
 COLUMNS = 10  # of the sheet
 
 NETWORK, SLOPE, DRAWN = "network from embeddings", "descent from there", "transfer images"
+GIVEN = "nearest of the images given away"
 MEAN, NEAREST = "mean of the class", "nearest image of the class"
 
 
@@ -87,6 +88,8 @@ def _attempts(
             yield SLOPE, attacker.descend(first, rows)
     if told.images is not None:
         yield DRAWN, visible(told.images[chosen], spec)
+    if told.given is not None and told.places is not None:
+        yield GIVEN, _nearest(visible(client.data.batch(told.places[chosen]), spec), visible(told.given, spec))
 
 
 class _Attacker:
@@ -184,8 +187,13 @@ def _guesses(real: Tensor, labels: Tensor, public: Images) -> dict[str, Tensor]:
     means, nearest = torch.empty_like(real), torch.empty_like(real)
     for i, (image, label) in enumerate(zip(real, labels, strict=True)):
         alike = have[public.labels == label] if bool((public.labels == label).any()) else have
-        means[i], nearest[i] = alike.mean(0), alike[(alike - image).square().flatten(1).sum(1).argmin()]
+        means[i], nearest[i] = alike.mean(0), _nearest(image[None], alike)[0]
     return {MEAN: means, NEAREST: nearest}
+
+
+def _nearest(wanted: Tensor, have: Tensor) -> Tensor:
+    """Of what one has, the nearest to each."""
+    return have[torch.cdist(wanted.flatten(1), have.flatten(1)).argmin(1)]
 
 
 def visible(images: Tensor, spec: Spec) -> Tensor:

@@ -56,7 +56,7 @@ def _readings(experiment: Experiment, client: Client, told: Told, public: Images
     for name, counts in _counted(experiment, told.answers):
         found[name] = {"distance": share_error(counts, true)}
     if told.network is not None:
-        found["weights"] = {"distance": share_error(prior(told.network, public), true)}
+        found[told.source] = {"distance": share_error(prior(told.network, public), true)}
     return found
 
 
@@ -68,9 +68,9 @@ def _of_images(experiment: Experiment, part: str) -> bool:
 
 def _counted(experiment: Experiment, answers: Mapping[str, Payload]) -> list[tuple[str, Tensor]]:
     """Parts that name classes, or have a number that is not negative for each of them."""
-    count, found = experiment.task.spec.classes, list[tuple[str, Tensor]]()
+    count, found, tells = experiment.task.spec.classes, list[tuple[str, Tensor]](), experiment.algorithm.tells
     for method, parts in parts_of(experiment.algorithm).items():
-        for part in parts if method in answers else ():
+        for part in (part for part in parts if method in answers and tells.get(part) != "nothing"):
             key = part.partition(".")[2]
             for value in take(answers[method], key):
                 if not isinstance(value, Tensor):

@@ -68,21 +68,29 @@ def membership(
     """How well images of clients are told from others, by each attack; public ones show what is usual."""
     clients = {k: client for k, client in clients_of(experiment).items() if k in told}
     pools = {k: pool(client.data, others, experiment.config.seed + k) for k, client in clients.items()}
-    networks = {k: told[k].network for k in clients}
-    if not any(networks.values()):
-        why = "no client told all of its network's weights, and without them nothing is tried"
+    known = {k: network for k in clients if (network := told[k].network) is not None}
+    given = {k: images for k in clients if (images := told[k].given) is not None}
+    if not known and not given:
+        why = (
+            "no client told its network's weights, said anything of public images or gave images away: nothing is tried"
+        )
         return [Result("membership", "weights", note=why)]
-    known = {k: network for k, network in networks.items() if network is not None}
-    own = {k: (likelihood(network, pools[k].images), pools[k]) for k, network in known.items()}
-    results = [_judged("loss threshold, weights", own)]
-    runs = _shadows(experiment.config, experiment.round - 1, pools, shadows, monitor)
-    alike = {k: [run[k].network for run in runs if k in run] for k in known}  # clients are drawn anew in each run
-    scores = {k: (_compared(known[k], others, pools[k], public), pools[k]) for k, others in alike.items() if others}
-    if scores:
-        results.append(_judged(f"RMIA with {shadows} shadow runs, weights", scores))
-    nearest = {k: (_nearness(told[k], pools[k].images), pools[k]) for k in known if told[k].rows is not None}
-    if nearest:
-        results.append(_judged("nearest row, embeddings and weights", nearest))
+    results = []
+    if known:
+        by = told[next(iter(known))].source
+        own = {k: (likelihood(network, pools[k].images), pools[k]) for k, network in known.items()}
+        results.append(_judged(f"loss threshold, {by}", own))
+        runs = _shadows(experiment.config, experiment.round - 1, pools, shadows, monitor)
+        alike = {k: [run[k].network for run in runs if k in run] for k in known}  # clients are drawn anew in each run
+        scores = {k: (_compared(known[k], them, pools[k], public), pools[k]) for k, them in alike.items() if them}
+        if scores:
+            results.append(_judged(f"RMIA with {shadows} shadow runs, {by}", scores))
+    rows = {k: (_nearness(told[k], pools[k].images), pools[k]) for k in known if told[k].rows is not None}
+    if rows:
+        results.append(_judged("nearest row, embeddings and weights", rows))
+    if given:
+        likeness = {k: (_likeness(images, pools[k].images), pools[k]) for k, images in given.items()}
+        results.append(_judged("nearest of the images given away", likeness))
     return results
 
 
@@ -147,6 +155,11 @@ def _nearness(told: Told, images: Images) -> Tensor:
     views = 1 if rows.ndim == 2 else rows.shape[1]
     mine = embeddings(told.network, images, torch.arange(len(images)), parts_of(views)).flatten(1)
     return -torch.cdist(mine.double(), rows.flatten(1).double()).min(1).values
+
+
+def _likeness(given: Tensor, images: Images) -> Tensor:
+    """How near each image is to the nearest of those that were given away."""
+    return -torch.cdist(images.batch(torch.arange(len(images))).flatten(1), given.flatten(1)).min(1).values
 
 
 def _judged(attack: str, scores: Mapping[int, tuple[Tensor, Pool]]) -> Result:

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from barter.attacks.extraction import extracted, predictions
+from barter.core import seeds
 from barter.core.algorithm import Algorithm
 from barter.core.errors import ConfigError
-from barter.core.images import Images
+from barter.core.images import Augment, Images, Spec, prepared
 from barter.core.model import Classifier
 from barter.core.nodes import Client
-from barter.core.payload import Payload, State, isolate
+from barter.core.payload import Payload, State, isolate, leaves
 from barter.core.wire import Direction, Wire
 from barter.engines.local import LocalEngine
 from barter.experiment import Experiment
@@ -31,18 +33,20 @@ LEAST = 20  # test images
 
 
 class Ear(Wire):
-    """A wire with somebody who listens: what each client answered, method by method."""
+    """A wire with somebody who listens: what each client was asked and answered, method by method."""
 
     def __init__(self, may_be_infinite: frozenset[str]) -> None:
         super().__init__(may_be_infinite)
         self.heard: dict[int, dict[str, Payload]] = {}
+        self.sent: dict[int, dict[str, Payload]] = {}  # what came with the question
 
     def carry(
         self, tree: Any, method: str, client: int, direction: Direction, device: torch.device | None = None
     ) -> Any:
         arrived = super().carry(tree, method, client, direction, device)
-        if direction == "up" and method != Algorithm.evaluate.__name__:
-            self.heard.setdefault(client, {})[method] = isolate(arrived)
+        if method != Algorithm.evaluate.__name__:
+            book = self.heard if direction == "up" else self.sent
+            book.setdefault(client, {})[method] = isolate(arrived)
         return arrived
 
 
@@ -51,11 +55,18 @@ class Told:
     """What one client told in a round: its network, rows of single images, their labels; none where it told none."""
 
     answers: dict[str, Payload]  # all of it, by method
-    network: Classifier | None  # with the weights that it told
+    network: Classifier | None  # with the weights that it told, or that learnt from what it said of public images
+    learnt: bool  # whether it is the latter
     rows: tuple[str, Tensor] | None  # the part's name, METHOD.KEY, and a row for each of some images
     labels: tuple[str, Tensor] | None  # the same, and a label for each
     places: Tensor | None  # the truth: which of the client's images those are
     images: Tensor | None  # what the server drew of each of them, as networks see images
+    given: Tensor | None  # images that the client itself gave away, made of many of its own, as networks see them
+
+    @property
+    def source(self) -> str:
+        """Where the network comes from."""
+        return "network learnt from predictions" if self.learnt else "weights"
 
 
 def clients_of(experiment: Experiment) -> dict[int, Client]:
@@ -76,20 +87,41 @@ def overheard(experiment: Experiment) -> dict[int, Told]:
     experiment.engine.wire = ear = Ear(experiment.algorithm.may_be_infinite)
     experiment.step()
     clients = clients_of(experiment)
-    return {k: _told(experiment, clients[k], answers) for k, answers in sorted(ear.heard.items())}
+    return {k: _told(experiment, clients[k], answers, ear.sent.get(k, {})) for k, answers in sorted(ear.heard.items())}
 
 
-def _told(experiment: Experiment, client: Client, answers: dict[str, Payload]) -> Told:
-    kind, network = type(experiment.algorithm), None
-    state = next(iter(_states(answers, client.model.state_dict())), None)
-    if state is not None:
-        network = copy.deepcopy(client.model)
-        network.load_state_dict(state)
-        network.eval().requires_grad_(False)
+def _told(experiment: Experiment, client: Client, answers: dict[str, Payload], sent: dict[str, Payload]) -> Told:
+    network, learnt, data = _network(client, answers), False, client.data
+    if network is None and client.public is not None:
+        said = predictions(answers, sent, data.spec.classes)
+        if said is not None:
+            with seeds.scope(experiment.config.seed, "extraction", client.id):
+                network, learnt = extracted(client.model, client.public, *said), True
     gallery = experiment.algorithm.gallery(client, experiment.round, lambda places: torch.arange(len(places)))
-    places, images = (None, None) if gallery is None else (gallery[0], resized(gallery[1], client.data.spec))
-    part = partial(_part, kind.tells, answers)
-    return Told(answers, network, part("row", "row of the network"), part("label"), places, images)
+    places, images = (None, None) if gallery is None else (gallery[0], resized(gallery[1], data.spec))
+    given = _given(answers, data.spec)
+    if places is None and given is not None:  # they are of all
+        draw = torch.Generator().manual_seed(seeds.stream_seed(experiment.config.seed, "places", client.id))
+        places = torch.randperm(len(data), generator=draw)
+    part = partial(_part, type(experiment.algorithm).tells, answers)
+    rows, labels = part("row", "row of the network"), part("label")
+    return Told(answers, network, learnt, rows, labels, places, images, given)
+
+
+def _network(client: Client, answers: dict[str, Payload]) -> Classifier | None:
+    state = next(iter(_states(answers, client.model.state_dict())), None)
+    if state is None:
+        return None
+    network = copy.deepcopy(client.model)
+    network.load_state_dict(state)
+    return network.eval().requires_grad_(False)
+
+
+def _given(answers: dict[str, Payload], spec: Spec) -> Tensor | None:
+    """All images among the answers, which are bytes as private ones are."""
+    found = [x for _, x in leaves(answers) if isinstance(x, Tensor) and x.dtype == torch.uint8 and x.ndim == 4]
+    found = [x for x in found if x.shape[1] == spec.channels and len(x)]
+    return prepared(torch.cat(found), spec, Augment()) if found else None
 
 
 def _states(tree: Payload, like: State) -> Iterator[State]:

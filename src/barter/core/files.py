@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from barter.core.errors import CheckpointError, in_short
 
-__all__ = ["flush", "replace_text", "replacing", "understood", "whole", "writing"]
+__all__ = ["flush", "refused", "replace_text", "replacing", "understood", "whole", "writing"]
 
 T = TypeVar("T")
 
@@ -69,6 +69,21 @@ def understood(path: Path, meaning: Callable[[str], T]) -> T:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {in_short(error)}") from error
+
+
+def refused(folder: Path) -> str:
+    """Why nothing can be written to a folder now, such as that its disk is full; empty where something can."""
+    probe = folder / ".room"
+    try:
+        with writing(folder):
+            try:
+                probe.write_bytes(bytes(2**16))
+                flush(probe)
+            finally:
+                probe.unlink(missing_ok=True)
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def flush(path: Path) -> None:

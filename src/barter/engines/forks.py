@@ -11,14 +11,15 @@ import ctypes
 import json
 import math
 import os
-import platform
 import signal
 import struct
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
@@ -52,11 +53,10 @@ class Job:
 def possible() -> bool:
     """Whether turns can be forked here.
 
-    macOS has the call, but its libraries do not survive it; nor do those of ARM, once this process has computed with
-    several threads; and where there is a GPU, training starts threads that a forked process would miss.
+    macOS has the call, but its libraries do not survive it; and where there is a GPU, training starts threads that a
+    forked process would miss.
     """
-    on_arm = platform.machine() in ("aarch64", "arm64")
-    return sys.platform == "linux" and torch.cuda.device_count() == 0 and not on_arm
+    return sys.platform == "linux" and torch.cuda.device_count() == 0
 
 
 def die_with(parent: int, sign: signal.Signals = signal.SIGKILL) -> None:
@@ -130,12 +130,20 @@ def side_by_side(
     """
     known = {k: _shared(job.known) for k, job in jobs.items()}
     waiting, crew = list(jobs), {}  # type: list[int], dict[int, Worker]
+    # OpenMP's threads belong to the one that began them, and a process forked from there would wait for them for ever:
+    # ARM's libraries do so even if they are told to use one. So a new thread forks, which has none. It stays until the
+    # end, for processes die with the thread that they come from.
+    forker = ThreadPoolExecutor(1)
+
+    def recruit() -> Worker:
+        worker = _fork(jobs, known, list(crew.values()), begin)
+        crew[worker.reports] = worker
+        return worker
+
     try:
         while waiting or crew:
             while waiting and len(crew) < width:
-                worker = _fork(jobs, known, list(crew.values()), begin)
-                crew[worker.reports] = worker
-                worker.take(waiting.pop(0))
+                forker.submit(copy_context().run, recruit).result().take(waiting.pop(0))
             for pipe in _ready(crew, timeout):
                 worker, told = crew[pipe], os.read(pipe, 64 * STEP.size)
                 for (amount,) in STEP.iter_unpack(told):
@@ -156,6 +164,7 @@ def side_by_side(
                         late = f"it was not done within {timeout:g} s, the run's timeout" if worker.late else ""
                         yield died, None, late or _cause(status)
     finally:
+        forker.shutdown()
         for worker in crew.values():
             os.kill(worker.pid, signal.SIGKILL)
             worker.bury()

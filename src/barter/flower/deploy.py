@@ -9,6 +9,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,8 +28,8 @@ from flwr.serverapp import Grid, ServerApp
 
 from barter.assembly import Federation
 from barter.config import Config, plain, read, resolve, to_toml
-from barter.core.errors import BarterError, ConfigError
-from barter.core.files import replace_text, understood, whole
+from barter.core.errors import BarterError, CheckpointError, ConfigError, in_short
+from barter.core.files import refused, replace_text, understood, whole
 from barter.core.images import Spec
 from barter.core.payload import Payload
 from barter.experiment import Experiment
@@ -47,6 +48,7 @@ __all__ = ["Coordinator", "app", "conduct", "init", "init_simulation", "site_fol
 ROSTER = "sites.json"
 PRIVATE = 0o700  # keys, and what sites send
 HOUR = 3600.0  # seconds that a site has for a call, unless the run says otherwise
+ORPHAN = 5.0  # seconds that a server whose SuperLink is gone has to end in order
 PATIENCE = 120.0  # seconds that sites have to come at least: they load data first
 log = logging.getLogger("barter")
 app = ServerApp()
@@ -57,18 +59,37 @@ def main(grid: Grid, context: Context) -> None:
     """What Flower's SuperLink runs."""
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler(sys.stdout))  # which `flwr run --stream` shows
+    _end_with(os.getppid())
     folder = Path(str(context.run_config["folder"]))
     journal = Journal(folder / "journal.jsonl")
     try:
         config = resolve(read(folder / "run.toml"))
         hurry(config.timeout or HOUR)
         conduct(grid, config, Path(str(context.run_config["out"])), journal)
-    except BarterError as error:
-        journal.note("error", "\n".join([str(error), *getattr(error, "__notes__", [])]).strip())
-        raise
     except Exception as error:
-        journal.note("error", f"the server stopped: {type(error).__name__}: {error}")
+        if isinstance(error, BarterError):
+            why = "\n".join([str(error), *getattr(error, "__notes__", [])]).strip()
+        else:  # of nobody's in particular; Flower's database is also what a full disk refuses
+            reason = refused(folder) or in_short(error)
+            why = f"the server stopped: {reason}; finished rounds are kept, start again to continue"
+        with suppress(CheckpointError):  # where nothing can be written, whoever follows finds out himself
+            journal.note("error", why)
         raise
+
+
+def _end_with(parent: int) -> None:
+    """End this process when the one that started it has ended.
+
+    Flower tells it to, but whoever waits for Flower does not hear that; it would keep the run's folder for ever.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        time.sleep(ORPHAN)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def conduct(grid: Grid, config: Config, out: Path, journal: Journal) -> Experiment:
@@ -307,7 +328,7 @@ class Coordinator:
     def check(self) -> None:
         """An error if the SuperLink is gone."""
         if self.superlink.poll() is not None:
-            raise BarterError(f"the SuperLink ended: see {self.superlink.log}")
+            raise BarterError(f"the SuperLink ended: {refused(self.folder) or f'see {self.superlink.log}'}")
 
     def register(self) -> None:
         """Let the sites of the folder in, by their public keys; without encryption anybody may come."""

@@ -16,12 +16,13 @@ from flwr.app import Error, Message
 from barter.flower.frames import DONE, Frame, ask
 from barter.flower.front import from_records, to_records
 from barter.flower.inside import Fleet, connect
-from barter.flower.pulse import TURN, pause
+from barter.flower.pulse import LONGEST, SHORTEST, TURN, pause
 
 __all__ = ["answer", "main", "serve"]
 
 CALLS, PROGRESS = {"query.hello", "train.call"}, "query.progress"
 APP_RAISED = 2  # Flower's code for what went wrong at a site
+WORTH = 4  # times as long as a look takes are between two at least, or looks of many are most of a SuperLink's work
 
 
 def answer(message: Message, door: Path) -> Message:
@@ -42,23 +43,26 @@ def answer(message: Message, door: Path) -> Message:
 
 
 def serve(fleet: Fleet, door: Path) -> None:
-    """Take messages, for ever; a call takes its time, and others are heard meanwhile."""
-    done = threading.Event()
+    """Take messages, for ever; a call takes its time, and others are heard meanwhile, though not at once."""
 
     def call(message: Message) -> None:
         begin = time.monotonic()
-        reply = answer(message, door)
-        fleet.push(reply, time.monotonic() - begin)
-        done.set()
+        fleet.push(answer(message, door), time.monotonic() - begin)
 
-    last = time.monotonic()
+    last, look, calls = time.monotonic(), 0.0, list[threading.Thread]()
     while True:
+        begin = time.monotonic()
         message = fleet.pull()
-        if message is not None:
-            threading.Thread(target=call, args=(message,), daemon=True).start()
-        elif done.wait(pause(time.monotonic() - last)):
-            done.clear()
+        if message is None:
+            look = time.monotonic() - begin
+        else:
+            calls.append(threading.Thread(target=call, args=(message,), daemon=True))
+            calls[-1].start()
+        if calls:
+            calls[0].join(LONGEST)
+            calls = [thread for thread in calls if thread.is_alive()]
             last = time.monotonic()  # who has answered is about to be asked again
+        time.sleep(pause(time.monotonic() - last, max(SHORTEST, WORTH * look)))
 
 
 def main() -> None:

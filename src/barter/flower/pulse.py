@@ -9,15 +9,16 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
-__all__ = ["TURN", "Pulse", "Turn", "allow", "overdue", "pause"]
+__all__ = ["LONGEST", "SHORTEST", "TURN", "Pulse", "Turn", "allow", "overdue", "pause"]
 
 TURN = "turn"  # the file beside a worker's door that says how far it is
+SHORTEST, LONGEST = 0.05, 1.0  # seconds between two looks
 SILENCE = 60.0  # seconds that somebody who has nothing to do may be silent: he speaks much more often
 
 
-def pause(idle: float, shortest: float = 0.05) -> float:
+def pause(idle: float, shortest: float = SHORTEST) -> float:
     """Seconds until one looks again, if nothing came for so long: little where much happens, and a second at most."""
-    return min(1.0, max(shortest, idle / 10))
+    return min(LONGEST, max(shortest, idle / 10))
 
 
 class Pulse:

@@ -43,7 +43,6 @@ FLOWER = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05",
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
     # What the run's folder holds can be imported by the processes that Flower starts too.
     "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), os.getcwd()])),
@@ -191,7 +190,8 @@ def _look_after(setup: Setup, path: Path, home: Path, rooms: Path, ended: thread
     """Keep the worker and the node of a site alive until it is to end."""
     door, logs = rooms / "door", home / "logs"
     logs.mkdir(exist_ok=True)
-    env = {**os.environ, **FLOWER, "FLWR_HOME": str(home / ".flower")}
+    often = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05"}  # how Flower's SuperNode looks at itself
+    env = {**os.environ, **FLOWER, **often, "FLWR_HOME": str(home / ".flower")}
     me = [sys.executable, "-m", "barter", "site", str(path), "--worker", str(door)]
     worker = Watched(f"site {setup.name}: worker", me, env, logs / "worker.log", rooms / PULSE)
     flowers = by_flower(setup)

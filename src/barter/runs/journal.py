@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from barter.core.errors import BarterError
+from barter.core.files import refused, writing
 from barter.core.nodes import Monitor
 from barter.core.record import Round
 from barter.runs.progress import Watcher
@@ -24,11 +25,12 @@ class Journal(Monitor):
     """Writes down what a watcher would show."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", buffering=1)
+        self._path, self._file = path, path.open("a", buffering=1)
         self.note("process", os.getpid())
 
     def note(self, kind: str, value: Any) -> None:
-        self._file.write(json.dumps([kind, value]) + "\n")
+        with writing(self._path):
+            self._file.write(json.dumps([kind, value]) + "\n")
 
     def phase(self, name: str, total: float) -> AbstractContextManager[object]:
         return self._phase(name, total)
@@ -47,14 +49,18 @@ class Journal(Monitor):
 
 def follow(path: Path, watcher: Watcher, check: Callable[[], None]) -> Iterator[Round]:
     """Show what is written down until the run is over, and hand out its rounds; `check` may end the wait."""
-    writer, missed = 0, 0.0
+    writer, missed, deadline = 0, 0.0, time.monotonic() + START
 
     def wait() -> None:
         nonlocal missed
         check()
+        if not writer and time.monotonic() > deadline:
+            why = refused(path.parent) or f"there is nothing in {path} after {START:g} s"
+            raise BarterError(f"the server did not start: {why}")
         missed = 0.0 if not writer or _alive(writer) else missed or time.monotonic()
         if missed and time.monotonic() - missed > 2:  # all that it wrote has been read by then
-            raise BarterError("the server's process died; start again to continue")
+            why = refused(path.parent)  # what it could not write down either
+            raise BarterError(f"the server's process died{why and f': {why}'}; start again to continue")
 
     with ExitStack() as phases:
         for kind, value in _lines(path, wait):
@@ -93,11 +99,8 @@ def _alive(process: int) -> bool:
 
 
 def _lines(path: Path, check: Callable[[], None]) -> Iterator[tuple[str, Any]]:
-    deadline = time.monotonic() + START
     while not path.exists():
         check()
-        if time.monotonic() > deadline:
-            raise BarterError(f"the server did not start: there is no {path} after {START:g} s")
         time.sleep(0.1)
     with path.open() as file:
         line = ""
