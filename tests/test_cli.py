@@ -77,7 +77,7 @@ def test_images_that_cannot_be_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
         (line,) = capsys.readouterr().err.splitlines()
         return line
 
-    assert "there is no such file" in said(str(tmp_path / "nowhere"))
+    assert "is not the folder of a run" in said(str(tmp_path / "nowhere"))
     assert main(["run", "--out", str(tmp_path / "a"), *QUICK, "--set", "algorithm.memory=0"]) == 0
     assert "remembers none" in said(str(tmp_path / "a"))
     local = ["--algorithm", "local", "--set", "rounds=1", "--set", "algorithm.max_epochs=1"]
@@ -213,6 +213,10 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["run", "--algoritm", "dffke"], "No such option"),
     (["run", "a.toml", "b.toml"], "unexpected extra argument"),
     (["run", "none.toml"], "there is no such file"),
+    (["run", "dffke"], "there is no such file; the method of this name is --algorithm dffke"),
+    (["run", "--set", "algorithm=dffke"], "did you mean 'algorithm.name'"),
+    (["run", "--set", "data=digits"], "did you mean 'data.source'"),
+    (["run", "--set", "data.size=100000"], "int >= 1 and <= 4096 or none"),
     (["run", "broken.toml"], "is not TOML"),
     (["run", "."], "cannot be read"),
     (["run", "image.toml"], "broken.toml|cannot be read|not TOML"),
@@ -286,8 +290,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["run", "--out", "full"], "exists and is not empty"),
     (["run", "--out", "broken.toml/run"], "cannot be written"),
     (["resume"], "Missing argument"),
-    (["resume", "none"], "none/config.toml: there is no such file"),
-    (["resume", "full"], "full/config.toml: there is no such file"),
+    (["resume", "none"], "none is not the folder of a run: there is no config.toml"),
+    (["resume", "full"], "full is not the folder of a run: there is no config.toml"),
     (["resume", "unborn"], "unborn was interrupted before its run began: there is nothing to continue, run it again"),
     (["resume", "stale"], "unknown algorithm 'gone'"),
     (["list", "clients"], "is not one of"),
@@ -448,6 +452,12 @@ def test_help_and_mistakes_do_not_wait_for_torch(arguments: list[str]) -> None:
         ("--rounds", "there is no --rounds: write --set rounds=..."),
         ("--max-epochs", "write --set algorithm.max_epochs=..."),
         ("--alpha", "--set algorithm.alpha=... or --set partition.alpha=..."),
+        ("--model", "there is no --model: write --set models=..."),
+        ("--data", "write --set data.source=..."),
+        ("--partition", "write --set partition.name=..."),
+        ("--output", "write --out ..."),
+        ("--gpu", "write --device cuda"),
+        ("--config", "write [CONFIG.toml]"),
         ("--nonsense", "No such option"),
     ],
 )
@@ -456,6 +466,23 @@ def test_an_option_that_is_a_key_says_how_to_set_it(
 ) -> None:
     assert main(["run", option, "3"]) == 2
     assert advice in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("command", ["resume", "privacy", "attack", "show images", "evaluate --data digits"])
+def test_who_gives_a_comparison_for_a_run_is_told_where_its_runs_are(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "local" / "seed-0"
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text("")
+    assert main([*command.split(), str(tmp_path)]) == 2
+    assert f"is a comparison, give one of its runs, such as {run}" in " ".join(capsys.readouterr().err.split())
+
+
+def test_commands_without_settings_do_not_speak_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--rounds", "--gpu", "--data"):
+        assert main(["report", "runs/mine", option, "3"]) == 2
+        assert f"No such option '{option}'" in capsys.readouterr().err
 
 
 def test_a_run_on_flower_is_not_made_longer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

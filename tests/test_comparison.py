@@ -266,6 +266,26 @@ def test_each_runs_once_so_many_at_a_time_and_failures_do_not_stop_the_rest(
     assert missing == []
 
 
+def test_runs_that_were_killed_or_are_in_use_are_said_to_be(
+    tmp_path: Path, pretended: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, jobs = planned(tmp_path, "local", "2")
+    told: list[str] = []
+    start = comparison._start
+
+    def doomed(job: Job, threads: int) -> subprocess.Popen[bytes]:
+        process = start(job, threads)
+        process.kill()
+        return process
+
+    monkeypatch.setattr(comparison, "_start", doomed)
+    assert run_all(jobs, 1, lambda *_: None, told.append) == jobs
+    assert told == ["local, seed 2 was killed by signal 9"]
+    log = comparison._log(jobs[0])
+    log.write_text("barter: it is in use by another process\nround 2/5 learn: 40%, about 16 s left\n")
+    assert comparison._why(jobs[0], 2) == f"failed, {log} says why: barter: it is in use by another process"
+
+
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_leaves_nothing_running(tmp_path: Path, pretended: list[str], sign: signal.Signals) -> None:
     _, jobs = planned(tmp_path, seeds="0-2,4-9", settings=["rounds=20", "clients=2"])

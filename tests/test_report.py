@@ -28,6 +28,7 @@ from barter.comparison import Comparison, Request
 from barter.config import resolve, to_toml, with_settings
 from barter.core.record import Round
 from barter.report import page
+from barter.report.charts import learning
 from barter.runs.folder import records
 from barter.runs.tables import closing_cells
 from tests.browser import CHROMIUM, Browser
@@ -150,6 +151,13 @@ def test_the_page_of_a_run_says_what_its_records_say(tmp_path: Path) -> None:
     assert "Local on digits" in content
     assert html.escape(Local.citation()) in content
     assert html.escape((run / "config.toml").read_text()) in content
+
+
+@pytest.mark.parametrize(("gain", "side"), [(0.02, "bottom"), (-0.05, "top")])
+def test_what_was_known_alone_is_labelled_where_the_chart_has_room(gain: float, side: str) -> None:
+    figure = learning([record(t, 3, gain) for t in (1, 2)], "global", ["a", "b", "c"])
+    (line,) = figure.layout.shapes
+    assert (line.label.text, line.label.yanchor) == ("alone 25.2%", side), "above a line that is the lowest"
 
 
 def test_what_a_client_did_not_report_is_a_gap_and_no_zero(tmp_path: Path) -> None:

@@ -9,9 +9,14 @@ from pathlib import Path
 
 from barter.models.families import FAMILIES
 
-__all__ = ["LISTINGS", "known_keys"]
+__all__ = ["CHOICES", "LISTINGS", "known_keys"]
 
 HERE = Path(__file__).parent
+
+CHOICES = {  # what is meant by a table's name alone
+    **{"algorithm": "algorithm.name", "partition": "partition.name"},
+    **{"data": "data.source", "privacy": "privacy.epsilon"},
+}
 
 
 def _source(*place: str) -> ast.Module:

@@ -16,7 +16,7 @@ from typing import Annotated
 import click
 import typer
 
-from barter.catalogue import LISTINGS, known_keys
+from barter.catalogue import CHOICES, LISTINGS, known_keys
 from barter.core.errors import BarterError, CheckpointError, ConfigError
 from barter.options import Arithmetic, Device, Listing, Place, Settings, TensorBoard
 from barter.version import __version__
@@ -330,7 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         error.show()
         return 2
     except click.NoSuchOption as error:
-        return _fail(_guess(error.option_name) or _message(error), 2)
+        return _fail(_guess(error.option_name, error.ctx) or _message(error), 2)
     except click.ClickException as error:
         return _fail(_message(error), 2)
     except (ConfigError, CheckpointError) as error:
@@ -349,11 +349,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"not enough memory: {error}", 1)
 
 
-def _guess(option: str) -> str:
-    """What to write instead of an option that is a key of the configuration; nothing if it is none."""
+LIKELY = {  # options that one would expect, and what there is instead
+    **{"model": "--set models=...", "dataset": "--set data.source=...", "output": "--out ..."},
+    **{"gpu": "--device cuda", "cuda": "--device cuda", "config": "[CONFIG.toml]"},
+    **{table: f"--set {key}=..." for table, key in CHOICES.items()},
+}
+
+
+def _guess(option: str, context: click.Context | None) -> str:
+    """What to write instead of an option that one would expect, where the command has it; nothing if it has not."""
     name = option.lstrip("-").replace("-", "_")
-    found = sorted(key for key in known_keys() if name in (key, key.partition(".")[2]))
-    return f"there is no {option}: write --set {'=... or --set '.join(found)}=..." if found else ""
+    keys = sorted(key for key in known_keys() if name in (key, key.partition(".")[2]))
+    words = LIKELY.get(name) or " or ".join(f"--set {key}=..." for key in keys)
+    has = {word for given in (context.command.params if context else []) for word in (*given.opts, given.metavar)}
+    return f"there is no {option}: write {words}" if words.partition(" ")[0] in has else ""
 
 
 def _message(error: click.ClickException) -> str:

@@ -326,8 +326,8 @@ def run_all(jobs: Sequence[Job], parallel: int, view: View, tell: Callable[[str]
                     tell(f"{job}: {_outcome(job)}; {duration(time.monotonic() - began)}")
                 else:
                     failed.append(job)
-                    tell(f"{job} failed, {_log(job)} says why: {_last_line(job)}")
-    return failed
+                    tell(f"{job} {_why(job, process.returncode)}")
+    return [job for job in failed if not job.finished]  # by whoever had it in use
 
 
 def _outcome(job: Job) -> str:
@@ -362,9 +362,12 @@ def _start(job: Job, threads: int) -> subprocess.Popen[bytes]:
         )
 
 
-def _last_line(job: Job) -> str:
-    lines = _log(job).read_text(errors="replace").split("\n")
-    return next((line for line in reversed(lines) if line.strip()), "it said nothing")
+def _why(job: Job, status: int) -> str:
+    if status < 0:
+        return f"was killed by signal {-status}"
+    lines = reversed(_log(job).read_text(errors="replace").split("\n"))  # progress may be that of who has it in use
+    last = next((line for line in lines if line.strip() and not line.startswith("round ")), "it said nothing")
+    return f"failed, {_log(job)} says why: {last}"
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import tomli_w
 
 from barter.algorithms import ALGORITHMS
-from barter.catalogue import known_keys
+from barter.catalogue import CHOICES, known_keys
 from barter.core.algorithm import Algorithm
 from barter.core.errors import ConfigError
 from barter.core.params import Count, Positive, Whole, build, check, did_you_mean, imported
@@ -115,7 +115,9 @@ def resolve(tree: Mapping[str, Any]) -> Config:
     for section, default in TABLES.items():
         given = values.get(section, {})
         if not isinstance(given, Mapping):
-            raise ConfigError(f"{section} is a table: write [{section}] and its keys below it, or {section}.name=...")
+            raise ConfigError(
+                f"{section} is a table: write [{section}] and its keys below it, or {CHOICES[section]}=..."
+            )
         values[section] = {**default, **given}
         if not isinstance(values[section].get("name", ""), str):
             raise ConfigError(f"{section}.name={values[section]['name']!r}: must be a name")
@@ -150,7 +152,8 @@ def read(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             return tomllib.load(file)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file") from None
+        method = f"; the method of this name is --algorithm {path}" if str(path) in ALGORITHMS else ""
+        raise ConfigError(f"{path}: there is no such file{method}") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     except (ValueError, RecursionError) as error:
@@ -191,8 +194,10 @@ def _rank(setting: tuple[list[str], Any]) -> int:
 
 def _refuse_unknown(path: list[str]) -> None:
     """A key that no configuration has: name its nearest neighbour among all there are."""
-    if ".".join(path) not in known_keys():
-        raise ConfigError(f"unknown key {'.'.join(path)!r}: {did_you_mean('.'.join(path), known_keys())}")
+    key = ".".join(path)
+    if key not in known_keys():
+        advice = f"did you mean {CHOICES[key]!r}?" if key in CHOICES else did_you_mean(key, known_keys())
+        raise ConfigError(f"unknown key {key!r}: {advice}")
 
 
 def _value(text: str) -> Any:

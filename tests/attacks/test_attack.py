@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from barter import Experiment
+from barter.attacks import attack as attacking
 from barter.attacks import inversion as inverting
 from barter.attacks.attack import attack
 from barter.attacks.extraction import extracted, predictions
@@ -21,6 +22,7 @@ from barter.attacks.measures import share_error
 from barter.attacks.overheard import clients_of, overheard, split_test
 from barter.attacks.result import Result
 from barter.cli import main
+from barter.compute.threads import threaded
 from barter.core.errors import ConfigError
 from barter.core.evaluation import predict
 from barter.core.images import Images
@@ -145,6 +147,21 @@ def test_what_a_method_does_not_tell_is_said(tmp_path: Path, name: str, question
     assert [path.name for path in paths] == ["attack.json"]
 
 
+def test_no_attack_takes_more_threads_than_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = set()
+
+    def noting(*given: Any) -> Any:
+        used.add(torch.get_num_threads())
+        return inverting.inversion(*given)
+
+    monkeypatch.setattr(attacking, "inversion", noting)
+    run = made(tmp_path / "run", "fedavg")
+    with threaded(2):
+        attack(run, 0, Silence())
+        assert torch.get_num_threads() == 2
+    assert used == {1}
+
+
 def test_counts_tell_all_and_prototypes_which_classes_there_are(tmp_path: Path) -> None:
     run = made(tmp_path / "counts", "fedftg")
     assert by_name(attack(run, 0, Silence())[0], "labels")["learn.counts"]["distance"] == 0
@@ -180,7 +197,7 @@ def test_a_network_that_sees_one_class_everywhere_takes_it_for_frequent() -> Non
     ("arguments", "words"),
     [
         (["attack", "RUN", "--shadows", "3"], "give an even number"),
-        (["attack", "nowhere"], "there is no such file"),
+        (["attack", "nowhere"], "nowhere is not the folder of a run"),
     ],
 )
 def test_mistakes(run: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

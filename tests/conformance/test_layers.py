@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "kept": {"parties", "config", "runs", "data", "models", "core"},
     "export": {"kept", "core", "version"},
     "gallery": {"config", "experiment", "engines", "runs", "core"},
-    "attacks": {"attacks", "experiment", "config", "engines", "privacy", "runs", "ops", "models", "core"},
+    "attacks": {"attacks", "experiment", "config", "engines", "privacy", "runs", "ops", "models", "core", "compute"},
     "comparison": {"config", "runs", "data", "core"},
     "report": {"privacy", "parties", "report", "comparison", "gallery", "config", "runs", "data", "core", "version"},
     "flower": {"flower", "experiment", "assembly", "parties", "machine", "config"}

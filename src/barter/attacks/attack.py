@@ -12,6 +12,7 @@ from barter.attacks.labels import labels
 from barter.attacks.membership import membership
 from barter.attacks.overheard import overheard, split_test
 from barter.attacks.result import Result, shown, to_json
+from barter.compute.threads import threaded
 from barter.core.errors import ConfigError
 from barter.core.nodes import Monitor
 from barter.experiment import Experiment
@@ -35,16 +36,17 @@ def attack(run: Path, shadows: int, monitor: Monitor) -> tuple[list[Result], lis
         raise ConfigError(f"--shadows {shadows}: of two runs each has one half of the images; give an even number")
     experiment = Experiment.revisited(run, unlimited=True)
     name, before = type(experiment.algorithm).__name__, experiment.round
-    with monitor.phase(f"round {before + 1}, overheard", 1):
-        told = overheard(experiment)
-    experiment.engine.watched = monitor
-    public, others = split_test(experiment)
-    pictured, rows = inversion(experiment, told, public)
-    results = [
-        *pictured,
-        *membership(experiment, told, public, others, shadows, monitor),
-        *labels(experiment, told, public),
-    ]
+    with threaded(experiment.config.threads):
+        with monitor.phase(f"round {before + 1}, overheard", 1):
+            told = overheard(experiment)
+        experiment.engine.watched = monitor
+        public, others = split_test(experiment)
+        pictured, rows = inversion(experiment, told, public)
+        results = [
+            *pictured,
+            *membership(experiment, told, public, others, shadows, monitor),
+            *labels(experiment, told, public),
+        ]
     about = {"algorithm": name, "round": before + 1, "shadows": shadows, "public": len(public), "others": len(others)}
     paths = [run / DATA]
     try:

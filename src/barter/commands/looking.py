@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from barter.attacks.attack import attacked
-from barter.commands.common import Settings, asked, optional, screen
+from barter.commands.common import Settings, asked, begun, optional, screen
 from barter.config import algorithm_named, read, resolve, to_toml
 from barter.conformance import CHECKS, examined
 from barter.core.errors import BarterError, CheckpointError, Interrupted
@@ -63,19 +63,19 @@ def report(what: Path, to: Path | None, *, live: bool, images: bool) -> None:
 
 
 def privacy(run: Path) -> None:
-    if not (run / PRIVACY).is_file():
+    if not (begun(run) / PRIVACY).is_file():
         raise CheckpointError(f"{run} says nothing of privacy: there is no {PRIVACY} in it, which a round leaves there")
     for line in shown(Statement.read(run / PRIVACY)):
         screen(wide=True).print(line)
 
 
 def attack(run: Path, shadows: int) -> None:
-    for line in attacked(run, shadows, Work(screen())):
+    for line in attacked(begun(run), shadows, Work(screen())):
         screen(wide=True).print(line)
 
 
 def evaluate(run: Path, source: str, client: int | None) -> None:
-    networks = load_all(run) if client is None else [load(run, client)]
+    networks = load_all(begun(run)) if client is None else [load(begun(run), client)]
     spec, own = networks[0].spec, resolve(read(run / "config.toml")).data
     dataset = load_data(source, root=own.root, size=spec.height if spec.height == spec.width else None)
     new = anchored(replace(own, source=source)).source != anchored(own).source
@@ -85,7 +85,7 @@ def evaluate(run: Path, source: str, client: int | None) -> None:
 
 
 def export(run: Path, to: Path, client: int | None) -> None:
-    kept = load(run, client)
+    kept = load(begun(run), client)
     write_network(kept, to)
     screen().print(f"{kept.owner} of {run}, {kept.architecture} after round {kept.round}: {to}")
 
@@ -151,5 +151,5 @@ def show_config(config: Path | None, algorithm: str | None, settings: Settings) 
 
 
 def show_images(run: Path, out: Path | None, columns: int) -> None:
-    for path in sheets(run, out or run / "images", columns):
+    for path in sheets(begun(run), out or run / "images", columns):
         screen().print(f"picture: {path}")

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from barter.commands.common import Settings, asked, optional, screen
+from barter.commands.common import Settings, asked, begun, optional, screen
 from barter.commands.looking import privacy
 from barter.comparison import Comparison, Request, run_all
 from barter.compute.threads import free
@@ -62,7 +62,7 @@ def resume(run: Path, rounds: int | None, threads: int | None, *, tensorboard: b
     if unborn(run):
         raise CheckpointError(f"{run} was interrupted before its run began: there is nothing to continue, run it again")
     simulated = (run / "flower").is_dir() and not (run / "flower" / "sites").exists()
-    config = resolve(read(run / "config.toml"))
+    config = resolve(read(begun(run) / "config.toml"))
     if rounds is not None and rounds < (done := len(records(run))):
         raise ConfigError(f"--rounds {rounds}: {run} has done {done} already")
     if rounds is not None and rounds != config.rounds and config.engine == "flower":

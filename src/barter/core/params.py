@@ -29,6 +29,7 @@ __all__ = [
     "NonNegative",
     "Positive",
     "Range",
+    "Side",
     "Whole",
     "build",
     "check",
@@ -65,6 +66,7 @@ Positive = Annotated[float, Range(gt=0)]
 NonNegative = Annotated[float, Range(ge=0)]
 Count = Annotated[int, Range(ge=1)]
 Whole = Annotated[int, Range(ge=0)]
+Side = Annotated[int, Range(ge=1, le=4096)]  # of an image, in pixels
 
 
 @dataclasses.dataclass(frozen=True)

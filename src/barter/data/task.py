@@ -12,7 +12,7 @@ from torch import Tensor
 
 from barter.core.errors import ConfigError
 from barter.core.images import Augment, Images, Spec
-from barter.core.params import BY_PYTHON, Count, check
+from barter.core.params import BY_PYTHON, Side, check
 from barter.core.seeds import stream_seed
 from barter.data.dataset import Dataset, from_python
 from barter.data.partition import Domains, Listed, Partition
@@ -31,7 +31,7 @@ class Data:
     # clients:PATH, sites, or module:function for one's own; in Python also the data themselves
     root: str = "data"  # the folder that holds named data sets
     download: bool = False  # whether to download what is missing
-    size: Count | None = None  # side of the square that images are resized to; none keeps theirs
+    size: Side | None = None  # side of the square that images are resized to; none keeps theirs
     augment: bool = True  # random changes to training images: crops, and mirror images where `flip` has them
     flip: bool | None = None  # mirror images; none means where they are known to show the same, not of one's own data
     public: str = ""  # a source whose training images everybody has, for methods that want public data

@@ -75,7 +75,8 @@ def learning(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.
     known = [told for k in range(len(names)) if (told := alone(records, k).get(f"before_{metric}")) is not None]
     if known:
         level = sum(known) / len(known)
-        label = {"text": f"alone {level:.1%}", "textposition": "end", "yanchor": "top"}
+        lowest = all(level <= value for row in values for value in row)  # nothing is drawn below it, nor is its label
+        label = {"text": f"alone {level:.1%}", "textposition": "end", "yanchor": "bottom" if lowest else "top"}
         figure.add_hline(y=level, line={"width": 1.5, "color": INK, "dash": "dot"}, label=label)
     return figure
 

@@ -43,7 +43,9 @@ class RunFolder:
             self._lock = (path / ".lock").open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CheckpointError(f"{path} is in use by another process") from None
+            raise CheckpointError(
+                f"{path} is in use by another process, or by another Experiment of this one"
+            ) from None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be written: {error}") from None
         _held.add(self)
