@@ -5,13 +5,16 @@
 
 All runs over TLS on loopback, as `barter run --engine flower` starts it. `calls` sends trees to one site and back
 and compares them; `nodes` sends empty ones, to sites with barter's node and with Flower's SuperNode; `rounds` compares
-FedAvg on digits in one process and on Flower. Prints Markdown tables and writes a JSON.
+FedAvg on digits in one process and on Flower. Prints Markdown tables and writes a JSON, which keeps what it has of
+other sections, and says how busy the machine was when a section began.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import statistics
 import sys
 import tempfile
@@ -154,13 +157,16 @@ def main() -> None:
     parser.add_argument("--sections", nargs="+", choices=list(sections), default=list(sections))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
-    found: dict[str, Any] = {"torch": torch.__version__, "cores": torch.get_num_threads()}
+    file = args.out / "flower.json"
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    found |= {"torch": torch.__version__, "cores": torch.get_num_threads(), "machine": platform.machine()}
     for section in args.sections:
         start = time.perf_counter()
+        found["load"] = {**found.get("load", {}), section: round(os.getloadavg()[0], 1)}
         with tempfile.TemporaryDirectory() as folder:
             found[section] = sections[section](Path(folder) / section)
         sys.stderr.write(f"{section}: {time.perf_counter() - start:.0f} s\n")
-        (args.out / "flower.json").write_text(json.dumps(found, indent=1) + "\n")
+        file.write_text(json.dumps(found, indent=1) + "\n")
     sys.stdout.write(table(found))
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import stat
 import subprocess
+import threading
 import tomllib
 import zipfile
 from pathlib import Path
@@ -191,6 +193,7 @@ def test_what_stops_the_server_is_told_in_one_line(tmp_path: Path, monkeypatch: 
         raise ValueError("rows of two kinds:\n3 and 4")
 
     monkeypatch.setattr(deploy, "conduct", conduct)
+    monkeypatch.setattr(deploy, "_end_with", lambda parent: None)
     if not room:
         monkeypatch.setattr(deploy, "refused", lambda folder: f"{folder} cannot be written: No space left on device")
     context = Context(1, 1, {}, RecordDict(), {"folder": str(folder), "out": str(tmp_path / "run")})
@@ -199,3 +202,20 @@ def test_what_stops_the_server_is_told_in_one_line(tmp_path: Path, monkeypatch: 
     why = "ValueError: rows of two kinds: 3 and 4" if room else f"{folder} cannot be written: No space left on device"
     said = json.loads((folder / "journal.jsonl").read_text().splitlines()[-1])
     assert said == ["error", f"the server stopped: {why}; finished rounds are kept, start again to continue"]
+
+
+def test_a_server_whose_superlink_is_gone_ends_whatever_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deploy, "ORPHAN", 0.0)
+    here, there = os.pipe()
+    if (superlink := os.fork()) == 0:
+        if os.fork() == 0:
+            deploy._end_with(os.getppid())
+            os.write(there, b"1")
+            threading.Event().wait()
+        os.read(here, 1)  # the server has begun
+        os._exit(0)
+    os.close(there)
+    os.waitpid(superlink, 0)
+    assert select.select([here], [], [], 20)[0]
+    assert os.read(here, 1) == b"", "nobody holds the other end"
+    os.close(here)

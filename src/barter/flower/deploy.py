@@ -9,6 +9,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -47,6 +48,7 @@ __all__ = ["Coordinator", "app", "conduct", "init", "init_simulation", "site_fol
 ROSTER = "sites.json"
 PRIVATE = 0o700  # keys, and what sites send
 HOUR = 3600.0  # seconds that a site has for a call, unless the run says otherwise
+ORPHAN = 5.0  # seconds that a server whose SuperLink is gone has to end in order
 PATIENCE = 120.0  # seconds that sites have to come at least: they load data first
 log = logging.getLogger("barter")
 app = ServerApp()
@@ -57,6 +59,7 @@ def main(grid: Grid, context: Context) -> None:
     """What Flower's SuperLink runs."""
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler(sys.stdout))  # which `flwr run --stream` shows
+    _end_with(os.getppid())
     folder = Path(str(context.run_config["folder"]))
     journal = Journal(folder / "journal.jsonl")
     try:
@@ -72,6 +75,21 @@ def main(grid: Grid, context: Context) -> None:
         with suppress(CheckpointError):  # where nothing can be written, whoever follows finds out himself
             journal.note("error", why)
         raise
+
+
+def _end_with(parent: int) -> None:
+    """End this process when the one that started it has ended.
+
+    Flower tells it to, but whoever waits for Flower does not hear that; it would keep the run's folder for ever.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        time.sleep(ORPHAN)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def conduct(grid: Grid, config: Config, out: Path, journal: Journal) -> Experiment:
