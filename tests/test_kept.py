@@ -180,6 +180,22 @@ class Undecided(Classifier):
         return self.head(features)
 
 
+class Singular(Classifier):
+    """What it computes can be traced, and ONNX has no word for it."""
+
+    feature_dim = 32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(32, 4)
+
+    def features(self, x: Tensor) -> Tensor:
+        return torch.linalg.svdvals(x[:, 0])
+
+    def logits(self, features: Tensor) -> Tensor:
+        return self.head(features)
+
+
 def test_what_onnx_cannot_express_and_what_is_missing_is_said_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +204,9 @@ def test_what_onnx_cannot_express_and_what_is_missing_is_said_in_one_line(
         with pytest.raises(ConfigError, match=f"undecided cannot be written as {what}") as caught:
             export(kept, tmp_path / f"model.{suffix}")
         assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"\(No ONNX function found for .*svd") as caught:
+        export(some_network("singular", Singular()), tmp_path / "model.onnx")
+    assert "\x1b" not in str(caught.value), "torch's advice is coloured"
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else found(name))
     with pytest.raises(ConfigError, match=r"pip install 'barter-fl\[onnx\]'"):

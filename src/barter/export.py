@@ -103,8 +103,13 @@ def _traced(kept: Kept, what: str, trace: Callable[..., Any]) -> Any:
     try:
         return trace(kept.network, (torch.zeros(2, *kept.spec.shape),), dynamic_shapes=({0: batch},))
     except Exception as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = next(iter(str(_first(error)).strip().splitlines()), type(error).__name__)
         raise ConfigError(f"{kept.architecture} cannot be written as {what} ({reason}): use .safetensors") from error
+
+
+def _first(error: BaseException) -> BaseException:
+    """Where an error comes from: torch wraps it in advice of a screen."""
+    return error if error.__cause__ is None else _first(error.__cause__)
 
 
 FORMATS: dict[str, Callable[[Kept, Path], None]] = {".safetensors": _safetensors, ".onnx": _onnx, ".pt2": _pt2}

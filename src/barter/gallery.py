@@ -26,7 +26,9 @@ def sheets(run: Path, out: Path, columns: int) -> Iterator[Path]:
     """A sheet for every round that the run's clients remember: real images beside what was made of them."""
     name = type(resolve(read(run / "config.toml")).algorithm).__name__
     for t, rows in pictures(run, columns):
-        title = f"{name}, round {t}: private images and what was made of them. Experimenter's view only"
+        private = any(real is not None for _, real, _, _ in rows)
+        what = "private images and what was made of them" if private else "images that were made"
+        title = f"{name}, round {t}: {what}. Experimenter's view only"
         _make(out)
         sheet(rows, title, out / f"round-{t:03d}.png")
         yield out / f"round-{t:03d}.png"

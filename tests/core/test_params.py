@@ -15,7 +15,9 @@ class Knobs:
 
     share: Fraction = 0.5  # ρ: how much
     rounds: Count = 3  # T: how often
-    limit: Whole | None = None  # at most
+    limit: Whole | None = None  # at most,
+    # if there is one,
+    # so many
     mode: Literal["fast", "slow"] = "fast"  # which way
     flag: bool = False  # whether
     label: str = ""  # what it is called
@@ -55,9 +57,11 @@ def test_bad_values_say_what_is_right(values: dict[str, Any], message: str) -> N
 
 
 def test_fields_describe_themselves() -> None:
-    share, rounds, *_ = describe(Knobs)
+    share, rounds, limit, mode, *_ = describe(Knobs)
     assert (share.name, share.kind, share.default, share.meaning) == ("share", "float > 0 and <= 1", 0.5, "ρ: how much")
     assert rounds.meaning == "T: how often"
+    assert limit.meaning == "at most, if there is one, so many"
+    assert mode.meaning == "which way"
 
 
 def test_the_neighbour_may_live_in_a_table() -> None:

@@ -3,14 +3,18 @@ from __future__ import annotations
 import io
 import warnings
 from pathlib import Path
+from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from rich.console import Console
 
 from barter.core.errors import ConfigError
 from barter.core.record import Round
+from barter.runs import picture
 from barter.runs.picture import COLOURS, Kinds, bubbles, curves
 from barter.runs.progress import Watcher, duration, size
 from barter.runs.tables import closing_table, count_table
@@ -48,6 +52,21 @@ def test_the_closing_table_says_it_all() -> None:
     )
     assert "25.0" in rendered(late), "who joins late was alone until then"
     assert "61.0" in next(line for line in text.splitlines() if "server" in line)
+
+
+@pytest.mark.parametrize("columns", [1, 4, 10])
+def test_the_title_of_a_sheet_is_seen_whole_and_above_its_images(
+    columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(picture, "_save", lambda figure, path: drawn.append(figure))
+    title = "DFRD, round 2: private images and what was made of them. Experimenter's view only"
+    picture.sheet([("server", None, torch.zeros(columns, 8, 8, 1), ["1"] * columns)], title, tmp_path / "sheet.png")
+    (figure,) = drawn
+    words, first = figure._suptitle.get_window_extent(), figure.axes[0].title.get_window_extent()
+    assert 0 <= words.x0 <= words.x1 <= figure.bbox.x1
+    assert first.y1 < words.y0
+    plt.close(figure)
 
 
 def test_the_class_table_adds_up() -> None:

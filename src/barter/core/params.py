@@ -215,7 +215,7 @@ def build(cls: type[T], values: Mapping[str, object], where: str = "") -> T:
 
 
 def _comments(cls: type[Any]) -> dict[str, str]:
-    """The comment behind each annotated field, over the whole ancestry."""
+    """The comment behind each annotated field, with the lines below that go on with it, over the whole ancestry."""
     found: dict[str, str] = {}
     for ancestor in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(ancestor):
@@ -229,10 +229,15 @@ def _comments(cls: type[Any]) -> dict[str, str]:
             for token in tokenize.generate_tokens(StringIO(source).readline)
             if token.type == tokenize.COMMENT
         }
+        field = ""  # whose comment may go on
         for number, line in enumerate(source.splitlines(), start=1):
             name = line.strip().split(":")[0]
             if number in comments and name in ancestor.__annotations__:
-                found[name] = comments[number]
+                field, found[name] = name, comments[number]
+            elif number in comments and field and line.strip().startswith("#"):
+                found[field] += f" {comments[number]}"
+            else:
+                field = ""
     return found
 
 

@@ -141,7 +141,10 @@ def sheet(rows: Sequence[Row], title: str, path: Path) -> None:
         else:
             lines.append((f"{name}\nmade", made, classes))
     columns = max(len(images) for _, images, _ in lines)
-    size = (max(4.0, 0.75 * columns + 1.2), 0.775 * len(lines) + 0.9)
+    width = max(4.0, 0.75 * columns + 1.2)
+    words = [line for part in _plain(title).split("\n") for line in wrap(part, int(14 * width))]
+    head = 0.41 + 0.14 * len(words)  # inches, however tall it is
+    size = (width, 0.775 * len(lines) + 0.35 + head)
     figure, axes = plt.subplots(len(lines), columns, figsize=size, squeeze=False)
     for cell in axes.flat:
         cell.axis("off")
@@ -151,9 +154,9 @@ def sheet(rows: Sequence[Row], title: str, path: Path) -> None:
             cell.imshow((image[..., 0] if grey else image).numpy(), cmap="gray" if grey else None, vmin=0, vmax=1)
             cell.set_title(_plain(name)[:12], fontsize=6, pad=2)
         cells[0].text(-0.15, 0.5, _plain(label), transform=cells[0].transAxes, ha="right", va="center", fontsize=6)
-    figure.suptitle(_plain(title), fontsize=8, va="top", y=1 - 0.08 / size[1])  # in inches, however tall it is
+    figure.suptitle("\n".join(words), fontsize=8, va="top", y=1 - 0.08 / size[1])
     figure.subplots_adjust(left=0.14, right=0.99, bottom=0.01, wspace=0.05, hspace=0.2)
-    figure.subplots_adjust(top=1 - 0.55 / figure.get_figheight())
+    figure.subplots_adjust(top=1 - head / size[1])
     _save(figure, path)
 
 
