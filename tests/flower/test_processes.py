@@ -229,7 +229,7 @@ def test_bad_answers_are_failures_of_their_site(deploy: Callable[..., Deployment
     d.start()
     failures = [r.failures for r in d.finish()]
     for found, said in zip(
-        failures, ["NaN", "the coffee is out", "the network's is", "is a list", "no answer in time"], strict=False
+        failures, ["NaN", "the coffee is out", "the client's is", "is a list", "no answer in time"], strict=False
     ):
         line, *others = found
         assert bool(others) == (said == "no answer in time"), "who hangs is not evaluated in that round either"
