@@ -351,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 LIKELY = {  # options that one would expect, and what there is instead
     **{"model": "--set models=...", "dataset": "--set data.source=...", "output": "--out ..."},
-    **{"gpu": "--device cuda", "cuda": "--device cuda", "config": "[CONFIG.toml]"},
+    **{"gpu": "--device cuda", "cuda": "--device cuda", "config": "[CONFIG.toml] alone, without an option"},
     **{table: f"--set {key}=..." for table, key in CHOICES.items()},
 }
 

@@ -74,9 +74,9 @@ def seeds_of(text: str) -> list[int]:
     """The seeds of a text such as 0-4 or 0,3,7-9."""
     seeds: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if found is None or int(found[2] or found[1]) < int(found[1]):
-            raise ConfigError(f"seeds {text!r}: write numbers and ranges, such as 0-4 or 0,3,7-9")
+        found = re.fullmatch(r"\s*(\d{1,18})(?:-(\d{1,18}))?\s*", part)
+        if found is None or not 0 <= int(found[2] or found[1]) - int(found[1]) < 1000:
+            raise ConfigError(f"seeds {text!r}: write numbers and ranges of at most 1,000, such as 0-4 or 0,3,7-9")
         seeds += range(int(found[1]), int(found[2] or found[1]) + 1)
     return list(dict.fromkeys(seeds))
 
