@@ -50,6 +50,8 @@ def test_variants_of_methods_and_fields() -> None:
     }
     with pytest.raises(ConfigError, match="twice"):
         variants_of("local,local")
+    with pytest.raises(ConfigError, match="'local:max_epochs': what follows local: is a field with its value"):
+        variants_of("local:max_epochs")
 
 
 def test_sweeps_are_variants_too() -> None:
