@@ -18,8 +18,17 @@ from typing import Any
 
 import tomli_w
 
-from barter.algorithms import ALGORITHMS
-from barter.config import RESULT_FREE, Config, first_difference, plain, read, resolve, to_toml, with_settings
+from barter.config import (
+    ALGORITHMS,
+    RESULT_FREE,
+    Config,
+    first_difference,
+    plain,
+    read,
+    resolve,
+    to_toml,
+    with_settings,
+)
 from barter.core.errors import CheckpointError, ConfigError
 from barter.core.files import replace_text, writing
 from barter.core.params import did_you_mean

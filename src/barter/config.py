@@ -21,6 +21,7 @@ from barter.data.task import Data
 from barter.privacy import Privacy
 
 __all__ = [
+    "ALGORITHMS",
     "RESULT_FREE",
     "Config",
     "algorithm_named",

@@ -45,6 +45,7 @@ class Link:
         self.replies: list[tuple[Message, list[str]]] = []
         self.pushed: dict[str, bytes] = {}
         self.known: set[str] = set()  # what need not be pushed again
+        self.closed = False  # whether who asks next has to go
 
     def send(self, content: RecordDict, kind: str = "train.call", ttl: float = 5.0) -> str:
         message = Message(content, 7, kind, ttl=ttl)
@@ -57,6 +58,8 @@ class Link:
         return Fleet((7, self._receive, self._take, None, None, self._pull, self._push, self._confirm))
 
     def _receive(self) -> tuple[Message, Any] | None:
+        if self.closed:
+            raise SystemExit
         return self.waiting.pop(0) if self.waiting else None
 
     def _pull(self, run: int, id: str) -> bytes:
@@ -197,10 +200,14 @@ def test_others_are_heard_while_a_call_goes_on(
         return Message(message.content, reply_to=message)
 
     monkeypatch.setattr(node, "answer", answer)
-    threading.Thread(target=node.serve, args=(link.fleet(), Path("door")), daemon=True).start()
+    serving = threading.Thread(target=node.serve, args=(link.fleet(), Path("door")), daemon=True)
+    serving.start()
     until(lambda: len(link.replies) == 1)
     go.set()
     until(lambda: len(link.replies) == 2)
+    link.closed = True
+    serving.join(10)
+    assert not serving.is_alive(), "it would go on looking during other tests"
     assert [reply.metadata.reply_to_message_id for reply, _ in link.replies] == [second, first]
 
 

@@ -31,7 +31,7 @@ def asked(config: Path | None, algorithm: str | None, settings: Sequence[str] | 
 
 def begun(run: Path) -> Path:
     """The folder of a run; an error if it is something else."""
-    if not (run / "config.toml").is_file():
+    if not (run / "config.toml").exists():
         runs = sorted(path.parent for path in run.glob("*/seed-*/config.toml"))
         below = f"; it is a comparison, give one of its runs, such as {runs[0]}" if runs else ""
         raise CheckpointError(f"{run} is not the folder of a run: there is no config.toml in it{below}")

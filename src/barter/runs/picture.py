@@ -18,6 +18,7 @@ __all__ = ["COLOURS", "Curve", "Kinds", "Row", "band", "bubbles", "curves", "she
 
 WIDE = 50  # clients that stand in one row of a split's picture
 TALL = 30  # classes and domains that leave room for several such rows
+SHORT = 16  # letters of a name that fit between curves
 
 # Okabe and Ito's colours, which most people can tell apart, then the same dashed, and so on.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -178,8 +179,10 @@ def curves(lines: Mapping[str, Mapping[int, Curve]], label: str, path: Path) -> 
     """A line per method by round: the mean over seeds, and a band of one standard deviation to each side."""
     plt = _pyplot()
     with plt.rc_context({"pdf.fonttype": 42, "svg.fonttype": "none", "font.size": 9}):
-        below = len(lines) > 4
-        named = 0.18 * ((len(lines) + 1) // 2) if below else 0.0  # inches that the names take
+        longest = max(map(len, lines), default=0)
+        below = len(lines) > 4 or longest > SHORT  # among the curves there is room for few and short names alone
+        columns = 2 if longest <= 2 * SHORT else 1
+        named = 0.18 * -(-len(lines) // columns) if below else 0.0  # inches that the names take
         figure, axes = plt.subplots(figsize=(5.2, max(3.4, 2.6 + named)), layout="constrained")
         for i, (name, seeds) in enumerate(lines.items()):
             rounds, *shares = band(seeds.values())
@@ -196,7 +199,7 @@ def curves(lines: Mapping[str, Mapping[int, Curve]], label: str, path: Path) -> 
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.25, linewidth=0.5)
         axes.spines[["top", "right"]].set_visible(False)
-        figure.legend(loc="outside lower center", ncols=2, frameon=False) if below else axes.legend(frameon=False)
+        figure.legend(loc="outside lower center", ncols=columns, frameon=False) if below else axes.legend(frameon=False)
         _save(figure, path)
 
 
