@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from barter import comparison
 from barter.cli import main
 from barter.comparison import Comparison, Job, Request, run_all, seeds_of, variants_of, varied
+from barter.config import resolve, with_settings
 from barter.core.errors import CheckpointError, ConfigError
 from barter.runs.folder import records
 
@@ -51,7 +52,7 @@ def test_variants_of_methods_and_fields() -> None:
     with pytest.raises(ConfigError, match="twice"):
         variants_of("local,local")
     with pytest.raises(ConfigError, match="'local:max_epochs': what follows local: is a field with its value"):
-        variants_of("local:max_epochs")
+        resolve(with_settings({}, variants_of("local:max_epochs")["local:max_epochs"]))
 
 
 def test_sweeps_are_variants_too() -> None:

@@ -18,17 +18,7 @@ from typing import Any
 
 import tomli_w
 
-from barter.config import (
-    ALGORITHMS,
-    RESULT_FREE,
-    Config,
-    first_difference,
-    plain,
-    read,
-    resolve,
-    to_toml,
-    with_settings,
-)
+from barter.config import RESULT_FREE, Config, first_difference, plain, read, resolve, to_toml, with_settings
 from barter.core.errors import CheckpointError, ConfigError
 from barter.core.files import replace_text, writing
 from barter.core.params import did_you_mean
@@ -97,9 +87,6 @@ def variants_of(text: str) -> dict[str, list[str]]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         # A colon begins a field if a key and = follow; others belong to a name such as my.module:Method, or to a value.
         name, *fields = re.split(r":(?=[\w.]+=)", part)
-        method, _, rest = name.partition(":")
-        if rest and method in ALGORITHMS:
-            raise ConfigError(f"{part!r}: what follows {method}: is a field with its value, such as {method}:{rest}=1")
         settings = [field if "." in field.partition("=")[0] else f"algorithm.{field}" for field in fields]
         label = ", ".join([name, *fields])
         if label in variants:

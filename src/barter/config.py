@@ -21,7 +21,6 @@ from barter.data.task import Data
 from barter.privacy import Privacy
 
 __all__ = [
-    "ALGORITHMS",
     "RESULT_FREE",
     "Config",
     "algorithm_named",
@@ -104,6 +103,9 @@ def _named(name: str, what: str, registry: Mapping[str, type[T]], base: type[T],
         if name not in registry:
             raise ConfigError(f"unknown {what} {name!r}: {did_you_mean(name, registry)}")
         return registry[name]
+    known, _, rest = name.partition(":")
+    if known in registry:
+        raise ConfigError(f"{name!r}: what follows {known}: is a field with its value, such as {known}:{rest}=1")
     kind = imported(name, what)
     if not (isinstance(kind, type) and issubclass(kind, base)) or getattr(kind, method) is getattr(base, method):
         raise ConfigError(f"{name} is no {base.__name__} with a {method} of its own")

@@ -31,8 +31,9 @@ def predictions(
     for method, answer in answers.items():
         asked = [x for x in _tensors(sent.get(method)) if x.ndim == 1 and x.dtype == torch.int64]
         said = [x for x in _tensors(answer) if x.ndim == 2 and x.shape[1] == classes and x.is_floating_point()]
-        for places, values in ((places, values) for places in asked for values in said if len(places) == len(values)):
-            return places, values
+        pairs = [(places, values) for places in asked for values in said if len(places) == len(values)]
+        if pairs:
+            return pairs[0]
     return None
 
 

@@ -119,8 +119,8 @@ def _network(client: Client, answers: dict[str, Payload]) -> Classifier | None:
 
 def _given(answers: dict[str, Payload], spec: Spec) -> Tensor | None:
     """All images among the answers, which are bytes as private ones are."""
-    found = [x for _, x in leaves(answers) if isinstance(x, Tensor) and x.dtype == torch.uint8 and x.ndim == 4]
-    found = [x for x in found if x.shape[1] == spec.channels and len(x)]
+    tensors = [x for _, x in leaves(answers) if isinstance(x, Tensor) and x.dtype == torch.uint8 and x.ndim == 4]
+    found = [x for x in tensors if x.shape[1] == spec.channels and len(x)]
     return prepared(torch.cat(found), spec, Augment()) if found else None
 
 

@@ -11,9 +11,9 @@ from typing import Any
 from rich.console import Console
 
 from barter.config import read, with_settings
-from barter.core.errors import CheckpointError, ConfigError
+from barter.core.errors import ConfigError
 
-__all__ = ["EXTRAS", "Settings", "asked", "begun", "optional", "screen"]
+__all__ = ["EXTRAS", "Settings", "asked", "optional", "screen"]
 
 Settings = Sequence[str] | None
 
@@ -27,15 +27,6 @@ def screen(*, wide: bool = False) -> Console:
 def asked(config: Path | None, algorithm: str | None, settings: Sequence[str] | None) -> dict[str, Any]:
     first = [] if algorithm is None else [f"algorithm.name={algorithm}"]
     return with_settings({} if config is None else read(config), [*first, *(settings or [])])
-
-
-def begun(run: Path) -> Path:
-    """The folder of a run; an error if it is something else."""
-    if not (run / "config.toml").exists():
-        runs = sorted(path.parent for path in run.glob("*/seed-*/config.toml"))
-        below = f"; it is a comparison, give one of its runs, such as {runs[0]}" if runs else ""
-        raise CheckpointError(f"{run} is not the folder of a run: there is no config.toml in it{below}")
-    return run
 
 
 EXTRAS = {

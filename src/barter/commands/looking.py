@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from barter.attacks.attack import attacked
-from barter.commands.common import Settings, asked, begun, optional, screen
+from barter.commands.common import Settings, asked, optional, screen
 from barter.config import algorithm_named, read, resolve, to_toml
 from barter.conformance import CHECKS, examined
 from barter.core.errors import BarterError, CheckpointError, Interrupted
@@ -26,7 +26,7 @@ from barter.kept import judged, load, load_all
 from barter.machine import device_named
 from barter.privacy.show import shown
 from barter.privacy.statement import Statement
-from barter.runs.folder import PRIVACY
+from barter.runs.folder import PRIVACY, begun
 from barter.runs.picture import Kinds, bubbles
 from barter.runs.progress import Work
 from barter.runs.tables import accuracy_table, count_table

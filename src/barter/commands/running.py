@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from barter.commands.common import Settings, asked, begun, optional, screen
+from barter.commands.common import Settings, asked, optional, screen
 from barter.commands.looking import privacy
 from barter.comparison import Comparison, Request, run_all
 from barter.compute.threads import free
@@ -29,7 +29,7 @@ from barter.experiment import Experiment
 from barter.machine import device_named
 from barter.parties import names_of
 from barter.privacy.statement import Statement
-from barter.runs.folder import PRIVACY, records, unborn
+from barter.runs.folder import PRIVACY, begun, records, unborn
 from barter.runs.progress import ManyRuns, Watcher
 from barter.runs.summary import cells
 from barter.runs.tables import closing_table

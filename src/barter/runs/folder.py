@@ -21,7 +21,7 @@ from barter.core.payload import Payload
 from barter.core.record import Round
 from barter.runs.checkpoint import read, write
 
-__all__ = ["RunFolder", "finished", "has_checkpoint", "last_checkpoint", "records", "rounds_done", "unborn"]
+__all__ = ["RunFolder", "begun", "finished", "has_checkpoint", "last_checkpoint", "records", "rounds_done", "unborn"]
 
 log = logging.getLogger("barter")
 
@@ -66,9 +66,7 @@ class RunFolder:
     @classmethod
     def existing(cls, path: Path) -> RunFolder:
         """The folder of a run that was begun."""
-        if not (path / "config.toml").is_file():
-            raise CheckpointError(f"{path} is not the folder of a run: there is no config.toml in it")
-        return cls(path)
+        return cls(begun(path))
 
     @property
     def config(self) -> Path:
@@ -176,11 +174,18 @@ def last_checkpoint(run: Path) -> tuple[int, Payload, dict[str, str]] | None:
     return int(notes["round"]), state, notes
 
 
+def begun(run: Path) -> Path:
+    """The folder of a run; an error if it is something else."""
+    if not (run / "config.toml").exists():
+        runs = sorted(path.parent for path in run.glob("*/seed-*/config.toml"))
+        below = f"; it is a comparison, give one of its runs, such as {runs[0]}" if runs else ""
+        raise CheckpointError(f"{run} is not the folder of a run: there is no config.toml in it{below}")
+    return run
+
+
 def finished(run: Path) -> tuple[int, Payload]:
     """The last finished round of a run's folder and its state, to look at; an error if there is none."""
-    if not (run / "config.toml").is_file():
-        raise CheckpointError(f"{run} is not the folder of a run: there is no config.toml in it")
-    found = last_checkpoint(run)
+    found = last_checkpoint(begun(run))
     if found is None:
         raise CheckpointError(f"{run} holds no checkpoint of a finished round")
     return found[:2]
