@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from barter.config import Config, plain
+from barter.config import Config, parsed, plain
 from barter.core.errors import ConfigError
 from barter.core.params import Positive, check
 from barter.core.payload import Payload, nbytes
@@ -30,7 +29,7 @@ class Consent:
 
     def require_code(self, site: str, toml: str) -> None:
         """Refuse a run that names code which is not consented to, before any of it is imported."""
-        section = tomllib.loads(toml).get("algorithm", "")
+        section = parsed(toml).get("algorithm", "")
         name = str(section.get("name", "") if isinstance(section, Mapping) else section)
         if ":" in name and self.algorithms and name not in self.algorithms:
             raise self._refusal(site, name)
