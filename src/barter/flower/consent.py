@@ -64,6 +64,13 @@ class Consent:
                 f"site {site} was sent {size:.1f} MB, and takes {self.megabytes:g} (consent.megabytes) in a call"
             )
 
-    def within(self, seconds: float) -> float:
-        """How long a call may take of those seconds that the server waits."""
-        return seconds if self.seconds is None or seconds <= self.seconds else self.seconds
+    def within(self, site: str, seconds: float, spent: float) -> float:
+        """How long a call may go on of those seconds that the server waits, where some are spent on it already."""
+        if self.seconds is None:
+            return seconds
+        left = self.seconds - spent
+        if left <= 0:
+            raise ConfigError(
+                f"site {site} computes for {self.seconds:g} s (consent.seconds) in a call, and they are spent"
+            )
+        return seconds if seconds <= left else left
