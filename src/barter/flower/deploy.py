@@ -28,7 +28,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from barter.assembly import Federation
 from barter.config import Config, plain, read, resolve, to_toml
-from barter.core.errors import BarterError, CheckpointError, ConfigError, in_short
+from barter.core.errors import BarterError, CheckpointError, ConfigError, with_place
 from barter.core.files import refused, replace_text, understood, whole
 from barter.core.images import Spec
 from barter.core.payload import Payload
@@ -70,7 +70,7 @@ def main(grid: Grid, context: Context) -> None:
         if isinstance(error, BarterError):
             why = "\n".join([str(error), *getattr(error, "__notes__", [])]).strip()
         else:  # of nobody's in particular; Flower's database is also what a full disk refuses
-            reason = refused(folder) or in_short(error)
+            reason = refused(folder) or with_place(error)
             why = f"the server stopped: {reason}; finished rounds are kept, start again to continue"
         with suppress(CheckpointError):  # where nothing can be written, whoever follows finds out himself
             journal.note("error", why)
