@@ -33,6 +33,7 @@ try:
         no_object_id_recompute,
     )
     from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, pull_objects, push_objects
+    from flwr.supercore.run import RunNotRunningException
     from flwr.supernode.fleet_http_connection import http_request_response
 
     MISSING = ""
@@ -160,7 +161,7 @@ class Fleet:
             message = inflate_object_from_contents(id, contents)
             if not isinstance(message, Message):
                 raise TypeError(f"a {type(message).__name__} is no message")
-        except Exception as error:
+        except (Exception, RunNotRunningException) as error:
             log.warning("message %s did not arrive whole: %s", id, error)
             self.push(Message(Error(REPLY_LOST, str(error)), reply_to=head), 0.0)
             return None
@@ -176,8 +177,9 @@ class Fleet:
                 parts = get_all_nested_objects(reply)
                 wanted, session = self._send(reply, get_object_tree(reply), seconds)
                 push_objects(parts, partial(self._push, run, session), object_ids_to_push=wanted)
-        except Exception as error:
-            log.warning("the reply to message %s was not taken: %s", reply.metadata.reply_to_message_id, error)
+        except (Exception, RunNotRunningException) as error:
+            why = str(error) or type(error).__name__
+            log.warning("the reply to message %s was not taken: %s", reply.metadata.reply_to_message_id, why)
 
 
 @contextmanager
