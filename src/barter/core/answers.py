@@ -49,8 +49,9 @@ class Known:
         return {**images, **features, "examples": self.examples, "last_class": self.spec.classes - 1}
 
 
-def require(answer: Payload, algorithm: object, method: str, sent: tuple[Any, ...], known: Known) -> None:
-    """Refuse an answer that is not what the method says it returns, for what was sent."""
+def require(answer: Payload, algorithm: object, method: str, sent: tuple[Any, ...], known: Known) -> set[str]:
+    """Refuse an answer that is not what the method says it returns, for what was sent; where in it a client says how
+    many images it has."""
     hints = _hints(getattr(type(algorithm), method))
     reader, sizes = _Reader(algorithm, method, known), ChainMap({}, known.sizes())
     # What is sent comes behind the method's self and client.
@@ -59,6 +60,7 @@ def require(answer: Payload, algorithm: object, method: str, sent: tuple[Any, ..
     list(leaves(answer, method))  # what is no payload is refused with its place
     reader.match(answer, hints.get("return", Any), method, sizes)
     reader.require_ranges()
+    return {found.path for found in reader.ranges if found.claim}
 
 
 def _parameters(algorithm: object, method: str) -> tuple[str, ...]:
@@ -95,6 +97,7 @@ class Range:
     least: float | str
     most: float | str
     sizes: Sizes
+    claim: bool = False  # that there are so many images
 
 
 class _Reader:
@@ -259,7 +262,7 @@ class _Reader:
             return
         if isinstance(mark, Counts):
             total = value.double().sum()
-            self.ranges.append(Range(path, "the sum", total, 0, mark.most, sizes))
+            self.ranges.append(Range(path, "the sum", total, 0, mark.most, sizes, claim=not mark.total))
             self.ranges += [Range(path, "the sum", total, mark.total, mark.total, sizes)] if mark.total else []
         if not value.numel():
             return
