@@ -6,6 +6,7 @@ import logging
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ pytest.importorskip("flwr")
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
-from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectUnavailableError
 from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -263,6 +264,27 @@ def test_the_node_says_how_far_its_worker_is(link: Link, tmp_path: Path, monkeyp
     turn.begin()
     assert said() == 0.0
     Turn(tmp_path / "nowhere" / "turn").begin()  # a disk that takes nothing is no reason to stop
+
+
+def test_a_reply_that_is_announced_and_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flwr.superlink.grid import http_grid
+
+    monkeypatch.setattr(http_grid, "pull_objects", http_grid.pull_objects)
+    inside.hurry(2.0)
+    begin, here = time.monotonic(), {"a": b"1"}
+
+    def pull(id: str) -> bytes:
+        if id == "late" and time.monotonic() - begin > 0.3:
+            return b"2"
+        if id not in here:
+            raise ObjectUnavailableError(id)
+        return here[id]
+
+    assert http_grid.pull_objects(object_ids=["a", "late"], pull_object_fn=pull) == {"a": b"1", "late": b"2"}
+    begin = time.monotonic()
+    with pytest.raises(ObjectPullError, match="nothing came for 0.5 s"):
+        http_grid.pull_objects(object_ids=["a", "never"], pull_object_fn=pull)
+    assert 0.5 < time.monotonic() - begin < 1.5
 
 
 def test_who_has_nothing_to_do_looks_less_and_less_often() -> None:
