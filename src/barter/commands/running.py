@@ -22,7 +22,15 @@ from barter.comparison import Comparison, Request, run_all
 from barter.compute.threads import free
 from barter.config import Config, read, resolve, with_settings
 from barter.core.algorithm import Algorithm
-from barter.core.errors import BarterError, CheckpointError, ConfigError, Interrupted, PrivacyError
+from barter.core.errors import (
+    BarterError,
+    CheckpointError,
+    ConfigError,
+    Interrupted,
+    PrivacyError,
+    lacks_memory,
+    with_place,
+)
 from barter.core.record import Round
 from barter.data.task import SITES, Task, make_task
 from barter.experiment import Experiment
@@ -155,6 +163,13 @@ def _drive(config: Config, out: Path, *, resume: bool, simulate: bool, tensorboa
         raise
     except CheckpointError as error:
         raise CheckpointError(f"{error}; when that is mended, `barter resume {out}` continues") from error
+    except (BarterError, OSError):
+        raise
+    except Exception as error:  # of nobody's answer in particular
+        if lacks_memory(error):
+            raise
+        why = f"the server stopped in round {experiment.round + 1}: {with_place(error)}"
+        raise BarterError(f"{why}; finished rounds are kept, `barter resume {out}` continues") from error
     _close(records, experiment.architectures, experiment.task, out, config.algorithm)
 
 
