@@ -17,7 +17,7 @@ import click
 import typer
 
 from barter.catalogue import CHOICES, LISTINGS, known_keys
-from barter.core.errors import BarterError, CheckpointError, ConfigError
+from barter.core.errors import BarterError, CheckpointError, ConfigError, lacks_memory
 from barter.options import Arithmetic, Device, Listing, Place, Settings, TensorBoard
 from barter.version import __version__
 
@@ -344,7 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # what the machine refuses; whoever wrote a file has said which
         return _fail(": ".join(str(part) for part in (error.filename, error.strerror or error) if part), 1)
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
+        if not lacks_memory(error):
             raise
         return _fail(f"not enough memory: {error}", 1)
 

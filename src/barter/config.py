@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ __all__ = [
     "Config",
     "algorithm_named",
     "first_difference",
+    "parsed",
     "partition_named",
     "plain",
     "read",
@@ -46,6 +48,9 @@ RESULT_FREE = (
     "timeout",
     "answer_mb",
 )  # may differ on resume
+
+PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
+DEEP = re.compile(rf"(?<![\w-])(?:{PART}[ \t]*+\.[ \t]*+){{100}}")  # the time for a key grows with its parts' square
 
 TABLES: dict[str, dict[str, str]] = {
     **{"algorithm": {"name": "dffke"}, "partition": {"name": "dirichlet"}},
@@ -149,11 +154,17 @@ def _as_split(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "partition": {**partition, "name": "domains"}, "clients": clients}
 
 
+def parsed(text: str) -> dict[str, Any]:
+    """The plain values of a text in TOML; a ValueError if it is none."""
+    if DEEP.search(text):
+        raise ValueError("a key of more than a hundred parts")
+    return tomllib.loads(text)
+
+
 def read(path: Path) -> dict[str, Any]:
     """The plain values of a TOML file."""
     try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
+        return parsed(path.read_bytes().decode())
     except FileNotFoundError:
         method = f"; the method of this name is --algorithm {path}" if str(path) in ALGORITHMS else ""
         raise ConfigError(f"{path}: there is no such file{method}") from None
@@ -206,7 +217,7 @@ def _refuse_unknown(path: list[str]) -> None:
 def _value(text: str) -> Any:
     """A value in TOML's notation; anything else is a string."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        return parsed(f"value = {text}")["value"]
     except (ValueError, RecursionError):
         return {"True": True, "False": False}.get(text, text)
 

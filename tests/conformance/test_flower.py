@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from barter.config import Config
-from barter.core.payload import isolate, leaves
+from barter.core.payload import isolate, leaves, nbytes
 from barter.experiment import Experiment
 from barter.flower import engine
-from barter.flower.deploy import conduct
+from barter.flower.deploy import SPARE, conduct
 from barter.runs.journal import Journal
 from tests.conftest import digits_file, federation, same, tiny
 from tests.flower.grid import LoopbackGrid, site
@@ -50,17 +50,20 @@ def test_a_run_on_flower_is_the_same_run(name: str, tmp_path: Path, monkeypatch:
     first = LoopbackGrid(sites(tmp_path), monkeypatch)
     data = local.config.data
     config = Config(algorithm=tiny(name), data=data, clients=3, models=local.config.models, rounds=ROUNDS, device="cpu")
+    largest = tmp_path / "largest"
     last = list(config.algorithm.crosses)[-1], "evaluate"  # clients that are asked once have only the latter in round 2
 
     def until_the_last_call(node: int, request: dict[str, Any], answer: Any) -> Any:
         reply = answer()
+        if request.get("method", "evaluate") != "evaluate" and (most := largest.read_text()):
+            assert 2 * nbytes(reply["answer"]) + SPARE <= int(most), "its contract says how large an answer can be"
         if request.get("round") == 2 and request["method"] in last:
             raise KeyboardInterrupt  # the site has done its part of the round, and the server dies
         return reply
 
     first.deliver = until_the_last_call
     with pytest.raises(KeyboardInterrupt):
-        conduct(first, config, tmp_path / "run", Journal(tmp_path / "journal"))
+        conduct(first, config, tmp_path / "run", Journal(tmp_path / "journal"), largest)
     again = LoopbackGrid(sites(tmp_path), monkeypatch)  # and so do the sites: what they know is on disk
     remote = conduct(again, config, tmp_path / "run", Journal(tmp_path / "journal"))
     assert remote.folder is not None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from barter.core.answers import Known, require, shapes_of
+from barter.core.answers import Known, most_bytes, require, shapes_of
 from barter.core.contracts import (
     Classes,
     Counts,
@@ -229,6 +229,24 @@ def test_what_was_asked_for_passes(method: str, tree: Any) -> None:
 def test_what_was_not_asked_for_is_refused(method: str, tree: Any, said: str) -> None:
     with pytest.raises(PayloadError, match=said):
         require(tree, Methods(), method, SENT.get(method, ()), KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("method", "most"),
+    [
+        *(("nothing", 0), ("told", 0), ("word", 200), ("state", 4 * 6 + 8), ("shared", 8 * 4), ("head", 4 * 4 * 5)),
+        *(("rows", 8 * 4 + 4 * 4 * 5), ("sample", 200 + 8 * 10), ("counts", 8 * 4), ("said", 4 * 6 * 3 * 4)),
+        *(
+            (name, None)
+            for name in ("anything", "many", "maybe", "pair", "listed", "lots", "labels", "layer", "scores")
+        ),
+        *((name, None) for name in ("offer", "lot", "hidden", "either")),
+    ],
+)
+def test_how_large_an_answer_can_be(method: str, most: int | None) -> None:
+    assert most_bytes(Methods(), method, SENT.get(method, ()), KNOWN) == most
+    if method in ("state", "shared"):
+        assert most_bytes(Methods(), method, (), Known(SPEC, 10)) is None, "of a network that nobody knows"
 
 
 def test_a_key_is_there_when_the_algorithm_says_so() -> None:

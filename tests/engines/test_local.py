@@ -5,9 +5,11 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
+from barter.core.errors import PayloadError
 from barter.core.nodes import Client, Server
 from barter.ops.fit import fit, sgd
 from tests.conftest import federation, same, small_federation, state, tiny
@@ -100,3 +102,24 @@ def test_a_client_counts_for_ten_times_the_one_in_the_middle_at_most(
     assert engine.counting([2]) == {2: 500}
     asked = Clients(engine, [2]).run(experiment.algorithm.evaluate)
     assert asked.num_examples == {2: 500}
+
+
+def test_classes_that_a_client_claims_count_for_no_more_than_its_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = small_federation(tiny("fedftg"))
+    engine, classes = experiment.engine, experiment.task.spec.classes
+    said, weights = {0: 30, 1: 50, 2: 10**6}, experiment.server.model.state_dict()
+    monkeypatch.setattr(engine, "examples", said.__getitem__)
+
+    def told(client: int, *counts: int) -> list[int]:
+        """What the server hears of so many images of the first classes."""
+        claimed = torch.tensor([*counts] + [0] * (classes - len(counts)))
+        answer = {"weights": weights, "counts": claimed}
+        arrived = engine.arrived(answer, "learn", client, (weights,))
+        assert all(torch.equal(weights[name], tensor) for name, tensor in arrived["weights"].items())
+        assert arrived["counts"].dtype == torch.int64
+        return arrived["counts"].tolist()[: len(counts) + 1]
+
+    assert told(1, 40, 9, 1) == [40, 9, 1, 0]
+    assert told(2, 900_000, 99_999, 1) == [450, 50, 1, 0], "500 images count of it, and a class stays one that it has"
+    with pytest.raises(PayloadError, match="the sum of its numbers is 51, not from 0 to 50"):
+        told(1, 51)

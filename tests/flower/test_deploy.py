@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import stat
@@ -199,9 +200,11 @@ def test_what_stops_the_server_is_told_in_one_line(tmp_path: Path, monkeypatch: 
     context = Context(1, 1, {}, RecordDict(), {"folder": str(folder), "out": str(tmp_path / "run")})
     with pytest.raises(ValueError):
         deploy.main(LoopbackGrid([], monkeypatch), context)
-    why = "ValueError: rows of two kinds: 3 and 4" if room else f"{folder} cannot be written: No space left on device"
-    said = json.loads((folder / "journal.jsonl").read_text().splitlines()[-1])
-    assert said == ["error", f"the server stopped: {why}; finished rounds are kept, start again to continue"]
+    place = rf"ValueError: rows of two kinds: 3 and 4 \({__file__}:\d+\)"
+    why = place if room else f"{folder} cannot be written: No space left on device"
+    kind, said = json.loads((folder / "journal.jsonl").read_text().splitlines()[-1])
+    assert kind == "error"
+    assert re.fullmatch(f"the server stopped: {why}; finished rounds are kept, start again to continue", said)
 
 
 def test_a_server_whose_superlink_is_gone_ends_whatever_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:

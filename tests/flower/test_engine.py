@@ -15,7 +15,7 @@ from flwr.proto.node_pb2 import NodeInfo
 
 from barter.config import Config
 from barter.core.errors import BarterError, ClientError, ConfigError
-from barter.core.payload import isolate, leaves
+from barter.core.payload import isolate, leaves, nbytes
 from barter.experiment import Experiment
 from barter.flower import engine
 from barter.flower.deploy import conduct
@@ -202,6 +202,25 @@ def test_what_all_are_told_is_encoded_once(grid: LoopbackGrid, run: Run, monkeyp
     assert len(made) == 1
     down = [request["args"] for _, request in grid.asked if request["ask"] == "call"]
     assert all(same(dict(leaves(other)), dict(leaves(down[0]))) for other in down)
+
+
+def test_how_large_answers_can_be_is_said_before_they_are_asked_for(grid: LoopbackGrid, tmp_path: Path) -> None:
+    largest, seen = tmp_path / "largest", list[tuple[str, str]]()
+
+    def deliver(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
+        if request["ask"] == "call":
+            seen.append((request["method"], largest.read_text()))
+        return answer()
+
+    grid.deliver = deliver
+    fields: dict[str, Any] = {"algorithm": tiny("fedfree"), "clients": 3, "models": "small-mlp", "device": "cpu"}
+    conduct(grid, Config(rounds=1, **fields), tmp_path / "run", Journal(tmp_path / "journal"), largest)
+    assert set(seen) == {("learn", ""), ("receive", str(10**6))}, "a list of layers has no end, nothing has one"
+    seen.clear()
+    fields["algorithm"] = tiny("fedavg", fraction=0.4)
+    experiment = conduct(grid, Config(rounds=1, **fields), tmp_path / "other", Journal(tmp_path / "journal"), largest)
+    size = nbytes(dict(experiment.server.model.state_dict()))
+    assert set(seen) == {("client_update", str(2 * size + 10**6)), ("evaluate", str(10**6))}
 
 
 def test_too_few_answers_end_the_run_and_lose_nothing(grid: LoopbackGrid, run: Run) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 from barter.core.errors import ConfigError
 from barter.flower import gate
 from barter.flower.address import Address, require_name
-from barter.flower.gate import MEMBERS, STRANGERS, Gate
+from barter.flower.gate import MEMBERS, STRANGERS, Gate, at_most
 from barter.flower.supervise import FLOWER, free_port
 
 CONTROL, SITES = 9091, 8443
@@ -39,7 +40,7 @@ class Door:
 
     def __init__(self, most: int = 10**9) -> None:
         self.bodies: list[bytes] = []
-        self.gate = Gate(self._application, CONTROL, most, lambda scope: dict(scope["headers"]).get(b"key"))
+        self.gate = Gate(self._application, CONTROL, lambda: most, lambda scope: dict(scope["headers"]).get(b"key"))
 
     async def _application(self, scope: Any, receive: Any, send: Any) -> None:
         body, more = b"", scope["type"] == "http"
@@ -99,6 +100,14 @@ def test_an_answer_has_an_end() -> None:
     assert door.ask(PART, b"x" * 40, content_length=40, key="other") == 200
     assert door.ask(HEAD, b"x" * 40, content_length=40, key="k") == 200, "the next answer"
     assert [door.ask(PART, b"x" * 40, content_length=40, key="k") for _ in range(2)] == [200, 413]
+
+
+def test_an_answer_ends_where_its_contract_does(tmp_path: Path) -> None:
+    largest = tmp_path / "largest"
+    assert at_most(100, None) == at_most(100, largest) == 100
+    for text, most in (("40", 40), ("400", 100), ("", 100), ("nonsense", 100)):
+        largest.write_text(text)
+        assert at_most(100, largest) == most
 
 
 def test_who_is_slow_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+import signal
+import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,8 @@ pytest.importorskip("flwr")
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
-from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectUnavailableError
+from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
 
 from barter.core.errors import PayloadError
@@ -26,7 +31,7 @@ from barter.flower.inside import Fleet, strange
 from barter.flower.pulse import Turn, pause
 from barter.flower.sites import Setup
 from tests.flower.test_frames import serving
-from tests.forked import until
+from tests.forked import forked, status, until
 
 
 @pytest.fixture(autouse=True)
@@ -122,14 +127,17 @@ def test_a_message_that_does_not_arrive_whole_is_asked_for_again(link: Link) -> 
     assert link.confirmed == []
 
 
-def test_a_reply_that_nobody_takes_is_not_the_end(link: Link, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [ConnectionError("no such run"), RunNotRunningException("no such run")])
+def test_a_reply_that_nobody_takes_is_not_the_end(
+    link: Link, caplog: pytest.LogCaptureFixture, error: BaseException
+) -> None:
     link.send(to_records(encode("x")))
     fleet = link.fleet()
     message = fleet.pull()
     assert message is not None
 
     def gone(*_: Any) -> Any:
-        raise ConnectionError("no such run")
+        raise error
 
     fleet._send = gone
     fleet.push(Message(to_records(encode("y")), reply_to=message), 0.0)
@@ -156,6 +164,26 @@ def test_a_node_asks_the_worker_and_says_why_there_is_no_answer(link: Link, tmp_
     assert "PayloadError: a message of another program" in said[1].reason
     assert "the site's worker is not there" in said[2].reason
     assert lost == [], "the worker hears of the end of every call"
+
+
+def test_a_node_without_a_heartbeat_ends(tmp_path: Path, link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def connect(*_: object) -> Iterator[Fleet]:
+        def heartbeat() -> None:
+            raise OSError("500 Internal Server Error")
+
+        threading.Thread(target=heartbeat, daemon=True).start()
+        yield link.fleet()
+
+    def ended() -> int:
+        signal.alarm(20)
+        with suppress(SystemExit):
+            node.main()
+        return 7
+
+    monkeypatch.setattr(node, "connect", connect)
+    monkeypatch.setattr(sys, "argv", ["node", "--superlink", "127.0.0.1:1", "--door", str(tmp_path / "door")])
+    assert status(forked(ended, tmp_path / "said")) == 7
 
 
 @pytest.mark.parametrize("size", [0, 100, IN_A_PIECE + 1])
@@ -236,6 +264,27 @@ def test_the_node_says_how_far_its_worker_is(link: Link, tmp_path: Path, monkeyp
     turn.begin()
     assert said() == 0.0
     Turn(tmp_path / "nowhere" / "turn").begin()  # a disk that takes nothing is no reason to stop
+
+
+def test_a_reply_that_is_announced_and_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flwr.superlink.grid import http_grid
+
+    monkeypatch.setattr(http_grid, "pull_objects", http_grid.pull_objects)
+    inside.hurry(2.0)
+    begin, here = time.monotonic(), {"a": b"1"}
+
+    def pull(id: str) -> bytes:
+        if id == "late" and time.monotonic() - begin > 0.3:
+            return b"2"
+        if id not in here:
+            raise ObjectUnavailableError(id)
+        return here[id]
+
+    assert http_grid.pull_objects(object_ids=["a", "late"], pull_object_fn=pull) == {"a": b"1", "late": b"2"}
+    begin = time.monotonic()
+    with pytest.raises(ObjectPullError, match="nothing came for 0.5 s"):
+        http_grid.pull_objects(object_ids=["a", "never"], pull_object_fn=pull)
+    assert 0.5 < time.monotonic() - begin < 1.5
 
 
 def test_who_has_nothing_to_do_looks_less_and_less_often() -> None:

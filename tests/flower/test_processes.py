@@ -239,6 +239,22 @@ def test_bad_answers_are_failures_of_their_site(deploy: Callable[..., Deployment
 
 
 @pytest.mark.slow
+def test_a_site_computes_no_longer_than_it_consents_to(deploy: Callable[..., Deployment]) -> None:
+    d = deploy(2, rounds=3, min_clients=1, timeout=200)
+    with (d.home("s1") / "site.toml").open("a") as setup:
+        setup.write("[consent]\nseconds = 4\n")
+    for name in d.names:
+        d.fault(name, t2="sleep60" if name == "s1" else "sleep6")  # who has not said so may take longer
+    d.start()
+    first, second, third = d.finish()
+    assert first.failures == third.failures == []
+    assert len(second.failures) == 1
+    assert "site s1: site s1 computes for 4 s (consent.seconds) in a call, and they are spent" in second.failures[0]
+    assert (d.home("s1") / "turns").read_text().split() == ["1", "2", "2"], "it was begun once, and not again"
+    assert second.seconds["round"] < 60
+
+
+@pytest.mark.slow
 def test_a_killed_node_comes_back(deploy: Callable[..., Deployment]) -> None:
     d = deploy(3, rounds=40, min_clients=2, timeout=200)
     d.fault("s2", t2="sleep15")

@@ -183,8 +183,11 @@ def test_how_much_a_site_does() -> None:
     Consent(megabytes=4).require_size("a", [torch.zeros(10**6)])
     with pytest.raises(ConfigError, match=r"site a was sent 4.0 MB, and takes 3.9 \(consent.megabytes\) in a call"):
         Consent(megabytes=3.9).require_size("a", [torch.zeros(10**6)])
-    assert (Consent().within(60.0), Consent(seconds=5).within(60.0), Consent(seconds=90).within(60.0)) == (60, 5, 60)
-    assert Consent(seconds=5).within(float("nan")) == 5
+    for seconds, spent, left in ((None, 99.0, 60.0), (5, 0.0, 5), (5, 3.0, 2), (90, 0.0, 60), (90, 60.0, 30)):
+        assert Consent(seconds=seconds).within("a", 60.0, spent) == left
+    assert Consent(seconds=5).within("a", float("nan"), 0.0) == 5
+    with pytest.raises(ConfigError, match=r"site a computes for 5 s \(consent.seconds\) in a call, and they are spent"):
+        Consent(seconds=5).within("a", 60.0, 5.0)
 
 
 def test_consent_stands_in_the_sites_file(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("flwr")
 
 from barter.core.errors import ConfigError
-from barter.flower.pulse import Pulse, overdue
+from barter.flower.pulse import Pulse, overdue, since
 from barter.flower.supervise import Watched, _rooms
 from tests.forked import forked, status, until
 
@@ -113,6 +113,16 @@ def test_a_sign_of_life_that_finds_no_room_ends_nobody(tmp_path: Path, monkeypat
             ran.append("call")
     assert ran == ["call"]
     assert not overdue(tmp_path / "pulse")
+
+
+def test_a_call_is_as_old_as_its_first_beginning(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    assert since(begun, "one") == 0
+    time.sleep(0.1)
+    assert 0.1 <= since(begun, "one") < 5
+    assert since(begun, "two") == 0
+    begun.write_text("two")  # a disk that was full
+    assert since(begun, "two") == 0
 
 
 def full(*_: object) -> None:

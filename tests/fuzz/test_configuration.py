@@ -7,8 +7,13 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
+import tomli_w
+
 from barter.algorithms import ALGORITHMS
 from barter.config import known_keys, plain, read, resolve, to_toml, with_settings
+from barter.core.errors import ConfigError
+from barter.flower.consent import Consent
 from tests.conftest import NEEDED
 from tests.fuzz.limits import EDGES, Cases, damaged, one_line
 
@@ -69,3 +74,20 @@ def test_deep_files_are_refused(tmp_path: Path) -> None:
         (tmp_path / "c.toml").write_text(text)
         with one_line():
             resolve(read(tmp_path / "c.toml"))
+
+
+@pytest.mark.parametrize("part", ["a", '"a"', "'a'", r'"\".\""', "a\t"])
+@pytest.mark.parametrize("line", ["{} = 1", "[{}]", "a = {{ b = 1, {} = 1 }}"])
+def test_endless_keys_are_refused_at_once(part: str, line: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(line.format(".".join([part] * 20_000)))
+    with pytest.raises(ConfigError, match=r"c\.toml is not TOML: a key of more than a hundred parts$"):
+        read(path)
+    with pytest.raises(ValueError, match="a key of more than a hundred parts"):
+        Consent().require_code("a", path.read_text())
+
+
+def test_words_and_numbers_with_dots_are_no_keys(tmp_path: Path) -> None:
+    tree = {"models": ".".join("a" * 90), "start": "../" * 200, "mean": [0.5] * 500}
+    (tmp_path / "c.toml").write_text(tomli_w.dumps(tree))
+    assert read(tmp_path / "c.toml") == tree

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,15 @@ from barter.comparison import Comparison, Request, run_all
 from barter.compute.threads import free
 from barter.config import Config, read, resolve, with_settings
 from barter.core.algorithm import Algorithm
-from barter.core.errors import BarterError, CheckpointError, ConfigError, Interrupted, PrivacyError
+from barter.core.errors import (
+    BarterError,
+    CheckpointError,
+    ConfigError,
+    Interrupted,
+    PrivacyError,
+    in_short,
+    lacks_memory,
+)
 from barter.core.record import Round
 from barter.data.task import SITES, Task, make_task
 from barter.experiment import Experiment
@@ -155,6 +164,15 @@ def _drive(config: Config, out: Path, *, resume: bool, simulate: bool, tensorboa
         raise
     except CheckpointError as error:
         raise CheckpointError(f"{error}; when that is mended, `barter resume {out}` continues") from error
+    except (BarterError, OSError):
+        raise
+    except Exception as error:  # of nobody's answer in particular
+        if lacks_memory(error):
+            raise
+        why = f"the server stopped in round {experiment.round + 1}: {in_short(error)}"
+        stopped = BarterError(f"{why}; finished rounds are kept, `barter resume {out}` continues")
+        stopped.add_note("".join(traceback.format_exception(error)))  # as of a client: whoever writes a method needs it
+        raise stopped from error
     _close(records, experiment.architectures, experiment.task, out, config.algorithm)
 
 

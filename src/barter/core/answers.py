@@ -6,7 +6,7 @@ import math
 import types
 import typing
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import EllipsisType
@@ -20,7 +20,7 @@ from barter.core.errors import PayloadError
 from barter.core.images import Spec
 from barter.core.payload import Payload, leaves, numbers
 
-__all__ = ["Known", "Shapes", "require", "shapes_of"]
+__all__ = ["Known", "Shapes", "most_bytes", "require", "shapes_of"]
 
 WORD = 200  # letters that a name may have
 PLAIN = (torch.float32, torch.int64, torch.uint8, torch.bool)  # kinds of tensors of which nothing is said
@@ -43,14 +43,18 @@ class Known:
     weights: Shapes = field(default_factory=dict)  # those of its network that may leave it
     server: Shapes = field(default_factory=dict)  # those of the server's network
 
+    def network(self, whose: str) -> Shapes:
+        return self.server if whose == "server" else self.weights
+
     def sizes(self) -> dict[str, int]:
         images = {name: getattr(self.spec, name) for name in ("classes", "channels", "height", "width")}
         features = {} if self.features is None else {"features": self.features}
         return {**images, **features, "examples": self.examples, "last_class": self.spec.classes - 1}
 
 
-def require(answer: Payload, algorithm: object, method: str, sent: tuple[Any, ...], known: Known) -> None:
-    """Refuse an answer that is not what the method says it returns, for what was sent."""
+def require(answer: Payload, algorithm: object, method: str, sent: tuple[Any, ...], known: Known) -> set[str]:
+    """Refuse an answer that is not what the method says it returns, for what was sent; where in it a client says how
+    many images it has."""
     hints = _hints(getattr(type(algorithm), method))
     reader, sizes = _Reader(algorithm, method, known), ChainMap({}, known.sizes())
     # What is sent comes behind the method's self and client.
@@ -59,6 +63,16 @@ def require(answer: Payload, algorithm: object, method: str, sent: tuple[Any, ..
     list(leaves(answer, method))  # what is no payload is refused with its place
     reader.match(answer, hints.get("return", Any), method, sizes)
     reader.require_ranges()
+    return {found.path for found in reader.ranges if found.claim}
+
+
+def most_bytes(algorithm: object, method: str, sent: tuple[Any, ...], known: Known) -> int | None:
+    """Bytes that an answer can have at most which is what the method says it returns; none where that is not said."""
+    hints = _hints(getattr(type(algorithm), method))
+    reader, sizes = _Reader(algorithm, method, known), ChainMap({}, known.sizes())
+    for value, hint in zip(sent, [hints.get(name, Any) for name in _parameters(algorithm, method)], strict=False):
+        reader.learn(value, hint, sizes)
+    return reader.room(hints.get("return", Any), sizes)
 
 
 def _parameters(algorithm: object, method: str) -> tuple[str, ...]:
@@ -95,6 +109,7 @@ class Range:
     least: float | str
     most: float | str
     sizes: Sizes
+    claim: bool = False  # that there are so many images
 
 
 class _Reader:
@@ -208,7 +223,7 @@ class _Reader:
         entries = next((mark.shapes for mark in marks if isinstance(mark, Entries)), None)
         whose = next((mark.of for mark in marks if isinstance(mark, Weights)), "client")
         state = (key_kind, kind) == (str, Tensor)
-        network = {} if not state else self.known.server if whose == "server" else self.known.weights
+        network = self.known.network(whose) if state else {}
         names = network if entries is None else entries
         odd = tree.keys() ^ names.keys() if names else ()
         if odd or (state and not tree):
@@ -223,6 +238,48 @@ class _Reader:
                 shape, dtype = network[key]
                 raise PayloadError(f"{at} is {_look(value)}, the {whose}'s is {_kind(dtype)} {tuple(shape)}")
             self.bounded(value, at, None, sizes)
+
+    def room(self, hint: Any, sizes: Sizes) -> int | None:
+        """How many bytes something of this type can have."""
+        wanted, marks = _unwrapped(hint)
+        origin, args = get_origin(wanted), get_args(wanted)
+        if self.said(marks) is False or wanted in (None, type(None)):
+            return 0
+        for mark in marks:
+            if isinstance(mark, Named):
+                sizes = sizes.new_child({mark.name: int(self.bound(mark.size, sizes))})
+        if origin in (Union, types.UnionType):
+            return _all(max, [self.room(kind, sizes) for kind in args])
+        if origin is tuple and ... not in args:
+            return _all(sum, [self.room(kind, sizes) for kind in args])
+        if is_typeddict(wanted):
+            parts = _hints(wanted).values()
+            sizes = sizes.new_child({name: n for part in parts for name, n in self.limits(_unwrapped(part)[1], sizes)})
+            return _all(sum, [self.room(part, sizes) for part in parts])
+        if wanted is Tensor:
+            return next((self.product(mark, sizes) for mark in marks if isinstance(mark, Floats)), None)
+        if (origin, args) == (dict, (str, Tensor)):
+            for mark in marks:
+                if isinstance(mark, Entries):
+                    return _all(sum, [self.product(Floats(*shape), sizes) for shape in mark.shapes.values()])
+            network = self.known.network(next((mark.of for mark in marks if isinstance(mark, Weights)), "client"))
+            return sum(shape.numel() * dtype.itemsize for shape, dtype in network.values()) or None
+        return WORD if wanted in (int, float, bool, str) or origin is typing.Literal else None
+
+    def limits(self, marks: Iterable[object], sizes: Sizes) -> Iterator[tuple[str, int]]:
+        """How large sizes can be that are first met here."""
+        for mark in marks:
+            if isinstance(mark, Within) and mark.name:
+                yield mark.name, int(self.bound(mark.most, sizes))
+            elif isinstance(mark, Counts) and mark.total:
+                yield mark.total, int(self.bound(mark.most, sizes))
+            elif isinstance(mark, Classes) and self.size(str(mark.shape[0]), sizes) is None:
+                yield str(mark.shape[0]), self.known.spec.classes
+
+    def product(self, mark: Floats, sizes: Sizes) -> int | None:
+        """How many bytes a tensor of these sizes has."""
+        lengths = [None if isinstance(size, EllipsisType) else self.size(size, sizes) for size in mark.shape]
+        return _all(lambda known: mark.dtype.itemsize * math.prod(known), lengths)
 
     def leaf(self, value: Payload, path: str, marks: tuple[object, ...], sizes: Sizes) -> None:
         """A value by itself. Of which nothing is said: a tensor holds decimal numbers of up to a million (float32),
@@ -259,7 +316,7 @@ class _Reader:
             return
         if isinstance(mark, Counts):
             total = value.double().sum()
-            self.ranges.append(Range(path, "the sum", total, 0, mark.most, sizes))
+            self.ranges.append(Range(path, "the sum", total, 0, mark.most, sizes, claim=not mark.total))
             self.ranges += [Range(path, "the sum", total, mark.total, mark.total, sizes)] if mark.total else []
         if not value.numel():
             return
@@ -283,6 +340,12 @@ class _Reader:
             if not least <= number <= most:
                 where = f"not from {least:.7g} to {most:.7g}"
                 raise PayloadError(f"{found.path}: {found.which} of its numbers is {number:.7g}, {where}")
+
+
+def _all(make: Callable[[list[int]], int], found: list[int | None]) -> int | None:
+    """What is made of numbers that are all known."""
+    known = [n for n in found if n is not None]
+    return make(known) if len(known) == len(found) else None
 
 
 def _require(holds: bool, tree: Payload, wanted: Any, path: str) -> None:

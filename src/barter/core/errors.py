@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 __all__ = [
     "BarterError",
     "CheckpointError",
@@ -11,6 +13,8 @@ __all__ = [
     "PayloadError",
     "PrivacyError",
     "in_short",
+    "lacks_memory",
+    "with_place",
 ]
 
 
@@ -55,3 +59,14 @@ def in_short(error: BaseException) -> str:
     words = " ".join(str(error).split()[:60])
     speaks_for_itself = words and isinstance(error, OSError | ImportError | AttributeError)
     return words if speaks_for_itself else f"{type(error).__name__}: {words}"
+
+
+def with_place(error: BaseException) -> str:
+    """The same, and where it was raised."""
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    return f"{in_short(error)} ({frame.f_code.co_filename}:{line})"
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether the machine had no room for what was asked; torch says so in words only."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error))

@@ -13,13 +13,12 @@ import inspect
 import math
 import textwrap
 import tokenize
-import traceback
 import types
 from collections.abc import Callable, Iterable, Mapping
 from io import StringIO
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from barter.core.errors import BarterError, ConfigError, in_short
+from barter.core.errors import BarterError, ConfigError, in_short, with_place
 
 __all__ = [
     "BY_PYTHON",
@@ -114,8 +113,7 @@ def made(place: str, make: Callable[[], T]) -> T:
     except BarterError:
         raise
     except (Exception, SystemExit) as error:
-        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-        raise ConfigError(f"{place} failed: {in_short(error)} ({frame.f_code.co_filename}:{line})") from error
+        raise ConfigError(f"{place} failed: {with_place(error)}") from error
 
 
 def _kind(hint: Any) -> str:

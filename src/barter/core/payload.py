@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from barter.core.errors import PayloadError, in_short
 
-__all__ = ["Payload", "State", "isolate", "leaves", "mark", "nbytes", "numbers", "origin", "pack", "unpack"]
+__all__ = ["Payload", "State", "isolate", "leaves", "mapped", "mark", "nbytes", "numbers", "origin", "pack", "unpack"]
 
 State: TypeAlias = dict[str, Tensor]
 Payload: TypeAlias = Any
@@ -66,6 +66,11 @@ def leaves(tree: Payload, path: str = "payload") -> Iterator[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     _walk(tree, lambda at, value: found.append((at, value)), path)
     yield from found
+
+
+def mapped(tree: Payload, change: Callable[[str, Any], Any], path: str = "payload") -> Payload:
+    """The tree with every leaf, known by its path, replaced by what is made of it."""
+    return _walk(tree, change, path)
 
 
 def nbytes(tree: Payload) -> int:

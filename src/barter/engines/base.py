@@ -8,7 +8,7 @@ import statistics
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ from barter.core.algorithm import Algorithm
 from barter.core.answers import Known, require, shapes_of
 from barter.core.clients import Failure, Replies
 from barter.core.nodes import Monitor, Server, Silence
-from barter.core.payload import Payload
+from barter.core.payload import Payload, mapped
 from barter.core.wire import Wire
 from barter.privacy.parts import crossed
 
@@ -84,6 +84,17 @@ class BaseEngine:
             self._capped.add(k)
         return {k: min(said[k], most) for k in clients}
 
+    def believed(self, answer: Payload, method: str, client: int, claims: Set[str]) -> Payload:
+        """An answer in which no more images are spoken of than count of this client; of each kind as large a share."""
+        share = self.counting([client])[client] / self.examples(client) if claims else 1.0
+        if share == 1.0:
+            return answer
+
+        def less(path: str, value: Any) -> Any:
+            return (value.double() * share).ceil().to(value.dtype) if path in claims else value
+
+        return mapped(answer, less, method)
+
     def meet(self, server: Server) -> None:
         """From now on, answers are held against what this server knows of its clients."""
         self.server = server
@@ -107,7 +118,8 @@ class BaseEngine:
         Where there is no server but one client's own engine, the answer goes on to where it is looked at.
         """
         if self.server is not None:
-            require(answer, self.algorithm, method, sent, self.known(self.server, client))
+            claims = require(answer, self.algorithm, method, sent, self.known(self.server, client))
+            answer = self.believed(answer, method, client, claims)
         tree = self.wire.carry(answer, method, client, "up")
         if method != Algorithm.evaluate.__name__:
             seen = self.crossed.setdefault(client, {})

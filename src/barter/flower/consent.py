@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from barter.config import Config, plain
+from barter.config import Config, parsed, plain
 from barter.core.errors import ConfigError
 from barter.core.params import Positive, check
 from barter.core.payload import Payload, nbytes
@@ -30,7 +29,7 @@ class Consent:
 
     def require_code(self, site: str, toml: str) -> None:
         """Refuse a run that names code which is not consented to, before any of it is imported."""
-        section = tomllib.loads(toml).get("algorithm", "")
+        section = parsed(toml).get("algorithm", "")
         name = str(section.get("name", "") if isinstance(section, Mapping) else section)
         if ":" in name and self.algorithms and name not in self.algorithms:
             raise self._refusal(site, name)
@@ -65,6 +64,13 @@ class Consent:
                 f"site {site} was sent {size:.1f} MB, and takes {self.megabytes:g} (consent.megabytes) in a call"
             )
 
-    def within(self, seconds: float) -> float:
-        """How long a call may take of those seconds that the server waits."""
-        return seconds if self.seconds is None or seconds <= self.seconds else self.seconds
+    def within(self, site: str, seconds: float, spent: float) -> float:
+        """How long a call may go on of those seconds that the server waits, where some are spent on it already."""
+        if self.seconds is None:
+            return seconds
+        left = self.seconds - spent
+        if left <= 0:
+            raise ConfigError(
+                f"site {site} computes for {self.seconds:g} s (consent.seconds) in a call, and they are spent"
+            )
+        return seconds if seconds <= left else left

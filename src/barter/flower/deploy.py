@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +29,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from barter.assembly import Federation
 from barter.config import Config, plain, read, resolve, to_toml
-from barter.core.errors import BarterError, CheckpointError, ConfigError, in_short
+from barter.core.errors import BarterError, CheckpointError, ConfigError, with_place
 from barter.core.files import refused, replace_text, understood, whole
 from barter.core.images import Spec
 from barter.core.payload import Payload
@@ -46,6 +47,8 @@ from barter.runs.journal import Journal
 __all__ = ["Coordinator", "app", "conduct", "init", "init_simulation", "site_folder"]
 
 ROSTER = "sites.json"
+LARGEST = "largest"  # the file that says how many bytes answers can have now
+SPARE = 10**6
 PRIVATE = 0o700  # keys, and what sites send
 HOUR = 3600.0  # seconds that a site has for a call, unless the run says otherwise
 ORPHAN = 5.0  # seconds that a server whose SuperLink is gone has to end in order
@@ -65,12 +68,12 @@ def main(grid: Grid, context: Context) -> None:
     try:
         config = resolve(read(folder / "run.toml"))
         hurry(config.timeout or HOUR)
-        conduct(grid, config, Path(str(context.run_config["out"])), journal)
+        conduct(grid, config, Path(str(context.run_config["out"])), journal, folder / LARGEST)
     except Exception as error:
         if isinstance(error, BarterError):
             why = "\n".join([str(error), *getattr(error, "__notes__", [])]).strip()
         else:  # of nobody's in particular; Flower's database is also what a full disk refuses
-            reason = refused(folder) or in_short(error)
+            reason = refused(folder) or with_place(error)
             why = f"the server stopped: {reason}; finished rounds are kept, start again to continue"
         with suppress(CheckpointError):  # where nothing can be written, whoever follows finds out himself
             journal.note("error", why)
@@ -92,8 +95,9 @@ def _end_with(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def conduct(grid: Grid, config: Config, out: Path, journal: Journal) -> Experiment:
-    """Run a federation of the sites on a grid, from the start or from where it stopped."""
+def conduct(grid: Grid, config: Config, out: Path, journal: Journal, largest: Path | None = None) -> Experiment:
+    """Run a federation of the sites on a grid, from the start or from where it stopped; how large the next answers can
+    be is said in a file, if one is named."""
     toml, timeout = to_toml(config), config.timeout or HOUR
     hellos = Hellos(grid, toml, max(timeout, PATIENCE))
     roster = Roster.read(out)
@@ -125,6 +129,8 @@ def conduct(grid: Grid, config: Config, out: Path, journal: Journal) -> Experime
         timeout=timeout,
     )
     engine.telling = hellos.telling
+    if largest is not None:
+        engine.expect = partial(_expect, largest)
     engine.rejoin = lambda strangers: _names(hellos, strangers)
     networks = described(roster.spec, ids[0].classes, {k: said.architecture for k, said in ids.items()})
     config = with_threads(config, out, resume=True)
@@ -136,6 +142,13 @@ def conduct(grid: Grid, config: Config, out: Path, journal: Journal) -> Experime
         log.info("round %d of %d: %.0f s", record.round, config.rounds, record.seconds["round"])
     journal.note("done", experiment.round)
     return experiment
+
+
+def _expect(file: Path, most: int | None) -> None:
+    """Tell the gate how many bytes answers can have from now on, with what Flower and an evaluation add to them."""
+    text = "" if most is None else str(2 * most + SPARE)
+    if not file.exists() or file.read_text() != text:
+        replace_text(file, text)
 
 
 def _gathered(hellos: Hellos, config: Config, journal: Journal, *, again: bool) -> dict[int, Hello]:
@@ -297,7 +310,8 @@ class Coordinator:
         (self.folder / "logs").mkdir(exist_ok=True)
         most = int(1e6 * resolve(read(self.folder / "run.toml")).answer_mb)
         command = [sys.executable, "-m", "barter.flower.gate", "--sites", str(Address(host, self.port))]
-        command += ["--port", str(self.control), "--most", str(most), "--disable-runtime-dependency-installation"]
+        command += ["--port", str(self.control), "--most", str(most), "--largest", str(self.folder / LARGEST)]
+        command += ["--disable-runtime-dependency-installation"]
         if simulation is not None:
             command.append("--simulation")
         else:

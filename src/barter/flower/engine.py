@@ -14,6 +14,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from barter.core.algorithm import Algorithm
+from barter.core.answers import most_bytes
 from barter.core.clients import Failure, Replies
 from barter.core.errors import BarterError
 from barter.core.nodes import Monitor
@@ -139,6 +140,7 @@ class FlowerEngine(BaseEngine):
         self.grid, self.session, self.timeout = grid, session, timeout
         self.members = {member.id: member for member in members}
         self.rejoin: Callable[[set[int]], dict[int, str]] = lambda nodes: {}  # the names of nodes not seen before
+        self.expect: Callable[[int | None], None] = lambda most: None  # told how many bytes an answer can have
         self.telling: Set[int] = set()  # nodes that say how far a call is
         self._shown: dict[int, float] = {}  # client -> how much of its call whoever watches has seen
         self._evaluations: dict[int, Payload] = {}
@@ -166,6 +168,7 @@ class FlowerEngine(BaseEngine):
         here = {k: {"answer": told} for k, told in came.items() if method == EVALUATE}
         with self.phase(method, len(args)):
             requests = self._requests(method, {k: args[k] for k in sorted(args.keys() - here.keys())}, failures)
+            self.expect(self._largest(method, {k: args[k] for k in requests}))
             enough = len(args) if self.min_clients is None else min(self.min_clients, len(args))
             told: Iterator[Reply] = ((k, partial(dict, reply)) for k, reply in here.items())
             for k, answer in chain(told, self._gather(requests, lambda: len(answers) >= enough)):
@@ -212,6 +215,15 @@ class FlowerEngine(BaseEngine):
             told[id(arguments)] = tree, first, (bulk := in_bulk(first.blobs))
             requests[k] = to_records(first, bulk)
         return requests
+
+    def _largest(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> int | None:
+        """How many bytes an answer of these clients can have, by its contract; none where that does not say."""
+        if self.server is None:
+            return None
+        if method == EVALUATE:  # some numbers by name
+            return 0
+        found = [most_bytes(self.algorithm, method, sent, self.known(self.server, k)) for k, sent in args.items()]
+        return None if None in found else max(filter(None, found), default=0)
 
     def _checked(self, method: str, k: int, reply: Payload, args: tuple[Any, ...]) -> Any:
         if "error" in reply:

@@ -13,12 +13,14 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from barter.flower.address import Address
 from barter.flower.inside import registered, run_superlink
 
-__all__ = ["Gate", "main"]
+__all__ = ["Gate", "at_most", "main"]
 
 FOR_SITES = "/v1/fleet/"
 HEAD, PART = FOR_SITES + "push-messages", FOR_SITES + "push-object"  # the two that an answer consists of
@@ -42,10 +44,10 @@ class Refused(Exception):
 class Gate:
     """At the control's port everything is let in; elsewhere, requests of sites, as long as they are small and quick.
 
-    `most` is how many bytes an answer of a site may have in all.
+    `most` says how many bytes an answer of a site may have in all.
     """
 
-    def __init__(self, app: App, control: int, most: int, known: Callable[[Scope], bytes | None]) -> None:
+    def __init__(self, app: App, control: int, most: Callable[[], int], known: Callable[[Scope], bytes | None]) -> None:
         self.app, self.control, self.most, self.known = app, control, most, known
         self.sent: Counter[bytes] = Counter()  # bytes of the answer that a site is sending
 
@@ -89,7 +91,7 @@ class Gate:
             if scope["path"] == HEAD:
                 self.sent[sender] = 0
             self.sent[sender] += len(body)
-            if self.sent[sender] > self.most:
+            if self.sent[sender] > self.most():
                 raise Refused(413)
         return body
 
@@ -113,11 +115,21 @@ def main() -> None:
     parser.add_argument("--sites", required=True, help="HOST:PORT, where sites come to")
     parser.add_argument("--port", type=int, required=True, help="where this machine controls the SuperLink")
     parser.add_argument("--most", type=int, default=2 * 10**9, help="bytes that an answer may have")
+    parser.add_argument("--largest", type=Path, help="a file that says how many those that are asked for can have")
     args, of_flower = parser.parse_known_args()
     sites = Address.read(args.sites)
     sys.argv = ["flower-superlink", "--host", "127.0.0.1", "--port", str(args.port), *of_flower]
     listening = [_listen("127.0.0.1", args.port), _listen(sites.host, sites.port)]
-    run_superlink(lambda app: Gate(app, args.port, args.most, lambda scope: registered(app, scope)), listening, IDLE)
+    most = partial(at_most, args.most, args.largest)
+    run_superlink(lambda app: Gate(app, args.port, most, lambda scope: registered(app, scope)), listening, IDLE)
+
+
+def at_most(most: int, largest: Path | None) -> int:
+    """How many bytes an answer may have: as many as the file says, if it says so, and never more than `most`."""
+    try:
+        return min(most, int(largest.read_text())) if largest is not None else most
+    except (OSError, ValueError):
+        return most
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import socket
+import time
 from base64 import b64decode
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
@@ -32,7 +33,14 @@ try:
         iterate_object_tree,
         no_object_id_recompute,
     )
-    from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, pull_objects, push_objects
+    from flwr.supercore.inflatable.inflatable_utils import (
+        ObjectPullError,
+        ObjectUnavailableError,
+        inflate_object_from_contents,
+        pull_objects,
+        push_objects,
+    )
+    from flwr.supercore.run import RunNotRunningException
     from flwr.supernode.fleet_http_connection import http_request_response
 
     MISSING = ""
@@ -43,6 +51,7 @@ __all__ = ["Fleet", "connect", "hurry", "names", "registered", "run_superlink", 
 
 TRIED = ("1.41.", "1.42.")
 SOON = {"initial_backoff": 0.05, "backoff_cap": 1.0}  # seconds until one looks again for what is still on its way
+STALL = 60.0  # seconds in which a part of a reply must come
 REPLY_LOST = 4  # Flower's code: the server asks again
 log = logging.getLogger("barter")
 
@@ -67,15 +76,38 @@ def strange() -> str:
 
 
 def hurry(seconds: float) -> None:
-    """Whoever reads a reply that is still being sent looks again at once, not a second later; and not for ever."""
+    """Whoever reads a reply that is still being sent looks again at once, not a second later; and not for ever.
+
+    Flower reads one reply after the other: a site that announces one and sends no more of it would keep the server from
+    those of all others, until none of them is in time.
+    """
     grid = import_module("flwr.superlink.grid.http_grid")
     if not strange() and hasattr(grid, "pull_objects"):
-        vars(grid)["pull_objects"] = partial(
-            pull_objects,
-            **SOON,  # type: ignore[arg-type]
-            max_tries_per_object=None,
-            max_time=seconds,
-        )
+        vars(grid)["pull_objects"] = partial(_pulled, seconds)
+
+
+def _pulled(seconds: float, object_ids: list[str], pull_object_fn: Callable[[str], bytes]) -> dict[str, bytes]:
+    """The parts of a reply, which may take half of the time that there is for an answer, and stand still for less."""
+    last, stall = time.monotonic(), min(STALL, seconds / 4)
+
+    def pull(id: str) -> bytes:
+        nonlocal last
+        try:
+            part = pull_object_fn(id)
+        except ObjectUnavailableError:
+            if time.monotonic() - last > stall:
+                raise ObjectPullError(id, f"nothing came for {stall:g} s") from None
+            raise
+        last = time.monotonic()
+        return part
+
+    return pull_objects(
+        object_ids,
+        pull,
+        **SOON,  # type: ignore[arg-type]
+        max_tries_per_object=None,
+        max_time=seconds / 2,
+    )
 
 
 def names(grid: Grid) -> dict[int, str]:
@@ -160,7 +192,7 @@ class Fleet:
             message = inflate_object_from_contents(id, contents)
             if not isinstance(message, Message):
                 raise TypeError(f"a {type(message).__name__} is no message")
-        except Exception as error:
+        except (Exception, RunNotRunningException) as error:
             log.warning("message %s did not arrive whole: %s", id, error)
             self.push(Message(Error(REPLY_LOST, str(error)), reply_to=head), 0.0)
             return None
@@ -176,8 +208,9 @@ class Fleet:
                 parts = get_all_nested_objects(reply)
                 wanted, session = self._send(reply, get_object_tree(reply), seconds)
                 push_objects(parts, partial(self._push, run, session), object_ids_to_push=wanted)
-        except Exception as error:
-            log.warning("the reply to message %s was not taken: %s", reply.metadata.reply_to_message_id, error)
+        except (Exception, RunNotRunningException) as error:
+            why = str(error) or type(error).__name__
+            log.warning("the reply to message %s was not taken: %s", reply.metadata.reply_to_message_id, why)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import signal
 import sys
 import threading
@@ -65,6 +66,18 @@ def serve(fleet: Fleet, door: Path) -> None:
         time.sleep(pause(time.monotonic() - last, max(SHORTEST, WORTH * look)))
 
 
+def end_whole() -> None:
+    """A node of which a thread dies ends, and is started again: Flower's heartbeat dies of one answer that it does not
+    know, such as that of a SuperLink whose disk is full, and a node without it is taken for one that is gone."""
+    before = threading.excepthook
+
+    def died(what: threading.ExceptHookArgs) -> None:
+        before(what)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.excepthook = died
+
+
 def main() -> None:
     """Be the node of a site until this process is told to end."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -75,6 +88,7 @@ def main() -> None:
     args = parser.parse_args()
     logging.getLogger("barter").addHandler(logging.StreamHandler())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the SuperLink is told
+    end_whole()
     with connect(args.superlink, args.certificate, args.key) as fleet:
         serve(fleet, args.door)
     sys.exit(1)  # Flower has logged why

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
-__all__ = ["LONGEST", "SHORTEST", "TURN", "Pulse", "Turn", "allow", "overdue", "pause"]
+__all__ = ["BEGUN", "LONGEST", "SHORTEST", "TURN", "Pulse", "Turn", "allow", "overdue", "pause", "since"]
 
 TURN = "turn"  # the file beside a worker's door that says how far it is
+BEGUN = "begun"  # the one that says which call was begun and not ended, and when
 SHORTEST, LONGEST = 0.05, 1.0  # seconds between two looks
 SILENCE = 60.0  # seconds that somebody who has nothing to do may be silent: he speaks much more often
 
@@ -90,3 +91,15 @@ def allow(path: Path, seconds: float) -> None:
 def overdue(path: Path) -> bool:
     """Whether there should have been a sign of life by now."""
     return time.monotonic() > float(path.read_text())
+
+
+def since(path: Path, call: str) -> float:
+    """Seconds since this call was first begun: who was ended over it may be asked again."""
+    now = time.monotonic()
+    with suppress(OSError, ValueError):
+        before, begin = path.read_text().split()
+        if before == call:
+            return now - float(begin)
+    with suppress(OSError):  # a full disk: the call has all its time again
+        path.write_text(f"{call} {now!r}")
+    return 0.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -16,7 +15,7 @@ import torch
 
 from barter.compute.fused import fuse
 from barter.compute.precision import Precision
-from barter.config import Config, resolve
+from barter.config import Config, parsed, resolve
 from barter.core.errors import ConfigError
 from barter.core.images import Images, Spec
 from barter.core.nodes import Client, Server
@@ -100,7 +99,7 @@ class Hello:
 
 @cache
 def _config(toml: str) -> Config:
-    return resolve(tomllib.loads(toml))
+    return resolve(parsed(toml))
 
 
 def _consented(setup: Setup, toml: str) -> Config:

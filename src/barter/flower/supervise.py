@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -29,7 +30,7 @@ from barter.flower.codec import decode, encode
 from barter.flower.consent import Consent
 from barter.flower.frames import Frame, serve
 from barter.flower.inside import strange
-from barter.flower.pulse import TURN, Pulse, Turn, allow, overdue
+from barter.flower.pulse import BEGUN, TURN, Pulse, Turn, allow, overdue, since
 from barter.flower.sites import Setup, make_site
 
 __all__ = ["FLOWER", "Child", "free_port", "load_setup", "site", "work"]
@@ -248,6 +249,7 @@ def work(path: Path, door: Path) -> None:
     os.chdir(home)  # paths in site.toml start at the file
     member, pulse = make_site(setup, home / "memory"), Pulse(door.with_name(PULSE))
     member.monitor = turn = Turn(door.with_name(TURN))
+    begun = door.with_name(BEGUN)
     tells = {"tells": not by_flower(setup)}  # whether the node says how far a call is
 
     def answer(frame: Frame) -> Frame:
@@ -257,10 +259,16 @@ def work(path: Path, door: Path) -> None:
         except (BarterError, AttributeError, TypeError, ValueError) as error:
             return encode({"error": f"not understood: {error}", "traceback": ""})
         if request.get("ask") == "call":
-            seconds = setup.consent.within(seconds)
+            try:
+                spent = since(begun, hashlib.sha256(frame.header.encode(errors="replace")).hexdigest())
+                seconds = setup.consent.within(setup.name, seconds, spent)
+            except ConfigError as error:
+                return encode({"error": str(error), "traceback": ""})
         turn.begin()
         with pulse.call(seconds):  # after that, the server has given up, or the site does not want to go on
             reply = member.answer(request)
-            return encode({**reply, **tells} if "hello" in reply else reply)
+            answered = encode({**reply, **tells} if "hello" in reply else reply)
+        begun.unlink(missing_ok=True)
+        return answered
 
     serve(door, answer, (door.parent / "lost").touch)
