@@ -133,14 +133,17 @@ def test_an_error_is_no_answer_and_who_is_away_for_a_moment_is_waited_for(
     assert "site site-0: " in failure
 
 
-def test_a_site_that_hangs_costs_its_time_once_in_a_round(grid: LoopbackGrid, run: Run) -> None:
+@pytest.mark.parametrize(("silence", "said"), [(Silent(), ", which is 2 s"), (Code(3), "")])
+def test_a_site_that_hangs_costs_its_time_once_in_a_round(
+    grid: LoopbackGrid, run: Run, silence: Exception, said: str
+) -> None:
     asked: list[tuple[int, str]] = []
 
     def hangs(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
         if node == 101 and request["ask"] == "call":
             asked.append((request["round"], request["method"]))
             if request["round"] == 1:
-                raise Silent
+                raise silence
         return answer()
 
     grid.deliver = hangs
@@ -150,7 +153,7 @@ def test_a_site_that_hangs_costs_its_time_once_in_a_round(grid: LoopbackGrid, ru
     methods = list(experiment.config.algorithm.crosses)
     assert asked == [(1, methods[0]), *((2, method) for method in methods)]
     first, *others = one.failures
-    assert first.endswith("site site-1: no answer in time, which is 2 s")
+    assert first.endswith(f"site site-1: no answer in time{said}")
     assert [line.split("'")[1] for line in others] == ["receive", "evaluate"]
     assert all(line.endswith("site site-1: it did not answer in time before in this round") for line in others)
     assert two.failures == []
@@ -309,7 +312,7 @@ def test_a_site_is_who_its_key_says(grid: LoopbackGrid, run: Run, monkeypatch: p
     del grid.sites[300]
     keys[101] = "site-7"
     with pytest.raises(BarterError, match="the site whose key is that of site-7 says that it is 'site-1'"):
-        run(4, min_clients=2)
+        run(4, min_clients=3)
 
 
 def test_a_run_goes_on_without_a_site_that_stays_away(grid: LoopbackGrid, run: Run, monkeypatch: Any) -> None:
@@ -328,6 +331,38 @@ def test_a_site_that_is_not_what_it_was(grid: LoopbackGrid, run: Run, tmp_path: 
     grid.sites[102] = site(tmp_path / "other", name="somebody", share=2, device="cpu")
     with pytest.raises(ConfigError, match="site somebody is not what it was when the run began, or was not there"):
         run(2)
+
+
+def nonsense(answer: Callable[[], Any]) -> Any:
+    return {"hello": {"name": "site-2", "share": "all"}}
+
+
+def refusal(answer: Callable[[], Any]) -> Any:
+    return {"error": "site site-2 cannot take part: it does not want to any more"}
+
+
+def larger(answer: Callable[[], Any]) -> Any:
+    return {"hello": {**answer()["hello"], "examples": 10**6}}
+
+
+@pytest.mark.parametrize("hello", [nonsense, refusal, larger])
+def test_a_run_goes_on_without_a_site_that_is_not_what_it_was(
+    grid: LoopbackGrid, run: Run, hello: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("barter.flower.deploy.PATIENCE", 0.1)
+    run(1, min_clients=2)
+
+    def deliver(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
+        return hello(answer) if node == 102 and request["ask"] == "hello" else answer()
+
+    grid.deliver = deliver
+    experiment = run(2, min_clients=2)
+    assert experiment.folder is not None
+    _, two = experiment.folder.records()
+    assert "site-2: the site is offline" in two.failures[0]
+    assert all(two.clients[k]["bytes_up"] > 0 for k in (0, 1))
+    with pytest.raises(ConfigError, match="site site-2 |a site said hello"):
+        run(3, min_clients=3)
 
 
 def interrupted(grid: LoopbackGrid, run: Run, round: int, absent: int | None = None) -> None:
