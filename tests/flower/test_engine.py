@@ -309,7 +309,7 @@ def test_a_site_is_who_its_key_says(grid: LoopbackGrid, run: Run, monkeypatch: p
     del grid.sites[300]
     keys[101] = "site-7"
     with pytest.raises(BarterError, match="the site whose key is that of site-7 says that it is 'site-1'"):
-        run(4, min_clients=2)
+        run(4, min_clients=3)
 
 
 def test_a_run_goes_on_without_a_site_that_stays_away(grid: LoopbackGrid, run: Run, monkeypatch: Any) -> None:
@@ -328,6 +328,38 @@ def test_a_site_that_is_not_what_it_was(grid: LoopbackGrid, run: Run, tmp_path: 
     grid.sites[102] = site(tmp_path / "other", name="somebody", share=2, device="cpu")
     with pytest.raises(ConfigError, match="site somebody is not what it was when the run began, or was not there"):
         run(2)
+
+
+def nonsense(answer: Callable[[], Any]) -> Any:
+    return {"hello": {"name": "site-2", "share": "all"}}
+
+
+def refusal(answer: Callable[[], Any]) -> Any:
+    return {"error": "site site-2 cannot take part: it does not want to any more"}
+
+
+def larger(answer: Callable[[], Any]) -> Any:
+    return {"hello": {**answer()["hello"], "examples": 10**6}}
+
+
+@pytest.mark.parametrize("hello", [nonsense, refusal, larger])
+def test_a_run_goes_on_without_a_site_that_is_not_what_it_was(
+    grid: LoopbackGrid, run: Run, hello: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("barter.flower.deploy.PATIENCE", 0.1)
+    run(1, min_clients=2)
+
+    def deliver(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
+        return hello(answer) if node == 102 and request["ask"] == "hello" else answer()
+
+    grid.deliver = deliver
+    experiment = run(2, min_clients=2)
+    assert experiment.folder is not None
+    _, two = experiment.folder.records()
+    assert "site-2: the site is offline" in two.failures[0]
+    assert all(two.clients[k]["bytes_up"] > 0 for k in (0, 1))
+    with pytest.raises(ConfigError, match="site site-2 |a site said hello"):
+        run(3, min_clients=3)
 
 
 def interrupted(grid: LoopbackGrid, run: Run, round: int, absent: int | None = None) -> None:

@@ -18,9 +18,10 @@ default changes is ours, each change a field. Eq. 11 rewards nothing but classes
 each: codes are whitened. A network averages away where things are, so the decoder could not know either: embeddings of
 parts tell (`parts`). Batches hold images of all clients (`mixed`), for one's after the other's undo each other.
 Networks see transfer images moved (`augmented`), or they are adversarial patterns. Networks do not learn what is
-frequent at home (`balanced`): clients add it where they judge or teach images of their own kind, so that what they hear
-of others costs nothing there. The decoder goes on from the last round's, and learning rates fall. Local training ends
-with the first exchange: a network that learned from others shows more of an image in its embedding.
+frequent at home (`balanced`): clients add it where they judge images of their own kind, so that what they hear of
+others costs nothing there, but not where they teach: others would learn which classes go with whose images. The decoder
+goes on from the last round's, and learning rates fall. Local training ends with the first exchange: a network that
+learned from others shows more of an image in its embedding.
 benchmarks/README.md has what each brings.
 """
 
@@ -41,7 +42,7 @@ from barter.core.answers import Known
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Floats, Labels, When, Within
 from barter.core.errors import ConfigError
-from barter.core.evaluation import adjusted, evaluate, predict
+from barter.core.evaluation import evaluate, predict
 from barter.core.images import Augment, Images, Spec, augmented
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
@@ -280,8 +281,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         model, everything = client.model.eval(), torch.arange(len(images), device=client.device)
         features = predict(model.features, lambda part: resized(images[part], client.data.spec), everything)
         translated = {"embeddings": F.linear(features, **client.docking)} if self.embedding_loss else {}
-        home = None if self.transfer == "public" else self.at_home(client)  # public images are not of its own kind
-        return {"logits": adjusted(model.logits(features).detach(), home), **translated}
+        return {"logits": model.logits(features).detach(), **translated}
 
     def exchange(self, client: Trader, lessons: dict[int, Lesson]) -> None:
         """Learn from other clients, on their data of this round and on what they taught before (Eqs. 13 and 14)."""

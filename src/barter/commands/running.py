@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +29,8 @@ from barter.core.errors import (
     ConfigError,
     Interrupted,
     PrivacyError,
+    in_short,
     lacks_memory,
-    with_place,
 )
 from barter.core.record import Round
 from barter.data.task import SITES, Task, make_task
@@ -168,8 +169,10 @@ def _drive(config: Config, out: Path, *, resume: bool, simulate: bool, tensorboa
     except Exception as error:  # of nobody's answer in particular
         if lacks_memory(error):
             raise
-        why = f"the server stopped in round {experiment.round + 1}: {with_place(error)}"
-        raise BarterError(f"{why}; finished rounds are kept, `barter resume {out}` continues") from error
+        why = f"the server stopped in round {experiment.round + 1}: {in_short(error)}"
+        stopped = BarterError(f"{why}; finished rounds are kept, `barter resume {out}` continues")
+        stopped.add_note("".join(traceback.format_exception(error)))  # as of a client: whoever writes a method needs it
+        raise stopped from error
     _close(records, experiment.architectures, experiment.task, out, config.algorithm)
 
 

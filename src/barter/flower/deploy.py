@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -101,11 +101,10 @@ def conduct(grid: Grid, config: Config, out: Path, journal: Journal, largest: Pa
     toml, timeout = to_toml(config), config.timeout or HOUR
     hellos = Hellos(grid, toml, max(timeout, PATIENCE))
     roster = Roster.read(out)
-    here = _gathered(hellos, config, journal, again=roster is not None)
+    here = _gathered(hellos, config, journal, roster)
     if roster is None:
         spec, ids = agree(config, list(here.values()))
         roster = Roster(secrets.token_hex(8), [], spec, list(ids.values()))
-    roster.require_same(here.values())
     ids = dict(enumerate(roster.members))
     server, test = federation(config, roster.spec, ids)
     if not (out / "config.toml").is_file():
@@ -151,15 +150,24 @@ def _expect(file: Path, most: int | None) -> None:
         replace_text(file, text)
 
 
-def _gathered(hellos: Hellos, config: Config, journal: Journal, *, again: bool) -> dict[int, Hello]:
-    """The hellos of as many sites as the run is for, by node; a run that goes on can do with as many as must answer."""
+def _gathered(hellos: Hellos, config: Config, journal: Journal, roster: Roster | None) -> dict[int, Hello]:
+    """The hellos of as many sites as the run is for, by node; a run that goes on can do with as many as must answer, if
+    others stay away or are not what they were."""
     here: dict[int, Hello] = {}
-    least = config.min_clients or config.clients if again else config.clients
+    least = config.clients if roster is None else config.min_clients or config.clients
     deadline = time.monotonic() + hellos.timeout
-    while len(here) < config.clients:
-        new = {node: Hello.read(tree) for node, tree in hellos.poll(hellos.grid.get_node_ids()).items()}
-        if hellos.refused:
-            raise BarterError("; ".join(hellos.refused.values()))
+    while len(here) + len(hellos.refused) < config.clients:
+        new: dict[int, Hello] = {}
+        for node, tree in hellos.poll(hellos.grid.get_node_ids()).items():
+            try:
+                new[node] = Hello.read(tree)
+                if roster is not None:
+                    roster.require_same(new[node])
+            except ConfigError as error:
+                new.pop(node, None)
+                hellos.refuse(node, error)
+        if config.clients - len(hellos.refused) < least:
+            raise ConfigError("; ".join(hellos.refused.values()))
         here |= new
         names = ", ".join(sorted(site.name for site in here.values())) or "none"
         if new:
@@ -216,14 +224,12 @@ class Roster:
         replace_text(out / ROSTER, json.dumps({**tree, "all": everybody.payload()}))
         return {"run": self.run, "attempt": self.attempts[-1][0], "history": history}
 
-    def require_same(self, hellos: Iterable[Hello]) -> None:
-        """Refuse sites that are not what they were when the run began."""
-        known = {member.name: member for member in self.members}
-        for hello in hellos:
-            if known.get(hello.name) != hello:
-                raise ConfigError(
-                    f"site {hello.name} is not what it was when the run began, or was not there: start a new run"
-                )
+    def require_same(self, hello: Hello) -> None:
+        """Refuse a site that is not what it was when the run began."""
+        if hello not in self.members:
+            raise ConfigError(
+                f"site {hello.name} is not what it was when the run began, or was not there: start a new run"
+            )
 
 
 def init(folder: Path, config: Config, sites: Sequence[Mapping[str, Any]], address: str) -> None:

@@ -116,10 +116,15 @@ class Hellos:
             except Lost as lost:
                 log.warning("node %s did not say hello: %s", node, lost)  # it is asked again
             except Exception as error:  # a stranger's words
-                self.refused[node] = str(error)
-                log.warning("node %s is not let in: %s", node, error)
+                self.refuse(node, error)
         self.said |= new
         return new
+
+    def refuse(self, node: int, error: Exception) -> None:
+        """Do without a node, whatever it has said."""
+        self.said.pop(node, None)
+        self.refused[node] = str(error)
+        log.warning("node %s is not let in: %s", node, error)
 
 
 class FlowerEngine(BaseEngine):

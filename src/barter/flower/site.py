@@ -106,7 +106,7 @@ class Site:
         return reply
 
     def _why(self, failure: Failure) -> Payload:
-        """What went wrong; a site that is quiet says of which kind it is, and its budget: messages may quote a label."""
+        """What went wrong; a site that is quiet says its kind, and its budget: messages may quote a label."""
         kind = failure.error.partition(":")[0]
         if not self.quiet or kind == PrivacyError.__name__:
             return {"error": failure.error, "traceback": failure.traceback}
