@@ -26,6 +26,7 @@ from barter.flower.front import from_records, in_bulk, to_records
 from barter.flower.inside import names
 from barter.flower.pulse import pause
 from barter.flower.site import EVALUATE
+from barter.privacy.guard import EPSILON
 
 __all__ = ["POLL_SECONDS", "FlowerEngine", "Hellos", "Member"]
 
@@ -236,6 +237,7 @@ class FlowerEngine(BaseEngine):
             error = BarterError(str(reply["error"]))
             error.add_note(str(reply.get("traceback", "")))
             raise error
+        self.hear(k, reply.get(EPSILON))
         arrived = self.arrived(reply["answer"], method, k, args)
         if reply.get("evaluation") is not None:
             self._evaluations[k] = reply["evaluation"]
