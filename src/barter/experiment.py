@@ -31,6 +31,7 @@ from barter.machine import precision_named, with_threads
 from barter.models import zoo
 from barter.models.zoo import Own
 from barter.privacy import Privacy
+from barter.privacy.guard import EPSILON
 from barter.privacy.settings import Plan
 from barter.privacy.statement import Statement, statement
 from barter.runs.folder import RunFolder, finished, has_checkpoint, last_checkpoint
@@ -147,7 +148,6 @@ class Experiment:
         self.server.monitor = self.engine
         self.engine.meet(self.server)
         self.round, self._unfinished = 0, False
-        self._told: dict[int, float] = {}  # ε that clients have told of themselves
         if self.config.start and not (resume and out is not None and has_checkpoint(out)):
             start_from(Path(self.config.start), federation)
         self._data = "" if out is None else federation.fingerprint()
@@ -194,7 +194,7 @@ class Experiment:
     def privacy(self) -> Statement:
         """What has left the clients so far, and what that promises to whoever is in an image."""
         secret = not isinstance(self.engine, LocalEngine)
-        return statement(self.config.privacy, self.algorithm, self.engine.crossed, self._told, secret=secret)
+        return statement(self.config.privacy, self.algorithm, self.engine.crossed, self.engine.told, secret=secret)
 
     def _require_budget(self) -> None:
         """An error, before anything is done, if too few clients could answer in another round like the last ones."""
@@ -221,7 +221,6 @@ class Experiment:
             self.algorithm.round(self.server, everybody, t)
         record = self._record(t, everybody, start)
         self.round = t
-        self._told |= {k: told["epsilon"] for k, told in record.clients.items() if "epsilon" in told}
         if self.folder is not None:
             self.folder.append(record)
             self.folder.save(t, self._state(), self._origin())
@@ -255,7 +254,7 @@ class Experiment:
 
     def _state(self) -> dict[str, Any]:
         memory = {"server": self.server.memory(), "clients": self.engine.memory()}
-        return {**memory, "networks": self.networks, "crossed": self.engine.crossed}
+        return {**memory, "networks": self.networks, "crossed": self.engine.crossed, "told": self.engine.told}
 
     def _require_same(self, path: Path, origin: Mapping[str, str]) -> None:
         """Refuse to go on with a configuration or data that the checkpoint is not made of."""
@@ -293,8 +292,10 @@ class Experiment:
                 self.server.recall(state["server"])
                 self.engine.recall(state["clients"])
                 self.engine.crossed = state.get("crossed", {})
-                for record in folder.records():
-                    self._told |= {k: told["epsilon"] for k, told in record.clients.items() if "epsilon" in told}
+                self.engine.told = state.get("told", {})
+                for record in folder.records():  # of which some may have been told after the checkpoint
+                    for k, said in record.clients.items():
+                        self.engine.hear(k, said.get(EPSILON))
             except (KeyError, RuntimeError) as error:
                 raise CheckpointError(f"{path} holds the checkpoint of another experiment: {error}") from error
         folder.go_on_after(self.round)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
@@ -15,7 +16,7 @@ from barter.core.payload import isolate, nbytes
 from barter.core.record import Round
 from barter.engines.local import LocalEngine
 from barter.models.generators import Merge, MergeGenerator
-from barter.ops.fit import fit, sgd
+from barter.ops.fit import Trainer, adam, fit, sgd
 from barter.ops.synthesis import assembled, diversity, fidelity, shown
 from tests.conftest import federation, same, tiny
 
@@ -127,6 +128,13 @@ def test_the_generator_has_the_parameters_of_the_authors() -> None:
         assert images.abs().max() <= 1
 
 
+@pytest.mark.parametrize("side", [8, 16, 32])
+def test_images_drawn_by_matrix_products_are_those_of_the_layers(side: int) -> None:
+    generator = MergeGenerator(spec(side), 8)
+    h = generator.merged(torch.randn(3, 8), torch.tensor([1, 2, 3]))
+    assert torch.allclose(generator.drawn(h), generator.body(h[:, :, None, None]), atol=1e-5)
+
+
 @pytest.mark.parametrize("merge", get_args(Merge))
 def test_the_merge_operators_by_hand(merge: Merge) -> None:
     generator = MergeGenerator(spec(8, classes=3), 2, merge)
@@ -155,13 +163,50 @@ class Fixed(nn.Module):
         return self.logits + 0 * x.sum()
 
 
+class Halves(nn.Module):
+    """A network that sees how bright the two halves of an image are, and is used to some brightness of each."""
+
+    def __init__(self, axis: int, mean: Any, var: float, rows: Any) -> None:
+        super().__init__()
+        self.axis, self.rows, self.norm = axis, rows, nn.BatchNorm1d(2, affine=False).eval()
+        self.norm.running_mean, self.norm.running_var = torch.tensor(mean), torch.full((2,), var)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (half.mean((1, 2, 3)) for half in x.chunk(2, self.axis))
+        self.norm(torch.stack([first, second], 1))
+        return torch.tensor(self.rows[0]) + (first - second)[:, None] * torch.tensor(self.rows[1])
+
+
+@pytest.mark.parametrize(("weight", "bright"), [(DFRD().beta_bn, True), (0.0, False)])
+def test_images_are_what_a_client_was_trained_on_though_it_sees_its_class_in_everything(
+    weight: float, bright: bool
+) -> None:
+    """One client has only class 0, bright above and dark below, and says 0 of any image. The other has the rest."""
+    torch.manual_seed(0)
+    task = spec(8, classes=3, channels=1)
+    narrow = Halves(2, [0.6, -0.6], 0.01, [[5.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    other = Halves(3, [0.0, 0.0], 0.36, [[-5.0, 0.0, 0.0], [0.0, 2.0, -2.0]])
+    ensemble, tau = Ensemble([narrow, other]), torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]])  # type: ignore[list-item]
+    algorithm, generator = DFRD(beta_bn=weight, noise=8), MergeGenerator(task, 8)
+    trainer, y = Trainer.of(generator, adam(algorithm.generator_lr, beta1=0.5)), torch.arange(3).repeat(10)
+    loss = partial(algorithm.generator_loss, generator, ensemble, other, task)  # type: ignore[arg-type]
+    for _ in range(60):
+        trainer.step(loss, torch.randn(30, 8), y, tau[:, y])
+    x = shown(generator(torch.randn(30, 8), y), task, "matched")
+    assert (ensemble(x, tau[:, y]).argmax(1) == y).float().mean() > 0.9, "the clients see the labels either way"
+    above, below = (half.mean((1, 2, 3)) for half in x[y == 0].chunk(2, 2))
+    assert ((above - below).mean() > 0.4) == bright
+
+
 def test_the_generators_loss_is_the_sum_of_its_terms() -> None:
     torch.manual_seed(0)
     task = spec(8, classes=3)
-    algorithm = DFRD(beta_tran=0.5, beta_div=2.0, beta_ey=3.0, gamma=0.1, noise=4)
+    algorithm = DFRD(beta_tran=0.5, beta_div=2.0, beta_bn=0.2, beta_ey=3.0, gamma=0.1, noise=4)
     generator = MergeGenerator(task, 4).eval()
     z, y = torch.randn(2, 4), torch.tensor([0, 2])
-    value = algorithm.generator_loss(generator, Ensemble([Fixed(E)]), Fixed(F), task, z, y, torch.ones(1, 2))  # type: ignore[arg-type, list-item]
+    told = Halves(2, [0.5, -0.5], 0.1, [[0.0] * 3, [0.0] * 3])  # has no opinion, but statistics
+    ensemble = Ensemble([Fixed(E), told])  # type: ignore[list-item]
+    value = algorithm.generator_loss(generator, ensemble, Fixed(F), task, z, y, torch.ones(2, 2))  # type: ignore[arg-type]
     h = generator.merged(z, y)
     s = shown(generator.drawn(h), task, "matched")
     names = generator.names(y) if generator.names is not None else torch.zeros(2, 4)
@@ -171,6 +216,7 @@ def test_the_generators_loss_is_the_sum_of_its_terms() -> None:
         fidelity(torch.tensor(E).float(), y),
         0.5 * transferability(torch.tensor(E).float(), torch.tensor(F).float(), chosen, 10.0, "batch"),
         2.0 * diversity(s, h),
+        0.2 * ensemble.inspected(s, torch.ones(2, 2))[1],
         3.0 * excess(names, 0.1),
     ]
     assert value.item() == pytest.approx(sum(part.item() for part in parts), rel=1e-5)
@@ -336,7 +382,7 @@ def test_the_record_has_the_average_beside_what_was_made_of_it() -> None:
     assert same(before, dict(server.model.state_dict()))
     (alone,) = federation(tiny("dfrd", base="none")).rounds(1)
     assert "averaged" not in alone.server
-    assert {"recognised", "agreement", "variety", "contrast"} <= alone.server.keys()
+    assert {"recognised", "agreement", "variety", "contrast", "strangeness"} <= alone.server.keys()
 
 
 def test_remarks_on_images_that_are_alike_and_on_a_rate_too_high() -> None:

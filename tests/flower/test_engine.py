@@ -133,14 +133,17 @@ def test_an_error_is_no_answer_and_who_is_away_for_a_moment_is_waited_for(
     assert "site site-0: " in failure
 
 
-def test_a_site_that_hangs_costs_its_time_once_in_a_round(grid: LoopbackGrid, run: Run) -> None:
+@pytest.mark.parametrize(("silence", "said"), [(Silent(), ", which is 2 s"), (Code(3), "")])
+def test_a_site_that_hangs_costs_its_time_once_in_a_round(
+    grid: LoopbackGrid, run: Run, silence: Exception, said: str
+) -> None:
     asked: list[tuple[int, str]] = []
 
     def hangs(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
         if node == 101 and request["ask"] == "call":
             asked.append((request["round"], request["method"]))
             if request["round"] == 1:
-                raise Silent
+                raise silence
         return answer()
 
     grid.deliver = hangs
@@ -150,7 +153,7 @@ def test_a_site_that_hangs_costs_its_time_once_in_a_round(grid: LoopbackGrid, ru
     methods = list(experiment.config.algorithm.crosses)
     assert asked == [(1, methods[0]), *((2, method) for method in methods)]
     first, *others = one.failures
-    assert first.endswith("site site-1: no answer in time, which is 2 s")
+    assert first.endswith(f"site site-1: no answer in time{said}")
     assert [line.split("'")[1] for line in others] == ["receive", "evaluate"]
     assert all(line.endswith("site site-1: it did not answer in time before in this round") for line in others)
     assert two.failures == []

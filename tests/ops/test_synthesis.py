@@ -151,6 +151,27 @@ def test_networks_are_compared_with_their_statistics() -> None:
     assert len(again) == 6, "nobody looks any more"
 
 
+def test_images_count_by_their_weights_where_these_are_given() -> None:
+    layer = nn.BatchNorm1d(1).eval()  # used to mean 0 and variance 1
+    x = torch.tensor([[1.0], [5.0], [100.0]])
+    with compared(layer, torch.tensor([3.0, 1.0, 0.0])) as found:
+        layer(x)
+    assert found[0].item() == pytest.approx(2 + 2), "1, 1, 1 and 5 have the mean 2 and the variance 3"
+
+
+def test_to_each_client_images_are_strange_that_it_should_know() -> None:
+    first, second = nn.BatchNorm1d(1).eval(), nn.BatchNorm1d(1).eval()
+    second.running_mean, second.running_var = torch.tensor([9.0]), torch.tensor([0.0])
+    ensemble = Ensemble([first, second])  # type: ignore[list-item]
+    x, known = torch.tensor([[3.0], [9.0], [9.0], [9.0]]), torch.tensor([[1.0, 0, 0, 0], [0, 1.0, 1.0, 1.0]])
+    opinion, strangeness = ensemble.inspected(x, known)
+    assert torch.allclose(opinion, ensemble(x, known))
+    # To the first, which knows a quarter, an image is 3 off and does not vary; to the second all are as they should be.
+    assert strangeness.item() == pytest.approx((3 + 1) / 4)
+    nobody = ensemble.inspected(x, torch.zeros(2, 4))
+    assert [value.abs().sum().item() for value in nobody] == [0, 0]
+
+
 def test_networks_that_keep_no_statistics_are_not_compared() -> None:
     with compared(nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 2))) as found:
         pass

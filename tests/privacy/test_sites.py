@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -43,6 +44,33 @@ def test_a_run_across_sites_is_accounted_for(tmp_path: Path, monkeypatch: pytest
     assert told[0] < told[1] == statement.clients[1]
 
 
+def test_a_site_that_wants_a_promise_says_nothing_else(tmp_path: Path) -> None:
+    """Neither its accuracies nor the mean of its pixels are in any account."""
+    pixels = np.random.default_rng(0).integers(256, size=(40, 8, 8, 1), dtype=np.uint8)
+    labels = np.arange(40) % 4
+    np.savez(tmp_path / "own.npz", x_train=pixels, y_train=labels, x_test=pixels, y_test=labels)
+    run, said = config(1, 1), {}
+    for epsilon in (None, 30.0):
+        own = f"npz:{tmp_path / 'own.npz'}"
+        one = site(tmp_path / f"memory-{epsilon}", name="a", data=own, device="cpu", epsilon=epsilon)
+        hello = one.introduce(to_toml(run))
+        about = {"run": "0" * 16, "config": to_toml(run), "spec": hello["spec"], "client": 0, "history": {}}
+        session = {**about, "architecture": "small-mlp", "attempt": "a"}
+        weights = initial("small-mlp", Spec.of(hello["spec"]), run.seed).state_dict()
+        call = {"ask": "call", "session": session, "alone": False, "round": 1, "before": 0, "evaluate": True}
+        first = one.answer({**call, "method": "client_update", "args": (weights,)})
+        asked = one.answer({**call, "method": "evaluate", "args": ()})
+        narrow = {**session, "attempt": "b", "spec": {**hello["spec"], "classes": 2}}
+        weights = initial("small-mlp", Spec.of(narrow["spec"]), run.seed).state_dict()
+        failed = one.answer({**call, "session": narrow, "method": "client_update", "args": (weights,)})
+        said[epsilon] = hello["spec"]["mean"], set(first["evaluation"]), {*asked["answer"], *asked["evaluation"]}
+        assert ("out of bounds" in failed["error"] + failed["traceback"]) == (epsilon is None), "a label is quoted"
+        assert first["epsilon"] == first["evaluation"]["epsilon"] > 0
+    assert said[30.0] == ([0.5], {"epsilon"}, {"epsilon"})
+    assert said[None][0] != [0.5]
+    assert "local" in said[None][1] & said[None][2]
+
+
 def test_what_a_site_told_counts_also_where_the_server_takes_it_back(tmp_path: Path) -> None:
     one = site(tmp_path / "memory", name="a", share=0, device="cpu")
     run = config(3, 1)
@@ -74,6 +102,7 @@ def test_what_a_site_told_counts_also_where_the_server_takes_it_back(tmp_path: P
         ("fedavg", Privacy(epsilon=9, parts=PARTS), "its privacy.epsilon is 9.0"),
         ("fedavg", Privacy(training="clip=1 noise=1"), "its privacy.epsilon is None"),
         ("dffke", Privacy(epsilon=4, parts={"learn.embeddings": "gaussian clip=1"}), "learn.weights, learn.embeddings"),
+        ("fedavg", Privacy(epsilon=8, delta=1e-3, parts=PARTS), "its privacy.delta is 0.001, and may be 1e-05"),
         ("fedavg", Privacy(epsilon=8, parts=PARTS), None),
         ("fedavg", Privacy(epsilon=3, training="clip=1 noise=1"), None),
         ("local", Privacy(epsilon=3), None),

@@ -21,6 +21,10 @@ and at temperature 10 its global model hardly moves. The default is preset "soun
 generator, distillation times the temperature squared, images in the data's range, optimizers that last for a round, a
 slow generator that begins as a copy, statistics of the clients' own data. With the temperature squared the paper's rate
 undoes a good average, so fine-tuning has a quarter of it (benchmarks/README.md).
+
+And images should look to the clients' networks like their own, by the statistics of batch normalisation, as DENSE has
+it. The paper takes a client's word for its classes on any image; one that has only bags and dresses sees a bag in every
+shoe, so the generator may draw shoes for bags, and the global model learns that.
 """
 
 from __future__ import annotations
@@ -132,6 +136,7 @@ class DFRD(PartialTraining[Distiller]):
             "output": "tanh",
             "tran_mean": "chosen",
             "slow_start": "scaled",
+            "beta_bn": 0.0,
             "square_temperature": False,
         },
         "sound": {},
@@ -155,6 +160,7 @@ class DFRD(PartialTraining[Distiller]):
     tran_mean: Literal["batch", "chosen"] = "batch"  # the mean over all images (Eq. 3), or over those wanted (code)
     beta_tran: NonNegative = 1.0  # β_tran: weight of transferability
     beta_div: NonNegative = 1.0  # β_div: weight of diversity
+    beta_bn: NonNegative = 1.0  # weight of strangeness: images should look to clients like their own; 0 in the paper
     beta_ey: NonNegative = 0.25  # weight of the embeddings' excess length; only in the authors' code
     gamma: Positive = 1.0  # γ: embeddings longer than γ √d are in excess
     alpha: NonNegative = 0.5  # α: weight of the slow generator's images
@@ -249,15 +255,15 @@ class DFRD(PartialTraining[Distiller]):
         y: Tensor,
         weights: Tensor,
     ) -> Tensor:
-        """L_gen (Eq. 5), and the embeddings' excess."""
+        """L_gen (Eq. 5), the embeddings' excess, and (ours) how strange images look to the clients."""
         h = generator.merged(z, y)
         s = shown(generator.drawn(h), spec, self.output)
-        e = ensemble(s, weights).float()
+        e, strangeness = ensemble.inspected(s, weights)
         with torch.no_grad():
             f = model(s).float()
         chosen = useful(e.detach(), f, y, self.rule)
         loss = fidelity(e, y) + self.beta_tran * transferability(e, f, chosen, self.temperature, self.tran_mean)
-        loss = loss + self.beta_div * diversity(s, h)
+        loss = loss + self.beta_div * diversity(s, h) + self.beta_bn * strangeness
         return loss if generator.names is None else loss + self.beta_ey * excess(generator.names(y), self.gamma)
 
     def global_loss(
@@ -293,11 +299,13 @@ class DFRD(PartialTraining[Distiller]):
 
     @torch.no_grad()
     def judge(self, server: Distiller, generator: MergeGenerator, ensemble: Ensemble, tau: Tensor, p: Tensor) -> None:
-        """Report how images vary, in how many the clients see the label, and how often the model says as they do."""
+        """Report how images vary and how they look to the clients, and how often the model says as they do."""
         x, y = self.made(server, generator, p)
-        seen = ensemble(x, tau[:, y]).argmax(1)
+        opinion, strangeness = ensemble.inspected(x, tau[:, y])
+        seen = opinion.argmax(1)
         server.report |= variety(x, y)
-        server.report["recognised"] = (seen == y).float().mean()
+        server.report["strangeness"] = float(strangeness)
+        server.report["recognised"] = float((seen == y).float().mean())
         server.report["agreement"] = (server.model.eval()(x).argmax(1) == seen).float().mean()
         if server.averaged:
             with as_averaged(server):
@@ -330,6 +338,7 @@ class DFRD(PartialTraining[Distiller]):
         worse = sum(r.server.get("global", 1.0) < r.server.get("averaged", 0.0) for r in rounds)
         if 2 * worse > len(rounds):
             told.append(
-                f"fine-tuning lowered the server's accuracy in {worse} of {len(rounds)} rounds: lower global_lr"
+                f"fine-tuning lowered the server's accuracy in {worse} of {len(rounds)} rounds: "
+                "lower global_lr, or raise beta_bn"
             )
         return told

@@ -21,7 +21,7 @@ from barter.core.algorithm import Algorithm
 from barter.core.answers import Known, require, shapes_of
 from barter.core.clients import Failure, Replies
 from barter.core.nodes import Monitor, Server, Silence
-from barter.core.payload import Payload, mapped
+from barter.core.payload import Payload, leaves, mapped
 from barter.core.wire import Wire
 from barter.privacy.parts import crossed
 
@@ -45,6 +45,7 @@ class BaseEngine:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._calls: Counter[tuple[int, str, int]] = Counter()
         self.crossed: dict[int, dict[str, int]] = {}  # client -> part of its answers -> how often it came up
+        self.told: dict[int, float] = {}  # client -> ε of all that has left it, as it says with its answers
         self.server: Server | None = None  # whose clients these are
         self._capped: set[int] = set()  # who says of more images than count
         self._known: dict[int, Known] = {}
@@ -117,14 +118,19 @@ class BaseEngine:
 
         Where there is no server but one client's own engine, the answer goes on to where it is looked at.
         """
+        if method != Algorithm.evaluate.__name__:  # what is refused has left its client all the same
+            list(leaves(answer, method))  # but what is no payload cannot travel
+            seen = self.crossed.setdefault(client, {})
+            seen |= {part: seen.get(part, 0) + 1 for part in crossed(self.algorithm, method, answer)}
         if self.server is not None:
             claims = require(answer, self.algorithm, method, sent, self.known(self.server, client))
             answer = self.believed(answer, method, client, claims)
-        tree = self.wire.carry(answer, method, client, "up")
-        if method != Algorithm.evaluate.__name__:
-            seen = self.crossed.setdefault(client, {})
-            seen |= {part: seen.get(part, 0) + 1 for part in crossed(self.algorithm, method, tree)}
-        return tree
+        return self.wire.carry(answer, method, client, "up")
+
+    def hear(self, client: int, epsilon: object) -> None:
+        """What a client says that all it has told costs; nonsense counts as if it had said nothing."""
+        if isinstance(epsilon, int | float) and epsilon >= 0:
+            self.told[client] = max(self.told.get(client, 0.0), float(epsilon))
 
     def failed(self, client: int, method: str, error: Exception) -> Failure:
         """A client's failure, as the round's record has it."""

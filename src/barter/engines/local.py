@@ -27,7 +27,7 @@ from barter.core.payload import Payload, leaves
 from barter.engines import forks
 from barter.engines.base import BaseEngine
 from barter.engines.forks import Job
-from barter.privacy.guard import Guard
+from barter.privacy.guard import EPSILON, Guard
 
 __all__ = ["LocalEngine"]
 
@@ -144,7 +144,9 @@ class LocalEngine(BaseEngine):
     def _turn(self, method: str, k: int, args: tuple[Any, ...]) -> Any:
         """A client's turn, here and now."""
         arrived = self.wire.carry(args, method, k, "down", self.clients[k].device)
-        return self.arrived(self._work(method, k, self._path(method, k), arrived), method, k, args)
+        answer = self._work(method, k, self._path(method, k), arrived)
+        self.hear(k, self.clients[k].report.get(EPSILON))
+        return self.arrived(answer, method, k, args)
 
     def _path(self, method: str, client: int) -> tuple[object, ...]:
         """The name of a call's random stream."""
@@ -155,7 +157,8 @@ class LocalEngine(BaseEngine):
         client, lane = self.clients[k], id(lanes.current())
         self._credit[lane] = 1.0
         try:
-            stream = seeds.scope(self.seed, *path, device=client.device)
+            seed = self.seed if self.guard is None else self.guard.seed(self.seed)
+            stream = seeds.scope(seed, *path, device=client.device)
             with self.parking.fetched(client), client.seated(), stream:
                 with knowing_alone(client) if self._alone else nullcontext():
                     answer = self._answered(method, client, path, arrived)
@@ -252,4 +255,5 @@ class LocalEngine(BaseEngine):
             part.training = training
         if "error" in home:
             raise Elsewhere(home["error"], home["traceback"])
+        self.hear(k, client.report.get(EPSILON))
         return self.arrived(home["answer"], method, k, args)

@@ -26,14 +26,16 @@ from barter.flower.front import from_records, in_bulk, to_records
 from barter.flower.inside import names
 from barter.flower.pulse import pause
 from barter.flower.site import EVALUATE
+from barter.privacy.guard import EPSILON
 
 __all__ = ["POLL_SECONDS", "FlowerEngine", "Hellos", "Member"]
 
 PROGRESS, PROGRESS_SECONDS = "query.progress", 5.0  # asked no more often than that
 POLL_SECONDS = 0.05  # between two looks at least
 TRIES = 3  # how often a call is sent to a site that Flower lost on the way
+LATE = "no answer in time"
 LOST = {  # Flower's own error codes: the site did not say anything
-    3: "no answer in time",
+    3: LATE,
     4: "the reply was lost",
     5: "the site went offline",
     8: "the site's client process died",
@@ -235,6 +237,7 @@ class FlowerEngine(BaseEngine):
             error = BarterError(str(reply["error"]))
             error.add_note(str(reply.get("traceback", "")))
             raise error
+        self.hear(k, reply.get(EPSILON))
         arrived = self.arrived(reply["answer"], method, k, args)
         if reply.get("evaluation") is not None:
             self._evaluations[k] = reply["evaluation"]
@@ -289,13 +292,13 @@ class FlowerEngine(BaseEngine):
                 break
             if waiting or pending:
                 time.sleep(min(pause(time.monotonic() - last, POLL_SECONDS), max(left, 0)))
-        if left <= 0:
-            self._hung |= dict.fromkeys([*waiting, *pending.values()], self.round)
+        late = [*waiting, *pending.values()] if left <= 0 else [k for k, why in waiting.items() if why == LATE]
+        self._hung |= dict.fromkeys(late, self.round)
         for k, why in waiting.items():
             yield k, lambda why=why: _again(Lost(why))  # type: ignore[misc]
         for k in pending.values():
-            late = Lost(f"no answer in time, which is {self.timeout:g} s")
-            yield k, lambda late=late: _again(late)  # type: ignore[misc]
+            silent = Lost(f"{LATE}, which is {self.timeout:g} s")
+            yield k, lambda silent=silent: _again(silent)  # type: ignore[misc]
 
     def _present(self, wanted: Sequence[int]) -> dict[int, int]:
         """The nodes of those of these clients that are online; who came back under a new number is found by name."""

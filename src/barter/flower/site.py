@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import traceback
@@ -13,24 +14,28 @@ from typing import Any
 import torch
 
 from barter.compute.precision import Precision, using
-from barter.core.errors import BarterError, CheckpointError
+from barter.core.clients import Failure
+from barter.core.errors import BarterError, CheckpointError, PrivacyError
 from barter.core.files import replace_text, replacing, understood
 from barter.core.nodes import Client, Monitor, Silence
 from barter.core.payload import Payload
 from barter.engines.local import LocalEngine
 from barter.flower.consent import Consent
+from barter.privacy.guard import EPSILON
 from barter.runs import checkpoint
 
 __all__ = ["Site"]
 
 EVALUATE = "evaluate"
 RUN = re.compile(r"[0-9a-f]{16}")
+log = logging.getLogger("barter")
 
 
 class Site:
     """Answers what a server asks. A call is done once: asked again, it is answered again.
 
-    `introduce` says who is here for a run's configuration; `settle` makes the client of a session.
+    `introduce` says who is here for a run's configuration; `settle` makes the client of a session. A site that is
+    `quiet` says nothing in evaluations but what it has spent: accuracies tell of images, and are in no account.
     """
 
     def __init__(
@@ -40,8 +45,10 @@ class Site:
         introduce: Callable[[str], Payload],
         settle: Callable[[Payload], tuple[LocalEngine, Precision]],
         consent: Consent | None = None,
+        *,
+        quiet: bool = False,
     ) -> None:
-        self.consent = consent or Consent()
+        self.consent, self.quiet = consent or Consent(), quiet
         self.name, self.memory, self.introduce, self.settle = name, memory, introduce, settle
         self.monitor: Monitor = Silence()  # who is told how far a call is
         self.session: Payload = None
@@ -85,17 +92,29 @@ class Site:
         with using(self.precision):
             replies = self.engine.call(method, {k: request["args"]}, alone=request["alone"])
             if k in replies:
-                reply: Payload = {"answer": replies[k]}
+                answer = self._said(replies[k]) if method == EVALUATE else replies[k]
+                reply: Payload = {"answer": answer, EPSILON: client.report.get(EPSILON)}
                 if request["evaluate"]:
                     self.unseen = dict(client.report), [part.training for part in client.model.modules()]
                     found = self.engine.call(EVALUATE, {k: ()})
-                    reply["evaluation"] = found.get(k)
+                    reply["evaluation"] = self._said(found[k]) if k in found else None
             else:
-                reply = {"error": replies.failures[k].error, "traceback": replies.failures[k].traceback}
+                reply = self._why(replies.failures[k])
         self.round, self.key, self.reply = round, key, reply
         self._note_left(client.released)
         self._save()
         return reply
+
+    def _why(self, failure: Failure) -> Payload:
+        """What went wrong; a site that is quiet says its kind, and its budget: messages may quote a label."""
+        kind = failure.error.partition(":")[0]
+        if not self.quiet or kind == PrivacyError.__name__:
+            return {"error": failure.error, "traceback": failure.traceback}
+        log.warning("%s\n%s", failure.error, failure.traceback)
+        return {"error": f"{kind}, of which the site says no more: its log does", "traceback": ""}
+
+    def _said(self, evaluation: dict[str, float]) -> dict[str, float]:
+        return {name: value for name, value in evaluation.items() if not self.quiet or name == EPSILON}
 
     @property
     def client(self) -> Client:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
@@ -19,7 +19,7 @@ from barter.config import Config, parsed, resolve
 from barter.core.errors import ConfigError
 from barter.core.images import Images, Spec
 from barter.core.nodes import Client, Server
-from barter.core.params import Count, Positive, Whole, check
+from barter.core.params import Count, Positive, Range, Whole, check
 from barter.core.payload import Payload
 from barter.data.task import SITES, Data, make_task, own_data, public_data
 from barter.engines.local import LocalEngine
@@ -32,6 +32,8 @@ from barter.privacy.guard import Guard
 from barter.privacy.settings import Plan
 
 __all__ = ["Hello", "Setup", "agree", "federation", "introduce", "make_site", "new_attempt", "settle"]
+
+USUAL = 0.5, 0.25  # mean and deviation of pixels, as a site says that wants a promise: its own tell of its images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,7 @@ class Setup:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where this site computes
     threads: Count | None = None  # on how many cores; none means all
     epsilon: Positive | None = None  # take part only in runs that promise at most this; none: in all
+    delta: Annotated[float, Range(gt=0, le=0.01)] = 1e-5  # with at most this chance that it does not hold
     consent: Consent = field(default_factory=Consent)  # in what it takes part, and how much it does for it
     supernode: bool = False  # be Flower's own SuperNode, which starts a process for every call, and not barter's node
     insecure: bool = False  # without encryption and without a key: for tests on one machine only
@@ -119,6 +122,8 @@ def introduce(setup: Setup, toml: str) -> Payload:
     architecture = setup.model or names_of(config.algorithm, config.models, config.clients)[setup.share or 0]
     if setup.share is None:
         dataset, spec, _ = own_data(_data(setup, config), setup.data)
+        if setup.epsilon is not None:
+            spec = dataclasses.replace(spec, mean=(USUAL[0],) * spec.channels, std=(USUAL[1],) * spec.channels)
         return Hello(setup.name, None, spec, tuple(dataset.classes), len(dataset.y_train), architecture).payload()
     task = make_task(_data(setup, config), config.partition, config.clients, config.seed, torch.device("cpu"))
     examples = len(task.train[setup.share])
@@ -140,9 +145,13 @@ def _require_share(setup: Setup, config: Config) -> None:
 def _require_promise(setup: Setup, config: Config) -> None:
     if setup.epsilon is None:
         return
-    budget, bare = config.privacy.epsilon, Plan(config.privacy, config.algorithm).open()
-    if bare or budget is None or budget > setup.epsilon:
-        why = f"{', '.join(bare)} would leave without one" if bare else f"its privacy.epsilon is {budget}"
+    privacy, bare = config.privacy, Plan(config.privacy, config.algorithm).open()
+    why = f"{', '.join(bare)} would leave without one" if bare else ""
+    if privacy.epsilon is None or privacy.epsilon > setup.epsilon:
+        why = why or f"its privacy.epsilon is {privacy.epsilon}"
+    if privacy.delta > setup.delta:
+        why = why or f"its privacy.delta is {privacy.delta:g}, and may be {setup.delta:g}"
+    if why:
         raise ConfigError(
             f"site {setup.name} wants a promise of epsilon = {setup.epsilon:g}, and the run makes none: {why}"
         )
@@ -175,7 +184,8 @@ def settle(setup: Setup, session: Payload) -> tuple[LocalEngine, Precision]:
 
 def make_site(setup: Setup, memory: Path) -> Site:
     """The site of a setup, which remembers here."""
-    return Site(setup.name, memory, partial(introduce, setup), partial(settle, setup), setup.consent)
+    quiet = setup.epsilon is not None
+    return Site(setup.name, memory, partial(introduce, setup), partial(settle, setup), setup.consent, quiet=quiet)
 
 
 def agree(config: Config, hellos: Sequence[Hello]) -> tuple[Spec, dict[int, Hello]]:

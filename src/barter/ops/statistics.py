@@ -55,15 +55,18 @@ def renew(model: Classifier, data: Images, batch_size: int) -> None:
 
 
 @contextmanager
-def compared(model: nn.Module) -> Iterator[list[Tensor]]:
+def compared(model: nn.Module, weights: Tensor | None = None) -> Iterator[list[Tensor]]:
     """What a network sees inside, compared with the statistics that its normalisation keeps: for every such layer the
-    distances between means and between variances (DeepInversion)."""
+    distances between means and between variances (DeepInversion). Images count alike, or by their weights."""
     found: list[Tensor] = []
 
     def compare(layer: Any, inputs: tuple[Tensor, ...]) -> None:
         x = inputs[0].float()
-        axes = [axis for axis in range(x.dim()) if axis != 1]
-        var, mean = torch.var_mean(x, axes, correction=0)
+        x = x.reshape(*x.shape[:2], -1)
+        counts = (torch.ones_like(x[:, 0, 0]) if weights is None else weights)[:, None, None].expand_as(x)
+        total = counts.sum((0, 2)).clamp_min(1e-8)
+        mean = (counts * x).sum((0, 2)) / total
+        var = (counts * (x - mean[:, None]).square()).sum((0, 2)) / total
         found.append((layer.running_var - var).norm() + (layer.running_mean - mean).norm())
 
     hooks = [layer.register_forward_pre_hook(compare) for layer in _norms(model)]

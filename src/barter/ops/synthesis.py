@@ -21,6 +21,7 @@ from barter.models.generators import Decoder, resized
 from barter.ops.ensemble import class_shares
 from barter.ops.fit import Recipe, Trainer
 from barter.ops.prototypes import class_means
+from barter.ops.statistics import compared
 from barter.ops.zeroth import waves
 
 __all__ = [
@@ -73,6 +74,19 @@ class Ensemble(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
         return (weights[:, :, None] * self.said(x)).sum(0)
+
+    def inspected(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Their opinion, and how strange images look to them beside their own, by the statistics their networks keep.
+
+        To each of them an image counts as its label does: of labels drawn as often as they came up, everybody then
+        judges as many as it has.
+        """
+        opinion = strangeness = torch.zeros((), device=x.device)
+        for model, known in zip(self.models, weights, strict=True):
+            with compared(model, known) as distances:
+                opinion = opinion + known[:, None] * model(x).float()
+            strangeness = strangeness + known.mean() * sum(distances)
+        return opinion, strangeness
 
 
 class Teacher(TypedDict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,9 @@ from barter.privacy.noise import Seeded, Source, System
 from barter.privacy.parts import put, take
 from barter.privacy.settings import TRAINING, Plan, Privacy
 
-__all__ = ["Guard"]
+__all__ = ["EPSILON", "Guard"]
+
+EPSILON = "epsilon"  # of a client's report: what all that has left it costs
 
 
 class Guard:
@@ -24,11 +27,15 @@ class Guard:
 
     def __init__(self, privacy: Privacy, algorithm: Algorithm[Any, Any], *, secret: bool = False) -> None:
         self.plan, self.secret = Plan(privacy, algorithm), secret
+        self.promised = self.plan.training is not None or bool(self.plan.mechanisms)
+
+    def seed(self, known: int) -> int:
+        """Of all other chance in a method: where noise is secret, so is which images it chose, and in which order."""
+        return secrets.randbits(62) if self.secret and self.promised else known
 
     def kept(self, method: str, came: Payload) -> Payload:
         """What came for a method, where the change since then is told: it may write to what it was given."""
-        promised = self.plan.training is not None or self.plan.mechanisms
-        if promised and method not in {*self.plan.methods, Algorithm.evaluate.__name__}:
+        if self.promised and method not in {*self.plan.methods, Algorithm.evaluate.__name__}:
             raise PrivacyError(f"{method!r} is not answered: it is none of the methods that are said to cross")
         changes = any(getattr(mechanism, "of", "") == "change" for mechanism in self.plan.of(method).values())
         return isolate(came) if changes else ()
@@ -55,6 +62,7 @@ class Guard:
             yield
         finally:
             client.data = own
+            client.report[EPSILON] = self.plan.cost(client.released)  # whatever the method has made of its report
 
     def _source(self, stream: int) -> Source:
         return System() if self.secret else Seeded(stream)
@@ -66,7 +74,7 @@ class Guard:
                 f"{self.plan.cost(released):.4g} then, of {self.plan.privacy.epsilon:g}"
             )
         client.released = released
-        client.report["epsilon"] = self.plan.cost(released)
+        client.report[EPSILON] = self.plan.cost(released)
 
     def protect(self, client: Client, method: str, answer: Payload, came: Payload, stream: int) -> Payload:
         """What leaves instead of a client's answer to what came; `stream` is the seed of noise that comes again."""

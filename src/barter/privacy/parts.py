@@ -63,7 +63,8 @@ def put(answer: Payload, key: str, values: list[Payload]) -> Payload:
 
 
 def crossed(algorithm: Algorithm[Any, Any], method: str, answer: Payload) -> list[str]:
-    """The parts in which this answer says anything."""
-    keys = _keys(getattr(type(algorithm), method, None)) or ("",)
-    said = {key: sum(map(nbytes, take(answer, key))) for key in keys}
-    return [f"{method}.{key}" if key else method for key, count in said.items() if count]
+    """The parts in which this answer says anything, and the whole of it where it says what is no part."""
+    keys = _keys(getattr(type(algorithm), method, None)) or ()
+    said = {f"{method}.{key}": sum(map(nbytes, take(answer, key))) for key in keys}
+    beside = nbytes(answer) - sum(said.values())
+    return [part for part, count in {**said, method: beside}.items() if count]

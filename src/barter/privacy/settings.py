@@ -144,6 +144,7 @@ class Plan:
                 if part in self.covers:
                     raise ConfigError(f"privacy.parts: {part} is protected twice, by {self.covers[part]} and {name}")
                 self.covers[part] = name
+            self.covers[name] = name  # and what is no part of the answer
 
     def _covered(self, name: str, mechanism: Mechanism, title: str) -> list[str]:
         every = [part for parts in self.parts.values() for part in parts]

@@ -21,7 +21,8 @@ RELATION = (
 )
 LEFT_OUT = (
     "Not counted: the accuracies and other numbers of the round's record, which clients compute for the experimenter; "
-    "on Flower, what a site says of itself before round 1: number of images, classes, mean and deviation of pixels."
+    "on Flower, what a site says of itself before round 1: number of images, classes, mean and deviation of pixels. "
+    "Test images are not protected."
 )
 
 
@@ -96,17 +97,19 @@ def statement(
     parts = [*said, *sorted({part for seen in crossed.values() for part in seen} - said.keys())]
     most = {part: max((seen.get(part, 0) for seen in crossed.values()), default=0) for part in parts}
     crosses = getattr(type(algorithm), "crosses", {})
-    told = {k: told.get(k, 0.0) for k in crossed}
+    unsaid = 0.0 if plan.training is None else math.inf  # what training cost, only a client knows
+    told = {k: told.get(k, unsaid if any(seen.values()) else 0.0) for k, seen in crossed.items()}
     rows = [_row(plan, crosses, part, count, told) for part, count in most.items() if count]
-    clients = {k: max(plan.cost(plan.released(seen)), told.get(k, 0.0)) for k, seen in sorted(crossed.items())}
+    clients = {k: max(plan.cost(plan.released(seen)), told[k]) for k, seen in sorted(crossed.items())}
     bare = ", ".join(row.part for row in rows if math.isinf(row.epsilon) and not row.protection)
     why = [f"{bare} left as computed"] if bare else []
     why += [
         f"{row.part} left with noise that promises nothing"
         for row in rows
-        if row.protection and math.isinf(row.epsilon)
+        if row.part in plan.covers and math.isinf(row.epsilon)
     ]
     why += [f"{row.part}: {row.given} learnt from private images without protection" for row in rows if row.given]
+    why += [f"client {k} names no finite ε of what it told" for k, cost in clients.items() if math.isinf(cost)]
     epsilon = math.inf if why else max(clients.values(), default=0.0) if rows else 0.0
     noise = "the operating system of each site" if secret else "the run's seed: whoever knows it can take it away"
     return Statement(
