@@ -258,7 +258,7 @@ class DFRD(PartialTraining[Distiller]):
         """L_gen (Eq. 5), the embeddings' excess, and (ours) how strange images look to the clients."""
         h = generator.merged(z, y)
         s = shown(generator.drawn(h), spec, self.output)
-        e, strangeness = ensemble.inspected(s, weights)
+        e, strangeness = ensemble.inspected(s, weights) if self.beta_bn else (ensemble(s, weights).float(), 0.0)
         with torch.no_grad():
             f = model(s).float()
         chosen = useful(e.detach(), f, y, self.rule)

@@ -55,24 +55,27 @@ class Known:
 def require(answer: Payload, algorithm: object, method: str, sent: tuple[Any, ...], known: Known) -> set[str]:
     """Refuse an answer that is not what the method says it returns, for what was sent; where in it a client says how
     many images it has."""
-    hints = _hints(getattr(type(algorithm), method))
-    reader, sizes = _Reader(algorithm, method, known), ChainMap({}, known.sizes())
-    # What is sent comes behind the method's self and client.
-    for value, hint in zip(sent, [hints.get(name, Any) for name in _parameters(algorithm, method)], strict=False):
-        reader.learn(value, hint, sizes)
+    reader, sizes, returned = _asked(algorithm, method, sent, known)
     list(leaves(answer, method))  # what is no payload is refused with its place
-    reader.match(answer, hints.get("return", Any), method, sizes)
+    reader.match(answer, returned, method, sizes)
     reader.require_ranges()
     return {found.path for found in reader.ranges if found.claim}
 
 
 def most_bytes(algorithm: object, method: str, sent: tuple[Any, ...], known: Known) -> int | None:
     """Bytes that an answer can have at most which is what the method says it returns; none where that is not said."""
+    reader, sizes, returned = _asked(algorithm, method, sent, known)
+    return reader.room(returned, sizes)
+
+
+def _asked(algorithm: object, method: str, sent: tuple[Any, ...], known: Known) -> tuple[_Reader, Sizes, Any]:
+    """Who reads an answer, with the sizes that are known from what was sent, and of what type it is to be."""
     hints = _hints(getattr(type(algorithm), method))
     reader, sizes = _Reader(algorithm, method, known), ChainMap({}, known.sizes())
+    # What is sent comes behind the method's self and client.
     for value, hint in zip(sent, [hints.get(name, Any) for name in _parameters(algorithm, method)], strict=False):
         reader.learn(value, hint, sizes)
-    return reader.room(hints.get("return", Any), sizes)
+    return reader, sizes, hints.get("return", Any)
 
 
 def _parameters(algorithm: object, method: str) -> tuple[str, ...]:

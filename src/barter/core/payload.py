@@ -35,18 +35,18 @@ DTYPES = {
 }  # fmt: skip
 
 
-def _walk(tree: Payload, leaf: Callable[[str, Any], Any], path: str) -> Payload:
-    """The same tree with every leaf replaced; refuses what is no payload and says where it stands."""
+def mapped(tree: Payload, leaf: Callable[[str, Any], Any], path: str) -> Payload:
+    """The tree with every leaf, known by its path, replaced; refuses what is no payload, and says where it stands."""
     kind = type(tree)
     if kind is dict:
         for key in tree:
             if type(key) not in (str, int):
                 raise PayloadError(f"{path}: key {key!r} is a {type(key).__name__}, a payload's keys are str or int")
-        return {key: _walk(value, leaf, f"{path}.{key}") for key, value in tree.items()}
+        return {key: mapped(value, leaf, f"{path}.{key}") for key, value in tree.items()}
     if kind in (list, tuple):
-        return kind(_walk(value, leaf, f"{path}[{i}]") for i, value in enumerate(tree))
+        return kind(mapped(value, leaf, f"{path}[{i}]") for i, value in enumerate(tree))
     if isinstance(tree, dict):  # an OrderedDict, as state_dict() returns it, travels as what it is: a dict
-        return _walk(dict(tree), leaf, path)
+        return mapped(dict(tree), leaf, path)
     if isinstance(tree, Tensor):
         if tree.layout is not torch.strided or tree.dtype not in DTYPES.values():
             raise PayloadError(f"{path}: a {tree.layout} tensor of {tree.dtype} cannot travel; make it dense and real")
@@ -64,13 +64,8 @@ def _walk(tree: Payload, leaf: Callable[[str, Any], Any], path: str) -> Payload:
 def leaves(tree: Payload, path: str = "payload") -> Iterator[tuple[str, Any]]:
     """Every leaf with the path that leads to it."""
     found: list[tuple[str, Any]] = []
-    _walk(tree, lambda at, value: found.append((at, value)), path)
+    mapped(tree, lambda at, value: found.append((at, value)), path)
     yield from found
-
-
-def mapped(tree: Payload, change: Callable[[str, Any], Any], path: str = "payload") -> Payload:
-    """The tree with every leaf, known by its path, replaced by what is made of it."""
-    return _walk(tree, change, path)
 
 
 def nbytes(tree: Payload) -> int:
@@ -135,7 +130,7 @@ def origin(tensor: Tensor) -> object | None:
 
 def isolate(tree: T, device: torch.device | None = None, path: str = "payload") -> T:
     """The same tree in the hands of another party: neither side can change what the other holds."""
-    owned: T = _walk(tree, lambda _, value: _own(value, device), path)
+    owned: T = mapped(tree, lambda _, value: _own(value, device), path)
     return owned
 
 
@@ -171,7 +166,7 @@ def pack(tree: Payload) -> tuple[dict[str, Tensor], str]:
             return {type(node).__name__: [encode(value) for value in node]}
         return node if not isinstance(node, float) else {"float": node.hex()}
 
-    plain = _walk(tree, lambda _, value: value, "payload")
+    plain = mapped(tree, lambda _, value: value, "payload")
     return tensors, json.dumps(encode(plain))
 
 
