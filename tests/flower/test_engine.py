@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from barter.config import Config
 from barter.core.errors import BarterError, ClientError, ConfigError
 from barter.core.payload import isolate, leaves, nbytes
 from barter.experiment import Experiment
-from barter.flower import engine
+from barter.flower import deploy, engine
 from barter.flower.deploy import conduct
 from barter.flower.front import in_bulk
 from barter.runs.journal import Journal
@@ -186,6 +187,38 @@ def test_how_far_a_site_is_can_be_seen_while_its_call_goes_on(
     assert asked == {101}, "of those who are waited for, and can tell"
     assert [amount for amount in shown if amount][:5] == [1.0, 0.25, 0.5, 1.0, 0.25]
     assert next(said, "all of it was said") == "all of it was said"
+
+
+@pytest.mark.parametrize(("sites", "seconds"), [(1, [3, 6, 9]), (4, [9, 18, 27])])
+def test_the_more_sites_there_are_the_seldomer_they_are_asked_how_far_they_are(
+    sites: int, seconds: list[int], grid: LoopbackGrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, asked = SimpleNamespace(monotonic=lambda: second), list[int]()
+    monkeypatch.setattr(engine, "time", clock)
+    monkeypatch.setattr(engine, "ask", lambda *_: asked.append(clock.monotonic()) or {})
+    progress = engine.Progress(grid, 0.0)
+    for second in range(30):  # noqa: B007  # the clock says it
+        assert list(progress.poll(set(range(sites)))) == []
+    assert asked[:3] == seconds
+
+
+def test_who_waits_for_sites_looks_once_in_a_second(
+    grid: LoopbackGrid, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, pauses = 0.0, list[float]()
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds + 0.01
+        pauses.append(seconds)
+
+    monkeypatch.setattr(deploy, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    monkeypatch.setattr(grid, "get_node_ids", lambda: [100, 101])
+    with pytest.raises(ConfigError, match=r"2 of 3 sites came within 120 s \(site-0, site-1\)"):
+        run(1, timeout=100.0)
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == 1.0
+    assert len(pauses) < 250
 
 
 def test_what_all_are_told_is_encoded_once(grid: LoopbackGrid, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
