@@ -134,7 +134,7 @@ class Plan:
         self.privacy, self.tells = privacy, type(algorithm).tells
         self.methods, self.parts = set(getattr(type(algorithm), "crosses", {})), parts_of(algorithm)
         self.shaped = shaped_by_images(algorithm, self.parts)
-        self.unsent = {part for method in self.parts for part in unsent(algorithm, method)}
+        self.unsent = unsent(algorithm, self.parts)
         self.training = _training(privacy.training) if privacy.training else None
         if self.training is not None and privacy.parts:
             raise ConfigError(

@@ -7,7 +7,7 @@ classes that is, whatever is added to it.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Annotated, Any, Literal, NotRequired, Union, get_args, get_origin, get_type_hints, is_typeddict
 
@@ -30,22 +30,25 @@ def shaped_by_images(algorithm: Algorithm[Any, Any], parts: Mapping[str, list[st
     """
     found: set[str] = set()
     for method, names in parts.items():
-        hints = _hints(getattr(type(algorithm), method))
+        hints = _hints(getattr(type(algorithm), method, None))
         answer, known = hints.pop("return", Any), AGREED | _own(algorithm)
         known |= {name for hint in hints.values() for name in _met(hint)}
         if names == [method]:
-            free = set() if _fixed(answer, known) else {method}
+            free = set() if method in algorithm.tells or _fixed(answer, known) else {method}
         else:
             free = _free_keys(algorithm, method, answer, known)
         found |= free | ({method} if free else set())
     return found
 
 
-def unsent(algorithm: Algorithm[Any, Any], method: str) -> set[str]:
-    """The parts that this method, as the algorithm is configured, does not send."""
-    keys = _keys(_hints(getattr(type(algorithm), method)).get("return", Any))
-    absent = {key: [mark.says for mark in _marks(hint) if isinstance(mark, When)] for key, hint in keys}
-    return {f"{method}.{key}" for key, says in absent.items() if any(not getattr(algorithm, at, True) for at in says)}
+def unsent(algorithm: Algorithm[Any, Any], parts: Iterable[str]) -> set[str]:
+    """The parts that these methods, as the algorithm is configured, do not send."""
+    found: set[str] = set()
+    for method in parts:
+        for key, hint in _keys(_hints(getattr(type(algorithm), method, None)).get("return", Any)):
+            if not all(getattr(algorithm, mark.says, True) for mark in _marks(hint) if isinstance(mark, When)):
+                found.add(f"{method}.{key}")
+    return found
 
 
 def _own(algorithm: Algorithm[Any, Any]) -> Names:
@@ -69,7 +72,7 @@ def _free_keys(algorithm: Algorithm[Any, Any], method: str, answer: Any, known: 
 def _annotated(of: Any) -> dict[str, Any]:
     try:
         return get_type_hints(of, include_extras=True)
-    except NameError:  # what only its author can see
+    except Exception:  # annotated with what only its author can see
         return {}
 
 
