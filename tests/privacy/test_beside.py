@@ -22,7 +22,8 @@ from barter.flower import engine
 from barter.flower.deploy import conduct
 from barter.flower.site import Site
 from barter.privacy import Privacy
-from barter.privacy.statement import Statement
+from barter.privacy.beside import RESULTS, said_of_itself
+from barter.privacy.statement import Statement, statement
 from barter.runs.journal import Journal
 from tests.conftest import small_federation, tiny
 from tests.flower.grid import LoopbackGrid, site
@@ -153,19 +154,20 @@ def test_an_evaluation_has_left_whatever_becomes_of_the_answer_it_rode_on(
 def test_messages_of_errors_count_unless_the_site_keeps_them(
     tmp_path: Path, across: Callable[..., Statement], quiet: bool
 ) -> None:
-    one = own(tmp_path, 0, epsilon=30 if quiet else None)
+    one, replies = own(tmp_path, 0, epsilon=30 if quiet else None), []
 
     def broken(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
         if request["ask"] == "call":
             one.settle = lambda session: [][7]  # type: ignore[assignment]
-            reply = answer()
-            assert ("out of range" in reply["error"] + reply["traceback"]) is not quiet
-            return reply
+            replies.append(answer())
+            return replies[-1]
         return answer()
 
     found = [line for line in lines(across([one], PROMISE, deliver=broken)) if line[0] == "messages of errors"]
     said = [("messages of errors", about, NOTHING, 1, True) for about in (TRAINED, TESTS)]
     assert found == ([] if quiet else said)
+    assert ["out of range" in reply["error"] + reply["traceback"] for reply in replies] == [not quiet]
+    assert "IndexError" in replies[0]["error"]
 
 
 @pytest.mark.parametrize(
@@ -209,6 +211,14 @@ def test_an_evaluation_sees_no_more_of_sealed_images_than_an_answer() -> None:
     experiment = small_federation(Peeking(epochs=1), models="small-mlp", privacy=training)
     with pytest.raises(ClientError, match=r"looks at private images \(labels\) other than by `fit`"):
         experiment.step()
+
+
+def test_a_site_that_only_said_hello_has_spent_nothing() -> None:
+    hello = said_of_itself(numbered=False, pixels=False)
+    crossed, training = {0: {**hello, "client_update": 1}, 1: hello}, Privacy(epsilon=9, training="clip=1 noise=1")
+    assert statement(training, tiny("fedavg"), crossed, {0: 3.0}, secret=True).clients == {0: 3.0, 1: 0.0}
+    crossed[1] = {**hello, RESULTS: 1}
+    assert math.isinf(statement(training, tiny("fedavg"), crossed, {0: 3.0}, secret=True).epsilon)
 
 
 def test_a_client_that_only_measures_needs_no_epsilon_of_its_own() -> None:
