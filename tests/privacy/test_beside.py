@@ -32,7 +32,7 @@ PARTS = {"client_update": "gaussian clip=5 noise=2"}
 PROMISE = Privacy(epsilon=20, parts=PARTS)
 TRAINING = "training clip=1 noise=1"
 TRAINED, TESTS = "training images", "test images"
-NOTHING, WITHHELD = "", "withheld by the site"
+NOTHING, WITHHELD, HERE = "", "withheld by the site", "seen here; withheld by sites with `epsilon`"
 Line = tuple[str, str, str, int, bool]
 
 
@@ -53,15 +53,15 @@ def told(update: str, times: int, results: str = NOTHING) -> list[Line]:
     ]
 
 
-def kept(update: str, times: int) -> list[Line]:
+def kept(update: str, times: int, withheld: str = WITHHELD) -> list[Line]:
     """And where all of them do."""
     return [
         ("number of images", TRAINED, NOTHING, 1, False),
         ("names of classes", TRAINED, NOTHING, 1, False),
-        ("mean and deviation of pixels", TRAINED, WITHHELD, 0, False),
+        ("mean and deviation of pixels", TRAINED, withheld, 0, False),
         ("client_update", TRAINED, update, times, False),
-        ("results of evaluation", TRAINED, WITHHELD, 0, False),
-        ("results of evaluation", TESTS, WITHHELD, 0, False),
+        ("results of evaluation", TRAINED, withheld, 0, False),
+        ("results of evaluation", TESTS, withheld, 0, False),
     ]
 
 
@@ -173,8 +173,8 @@ def test_messages_of_errors_count_unless_the_site_keeps_them(
 @pytest.mark.parametrize(
     ("privacy", "expected"),
     [
-        (PROMISE, kept("gaussian clip=5 noise=2", 1)),
-        (Privacy(epsilon=1000, training="clip=1 noise=1"), kept(TRAINING, 1)),
+        (PROMISE, kept("gaussian clip=5 noise=2", 1, HERE)),
+        (Privacy(epsilon=1000, training="clip=1 noise=1"), kept(TRAINING, 1, HERE)),
         (Privacy(), told(NOTHING, 1)),
         (Privacy(parts=PARTS), told("gaussian clip=5 noise=2", 1)),
         (Privacy(training="clip=1 noise=1"), told(TRAINING, 1, TRAINING)),
@@ -193,6 +193,7 @@ def test_one_process_says_what_sites_would(tmp_path: Path, privacy: Privacy, exp
     statement = experiment.privacy()
     assert lines(statement) == expected
     assert math.isfinite(statement.epsilon) == (privacy.epsilon is not None)
+    assert ("whoever is shown that has no promise" in statement.left_out) == (privacy.epsilon is not None)
     assert experiment.folder is not None
     experiment.folder.release()
     assert run(resume=True).privacy() == statement, "all of it is in the checkpoint"

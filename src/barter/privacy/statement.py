@@ -14,18 +14,16 @@ from barter.core.files import understood
 from barter.privacy.beside import BESIDE, ERRORS, HARMLESS, HELLO, PIXELS, RESULTS, said_of_itself
 from barter.privacy.settings import Plan, Privacy
 
-__all__ = ["TESTS", "TRAINED", "WITHHELD", "Row", "Statement", "statement"]
+__all__ = ["TESTS", "TRAINED", "Row", "Statement", "statement"]
 
 RELATION = (
     "two runs are neighbours if one training image of one client, with its label, is replaced by any other; "
     "how many images there are, and which classes the run is about, are public"
 )
-LEFT_OUT = (
-    "Not counted: whether a client answers, when, and how long it takes. "
-    "What the experimenter measures in one process is stated as sites would tell it."
-)
+LEFT_OUT = "Not counted: whether a client answers, when, and how long it takes."
+HERE = "The experimenter, in one process, sees what sites would withhold: whoever is shown that has no promise."
 TRAINED, TESTS = "training images", "test images"
-WITHHELD = "withheld by the site"
+WITHHELD, AS_WITHHELD = "withheld by the site", "seen here; withheld by sites with `epsilon`"
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class Statement:
     @property
     def protected(self) -> bool:
         """Whether anything is."""
-        return any(row.protection and row.protection != WITHHELD for row in self.rows)
+        return any(row.protection and row.releases for row in self.rows)
 
     @property
     def of_tests(self) -> float:
@@ -123,7 +121,7 @@ def statement(
     unsaid = 0.0 if plan.training is None else math.inf  # what training cost, only a client knows
     told = {k: told.get(k, unsaid if k in spoke else 0.0) for k in crossed}
     rows = [_row(plan, crosses, part, count, told) for part, count in most.items() if count]
-    rows = _around(plan, beside, rows, told)
+    rows = _around(plan, beside, rows, told, WITHHELD if secret else AS_WITHHELD)
     clients = {k: max(plan.cost(plan.released(seen)), told[k]) for k, seen in sorted(crossed.items())}
     bare = ", ".join(row.part for row in rows if row.about == TRAINED and row.bare)
     why = [f"{bare} left as computed"] if bare else []
@@ -138,12 +136,20 @@ def statement(
     epsilon = math.inf if why else max(clients.values(), default=0.0) if left else 0.0
     noise = "the operating system of each site" if secret else "the run's seed: whoever knows it can take it away"
     return Statement(
-        type(algorithm).__name__, tuple(rows), epsilon, privacy.delta, privacy.epsilon, clients, tuple(why), noise
+        type(algorithm).__name__,
+        tuple(rows),
+        epsilon,
+        privacy.delta,
+        privacy.epsilon,
+        clients,
+        tuple(why),
+        noise,
+        left_out=LEFT_OUT if secret or not plan.promised else f"{LEFT_OUT} {HERE}",
     )
 
 
 def _around(
-    plan: Plan, beside: Mapping[int, Mapping[str, int]], rows: list[Row], told: Mapping[int, float]
+    plan: Plan, beside: Mapping[int, Mapping[str, int]], rows: list[Row], told: Mapping[int, float], withheld: str
 ) -> list[Row]:
     """The rows, before them those of what clients said of themselves, behind them of what they measured."""
     most = {part: max((seen.get(part, 0) for seen in beside.values()), default=0) for part in BESIDE}
@@ -151,7 +157,7 @@ def _around(
     def row(part: str, about: str = TRAINED) -> Row:
         count, trained = most[part], part == RESULTS and about == TRAINED and plan.training is not None
         if not count:
-            return Row(part, BESIDE[part], WITHHELD, 0, 0.0, about=about)
+            return Row(part, BESIDE[part], withheld, 0, 0.0, about=about)
         if part in HARMLESS:
             return Row(part, BESIDE[part], "", count, 0.0)
         if trained:
