@@ -31,7 +31,7 @@ from barter.machine import precision_named, with_threads
 from barter.models import zoo
 from barter.models.zoo import Own
 from barter.privacy import Privacy
-from barter.privacy.guard import EPSILON
+from barter.privacy.beside import EPSILON
 from barter.privacy.settings import Plan
 from barter.privacy.statement import Statement, statement
 from barter.runs.folder import RunFolder, finished, has_checkpoint, last_checkpoint
@@ -291,7 +291,8 @@ class Experiment:
             try:
                 self.server.recall(state["server"])
                 self.engine.recall(state["clients"])
-                self.engine.crossed = state.get("crossed", {})
+                for k, seen in state.get("crossed", {}).items():
+                    self.engine.crossed[k] = self.engine.crossed.get(k, {}) | seen
                 self.engine.told = state.get("told", {})
                 for record in folder.records():  # of which some may have been told after the checkpoint
                     for k, said in record.clients.items():

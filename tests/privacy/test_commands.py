@@ -25,11 +25,16 @@ def test_a_run_ends_with_its_statement_and_stops_when_the_budget_is_spent(
     run = str(tmp_path / "run")
     text = said(capsys, "run", "--out", run, *QUICK, "--set", "privacy.epsilon=8", "--set", PARTS)
     for words in (
-        "learn.weights nothing 2 ∞",
-        "learn.embeddings gaussian clip=4 noise=1.6978 2 8 given the client's network",
-        "learn.labels withhold 2 0",
+        "mean and deviation of pixels training images nothing 1 ∞",
+        "learn.weights training images nothing 2 ∞",
+        "learn.embeddings training images gaussian clip=4 noise=1.6978 2 8 given the client's network",
+        "learn.labels training images withhold 2 0",
+        "results of evaluation training images nothing 2 ∞",
+        "results of evaluation test images nothing 2 ∞",
         "The run as a whole: ε = ∞, there is no promise.",
-        "Why: learn.weights, teach.logits left as computed.",
+        "Why: mean and deviation of pixels, learn.weights, teach.logits, results of evaluation left as computed.",
+        "Why: learn.embeddings: the client's network comes from private images without protection.",
+        "Test images: ε = ∞, there is no promise; accuracies tell of them.",
         "What is protected costs ε = 8 with δ = 1e-05 together, within 8.",
     ):
         assert words in text
@@ -47,7 +52,9 @@ def test_other_runs_say_that_nothing_is_protected(tmp_path: Path, capsys: pytest
     local = ["--algorithm", "local", "--set", "rounds=1", "--set", "algorithm.max_epochs=1"]
     text = said(capsys, "run", "--out", str(tmp_path / "run"), *local)
     assert f"nothing is protected: `barter privacy {tmp_path / 'run'}` says what left the clients" in text
-    assert said(capsys, "privacy", str(tmp_path / "run")) == "Nothing left the clients."
+    text = said(capsys, "privacy", str(tmp_path / "run"))
+    assert "Why: mean and deviation of pixels, results of evaluation left as computed." in text
+    assert "Sites with `epsilon` in their site.toml withhold this" in text
     (tmp_path / "run" / "privacy.json").unlink()
     assert "says nothing of privacy" in said(capsys, "privacy", str(tmp_path / "run"), status=2)
 

@@ -36,7 +36,8 @@ def test_a_run_across_sites_is_accounted_for(tmp_path: Path, monkeypatch: pytest
     grid = LoopbackGrid(sites, monkeypatch)
     experiment = conduct(grid, config(2, 2), tmp_path / "run", Journal(tmp_path / "journal"))
     statement = experiment.privacy()
-    assert statement.epsilon == pytest.approx(20, abs=0.01)
+    assert max(statement.clients.values()) == pytest.approx(20, abs=0.01)
+    assert statement.why == ("mean and deviation of pixels, results of evaluation left as computed",)
     assert statement.noise == "the operating system of each site"
     assert (tmp_path / "run" / "privacy.json").read_text() == statement.to_json()
     assert experiment.folder is not None
@@ -48,7 +49,7 @@ def test_a_site_that_wants_a_promise_says_nothing_else(tmp_path: Path) -> None:
     """Neither its accuracies nor the mean of its pixels are in any account."""
     pixels = np.random.default_rng(0).integers(256, size=(40, 8, 8, 1), dtype=np.uint8)
     labels = np.arange(40) % 4
-    np.savez(tmp_path / "own.npz", x_train=pixels, y_train=labels, x_test=pixels, y_test=labels)
+    np.savez(tmp_path / "own.npz", x_train=pixels, y_train=labels, x_test=pixels, y_test=labels, classes=list("abcd"))
     run, said = config(1, 1), {}
     for epsilon in (None, 30.0):
         own = f"npz:{tmp_path / 'own.npz'}"

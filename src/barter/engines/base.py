@@ -23,6 +23,7 @@ from barter.core.clients import Failure, Replies
 from barter.core.nodes import Monitor, Server, Silence
 from barter.core.payload import Payload, leaves, mapped
 from barter.core.wire import Wire
+from barter.privacy.beside import RESULTS, measured
 from barter.privacy.parts import crossed
 
 __all__ = ["BaseEngine"]
@@ -44,7 +45,7 @@ class BaseEngine:
         self.failures: list[Failure] = []
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._calls: Counter[tuple[int, str, int]] = Counter()
-        self.crossed: dict[int, dict[str, int]] = {}  # client -> part of its answers -> how often it came up
+        self.crossed: dict[int, dict[str, int]] = {}  # client -> part of its answers, or beside -> how often it came up
         self.told: dict[int, float] = {}  # client -> ε of all that has left it, as it says with its answers
         self.server: Server | None = None  # whose clients these are
         self._capped: set[int] = set()  # who says of more images than count
@@ -114,18 +115,31 @@ class BaseEngine:
         return self._known[client]
 
     def arrived(self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]) -> Payload:
-        """A client's answer to what was sent as it arrives at the server, and is seen to.
+        """A client's answer to what was sent as it arrives at the server, is counted and seen to."""
+        list(leaves(answer, method))  # what is no payload cannot travel
+        self.note(client, self.parts(method, answer))  # what is refused has left its client all the same
+        return self.seen_to(answer, method, client, sent)
+
+    def seen_to(self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]) -> Payload:
+        """An answer that was counted, held against what the method says it is.
 
         Where there is no server but one client's own engine, the answer goes on to where it is looked at.
         """
-        if method != Algorithm.evaluate.__name__:  # what is refused has left its client all the same
-            list(leaves(answer, method))  # but what is no payload cannot travel
-            seen = self.crossed.setdefault(client, {})
-            seen |= {part: seen.get(part, 0) + 1 for part in crossed(self.algorithm, method, answer)}
         if self.server is not None:
             claims = require(answer, self.algorithm, method, sent, self.known(self.server, client))
             answer = self.believed(answer, method, client, claims)
         return self.wire.carry(answer, method, client, "up")
+
+    def note(self, client: int, parts: Iterable[str]) -> None:
+        """These parts have left a client, once more."""
+        seen = self.crossed.setdefault(client, {})
+        seen |= {part: seen.get(part, 0) + 1 for part in parts}
+
+    def parts(self, method: str, answer: Payload) -> list[str]:
+        """What is said in an answer; an evaluation may say no more than what its client has spent."""
+        if method == Algorithm.evaluate.__name__:
+            return [RESULTS] if measured(answer) else []
+        return crossed(self.algorithm, method, answer)
 
     def hear(self, client: int, epsilon: object) -> None:
         """What a client says that all it has told costs; nonsense counts as if it had said nothing."""

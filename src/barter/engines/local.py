@@ -27,7 +27,8 @@ from barter.core.payload import Payload, leaves
 from barter.engines import forks
 from barter.engines.base import BaseEngine
 from barter.engines.forks import Job
-from barter.privacy.guard import EPSILON, Guard
+from barter.privacy.beside import EPSILON, ERRORS
+from barter.privacy.guard import Guard
 
 __all__ = ["LocalEngine"]
 
@@ -144,7 +145,11 @@ class LocalEngine(BaseEngine):
     def _turn(self, method: str, k: int, args: tuple[Any, ...]) -> Any:
         """A client's turn, here and now."""
         arrived = self.wire.carry(args, method, k, "down", self.clients[k].device)
-        answer = self._work(method, k, self._path(method, k), arrived)
+        try:
+            answer = self._work(method, k, self._path(method, k), arrived)
+        except Exception:
+            self.note(k, [ERRORS])
+            raise
         self.hear(k, self.clients[k].report.get(EPSILON))
         return self.arrived(answer, method, k, args)
 
@@ -254,6 +259,7 @@ class LocalEngine(BaseEngine):
         for part, training in zip(client.model.modules(), home["flags"][1], strict=True):
             part.training = training
         if "error" in home:
+            self.note(k, [ERRORS])
             raise Elsewhere(home["error"], home["traceback"])
         self.hear(k, client.report.get(EPSILON))
         return self.arrived(home["answer"], method, k, args)

@@ -128,7 +128,7 @@ def conduct(grid: Grid, config: Config, out: Path, journal: Journal, largest: Pa
         monitor=journal,
         timeout=timeout,
     )
-    engine.telling = hellos.telling
+    engine.telling, engine.crossed = hellos.telling, {k: said.tells() for k, said in ids.items()}
     if largest is not None:
         engine.expect = partial(_expect, largest)
     engine.rejoin = lambda strangers: _names(hellos, strangers)

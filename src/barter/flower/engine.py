@@ -26,7 +26,7 @@ from barter.flower.front import from_records, in_bulk, to_records
 from barter.flower.inside import names
 from barter.flower.pulse import pause
 from barter.flower.site import EVALUATE
-from barter.privacy.guard import EPSILON
+from barter.privacy.beside import EPSILON, ERRORS
 
 __all__ = ["POLL_SECONDS", "FlowerEngine", "Hellos", "Member"]
 
@@ -180,7 +180,7 @@ class FlowerEngine(BaseEngine):
             told: Iterator[Reply] = ((k, partial(dict, reply)) for k, reply in here.items())
             for k, answer in chain(told, self._gather(requests, lambda: len(answers) >= enough)):
                 try:
-                    answers[k] = self._checked(method, k, answer(), args[k])
+                    answers[k] = self._checked(method, k, answer(), args[k], counted=k in here)
                 except Exception as error:  # whatever a stranger's answer makes go wrong is that stranger's failure
                     failures[k] = self.failure(k, method, error)
                     log.warning("%s", failures[k])
@@ -232,13 +232,17 @@ class FlowerEngine(BaseEngine):
         found = [most_bytes(self.algorithm, method, sent, self.known(self.server, k)) for k, sent in args.items()]
         return None if None in found else max(filter(None, found), default=0)
 
-    def _checked(self, method: str, k: int, reply: Payload, args: tuple[Any, ...]) -> Any:
+    def _checked(self, method: str, k: int, reply: Payload, args: tuple[Any, ...], *, counted: bool) -> Any:
         if "error" in reply:
+            if reply.get("quiet") is not True:
+                self.note(k, [ERRORS])
             error = BarterError(str(reply["error"]))
             error.add_note(str(reply.get("traceback", "")))
             raise error
         self.hear(k, reply.get(EPSILON))
-        arrived = self.arrived(reply["answer"], method, k, args)
+        if reply.get("evaluation") is not None:  # it has left its site, whether or not it is asked for
+            self.note(k, self.parts(EVALUATE, reply["evaluation"]))
+        arrived = (self.seen_to if counted else self.arrived)(reply["answer"], method, k, args)
         if reply.get("evaluation") is not None:
             self._evaluations[k] = reply["evaluation"]
         return arrived

@@ -21,7 +21,7 @@ from barter.core.nodes import Client, Monitor, Silence
 from barter.core.payload import Payload
 from barter.engines.local import LocalEngine
 from barter.flower.consent import Consent
-from barter.privacy.guard import EPSILON
+from barter.privacy.beside import EPSILON
 from barter.runs import checkpoint
 
 __all__ = ["Site"]
@@ -62,12 +62,12 @@ class Site:
             try:
                 return {"hello": self.introduce(request["config"])}
             except Exception as error:
-                return _went_wrong(error, f"site {self.name} cannot take part: ")
+                return self._went_wrong(error, f"site {self.name} cannot take part: ")
         try:
             return self._call(request)
         except Exception as error:
             self.session = None  # whatever was begun, the next call starts from the disk
-            return _went_wrong(error)
+            return self._went_wrong(error)
 
     def _call(self, request: Payload) -> Payload:
         session, round, method = request["session"], request["round"], request["method"]
@@ -108,10 +108,19 @@ class Site:
     def _why(self, failure: Failure) -> Payload:
         """What went wrong; a site that is quiet says its kind, and its budget: messages may quote a label."""
         kind = failure.error.partition(":")[0]
-        if not self.quiet or kind == PrivacyError.__name__:
+        if not self.quiet:
             return {"error": failure.error, "traceback": failure.traceback}
+        if kind == PrivacyError.__name__:
+            return {"error": failure.error, "traceback": "", "quiet": True}
         log.warning("%s\n%s", failure.error, failure.traceback)
-        return {"error": f"{kind}, of which the site says no more: its log does", "traceback": ""}
+        return {"error": f"{kind}, of which the site says no more: its log does", "traceback": "", "quiet": True}
+
+    def _went_wrong(self, error: Exception, where: str = "") -> Payload:
+        """What went wrong around a call; what barter itself refuses is said by every site, for it quotes no image."""
+        if isinstance(error, BarterError):
+            return {"error": f"{where}{error}", "traceback": "", "quiet": self.quiet}
+        told = self._why(Failure(0, "", 0, f"{type(error).__name__}: {error}", traceback.format_exc()))
+        return {**told, "error": f"{where}{told['error']}"}
 
     def _said(self, evaluation: dict[str, float]) -> dict[str, float]:
         return {name: value for name, value in evaluation.items() if not self.quiet or name == EPSILON}
@@ -220,9 +229,3 @@ class Site:
     def _written(self) -> int:
         """When the memory was last written, by this process or, in a simulation, by another."""
         return self._now.stat().st_mtime_ns if self._now.exists() else 0
-
-
-def _went_wrong(error: Exception, where: str = "") -> Payload:
-    if isinstance(error, BarterError):
-        return {"error": f"{where}{error}", "traceback": ""}
-    return {"error": f"{where}{type(error).__name__}: {error}", "traceback": traceback.format_exc()}

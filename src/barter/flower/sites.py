@@ -28,6 +28,7 @@ from barter.flower.consent import Consent
 from barter.flower.site import Site
 from barter.machine import device_named, memory_within, precision_named
 from barter.parties import cut, initial, make_client, make_server, names_of
+from barter.privacy.beside import said_of_itself
 from barter.privacy.guard import Guard
 from barter.privacy.settings import Plan
 
@@ -76,6 +77,12 @@ class Hello:
     classes: tuple[str, ...]
     examples: int
     architecture: str
+    careful: bool = False  # whether the numbers of its pixels are the usual ones, and its classes have names
+
+    def tells(self) -> dict[str, int]:
+        """What this has told of the site's data, part by part."""
+        numbered = self.share is None and self.classes == tuple(map(str, range(self.spec.classes)))
+        return said_of_itself(numbered=numbered and not self.careful, pixels=not self.careful)
 
     def payload(self) -> Payload:
         tree = dataclasses.asdict(self)
@@ -93,6 +100,7 @@ class Hello:
         whole = [spec.channels, spec.height, spec.width, spec.classes, said.examples, *share]
         sound = all(type(n) is int and 0 < n < 2**40 for n in whole)
         sound = sound and all(type(word) is str for word in (said.name, said.architecture, *said.classes))
+        sound = sound and type(said.careful) is bool
         sound = sound and len(spec.mean) == len(spec.std) == spec.channels
         if not sound or not all(type(x) is float and math.isfinite(x) for x in (*spec.mean, *spec.std)):
             raise ConfigError(f"a site said hello with values that cannot be: {tree}")
@@ -122,9 +130,16 @@ def introduce(setup: Setup, toml: str) -> Payload:
     architecture = setup.model or names_of(config.algorithm, config.models, config.clients)[setup.share or 0]
     if setup.share is None:
         dataset, spec, _ = own_data(_data(setup, config), setup.data)
-        if setup.epsilon is not None:
+        careful = setup.epsilon is not None
+        if careful and dataset.numbered:
+            raise ConfigError(
+                f"site {setup.name} wants a promise, and {setup.data} does not name its classes: how many there are "
+                "would be read from its labels; add an array `classes` of their names"
+            )
+        if careful:
             spec = dataclasses.replace(spec, mean=(USUAL[0],) * spec.channels, std=(USUAL[1],) * spec.channels)
-        return Hello(setup.name, None, spec, tuple(dataset.classes), len(dataset.y_train), architecture).payload()
+        classes, examples = tuple(dataset.classes), len(dataset.y_train)
+        return Hello(setup.name, None, spec, classes, examples, architecture, careful).payload()
     task = make_task(_data(setup, config), config.partition, config.clients, config.seed, torch.device("cpu"))
     examples = len(task.train[setup.share])
     return Hello(setup.name, setup.share, task.spec, tuple(task.classes), examples, architecture).payload()

@@ -15,6 +15,7 @@ from barter.privacy.account import Gaussian, Release, Sampled, calibrated, calib
 from barter.privacy.mechanisms import Additive, ClassMeans, Each, Laplace, Mechanism
 from barter.privacy.parts import covered, parts_of
 from barter.privacy.registry import mechanism_of
+from barter.privacy.shapes import shaped_by_images, unsent
 
 __all__ = ["TRAINING", "Plan", "Privacy", "Training"]
 
@@ -132,6 +133,8 @@ class Plan:
     def __init__(self, privacy: Privacy, algorithm: Algorithm[Any, Any]) -> None:
         self.privacy, self.tells = privacy, type(algorithm).tells
         self.methods, self.parts = set(getattr(type(algorithm), "crosses", {})), parts_of(algorithm)
+        self.shaped = shaped_by_images(algorithm, self.parts)
+        self.unsent = unsent(algorithm, self.parts)
         self.training = _training(privacy.training) if privacy.training else None
         if self.training is not None and privacy.parts:
             raise ConfigError(
@@ -172,6 +175,8 @@ class Plan:
 
     def given(self, part: str) -> str:
         """What ε of a part takes for granted."""
+        if part in self.shaped:
+            return "the shape of the answer"
         mechanism = self.mechanisms[self.covers[part]]
         rows = mechanism.needs_rows or (
             isinstance(mechanism, Additive) and (mechanism.each or self.each(part)) == "image"
@@ -179,13 +184,18 @@ class Plan:
         through = self.tells.get(part) == "row of the network" or isinstance(mechanism, ClassMeans)
         return "the client's network" if rows and through else ""
 
+    @property
+    def promised(self) -> bool:
+        """Whether a site that wants a promise would take part: one that tells nothing beside its answers."""
+        return self.privacy.epsilon is not None and not self.open()
+
     def open(self) -> list[str]:
         """The parts that may leave without a promise."""
         if self.training is not None:
             return []
         every = [part for parts in self.parts.values() for part in parts if self.tells.get(part) != "nothing"]
         kept = [part for part, name in self.covers.items() if self.mechanisms[name].promises and not self.given(part)]
-        return [part for part in every if part not in kept]
+        return [part for part in every if part not in kept and part not in self.unsent]
 
     def of(self, method: str) -> dict[str, Mechanism]:
         """The mechanisms for a method's answers."""

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from rich import box
 from rich.table import Table
 
+from barter.privacy.beside import BESIDE
 from barter.privacy.statement import Row, Statement
 
 __all__ = ["cells", "conclusion", "shown"]
 
-HEADINGS = ("what left the clients", "protected by", "times", "ε")
+HEADINGS = ("what left the clients", "of", "protected by", "times", "ε")
 
 
 def _epsilon(value: float) -> str:
@@ -21,7 +22,7 @@ def _epsilon(value: float) -> str:
 
 def cells(statement: Statement) -> tuple[tuple[str, ...], list[list[str]]]:
     """Headings, and a line for each part."""
-    return HEADINGS, [[row.part, _protection(row), str(row.releases), _cost(row)] for row in statement.rows]
+    return HEADINGS, [[row.part, row.about, _protection(row), str(row.releases), _cost(row)] for row in statement.rows]
 
 
 def _protection(row: Row) -> str:
@@ -36,10 +37,17 @@ def conclusion(statement: Statement) -> list[str]:
     """What holds for the run as a whole, in sentences."""
     if not statement.rows:
         return ["Nothing left the clients."]
-    lines = [f"The run as a whole: ε = {_epsilon(statement.epsilon)} with δ = {statement.delta:g}, for each client."]
+    promise = f"ε = {_epsilon(statement.epsilon)} with δ = {statement.delta:g}"
+    lines = [f"The run as a whole: {promise}, for each training image of each client."]
     if statement.why:
         lines[0] = "The run as a whole: ε = ∞, there is no promise."
         lines += [f"Why: {reason}." for reason in statement.why]
+    if statement.why and all(row.part in BESIDE for row in statement.rows if row.bare):
+        lines.append(
+            "Sites with `epsilon` in their site.toml withhold this; they take part where privacy.epsilon is set."
+        )
+    if math.isinf(statement.of_tests):
+        lines.append("Test images: ε = ∞, there is no promise; accuracies tell of them.")
     if statement.protected:
         most, budget = max(statement.clients.values(), default=0.0), statement.budget
         within = "" if budget is None else f", within {budget:g}"

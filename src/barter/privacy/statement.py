@@ -11,24 +11,24 @@ from typing import Any
 
 from barter.core.algorithm import Algorithm
 from barter.core.files import understood
+from barter.privacy.beside import BESIDE, ERRORS, HARMLESS, HELLO, PIXELS, RESULTS, said_of_itself
 from barter.privacy.settings import Plan, Privacy
 
-__all__ = ["Row", "Statement", "statement"]
+__all__ = ["TESTS", "TRAINED", "Row", "Statement", "statement"]
 
 RELATION = (
-    "two runs are neighbours if one image of one client, with its label, is replaced by any other; "
-    "how many images there are, and the shapes of what is sent, are public"
+    "two runs are neighbours if one training image of one client, with its label, is replaced by any other; "
+    "how many images there are, and which classes the run is about, are public"
 )
-LEFT_OUT = (
-    "Not counted: the accuracies and other numbers of the round's record, which clients compute for the experimenter; "
-    "on Flower, what a site says of itself before round 1: number of images, classes, mean and deviation of pixels. "
-    "Test images are not protected."
-)
+LEFT_OUT = "Not counted: whether a client answers, when, and how long it takes."
+HERE = "The experimenter, in one process, sees what sites would withhold: whoever is shown that has no promise."
+TRAINED, TESTS = "training images", "test images"
+WITHHELD, AS_WITHHELD = "withheld by the site", "seen here; withheld by sites with `epsilon`"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One part of an answer that left clients."""
+    """One part of an answer that left clients, or what left beside answers."""
 
     part: str
     what: str  # crosses up, as the method says
@@ -36,11 +36,17 @@ class Row:
     releases: int  # the most by one client
     epsilon: float  # of the client that told most
     given: str = ""  # what ε takes for granted
+    about: str = TRAINED  # whose ε this is
+
+    @property
+    def bare(self) -> bool:
+        """Whether it left as it was computed."""
+        return math.isinf(self.epsilon) and not self.protection
 
 
 @dataclass(frozen=True)
 class Statement:
-    """What holds for every image of every client."""
+    """What holds for every training image of every client, and what was told of test images."""
 
     method: str
     rows: tuple[Row, ...]
@@ -56,7 +62,12 @@ class Statement:
     @property
     def protected(self) -> bool:
         """Whether anything is."""
-        return any(row.protection for row in self.rows)
+        return any(row.protection and row.releases for row in self.rows)
+
+    @property
+    def of_tests(self) -> float:
+        """ε of every test image of every client."""
+        return max((row.epsilon for row in self.rows if row.about == TESTS), default=0.0)
 
     def to_json(self) -> str:
         """As a file; what is infinite is a word there."""
@@ -91,30 +102,73 @@ def statement(
     *,
     secret: bool,
 ) -> Statement:
-    """Of what came up from each client, part by part; clients that told us of a larger ε of theirs are believed."""
+    """Of what came up from each client, part by part; clients that told us of a larger ε of theirs are believed.
+
+    Where noise is not secret, all clients are in one process: what leaves beside answers is what sites would tell that
+    can take part in such a run.
+    """
     plan = Plan(privacy, algorithm)
+    beside = {k: {part: n for part, n in seen.items() if part in BESIDE} for k, seen in crossed.items()}
+    if not secret:
+        hello = said_of_itself(numbered=False, pixels=not plan.promised)
+        beside = {k: hello if plan.promised else {**seen, **hello} for k, seen in beside.items()}
+    crossed = {k: {part: n for part, n in seen.items() if part not in BESIDE} for k, seen in crossed.items()}
+    spoke = {k for k, seen in crossed.items() if any(seen.values()) or beside[k].get(RESULTS)}
     said = dict.fromkeys(part for parts in plan.parts.values() for part in parts)
     parts = [*said, *sorted({part for seen in crossed.values() for part in seen} - said.keys())]
     most = {part: max((seen.get(part, 0) for seen in crossed.values()), default=0) for part in parts}
     crosses = getattr(type(algorithm), "crosses", {})
     unsaid = 0.0 if plan.training is None else math.inf  # what training cost, only a client knows
-    told = {k: told.get(k, unsaid if any(seen.values()) else 0.0) for k, seen in crossed.items()}
+    told = {k: told.get(k, unsaid if k in spoke else 0.0) for k in crossed}
     rows = [_row(plan, crosses, part, count, told) for part, count in most.items() if count]
+    rows = _around(plan, beside, rows, told, WITHHELD if secret else AS_WITHHELD)
     clients = {k: max(plan.cost(plan.released(seen)), told[k]) for k, seen in sorted(crossed.items())}
-    bare = ", ".join(row.part for row in rows if math.isinf(row.epsilon) and not row.protection)
+    bare = ", ".join(row.part for row in rows if row.about == TRAINED and row.bare)
     why = [f"{bare} left as computed"] if bare else []
     why += [
         f"{row.part} left with noise that promises nothing"
         for row in rows
         if row.part in plan.covers and math.isinf(row.epsilon)
     ]
-    why += [f"{row.part}: {row.given} learnt from private images without protection" for row in rows if row.given]
+    why += [f"{row.part}: {row.given} comes from private images without protection" for row in rows if row.given]
     why += [f"client {k} names no finite ε of what it told" for k, cost in clients.items() if math.isinf(cost)]
-    epsilon = math.inf if why else max(clients.values(), default=0.0) if rows else 0.0
+    left = any(row.releases and row.part not in HARMLESS for row in rows)
+    epsilon = math.inf if why else max(clients.values(), default=0.0) if left else 0.0
     noise = "the operating system of each site" if secret else "the run's seed: whoever knows it can take it away"
     return Statement(
-        type(algorithm).__name__, tuple(rows), epsilon, privacy.delta, privacy.epsilon, clients, tuple(why), noise
+        type(algorithm).__name__,
+        tuple(rows),
+        epsilon,
+        privacy.delta,
+        privacy.epsilon,
+        clients,
+        tuple(why),
+        noise,
+        left_out=LEFT_OUT if secret or not plan.promised else f"{LEFT_OUT} {HERE}",
     )
+
+
+def _around(
+    plan: Plan, beside: Mapping[int, Mapping[str, int]], rows: list[Row], told: Mapping[int, float], withheld: str
+) -> list[Row]:
+    """The rows, before them those of what clients said of themselves, behind them of what they measured."""
+    most = {part: max((seen.get(part, 0) for seen in beside.values()), default=0) for part in BESIDE}
+
+    def row(part: str, about: str = TRAINED) -> Row:
+        count, trained = most[part], part == RESULTS and about == TRAINED and plan.training is not None
+        if not count:
+            return Row(part, BESIDE[part], withheld, 0, 0.0, about=about)
+        if part in HARMLESS:
+            return Row(part, BESIDE[part], "", count, 0.0)
+        if trained:
+            return Row(part, BESIDE[part], str(plan.training), count, max(told.values()))
+        return Row(part, BESIDE[part], "", count, math.inf, about=about)
+
+    if not beside:
+        return rows
+    hello = [row(part) for part in HELLO if most[part] or part == PIXELS]
+    errors = [row(ERRORS, about) for about in (TRAINED, TESTS) if most[ERRORS]]
+    return [*hello, *rows, row(RESULTS), row(RESULTS, TESTS), *errors]
 
 
 def _row(plan: Plan, crosses: Mapping[str, str], part: str, count: int, told: Mapping[int, float]) -> Row:
