@@ -55,8 +55,10 @@ def test_a_run_on_flower_is_the_same_run(name: str, tmp_path: Path, monkeypatch:
 
     def until_the_last_call(node: int, request: dict[str, Any], answer: Any) -> Any:
         reply = answer()
-        if request.get("method", "evaluate") != "evaluate" and (most := largest.read_text()):
-            assert 2 * nbytes(reply["answer"]) + SPARE <= int(most), "its contract says how large an answer can be"
+        if request.get("method", "evaluate") != "evaluate":
+            most = largest.read_text()
+            assert most, f"the contract of {request['method']} says how large its answers can be"
+            assert 2 * nbytes(reply["answer"]) + SPARE <= int(most)
         if request.get("round") == 2 and request["method"] in last:
             raise KeyboardInterrupt  # the site has done its part of the round, and the server dies
         return reply
@@ -69,6 +71,8 @@ def test_a_run_on_flower_is_the_same_run(name: str, tmp_path: Path, monkeypatch:
     assert remote.folder is not None
     assert [(r.round, r.clients, r.server, r.bytes) for r in remote.folder.records()] == records
     assert same(everything(remote, again), dict(leaves(isolate(straight))))
+    called = {request["method"] for _, request in first.asked if "method" in request}
+    assert config.algorithm.crosses.keys() - called == ({"train"} if name == "dffke" else set()), "which says nothing"
     # Fewest messages: evaluation rides on a reply, and is asked for by itself only where a client had nothing to do.
     asked = [(node, request) for node, request in first.asked if request.get("round") == 1] + again.asked
     calls = Counter((request["round"], node, request["method"]) for node, request in asked if "method" in request)

@@ -19,6 +19,7 @@ from barter.core.contracts import (
     Named,
     Pixels,
     Places,
+    Room,
     Weights,
     When,
     Within,
@@ -70,6 +71,9 @@ class Methods:
     def twice(self, known: Known) -> int:
         return 2 * known.examples
 
+    def unknown(self, known: Known) -> int | None:
+        return known.nbytes("server") if known.server else None
+
     def offer(self, client: Any) -> Offer: ...  # type: ignore[empty-body]
     def pair(self, client: Any) -> tuple[Tensor, float]: ...  # type: ignore[empty-body]
     def many(self, client: Any) -> tuple[int, ...]: ...  # type: ignore[empty-body]
@@ -94,6 +98,11 @@ class Methods:
         self, client: Any, x: Annotated[Tensor, Places("n")]
     ) -> Annotated[Tensor, Floats("depth", "n", "classes")]: ...  # type: ignore[empty-body]
     def layer(self, client: Any) -> Annotated[Tensor, Floats("outputs", ...)]: ...  # type: ignore[empty-body]
+    def square(
+        self, client: Any, side: Annotated[int, Within(1, 9, "side")]
+    ) -> Annotated[Tensor, Floats("side", "side")]: ...  # type: ignore[empty-body]
+    def parts(self, client: Any) -> Annotated[list[Tensor], Room("twice")]: ...  # type: ignore[empty-body]
+    def factors(self, client: Any) -> Annotated[list[Tensor], Room("unknown")]: ...  # type: ignore[empty-body]
     def scores(self, client: Any) -> dict[str, float]: ...  # type: ignore[empty-body]
     def hidden(self, client: Any) -> Unseen: ...  # type: ignore[name-defined]  # noqa: F821
 
@@ -102,7 +111,7 @@ def rows(n: int, width: int = 5, **changes: Any) -> dict[str, Tensor]:
     return {"classes": torch.arange(n), "vectors": torch.ones(n, width), **changes}
 
 
-SENT = {"said": (torch.zeros(3, dtype=torch.int64),)}
+SENT: dict[str, tuple[Any, ...]] = {"said": (torch.zeros(3, dtype=torch.int64),), "square": (3,)}
 FULL = {"examples": 3, "embeddings": torch.zeros(7, 5)}
 
 
@@ -140,6 +149,9 @@ FULL = {"examples": 3, "embeddings": torch.zeros(7, 5)}
         ("said", torch.zeros(6, 3, 4)),
         ("layer", torch.zeros(7, 3, 2)),
         ("layer", torch.zeros(7)),
+        ("square", torch.zeros(3, 3)),
+        ("parts", [X, torch.zeros(3)]),
+        ("factors", [X] * 4),
         ("scores", {"global": 0.5, "images": 3}),
         ("hidden", {"x": X}),
     ],
@@ -223,6 +235,9 @@ def test_what_was_asked_for_passes(method: str, tree: Any) -> None:
         ("told", torch.tensor([1, 2, 3, 4]), r"told is int64 \(4,\), asked for was int64 empty"),
         ("said", torch.zeros(6, 4, 4), r"said is float32 \(6, 4, 4\), asked for was float32 \(6, 3, 4\)"),
         ("layer", torch.zeros(()), r"layer is float32 \(\), asked for was float32 \(outputs, ...\)"),
+        ("square", torch.zeros(2, 2), r"square is float32 \(2, 2\), asked for was float32 \(3, 3\)"),
+        ("parts", [X, X, X], "^parts has 24 bytes, asked for were at most 20$"),
+        ("factors", [X] * 5, "^factors has 40 bytes, asked for were at most 32$"),
         ("scores", {"a\nb": 0.5}, "scores: key is"),
     ],
 )
@@ -236,6 +251,7 @@ def test_what_was_not_asked_for_is_refused(method: str, tree: Any, said: str) ->
     [
         *(("nothing", 0), ("told", 0), ("word", 200), ("state", 4 * 6 + 8), ("shared", 8 * 4), ("head", 4 * 4 * 5)),
         *(("rows", 8 * 4 + 4 * 4 * 5), ("sample", 200 + 8 * 10), ("counts", 8 * 4), ("said", 4 * 6 * 3 * 4)),
+        *(("square", 4 * 3 * 3), ("parts", 20), ("factors", 8 * 4)),
         *(
             (name, None)
             for name in ("anything", "many", "maybe", "pair", "listed", "lots", "labels", "layer", "scores")
@@ -245,7 +261,7 @@ def test_what_was_not_asked_for_is_refused(method: str, tree: Any, said: str) ->
 )
 def test_how_large_an_answer_can_be(method: str, most: int | None) -> None:
     assert most_bytes(Methods(), method, SENT.get(method, ()), KNOWN) == most
-    if method in ("state", "shared"):
+    if method in ("state", "shared", "factors"):
         assert most_bytes(Methods(), method, (), Known(SPEC, 10)) is None, "of a network that nobody knows"
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from barter.config import Config
 from barter.core.errors import BarterError, ClientError, ConfigError
 from barter.core.payload import isolate, leaves, nbytes
 from barter.experiment import Experiment
-from barter.flower import engine
+from barter.flower import deploy, engine
 from barter.flower.deploy import conduct
 from barter.flower.front import in_bulk
 from barter.runs.journal import Journal
@@ -187,6 +189,38 @@ def test_how_far_a_site_is_can_be_seen_while_its_call_goes_on(
     assert next(said, "all of it was said") == "all of it was said"
 
 
+@pytest.mark.parametrize(("sites", "seconds"), [(1, [3, 6, 9]), (4, [9, 18, 27])])
+def test_the_more_sites_there_are_the_seldomer_they_are_asked_how_far_they_are(
+    sites: int, seconds: list[int], grid: LoopbackGrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, asked = SimpleNamespace(monotonic=lambda: second), list[int]()
+    monkeypatch.setattr(engine, "time", clock)
+    monkeypatch.setattr(engine, "ask", lambda *_: asked.append(clock.monotonic()) or {})
+    progress = engine.Progress(grid, 0.0)
+    for second in range(30):  # noqa: B007  # the clock says it
+        assert list(progress.poll(set(range(sites)))) == []
+    assert asked[:3] == seconds
+
+
+def test_who_waits_for_sites_looks_once_in_a_second(
+    grid: LoopbackGrid, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, pauses = 0.0, list[float]()
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds + 0.01
+        pauses.append(seconds)
+
+    monkeypatch.setattr(deploy, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    monkeypatch.setattr(grid, "get_node_ids", lambda: [100, 101])
+    with pytest.raises(ConfigError, match=r"2 of 3 sites came within 120 s \(site-0, site-1\)"):
+        run(1, timeout=100.0)
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == 1.0
+    assert len(pauses) < 250
+
+
 def test_what_all_are_told_is_encoded_once(grid: LoopbackGrid, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     sent, push, made = [], grid.push_messages, []
     monkeypatch.setattr(engine, "in_bulk", lambda blobs: (made.append(blobs), in_bulk(blobs))[1])
@@ -218,12 +252,29 @@ def test_how_large_answers_can_be_is_said_before_they_are_asked_for(grid: Loopba
     grid.deliver = deliver
     fields: dict[str, Any] = {"algorithm": tiny("fedfree"), "clients": 3, "models": "small-mlp", "device": "cpu"}
     conduct(grid, Config(rounds=1, **fields), tmp_path / "run", Journal(tmp_path / "journal"), largest)
-    assert set(seen) == {("learn", ""), ("receive", str(10**6))}, "a list of layers has no end, nothing has one"
+    assert {method for method, _ in seen} == {"learn", "receive"}
+    assert all(10**6 < int(most) < 1.2e6 for method, most in seen if method == "learn"), "a few layers"
+    assert all(most == str(10**6) for method, most in seen if method == "receive"), "nothing"
     seen.clear()
     fields["algorithm"] = tiny("fedavg", fraction=0.4)
     experiment = conduct(grid, Config(rounds=1, **fields), tmp_path / "other", Journal(tmp_path / "journal"), largest)
     size = nbytes(dict(experiment.server.model.state_dict()))
     assert set(seen) == {("client_update", str(2 * size + 10**6)), ("evaluate", str(10**6))}
+
+
+def test_an_answer_that_is_larger_than_it_can_be_is_a_failure(grid: LoopbackGrid, run: Run) -> None:
+    def longer(answer: Callable[[], Any]) -> Any:
+        reply = answer()
+        return {**reply, "answer": 20 * reply["answer"]}
+
+    once(grid, 101, longer)
+    experiment = run(2, algorithm=tiny("fedfree"), min_clients=2)
+    assert experiment.folder is not None
+    one, two = experiment.folder.records()
+    (failure,) = one.failures
+    named = r"client 1 failed in 'learn', round 1: site site-1: learn has \d+ bytes, asked for were at most \d+"
+    assert re.fullmatch(named, failure)
+    assert two.failures == []
 
 
 def test_too_few_answers_end_the_run_and_lose_nothing(grid: LoopbackGrid, run: Run) -> None:

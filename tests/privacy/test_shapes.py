@@ -30,7 +30,6 @@ SHAPED = {
     "fedaf": {*LOT, "condense.soft", "summarise", "summarise.classes", "summarise.logits"},
     "fedfree": {"learn", *(f"learn.{key}" for key in Layer.__annotations__)},  # the layers that training changed most
     "fedkd": {"learn"},  # as many factors as the change needs
-    "central": {"give"},
 }
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
-from barter.core.contracts import Labels, Pixels
+from barter.core.contracts import Labels, Pixels, Within
 from barter.core.errors import PayloadError
 from barter.core.images import Images
 from barter.core.nodes import Client, Server
@@ -27,14 +27,15 @@ __all__ = ["Central"]
 
 
 # Images are as large as the client's files, and all clients' alike.
-Gift: TypeAlias = tuple[Annotated[Tensor, Pixels("n", "side", "side")], Annotated[Tensor, Labels("n")]]
+Side: TypeAlias = Annotated[int, Within(1, 1e6, "side")]
+Gift: TypeAlias = tuple[Annotated[Tensor, Pixels("examples", "side", "side")], Annotated[Tensor, Labels("examples")]]
 
 
-def of_side(side: int, client: int, gift: Gift) -> Gift:
-    """The gift, if its images have this side, as most clients' have."""
-    if gift[0].shape[-1] != side:
-        raise PayloadError(f"images of {gift[0].shape[-1]} pixels a side, those of most have {side}")
-    return gift
+def as_most(side: int, client: int, own: int) -> int:
+    """The side of a client's images, if it is this one, which most clients' have."""
+    if own != side:
+        raise PayloadError(f"images of {own} pixels a side, those of most have {side}")
+    return own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,8 @@ class Central(Algorithm):
     """No privacy at all."""
 
     crosses = {
-        "give": "up: every private image and label",
+        "measure": "up: how many pixels are on a side of the images",
+        "give": "down: the side of most; up: every private image and label",
         "learn": "down: everybody's images and labels",
     }
 
@@ -53,12 +55,16 @@ class Central(Algorithm):
     batch_size: Count = 100  # B: images per step
 
     def round(self, server: Server, clients: Clients, t: int) -> None:
-        gifts = clients.run(self.give)
-        side = mode(pixels.shape[-1] for pixels, _ in gifts.values())
-        pool = [torch.cat(parts) for parts in zip(*gifts.each(partial(of_side, side)).values(), strict=True)]
+        sides = clients.run(self.measure)
+        side = mode(sides.values())
+        gifts = clients.only(sides.each(partial(as_most, side))).run(self.give, side)
+        pool = [torch.cat(parts) for parts in zip(*gifts.values(), strict=True)]
         clients.run(self.learn, pool)
 
-    def give(self, client: Client) -> Gift:
+    def measure(self, client: Client) -> Side:
+        return client.data.side
+
+    def give(self, client: Client, side: Side) -> Gift:
         return client.data.pixels, client.data.labels
 
     def learn(self, client: Client, pool: list[Tensor]) -> None:

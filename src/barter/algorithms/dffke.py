@@ -38,9 +38,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from barter.core.algorithm import Algorithm
-from barter.core.answers import Known
+from barter.core.answers import WORD, Known
 from barter.core.clients import Clients, Replies
-from barter.core.contracts import Floats, Labels, When, Within
+from barter.core.contracts import Floats, Labels, Room, When, Within
 from barter.core.errors import ConfigError
 from barter.core.evaluation import evaluate, predict
 from barter.core.images import Augment, Images, Spec, augmented
@@ -187,6 +187,16 @@ class DFFKE(Algorithm[Hub, Trader]):
         """Of each image."""
         return number(cut(self.parts, known.spec))
 
+    def offered(self, examples: int) -> int:
+        """How many of its images a client offers."""
+        return min(max(2, math.ceil(self.share * examples)), examples)
+
+    def lesson_bytes(self, known: Known) -> int:
+        """Of a word on all images that a client offered, and on as many before, of as many rounds as it remembers."""
+        n, numbers = self.offered(known.examples), known.spec.classes + self.embedding_loss * self.code_dim
+        rounds = 1 + (n if self.memory is None else min(n, self.memory))
+        return 2 * n * (4 * numbers + 8) + rounds * WORD
+
     def round(self, server: Hub, clients: Clients, t: int) -> None:
         federation = clients.only(clients[: max(1, round(self.collaboration * len(clients)))])
         clients.only(set(clients) - set(federation)).run(self.train)
@@ -216,8 +226,7 @@ class DFFKE(Algorithm[Hub, Trader]):
 
     def learn(self, client: Trader) -> Offer:
         self.train(client)
-        data, examples = client.data, math.ceil(self.share * len(client.data))
-        examples = min(max(2, examples), len(data))
+        data, examples = client.data, self.offered(len(client.data))
         augment = self.augment(data, data.spec.width)
         offer: Offer = {"examples": examples, "crop": augment.crop, "flip": augment.flip}
         if self.inverts:
@@ -267,7 +276,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         server.report["buffer_bytes"] = nbytes(server.buffer)
         return {k: {"entries": [*old, entry], "docking": docking.get(k, {})} for k, old in missed.items()}
 
-    def teach(self, client: Trader, delivery: Delivery) -> Lesson:
+    def teach(self, client: Trader, delivery: Delivery) -> Annotated[Lesson, Room("lesson_bytes")]:
         """The client's own logits Ŷ_k on its transfer images of this round, and on a sample of those before, B_k^t."""
         room = None if self.memory is None else self.memory + 1  # R past rounds and this one
         client.buffer = newest(client.buffer + delivery["entries"], room)

@@ -40,8 +40,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from barter.core.algorithm import Algorithm
+from barter.core.answers import WORD, Known
 from barter.core.clients import Clients, Replies
-from barter.core.contracts import Floats, When, Within
+from barter.core.contracts import Floats, Room, When, Within
 from barter.core.errors import ConfigError, PayloadError
 from barter.core.evaluation import evaluate
 from barter.core.nodes import Client, Server
@@ -200,6 +201,11 @@ class FedFree(Algorithm[Bridge, Client]):
         """Whether clients say how much training changed each output."""
         return self.outputs == "trained"
 
+    def largest(self, known: Known) -> int | None:
+        """Bytes of the k largest layers of a client's network: weights, for each output a bias and a credit, words."""
+        layers = [shape.numel() + 2 * shape[0] for shape, _ in known.weights.values() if len(shape) > 1]
+        return sum(4 * size + 3 * WORD for size in sorted(layers)[-self.layers :]) or None
+
     def setup(self, server: Bridge, clients: Clients) -> None:
         if self.match == "depth":
             network = fedfree_cnn(replace(server.spec, height=32, width=32)).to(server.device)
@@ -213,7 +219,7 @@ class FedFree(Algorithm[Bridge, Client]):
         active.scatter(self.receive, {k: gifts.get(k, []) for k in active})  # Eq. 7
         server.report["gifts"] = len(gifts)
 
-    def learn(self, client: Client) -> list[Layer]:
+    def learn(self, client: Client) -> Annotated[list[Layer], Room("largest")]:
         before = layers_of(client.model)
         fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=sgd(self.lr))
         client.report |= {f"before_{name}": value for name, value in evaluate(client).items()}

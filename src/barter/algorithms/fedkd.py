@@ -24,13 +24,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from barter.compute import lanes
 from barter.core.algorithm import Algorithm
+from barter.core.answers import Known
 from barter.core.clients import Clients
+from barter.core.contracts import Room
 from barter.core.images import Augment, Spec, prepared
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
@@ -110,6 +113,10 @@ class FedKD(Algorithm[Broker, Mentor]):
         """The share of the squared singular values that is sent in round t."""
         return self.energy_start + min(1.0, t / self.energy_rounds) * (self.energy_end - self.energy_start)
 
+    def whole(self, known: Known) -> int | None:
+        """Bytes of a change of which nothing is left out: factors travel only where they are less."""
+        return known.nbytes("server")
+
     def round(self, server: Broker, clients: Clients, t: int) -> None:
         active, w = clients.sample(self.fraction), dict(server.model.state_dict())
         news: dict[int, tuple[State, float]] = {k: ({} if k in server.holders else w, self.energy(t)) for k in active}
@@ -119,7 +126,7 @@ class FedKD(Algorithm[Broker, Mentor]):
         server.model.load_state_dict(moved(w, restored(change, w)))
         server.holders = list(clients.only({*server.holders, *updates}).run(self.receive, change))
 
-    def learn(self, client: Mentor, news: tuple[State, float]) -> Compressed:
+    def learn(self, client: Mentor, news: tuple[State, float]) -> Annotated[Compressed, Room("whole")]:
         w, energy = news
         client.shared = w or client.shared
         data, shared = client.data, companion(client, self.shared, client.shared)

@@ -15,14 +15,27 @@ from typing import Annotated, Any, NotRequired, TypeAlias, Union, get_args, get_
 import torch
 from torch import Tensor
 
-from barter.core.contracts import BOUND, EXACT, Classes, Counts, Entries, Floats, Named, Size, Weights, When, Within
+from barter.core.contracts import (
+    BOUND,
+    EXACT,
+    Classes,
+    Counts,
+    Entries,
+    Floats,
+    Named,
+    Room,
+    Size,
+    Weights,
+    When,
+    Within,
+)
 from barter.core.errors import PayloadError
 from barter.core.images import Spec
-from barter.core.payload import Payload, leaves, numbers
+from barter.core.payload import Payload, leaves, nbytes, numbers
 
-__all__ = ["Known", "Shapes", "most_bytes", "require", "shapes_of"]
+__all__ = ["WORD", "Known", "Shapes", "most_bytes", "require", "shapes_of"]
 
-WORD = 200  # letters that a name may have
+WORD = 200  # letters that a name may have; bytes that are left for one, or for a number, and what is around it
 PLAIN = (torch.float32, torch.int64, torch.uint8, torch.bool)  # kinds of tensors of which nothing is said
 Shapes: TypeAlias = Mapping[str, tuple[torch.Size, torch.dtype]]
 Sizes: TypeAlias = ChainMap[str, int]
@@ -45,6 +58,10 @@ class Known:
 
     def network(self, whose: str) -> Shapes:
         return self.server if whose == "server" else self.weights
+
+    def nbytes(self, whose: str) -> int | None:
+        """Of a network's weights; none where they are not known."""
+        return sum(shape.numel() * dtype.itemsize for shape, dtype in self.network(whose).values()) or None
 
     def sizes(self) -> dict[str, int]:
         images = {name: getattr(self.spec, name) for name in ("classes", "channels", "height", "width")}
@@ -147,6 +164,8 @@ class _Reader:
         for mark in _unwrapped(hint)[1]:
             if isinstance(mark, Floats) and isinstance(value, Tensor):
                 self.meet(mark, value, sizes)
+            elif isinstance(mark, Within) and mark.name:
+                sizes[mark.name] = int(value)
 
     def meet(self, mark: Floats, value: Tensor, sizes: Sizes) -> bool:
         """Whether the shape is the one that is wanted, where what is met for the first time may be anything."""
@@ -165,6 +184,8 @@ class _Reader:
         for mark in marks:
             if isinstance(mark, Named):
                 sizes = sizes.new_child({mark.name: int(self.bound(mark.size, sizes))})
+            elif isinstance(mark, Room) and (most := self.size(mark.most, sizes)) is not None and nbytes(tree) > most:
+                raise PayloadError(f"{path} has {nbytes(tree)} bytes, asked for were at most {most}")
         origin, args = get_origin(wanted), get_args(wanted)
         if wanted is Any:
             for at, value in leaves(tree, path):
@@ -251,6 +272,8 @@ class _Reader:
         for mark in marks:
             if isinstance(mark, Named):
                 sizes = sizes.new_child({mark.name: int(self.bound(mark.size, sizes))})
+            elif isinstance(mark, Room):
+                return self.size(mark.most, sizes)
         if origin in (Union, types.UnionType):
             return _all(max, [self.room(kind, sizes) for kind in args])
         if origin is tuple and ... not in args:
@@ -265,8 +288,7 @@ class _Reader:
             for mark in marks:
                 if isinstance(mark, Entries):
                     return _all(sum, [self.product(Floats(*shape), sizes) for shape in mark.shapes.values()])
-            network = self.known.network(next((mark.of for mark in marks if isinstance(mark, Weights)), "client"))
-            return sum(shape.numel() * dtype.itemsize for shape, dtype in network.values()) or None
+            return self.known.nbytes(next((mark.of for mark in marks if isinstance(mark, Weights)), "client"))
         return WORD if wanted in (int, float, bool, str) or origin is typing.Literal else None
 
     def limits(self, marks: Iterable[object], sizes: Sizes) -> Iterator[tuple[str, int]]:

@@ -16,7 +16,20 @@ from typing import Literal, TypeAlias
 
 import torch
 
-__all__ = ["Classes", "Counts", "Entries", "Floats", "Labels", "Named", "Pixels", "Places", "Weights", "When", "Within"]
+__all__ = [
+    "Classes",
+    "Counts",
+    "Entries",
+    "Floats",
+    "Labels",
+    "Named",
+    "Pixels",
+    "Places",
+    "Room",
+    "Weights",
+    "When",
+    "Within",
+]
 
 BOUND = 1e6  # of decimal numbers in tensors: squares and sums of many are numbers still
 EXACT = 2.0**53  # of all other numbers: a decimal number can tell them apart up to here
@@ -102,6 +115,13 @@ class Named:
 
     name: str
     size: Size
+
+
+@dataclass(frozen=True)
+class Room:
+    """Of anything: all that is in it has at most so many bytes, where shapes alone do not say how many."""
+
+    most: Size
 
 
 @dataclass(frozen=True)

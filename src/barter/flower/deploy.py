@@ -37,6 +37,7 @@ from barter.experiment import Experiment
 from barter.flower.address import Address, require_name
 from barter.flower.engine import POLL_SECONDS, FlowerEngine, Hellos, Member
 from barter.flower.inside import hurry
+from barter.flower.pulse import pause
 from barter.flower.sites import Hello, agree, federation, new_attempt
 from barter.flower.supervise import FLOWER, Child, free_port
 from barter.machine import with_threads
@@ -155,7 +156,7 @@ def _gathered(hellos: Hellos, config: Config, journal: Journal, roster: Roster |
     others stay away or are not what they were."""
     here: dict[int, Hello] = {}
     least = config.clients if roster is None else config.min_clients or config.clients
-    deadline = time.monotonic() + hellos.timeout
+    last, deadline = time.monotonic(), time.monotonic() + hellos.timeout
     while len(here) + len(hellos.refused) < config.clients:
         new: dict[int, Hello] = {}
         for node, tree in hellos.poll(hellos.grid.get_node_ids()).items():
@@ -170,17 +171,16 @@ def _gathered(hellos: Hellos, config: Config, journal: Journal, roster: Roster |
             raise ConfigError("; ".join(hellos.refused.values()))
         here |= new
         names = ", ".join(sorted(site.name for site in here.values())) or "none"
+        so_many = f"{len(here)} of {config.clients} sites"
         if new:
-            journal.note("say", f"{len(here)} of {config.clients} sites are here: {names}")
-        waited = time.monotonic() > deadline - hellos.timeout + PATIENCE
-        if len(here) >= least and waited:
+            last = time.monotonic()
+            journal.note("say", f"{so_many} are here: {names}")
+        if len(here) >= least and time.monotonic() > deadline - hellos.timeout + PATIENCE:
             break
         if time.monotonic() > deadline:
             silent = f"; {len(hellos.pending)} more are connected and say nothing" if hellos.pending else ""
-            raise ConfigError(
-                f"{len(here)} of {config.clients} sites came within {hellos.timeout:g} s ({names}){silent}"
-            )
-        time.sleep(POLL_SECONDS)
+            raise ConfigError(f"{so_many} came within {hellos.timeout:g} s ({names}){silent}")
+        time.sleep(pause(time.monotonic() - last, POLL_SECONDS))
     return here
 
 

@@ -30,7 +30,7 @@ from barter.privacy.beside import EPSILON, ERRORS
 
 __all__ = ["POLL_SECONDS", "FlowerEngine", "Hellos", "Member"]
 
-PROGRESS, PROGRESS_SECONDS = "query.progress", 5.0  # asked no more often than that
+PROGRESS, PROGRESS_SECONDS = "query.progress", 2.0  # for each site that is asked: a dozen requests of the SuperLink's
 POLL_SECONDS = 0.05  # between two looks at least
 TRIES = 3  # how often a call is sent to a site that Flower lost on the way
 LATE = "no answer in time"
@@ -319,7 +319,8 @@ class FlowerEngine(BaseEngine):
 
 
 class Progress:
-    """How far sites are in a call that takes long: they are asked now and then, the seldomer the longer it takes."""
+    """How far sites are in a call that takes long: they are asked now and then, the seldomer the longer it takes and
+    the more there are."""
 
     def __init__(self, grid: Grid, begin: float) -> None:
         self.grid, self.begin, self.last = grid, begin, begin
@@ -328,7 +329,7 @@ class Progress:
     def poll(self, nodes: Set[int]) -> Iterator[tuple[int, float]]:
         """What has been said since the last time by those of these nodes that were asked."""
         now = time.monotonic()
-        if now - self.last > max(PROGRESS_SECONDS, (now - self.begin) / 10):
+        if now - self.last > max(PROGRESS_SECONDS * len(nodes), (now - self.begin) / 10):
             self.last = now
             question = to_records(encode(None))
             asked = ask(self.grid, dict.fromkeys(nodes - set(self.pending.values()), question), PROGRESS, 60.0)
