@@ -458,6 +458,8 @@ def test_help_and_mistakes_do_not_wait_for_torch(arguments: list[str]) -> None:
         ("--output", "write --out ..."),
         ("--gpu", "write --device cuda"),
         ("--config", "write [CONFIG.toml]"),
+        ("--rouds", "there is no --rouds: write --set rounds=..."),
+        ("--algorthm", "Did you mean '--algorithm'?"),
         ("--nonsense", "No such option"),
     ],
 )

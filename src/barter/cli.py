@@ -6,6 +6,7 @@ What can be asked is here, what is done then in `commands`, which loads torch: h
 
 from __future__ import annotations
 
+import difflib
 import io
 import re
 import sys
@@ -358,10 +359,14 @@ LIKELY = {  # options that one would expect, and what there is instead
 
 def _guess(option: str, context: click.Context | None) -> str:
     """What to write instead of an option that one would expect, where the command has it; nothing if it has not."""
+    given = context.command.params if context else []
+    has = {word for parameter in given for word in (*parameter.opts, parameter.metavar) if word}
+    short = {key: key.rpartition(".")[2] for key in sorted(known_keys())}
     name = option.lstrip("-").replace("-", "_")
-    keys = sorted(key for key in known_keys() if name in (key, key.partition(".")[2]))
-    words = LIKELY.get(name) or " or ".join(f"--set {key}=..." for key in keys)
-    has = {word for given in (context.command.params if context else []) for word in (*given.opts, given.metavar)}
+    if name not in {*LIKELY, *short, *short.values()}:
+        near = difflib.get_close_matches(name, [*short.values(), *(word.strip("-") for word in has)], 1, 0.7)
+        name = near[0] if near and f"--{near[0]}" not in has else ""
+    words = LIKELY.get(name) or " or ".join(f"--set {key}=..." for key in short if name in (key, short[key]))
     return f"there is no {option}: write {words}" if words.partition(" ")[0] in has else ""
 
 
