@@ -194,7 +194,8 @@ class Experiment:
     def privacy(self) -> Statement:
         """What has left the clients so far, and what that promises to whoever is in an image."""
         secret = not isinstance(self.engine, LocalEngine)
-        return statement(self.config.privacy, self.algorithm, self.engine.crossed, self.engine.told, secret=secret)
+        engine, start = self.engine, self.config.start
+        return statement(self.config.privacy, self.algorithm, engine.crossed, engine.told, secret=secret, start=start)
 
     def _require_budget(self) -> None:
         """An error, before anything is done, if too few clients could answer in another round like the last ones."""

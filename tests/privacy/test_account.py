@@ -143,6 +143,20 @@ def test_nothing_costs_nothing_and_much_is_finite() -> None:
         assert spent({Gaussian(noise): 1}, DELTA) == pytest.approx(2 / noise**2, rel=0.01)
 
 
+def test_the_least_and_the_largest_that_can_be_asked_for_are_found() -> None:
+    for epsilon, delta in ((1e-9, 1e-12), (1e-6, 1e-5), (1e9, 1e-5)):
+        noise = calibrated(epsilon, delta, 5)
+        assert spent({Gaussian(noise): 5}, delta) == pytest.approx(epsilon, rel=1e-5)
+    noise = calibrated_steps(1e6, DELTA, 0.1, 20)
+    assert spent({Sampled(noise, 0.1): 20}, DELTA) == pytest.approx(1e6, rel=1e-5)
+
+
+def test_steps_with_hardly_any_noise_are_counted_at_once_and_cost_no_less() -> None:
+    assert spent({Sampled(1e-6, 0.5): 2}, DELTA) == spent({Gaussian(1e-6): 2}, DELTA) < math.inf
+    costs = [spent({Sampled(noise, 0.5): 2}, DELTA) for noise in (0.01, 0.099, 0.101, 0.2)]
+    assert costs == sorted(costs, reverse=True)
+
+
 def test_without_the_accountant_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting.pld", None)
     assert spent({Gaussian(5.5): 1}, DELTA) > 0, "Gaussians need none"

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from barter.cli import main
+from barter.privacy import Privacy
+from barter.privacy.show import conclusion
+from tests.conftest import small_federation, tiny
 from tests.test_cli import QUICK
 
 PARTS = 'privacy.parts={"learn.embeddings" = "gaussian clip=4", "learn.labels" = "withhold"}'
@@ -78,3 +81,24 @@ def test_other_runs_say_that_nothing_is_protected(tmp_path: Path, capsys: pytest
 )
 def test_mistakes(setting: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in said(capsys, "run", "--set", setting, status=2)
+
+
+def test_a_method_that_cannot_train_in_private_is_told_so_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = ["--set", "privacy.training=clip=1 noise=1", "--set", "clients=2"]
+    text = said(capsys, "run", "--out", str(tmp_path / "run"), "--algorithm", "fedproto", *training, status=1)
+    assert "privacy.training: this method as configured looks at private images" in text
+    assert "Traceback" not in text
+
+
+def test_sites_are_not_said_to_take_part_where_they_would_not() -> None:
+    """Rows of a network have no promise, whatever else is withheld."""
+    parts = {"learn.weights": "withhold", "learn.labels": "withhold", "teach.logits": "withhold"}
+    for embeddings, finite in (("gaussian clip=1 each=answer", True), ("gaussian clip=1", False)):
+        privacy = Privacy(epsilon=8, parts={**parts, "learn.embeddings": embeddings})
+        experiment = small_federation(tiny("dffke"), models="small-mlp", rounds=1, privacy=privacy)
+        experiment.step()
+        text = " ".join(conclusion(experiment.privacy()))
+        assert ("there is no promise." in text) != finite
+        assert "Sites with `epsilon`" not in text

@@ -139,6 +139,18 @@ def test_what_is_no_part_of_an_answer_has_left_too() -> None:
     assert "tell: the shape of the answer comes from private images without protection" in found.why
 
 
+def test_what_the_run_told_that_this_one_started_from_is_not_forgotten(tmp_path: Path) -> None:
+    noisy = Privacy(epsilon=8, parts={"client_update": "gaussian clip=1 of=change"})
+    before = federation(FedAvg, privacy=Privacy(), out=tmp_path / "before", rounds=1)
+    before.step()
+    for start, finite in (("", True), (str(tmp_path / "before"), False)):
+        experiment = federation(FedAvg, privacy=noisy, rounds=1, start=start)
+        experiment.step()
+        assert math.isfinite(experiment.privacy().epsilon) == finite
+    (why,) = experiment.privacy().why
+    assert why == f"it began with the networks of {start}, and what that run told of the same images is not counted"
+
+
 def test_what_the_server_refuses_has_left_too() -> None:
     experiment = federation(Loud, privacy=Privacy())
     with pytest.raises(ClientError, match="client_update"):

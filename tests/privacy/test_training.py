@@ -216,8 +216,9 @@ def test_networks_that_know_images_already_are_refused() -> None:
         ({"training": "clip=1"}, "privacy.training: it needs noise=..., or privacy.epsilon for the run"),
         ({"training": "clip=1 noise=1 epsilon=8"}, "noise is given, or found from epsilon and rounds, not both"),
         ({"training": "clip=1 epsilon=8 rounds=1.5"}, "write it as clip=1"),
+        ({"training": "noise=1"}, "privacy.training='noise=1': it needs clip=..."),
         ({"training": "much"}, "write it as clip=1 or clip=1 noise=1.1"),
-        ({"training": "clip=0 noise=1"}, "clip=0.0: must be float > 0"),
+        ({"training": "clip=0 noise=1"}, "privacy.training='clip=0 noise=1': clip=0.0: must be float > 0"),
         ({"training": "clip=1 noise=1", "parts": {"client_update": "withhold"}}, "leave out privacy.parts"),
     ],
 )

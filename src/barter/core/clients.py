@@ -178,5 +178,6 @@ class Clients(Sequence[int]):
             more = f"; and {len(failures) - 3} more" if len(failures) > 3 else ""
             reasons = "; ".join(map(str, failures[:3])) + more
             error = ClientError(f"{answered} of {asked} clients answered {method!r}, {needed} must: {reasons}")
-            error.add_note(failures[0].traceback)
+            if ConfigError.__name__ not in failures[0].error:  # which says what to change, and need not say where
+                error.add_note(failures[0].traceback)
             raise error

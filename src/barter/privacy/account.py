@@ -33,6 +33,7 @@ STEP = 1e-3  # of discretised privacy losses; they are rounded up
 POINTS = 2e5  # at most about so many of them
 HUGE = 1e3  # μ beyond which nobody asks for the last digits of ε
 LARGEST = 20.0  # logarithm of noise that is looked at
+SLIGHT = 0.1  # noise below which steps on samples count as steps on all images, which is no less: ε is in the hundreds
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,12 @@ Releases: TypeAlias = Mapping[Release, int]
 
 def spent(releases: Releases, delta: float) -> float:
     """The smallest known ε such that all these releases together are (ε, δ)-private."""
-    return _spent(frozenset((release, count) for release, count in releases.items() if count), delta)
+    counts: dict[Release, int] = {}
+    for release, count in releases.items():
+        if isinstance(release, Sampled) and release.noise < SLIGHT:
+            release = Gaussian(release.noise)
+        counts[release] = counts.get(release, 0) + count
+    return _spent(frozenset((release, count) for release, count in counts.items() if count), delta)
 
 
 @lru_cache(maxsize=4096)
@@ -83,7 +89,8 @@ def calibrated(epsilon: float, delta: float, count: int, others: Releases | None
     """The smallest noise with which so many Gaussian releases, and others beside them, stay within ε."""
     others = others or {}
     if not any(others.values()):
-        mu = brentq(lambda mu: _log_delta(epsilon, mu) - math.log(delta), 1e-9, 10 + 10 * epsilon, xtol=1e-12)
+        most = 10 + math.sqrt(2 * epsilon)
+        mu = brentq(lambda mu: _log_delta(epsilon, mu) - math.log(delta), 1e-13, most, xtol=1e-16)
         return 2 * math.sqrt(count) / float(mu)
     already = spent(others, delta)
     if already >= epsilon:

@@ -33,4 +33,7 @@ def mechanism_of(text: str, part: str) -> Mechanism:
     for field in fields(kind):
         if field.name not in values and field.default is MISSING:
             raise ConfigError(f"privacy.parts: {part}={text!r}: {name} needs {field.name}=...")
-    return build(kind, values, f"privacy.parts: {part}: ")
+    try:
+        return build(kind, values)
+    except ConfigError as error:
+        raise ConfigError(f"privacy.parts: {part}={text!r}: {error}") from None

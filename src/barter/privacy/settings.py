@@ -15,7 +15,7 @@ from barter.privacy.account import Gaussian, Release, Sampled, calibrated, calib
 from barter.privacy.mechanisms import Additive, ClassMeans, Each, Laplace, Mechanism
 from barter.privacy.parts import covered, parts_of
 from barter.privacy.registry import mechanism_of
-from barter.privacy.shapes import shaped_by_images, unsent
+from barter.privacy.shapes import decimals, decimals_come, shaped_by_images, unsent
 
 __all__ = ["TRAINING", "Plan", "Privacy", "Training"]
 
@@ -73,7 +73,7 @@ class Privacy:
     """
 
     epsilon: Positive | None = None  # ε: what each client may spend in the run; none: no limit
-    delta: Annotated[float, Range(gt=0, le=0.01)] = 1e-5  # δ: the chance that ε does not hold; far below 1 / images
+    delta: Annotated[float, Range(ge=1e-12, le=0.01)] = 1e-5  # δ: the chance that ε does not hold; far below 1 / images
     training: str = ""  # DP-SGD, such as "clip=1" or "clip=1 noise=1.1": nothing but `fit` looks at images; or as ever
     parts: dict[str, str] = field(default_factory=dict, hash=False)  # METHOD.KEY of an answer, or METHOD -> mechanism
 
@@ -110,7 +110,12 @@ def _training(text: str) -> Training:
         values = {key: int(value) if key == "rounds" else float(value) for key, value in pairs}
     except ValueError:
         raise ConfigError(f"privacy.training={text!r}: write it as clip=1 or clip=1 noise=1.1") from None
-    return build(Training, values, "privacy.training: ")
+    if "clip" not in values:
+        raise ConfigError(f"privacy.training={text!r}: it needs clip=...")
+    try:
+        return build(Training, values)
+    except ConfigError as error:
+        raise ConfigError(f"privacy.training={text!r}: {error}") from None
 
 
 def _or_epsilon(mechanism: Mechanism) -> str:
@@ -143,20 +148,23 @@ class Plan:
         self.mechanisms = {part: mechanism_of(text, part) for part, text in privacy.parts.items()}
         self.covers: dict[str, str] = {}  # part -> the name under which it is protected
         for name, mechanism in self.mechanisms.items():
-            for part in self._covered(name, mechanism, type(algorithm).__name__):
+            for part in self._covered(name, mechanism, algorithm):
                 if part in self.covers:
                     raise ConfigError(f"privacy.parts: {part} is protected twice, by {self.covers[part]} and {name}")
                 self.covers[part] = name
             self.covers[name] = name  # and what is no part of the answer
 
-    def _covered(self, name: str, mechanism: Mechanism, title: str) -> list[str]:
+    def _covered(self, name: str, mechanism: Mechanism, algorithm: Algorithm[Any, Any]) -> list[str]:
+        title = type(algorithm).__name__
         every = [part for parts in self.parts.values() for part in parts]
         if name not in every and name not in self.parts:
-            raise ConfigError(f"privacy.parts: {title} sends no {name!r}: {did_you_mean(name, [*every, *self.parts])}")
+            raise ConfigError(f"privacy.parts: {title} sends no {name!r}: {did_you_mean(name, {*every, *self.parts})}")
         wanted = [name] if mechanism.beside is None else [name, f"{name.partition('.')[0]}.{mechanism.beside}"]
         for part in wanted:
             if part not in every and part not in self.parts:
                 raise ConfigError(f"privacy.parts: {title} sends no {part!r} for the labels of {name}: set labels=...")
+            if part in self.unsent:
+                raise ConfigError(f"privacy.parts: {title} as configured sends no {part!r}: leave it out")
             if (mechanism.needs_rows or getattr(mechanism, "each", None) == "image") and self.each(part) != "image":
                 raise ConfigError(
                     f"privacy.parts: {name}={str(mechanism)!r}: rows of {part} belong to no single image, "
@@ -167,6 +175,12 @@ class Plan:
             if kind is not None and kind != "nothing" and not mechanism.protects(kind == "label", part == name):
                 other = "`response` or `withhold` protects them" if kind == "label" else "it is for labels"
                 raise ConfigError(f"privacy.parts: {name}={str(mechanism)!r}: {part} holds {_what(kind)}; {other}")
+        if isinstance(mechanism, Additive):
+            lacks = "" if decimals(algorithm, name) else "there are no decimal numbers in it; `withhold` protects it"
+            if mechanism.of == "change" and not decimals_come(algorithm, name):
+                lacks = "nothing comes down from which it could have changed; leave out of=change"
+            if lacks:
+                raise ConfigError(f"privacy.parts: {name}={str(mechanism)!r}: {lacks}")
         return [part for name in wanted for part in covered(name, self.parts)]
 
     def each(self, part: str) -> Each:

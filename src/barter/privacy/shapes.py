@@ -1,4 +1,4 @@
-"""Which parts of an answer have a shape that private images can change, as far as its contract says.
+"""What contracts say of an answer's parts: which have a shape that private images can change, which hold what.
 
 Noise changes numbers, not how many of them there are: a row for each class that a client has tells which number of
 classes that is, whatever is added to it.
@@ -6,6 +6,7 @@ classes that is, whatever is added to it.
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
@@ -16,10 +17,11 @@ from torch import Tensor
 from barter.core.algorithm import Algorithm
 from barter.core.contracts import Entries, Floats, Named, When, Within
 
-__all__ = ["shaped_by_images", "unsent"]
+__all__ = ["decimals", "decimals_come", "shaped_by_images", "unsent"]
 
 AGREED = frozenset({"classes", "channels", "height", "width", "features", "examples"})  # sizes that all parties know
 NUMBERS = (int, float, bool, str, None, type(None))  # which have no shape
+WHOLE = (int, bool, str, bytes, None, type(None))  # which are no decimal numbers
 Names = frozenset[str]
 
 
@@ -49,6 +51,29 @@ def unsent(algorithm: Algorithm[Any, Any], parts: Iterable[str]) -> set[str]:
             if not all(getattr(algorithm, mark.says, True) for mark in _marks(hint) if isinstance(mark, When)):
                 found.add(f"{method}.{key}")
     return found
+
+
+def decimals(algorithm: Algorithm[Any, Any], part: str) -> bool:
+    """Whether there can be decimal numbers in a part, or in a method's answer, as far as its type says."""
+    method, _, key = part.partition(".")
+    answer = _hints(getattr(type(algorithm), method, None)).get("return", Any)
+    return _decimal(dict(_keys(answer))[key] if key else answer)
+
+
+def decimals_come(algorithm: Algorithm[Any, Any], part: str) -> bool:
+    """Whether decimal numbers can come down with the call of a part's method."""
+    method = getattr(type(algorithm), part.partition(".")[0])
+    hints = _hints(method)
+    return any(_decimal(hints.get(name, Any)) for name in list(inspect.signature(method).parameters)[2:])
+
+
+def _decimal(hint: Any) -> bool:
+    kind, marks = _split(hint)
+    if kind is Tensor:
+        return all(mark.dtype.is_floating_point for mark in marks if isinstance(mark, Floats))
+    if is_typeddict(kind):
+        return any(map(_decimal, _hints(kind).values()))
+    return any(map(_decimal, get_args(kind))) if get_args(kind) else kind not in WHOLE
 
 
 def _own(algorithm: Algorithm[Any, Any]) -> Names:

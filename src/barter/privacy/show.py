@@ -42,7 +42,7 @@ def conclusion(statement: Statement) -> list[str]:
     if statement.why:
         lines[0] = "The run as a whole: ε = ∞, there is no promise."
         lines += [f"Why: {reason}." for reason in statement.why]
-    if statement.why and all(row.part in BESIDE for row in statement.rows if row.bare):
+    if statement.why and all(row.part in BESIDE for row in statement.rows if row.given or math.isinf(row.epsilon)):
         lines.append(
             "Sites with `epsilon` in their site.toml withhold this; they take part where privacy.epsilon is set."
         )

@@ -101,11 +101,12 @@ def statement(
     told: Mapping[int, float],
     *,
     secret: bool,
+    start: str = "",
 ) -> Statement:
     """Of what came up from each client, part by part; clients that told us of a larger ε of theirs are believed.
 
     Where noise is not secret, all clients are in one process: what leaves beside answers is what sites would tell that
-    can take part in such a run.
+    can take part in such a run. `start` is the run with whose networks this one began.
     """
     plan = Plan(privacy, algorithm)
     beside = {k: {part: n for part, n in seen.items() if part in BESIDE} for k, seen in crossed.items()}
@@ -133,6 +134,8 @@ def statement(
     why += [f"{row.part}: {row.given} comes from private images without protection" for row in rows if row.given]
     why += [f"client {k} names no finite ε of what it told" for k, cost in clients.items() if math.isinf(cost)]
     left = any(row.releases and row.part not in HARMLESS for row in rows)
+    if start and left:
+        why.append(f"it began with the networks of {start}, and what that run told of the same images is not counted")
     epsilon = math.inf if why else max(clients.values(), default=0.0) if left else 0.0
     noise = "the operating system of each site" if secret else "the run's seed: whoever knows it can take it away"
     return Statement(
