@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,13 @@ def goes_on_from_its_checkpoint(
     assert same(kept, state(second))
     del kept
     assert [r.round for r in second.rounds(2)] == [2]
+
+
+@pytest.fixture(autouse=True)
+def room() -> Iterator[None]:
+    """Two of the largest networks do not fit into 24 GiB one after the other, unless the first is gone."""
+    yield
+    gc.collect()
 
 
 STEP = {"max_epochs": 1, "optimizer": "sgd", "lr": 1e-6, "batch_size": 6}
