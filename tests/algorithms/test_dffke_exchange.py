@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import defaultdict
 from dataclasses import fields
@@ -13,10 +12,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from barter import DFFKE, Classifier, Experiment, Local
-from barter.algorithms.dffke import Hub, Trader
+from barter.algorithms import dffke
+from barter.algorithms.dffke import Hub, Trader, shown
 from barter.core.images import Augment, Images, Spec
 from barter.core.payload import isolate, nbytes
 from barter.ops.fit import Trainer
@@ -25,81 +25,95 @@ from barter.ops.transfer import Lesson, heard
 from tests.conftest import TINY, federation, same, small_federation, state, tiny
 
 
-def watched(clients: int = 3, **changes: Any) -> tuple[Experiment, dict[int, list[tuple[Augment, Tensor]]], Any]:
-    """A run that notes the augmentation and the targets of every step of every client's exchange, and its lessons."""
-    steps: dict[int, list[tuple[Augment, Tensor]]] = defaultdict(list)
+def watched(
+    monkeypatch: pytest.MonkeyPatch, clients: int = 3, **changes: Any
+) -> tuple[Experiment, dict[int, list[Tensor]], Any, set[Augment]]:
+    """A run that notes the targets of every peers' batch of every client's exchange, its lessons, and augmentations."""
+    steps: dict[int, list[Tensor]] = defaultdict(list)
     lessons: dict[int, dict[int, Any]] = {}
     owner: dict[int, int] = {}
+    augments: set[Augment] = set()
 
     class Watched(DFFKE):
         def exchange(self, client: Trader, taught: Any) -> None:
             lessons[client.id], owner[id(client.model)] = taught, client.id
             super().exchange(client, taught)
 
-        def exchange_loss(self, model: Classifier, spec: Any, augment: Augment, *batch: Tensor) -> Tensor:
-            steps[owner[id(model)]].append((augment, batch[1]))
-            return super().exchange_loss(model, spec, augment, *batch)
+        def exchange_loss(self, model: Classifier, features: Tensor, target: Tensor, *docked: Tensor) -> Tensor:
+            steps[owner[id(model)]].append(target)
+            return super().exchange_loss(model, features, target, *docked)
 
-    return federation(Watched(**{**TINY["dffke"], **changes}), clients=clients), steps, lessons
+    def noted(spec: Spec, augment: Augment, images: Tensor) -> Tensor:
+        augments.add(augment)
+        return shown(spec, augment, images)
+
+    monkeypatch.setattr(dffke, "shown", noted)
+    return federation(Watched(**{**TINY["dffke"], **changes}), clients=clients), steps, lessons, augments
 
 
 def rows(tensor: Tensor) -> set[tuple[float, ...]]:
     return {tuple(row) for row in tensor.tolist()}
 
 
+@pytest.mark.parametrize("review", [True, False])
 @pytest.mark.parametrize("floor", [0, 11])
-def test_a_mixed_step_of_the_exchange_is_on_images_of_all_peers(floor: int) -> None:
-    experiment, steps, lessons = watched(exchange_epochs=2, batch_size=20, exchange_steps=floor)
+def test_a_mixed_step_of_the_exchange_is_on_images_of_all_peers(
+    floor: int, review: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"exchange_epochs": 2, "batch_size": 40, "exchange_steps": floor, "local_review": review}
+    experiment, steps, lessons, _ = watched(monkeypatch, **options)
     list(experiment.rounds(1))
+    kinds = 1 + review  # a batch holds as many private images, if there are any
     for k, lesson in lessons.items():
         said = {i: rows(targets["logits"]) for i, (targets,) in lesson.items()}
         assert k not in said
-        epoch = -(-sum(len(targets["logits"]) for (targets,) in lesson.values()) // 20)
-        assert len(steps[k]) == max(floor, 2 * epoch)
-        for _, target in steps[k]:
-            assert len(target) == 20
-            assert all(rows(target) & said[i] for i in said), "every peer has a say in every step"
+        images = sum(len(targets["logits"]) for (targets,) in lesson.values())
+        assert len(steps[k]) == kinds * max(floor, 2 * -(-images // 40))
+        for target in steps[k]:
+            assert len(target) == 40 // kinds
+            assert all(bool(rows(target) & said[i]) for i in said), "every peer has a say in every step"
+        epoch = -(-images // (40 // kinds))
         for start in (0, epoch):
-            seen = set.union(*(rows(target) for _, target in steps[k][start : start + epoch]))
-            assert seen == set.union(*said.values()), "an epoch sees everything"
-    assert {len(steps[k]) for k in steps} == ({10, 12} if floor == 0 else {11, 12})
+            seen = set.union(*(rows(target) for target in steps[k][start : start + epoch]))
+            assert bool(seen == set.union(*said.values())), "an epoch sees everything"
 
 
 @pytest.mark.parametrize("floor", [0, 9])
-def test_every_student_makes_the_passes_of_the_largest_set(floor: int) -> None:
-    experiment, steps, lessons = watched(mixed=False, batch_size=10, exchange_epochs=2, exchange_steps=floor)
+def test_every_student_makes_the_passes_of_the_largest_set(floor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"mixed": False, "batch_size": 10, "exchange_epochs": 2, "exchange_steps": floor}
+    experiment, steps, lessons, _ = watched(monkeypatch, **options)
     list(experiment.rounds(1))
     largest = max(-(-len(client.data) // 10) for client in experiment.engine.clients.values())
     passes = max(floor, 2 * -(-largest // 10))
     assert [len(steps[k]) for k in range(3)] == 3 * [2 * passes]  # T_FKE passes, two peers each
     for k, lesson in lessons.items():
         for at, (targets,) in enumerate(lesson.values()):
-            assert all(rows(target) <= rows(targets["logits"]) for _, target in steps[k][at::2]), "one peer in a step"
+            assert all(rows(target) <= rows(targets["logits"]) for target in steps[k][at::2]), "one peer in a step"
 
 
 @pytest.mark.parametrize("mixed", [True, False])
-def test_memories_are_reviewed_in_steps_of_their_own(mixed: bool) -> None:
-    experiment, steps, lessons = watched(mixed=mixed, exchange_steps=3)
+def test_memories_are_reviewed_beside_what_is_new(mixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment, steps, lessons, _ = watched(monkeypatch, mixed=mixed, exchange_steps=3)
     list(experiment.rounds(1))
-    assert [len(steps[k]) for k in range(3)] == 3 * [3 if mixed else 3 * 2]
+    assert [len(steps[k]) for k in range(3)] == 3 * [3 * 2]  # private and new in a step; or a step for each peer
     steps.clear()
     list(experiment.rounds(2))
-    assert [len(steps[k]) for k in range(3)] == 3 * [3 * 2 if mixed else 3 * 4]
+    assert [len(steps[k]) for k in range(3)] == 3 * [3 * 3 * 2 if mixed else 3 * 4]
     for k, lesson in lessons.items():
         fresh = set.union(*(rows(targets["logits"]) for targets, *_ in lesson.values()))
-        kinds = [bool(rows(target) & fresh) for _, target in steps[k]]
-        assert kinds == 3 * ([True, False] if mixed else [True, True, False, False])
+        kinds = [bool(rows(target) & fresh) for target in steps[k]]
+        assert kinds == (9 * [True, False] if mixed else 3 * [True, True, False, False])
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_students_see_transfer_images_as_they_see_their_own(on: bool) -> None:
-    experiment, steps, _ = watched(augmented=on)
+def test_students_see_transfer_images_as_they_see_their_own(on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment, _, _, augments = watched(monkeypatch, augmented=on)
     list(experiment.rounds(1))
-    assert {augment for k in steps for augment, _ in steps[k]} == {Augment(crop=1) if on else Augment()}
+    assert augments == {Augment(crop=1) if on else Augment()}
 
 
-def test_one_peer_is_one_lesson_and_another_over_rounds() -> None:
-    experiment, _, lessons = watched(clients=4, peers=1, memory=0)
+def test_one_peer_is_one_lesson_and_another_over_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment, _, lessons, _ = watched(monkeypatch, clients=4, peers=1, memory=0)
     shared = {k: max(2, -(-len(c.data) // 10)) for k, c in experiment.engine.clients.items()}
     assert len(set(shared.values())) == 4, "so that bytes tell peers apart"
     taught: dict[int, list[int]] = defaultdict(list)
@@ -123,25 +137,6 @@ def test_each_hears_so_many_others_in_order(ids: list[int], peers: int | None, s
         assert all(others[i] is lessons[i] for i in others)
         assert len(others) == (len(ids) - 1 if peers is None else min(peers, len(ids) - 1))
     assert heard(lessons, peers).keys() == lessons.keys()
-
-
-@pytest.mark.parametrize("renewed", [True, False])
-def test_normalisation_ends_with_the_statistics_of_private_data(renewed: bool) -> None:
-    experiment = small_federation(tiny("dffke", renewed=renewed, batch_size=10**4))
-    list(experiment.rounds(1))
-    for client in experiment.engine.clients.values():
-        model = copy.deepcopy(client.model).eval()
-        layers = [layer for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)]
-        kept = [(layer.running_mean.clone(), layer.running_var.clone()) for layer in layers]  # type: ignore[union-attr]
-        assert layers
-        for layer in layers:  # one batch of everything, and nothing of what was before
-            layer.train()
-            layer.momentum = 1.0
-        with torch.no_grad():
-            model(client.data.batch(torch.arange(len(client.data))))
-        for layer, (mean, variance) in zip(layers, kept, strict=True):
-            pairs = ((mean, layer.running_mean), (variance, layer.running_var))
-            assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-5) for one, other in pairs) == renewed
 
 
 @pytest.mark.parametrize("warm", [True, False])
@@ -192,7 +187,15 @@ def test_learning_rates_fall_to_zero_within_each_phase(cosine: bool, monkeypatch
 
     monkeypatch.setattr(Trainer, "anneal", noted)
     list(small_federation(tiny("dffke", cosine=cosine, tau=1.0, decoder_steps=5, exchange_steps=4)).rounds(1))
-    assert sorted(map(len, rates.values())) == [2, 2, 2, 4, 4, 4, 5]  # two epochs; the exchange; the decoder
+    assert sorted(map(len, rates.values())) == [
+        2,
+        2,
+        2,
+        5,
+        8,
+        8,
+        8,
+    ]  # two epochs; the decoder; the exchange on two kinds of images
     for fallen in rates.values():
         share = [0.5 * (1 + math.cos(math.pi * (i + 1) / len(fallen))) if cosine else 1 for i in range(len(fallen))]
         assert fallen == pytest.approx([1e-3 * part for part in share])
@@ -249,7 +252,6 @@ CHANGES: list[dict[str, Any]] = [
     {"augmented": False},
     {"cosine": False},
     {"balanced": False},
-    {"renewed": True},
     {"peers": 1},
     {"memory": 0},
     {"lr": 2e-3},
@@ -295,7 +297,7 @@ def test_no_option_was_forgotten() -> None:
 
 def test_the_papers_preset_is_the_paper() -> None:
     paper, code = DFFKE.preset("paper"), DFFKE.preset("code")
-    off = "parts mixed whiten cosine balanced renewed augmented warm_decoder local_review"
+    off = "parts mixed whiten cosine balanced augmented warm_decoder local_review"
     assert {name: bool(getattr(paper, name)) for name in off.split()} == dict.fromkeys(off.split(), False)
     assert (paper.share, paper.decoder_epochs, paper.exchange_epochs) == (0.15, 6, 4)
     assert (paper.decoder_steps, paper.exchange_steps) == (0, 0), "no floors"

@@ -132,8 +132,8 @@ def test_a_client_learns_from_so_many_peers_in_an_iteration(
     options = {"mixed": mixed, "peers": peers, "exchange_epochs": 3, "exchange_steps": 0, "max_epochs": 1}
     options["batch_size"] = 250  # so that an epoch is one step
     list(small_federation(tiny("dffke", **options), clients=4).rounds(2))
-    each = 1 if mixed else peers  # mixed, they share one step
-    assert len(steps) == 4 * 3 * (each + 2 * each), "fresh in round 1; fresh and remembered in round 2"
+    fresh, both = (2, 3 * 2) if mixed else (peers, 2 * peers)  # mixed, steps are on as much of each kind of image
+    assert len(steps) == 4 * 3 * (fresh + both), "private and fresh in round 1; remembered as well in round 2"
 
 
 class Point(nn.Module):

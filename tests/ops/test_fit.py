@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -12,7 +13,20 @@ from torch import nn
 
 from barter import Local
 from barter.core.images import Augment, Spec
-from barter.ops.fit import Trainer, adam, classification, epoch_length, fit, fit_by, fit_rows, index_batches, sgd
+from barter.core.model import SplitClassifier
+from barter.ops.fit import (
+    Subject,
+    Trainer,
+    adam,
+    classification,
+    epoch_length,
+    fit,
+    fit_by,
+    fit_rows,
+    index_batches,
+    joint,
+    sgd,
+)
 from tests.conftest import federation
 
 
@@ -83,6 +97,42 @@ def test_others_are_trained_along_with_the_clients_network_and_every_step_is_giv
     steps = 2 * epoch_length(len(client.data), 500)
     assert given == list(range(steps))
     assert along.weight.item() == pytest.approx(before - 0.5 * steps)
+
+
+def squared(
+    model: SplitClassifier, features: torch.Tensor, target: torch.Tensor, *weight: torch.Tensor
+) -> torch.Tensor:
+    return sum(weight, torch.ones(())) * (model.logits(features) - target).square().sum()
+
+
+def test_subjects_of_one_course_share_a_pass_and_its_statistics() -> None:
+    """By hand: 1, 3 and, doubled, 5, 7 have mean 7 and variance (36 + 16 + 9 + 49) / 4 = 27.5."""
+    norm, head = nn.BatchNorm1d(1, affine=False, momentum=1.0), nn.Linear(1, 1, bias=False)
+    nn.init.constant_(head.weight, 2.0)
+    model = SplitClassifier(norm, head)
+    one = Subject([torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)], torch.clone, partial(squared, model))
+    rows = [torch.tensor([[5.0], [7.0]]), torch.ones(2, 1)]
+    two = Subject(rows, partial(torch.mul, torch.tensor(2.0)), partial(squared, model), (torch.tensor(2.0),))
+    loss, batches = joint(model.train(), [one, two], 4)
+    value = loss(*next(batches))
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    assert norm.running_mean.item() == pytest.approx((1 + 3 + 10 + 14) / 4)
+    z = [(x - 7) / 27.5**0.5 for x in (1, 3, 10, 14)]
+    assert norm.running_var.item() == pytest.approx(27.5 * 4 / 3), "unbiased"
+    by_hand = sum((2 * x) ** 2 for x in z[:2]) + 3 * sum((2 * x - 1) ** 2 for x in z[2:])
+    assert value.item() == pytest.approx(by_hand, rel=1e-4)
+    for subject, mean in ((one, 2.0), (two, 12.0)):
+        loss, batches = joint(model, [subject], 4)
+        loss(*next(batches))
+        assert norm.running_mean.item() == pytest.approx(mean)
+
+
+def test_a_batch_holds_as_much_of_each_subject() -> None:
+    model = SplitClassifier(nn.Identity(), nn.Linear(1, 1))
+    subjects = [Subject([torch.rand(n, 1), torch.rand(n, 1)], torch.clone, partial(squared, model)) for n in (50, 7, 3)]
+    _, batches = joint(model, subjects, 30)
+    assert [len(tensor) for tensor in next(batches)] == [10, 10, 7, 7, 3, 3], "a small one is there as a whole"
 
 
 def test_the_server_trains_on_rows() -> None:

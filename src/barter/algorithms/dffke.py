@@ -16,7 +16,8 @@ Where the paper is silent or at odds with itself:
 Preset "paper" is the paper; "code" adds what the authors' early code does besides, and shares all embeddings. What the
 default changes is ours, each change a field. Eq. 11 rewards nothing but classes, so the decoder drew one picture of
 each: codes are whitened. A network averages away where things are, so the decoder could not know either: embeddings of
-parts tell (`parts`). Batches hold images of all clients (`mixed`), for one's after the other's undo each other.
+parts tell (`parts`). Batches hold images of all clients (`mixed`), for one's after the other's undo each other; private
+ones too, for normalisation would otherwise see them by other statistics in training than afterwards.
 Networks see transfer images moved (`augmented`), or they are adversarial patterns. Networks do not learn what is
 frequent at home (`balanced`): clients add it where they judge images of their own kind, so that what they hear of
 others costs nothing there, but not where they teach: others would learn which classes go with whose images. The decoder
@@ -42,8 +43,8 @@ from barter.core.answers import WORD, Known
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Floats, Labels, Room, When, Within
 from barter.core.errors import ConfigError
-from barter.core.evaluation import evaluate, predict
-from barter.core.images import Augment, Images, Spec, augmented
+from barter.core.evaluation import adjusted, evaluate, predict
+from barter.core.images import Augment, Images, Spec, augmented, prepared
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive, Whole
@@ -51,11 +52,10 @@ from barter.core.payload import State, nbytes
 from barter.models.generators import drawn_side, resized
 from barter.ops.distill import kl
 from barter.ops.docking import unify
-from barter.ops.fit import Course, adam, alternate, classification, epoch_length, fit
+from barter.ops.fit import Subject, adam, alternate, epoch_length, fit, joint
 from barter.ops.inversion import Discrepancy, Schedule, Terms, Viewer, fit_decoder
 from barter.ops.shares import log_shares
-from barter.ops.statistics import renew
-from barter.ops.transfer import Entry, Lesson, batches, depicted, draw, heard, lesson, newest, sound, taught
+from barter.ops.transfer import Entry, Lesson, depicted, draw, heard, lesson, newest, sound, taught
 from barter.ops.views import cut, embeddings, number
 
 __all__ = ["DFFKE", "Hub", "Trader"]
@@ -97,6 +97,16 @@ class Trader(Client):
     docking: State = {}
     exchanges: int = 0  # how many it took part in
     offered: dict[int, Tensor] = {}  # which of its images it offered in each round it remembers; 0 is the one begun
+
+
+def shown(spec: Spec, augment: Augment, images: Tensor) -> Tensor:
+    """Transfer images as networks see them in training."""
+    return resized(augmented(images, augment), spec)
+
+
+def review_loss(model: Classifier, features: Tensor, labels: Tensor, home: Tensor | None = None) -> Tensor:
+    """The cross entropy of private images, told how frequent classes are at home."""
+    return F.cross_entropy(adjusted(model.logits(features), home), labels)
 
 
 PAPER: dict[str, object] = {
@@ -142,11 +152,11 @@ class DFFKE(Algorithm[Hub, Trader]):
     warm_decoder: bool = True  # the decoder goes on from the last round's; the paper has a new one in each
     exchange_epochs: Count = 1  # T_FKE: passes over the synthetic set; the paper has 2 for CIFAR-10, 4 for CIFAR-100
     exchange_steps: Whole = 60  # but at least so many steps, for small data sets; not in the paper
-    mixed: bool = True  # batches hold codes of all clients, images of all peers; in the paper one's after the other's
+    mixed: bool = True  # batches hold codes of all clients, images of all peers and private ones; in the paper one's
+    # after the other's
     augmented: bool = True  # networks see transfer images shifted and mirrored, as in training; not in the paper
     cosine: bool = True  # learning rates of clients and decoder fall within each phase; the paper's are constant
     balanced: bool = True  # cross entropy is told how frequent classes are at home, so networks need not learn it; ours
-    renewed: bool = False  # whether BatchNorm's statistics are then those of private data alone: better on own tests
     peers: Count | None = None  # peers a client learns from in a round, drawn anew in each; none is all
     memory: Whole | None = 5  # R: past rounds kept for review; none is no limit, as in the paper
     lr: Positive = 1e-3  # η: Adam's learning rate, for every network
@@ -294,22 +304,21 @@ class DFFKE(Algorithm[Hub, Trader]):
 
     def exchange(self, client: Trader, lessons: dict[int, Lesson]) -> None:
         """Learn from other clients, on their data of this round and on what they taught before (Eqs. 13 and 14)."""
-        data, model, size = client.data, client.model, self.batch_size
-        sources = taught(client.buffer, lessons, partial(draw, client), size, mixed=self.mixed)
-        own, home = partial(classification, model, data.spec, data.augment), self.at_home(client)
-        drawn = data.spec.width if self.transfer == "public" else drawn_side(data.spec)
-        peer = partial(self.exchange_loss, model, data.spec, self.augment(data, drawn))
-        courses: list[Course] = []
+        data, model, home = client.data, client.model, self.at_home(client)
+        heard = taught(client.buffer, lessons, partial(draw, client), mixed=self.mixed)
+        width = data.spec.width if self.transfer == "public" else drawn_side(data.spec)
+        show, judge = partial(shown, data.spec, self.augment(data, width)), partial(self.exchange_loss, model)
+        subjects = [Subject(rows, show, judge, tuple(client.docking.values())) for rows in heard]
         if self.local_review:
-            beside = [] if home is None else [home]
-            courses.append((own, ([*batch, *beside] for batch in batches([[data.pixels, data.labels]], size))))
-        courses += [(peer, ([*batch, *client.docking.values()] for batch in source)) for source in sources]
+            show, judge = partial(prepared, spec=data.spec, augment=data.augment), partial(review_loss, model)
+            subjects.insert(0, Subject([data.pixels, data.labels], show, judge, () if home is None else (home,)))
         made = client.buffer[-1]["codes"]
         longest = sum(len(made[i]) for i in lessons) if self.mixed else max(map(len, made.values()))
-        steps = max(self.exchange_steps, self.exchange_epochs * epoch_length(longest, size))
+        steps = max(self.exchange_steps, self.exchange_epochs * epoch_length(longest, self.batch_size))
+        classes = [subjects] if self.mixed else [[subject] for subject in subjects]
+        courses = [joint(model, together, self.batch_size) for together in classes]
+        steps *= len(subjects) // len(courses)  # a batch holds less of each
         alternate(client, courses, steps, adam(self.lr, self.weight_decay, cosine=self.cosine))
-        if self.renewed:
-            renew(model, data, size)
         client.exchanges += 1
         client.buffer = newest(client.buffer, self.memory)
         client.offered = {e["round"]: client.offered[e["round"]] for e in client.buffer if e["round"] in client.offered}
@@ -319,11 +328,8 @@ class DFFKE(Algorithm[Hub, Trader]):
         """How a client is used to see images in training, for transfer images of this width."""
         return data.augment.resized(data.side, width) if self.augmented else Augment()
 
-    def exchange_loss(
-        self, model: Classifier, spec: Spec, augment: Augment, images: Tensor, target: Tensor, *docked: Tensor
-    ) -> Tensor:
+    def exchange_loss(self, model: Classifier, features: Tensor, target: Tensor, *docked: Tensor) -> Tensor:
         """The divergence from a peer's predictions on a batch of its images (a term of Eqs. 13 and 14)."""
-        features = model.features(resized(augmented(images, augment), spec))
         student = model.logits(features)
         loss = kl(target, student) if self.direction == "teacher" else kl(student, target)
         if self.embedding_loss:

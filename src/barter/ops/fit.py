@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, repeat
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ __all__ = [
     "Course",
     "Fitted",
     "Recipe",
+    "Subject",
     "Trainer",
     "adam",
     "alternate",
@@ -35,6 +36,7 @@ __all__ = [
     "fit_by",
     "fit_rows",
     "index_batches",
+    "joint",
     "sgd",
 ]
 
@@ -185,6 +187,47 @@ def alternate(
         for loss, batches in courses:
             trainer.step(loss, *next(batches))
         trainer.anneal((step + 1) / steps)
+
+
+class Subject(NamedTuple):
+    """Something to learn: what a network is shown, how, and how what it makes of that is judged."""
+
+    rows: Sequence[Tensor]  # what is shown, and what its judge must know of it
+    show: Callable[[Tensor], Tensor]  # what is shown as the network sees it
+    judge: Callable[..., Tensor]  # a loss of features, of the other rows, and of what is
+    beside: tuple[Tensor, ...] = ()  # them, the same in every step
+
+    def batches(self, size: int) -> Iterator[list[Tensor]]:
+        """Shuffled batches of rows, for ever, each with what is beside them."""
+        for index in index_batches(len(self.rows[0]), size, self.rows[0].device):
+            yield [*(row[index] for row in self.rows), *self.beside]
+
+
+def joint(model: Classifier, subjects: Sequence[Subject], size: int) -> Course:
+    """One course of several subjects, with as much of each in a batch of this size.
+
+    Normalisation sees such a batch as one. Subjects that take turns are each seen by statistics of their own, and later
+    by those of none.
+    """
+    sources = [subject.batches(size // len(subjects)) for subject in subjects]
+    counts = tuple(len(subject.rows) + len(subject.beside) for subject in subjects)
+    loss = partial(joint_loss, model, tuple((subject.show, subject.judge) for subject in subjects), counts)
+    return loss, ([tensor for batch in parts for tensor in batch] for parts in zip(*sources, strict=True))
+
+
+def joint_loss(
+    model: Classifier,
+    ways: Sequence[tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]],
+    counts: Sequence[int],
+    *tensors: Tensor,
+) -> Tensor:
+    """The sum of what judges say of the features of what is shown, all in one pass; so many tensors are of each."""
+    given = iter(tensors)
+    parts = [list(islice(given, count)) for count in counts]
+    shown = [show(part[0]) for (show, _), part in zip(ways, parts, strict=True)]
+    features = torch.split(model.features(torch.cat(shown)), [len(inputs) for inputs in shown])
+    said = [judge(x, *part[1:]) for (_, judge), x, part in zip(ways, features, parts, strict=True)]
+    return torch.stack(said).sum()
 
 
 def fit_rows(

@@ -153,14 +153,13 @@ def heard(lessons: Mapping[int, Lesson], peers: int | None) -> dict[int, dict[in
     return {k: {i: lessons[i] for i in ids} for k, ids in others.items()}
 
 
-def taught(
-    entries: Sequence[Entry], lessons: Mapping[int, Lesson], draw: Draw, size: int, *, mixed: bool
-) -> list[Iterator[list[Tensor]]]:
-    """Batches, for ever, of images and what was said of them: new ones, then earlier; of all peers, or by peer."""
+def taught(entries: Sequence[Entry], lessons: Mapping[int, Lesson], draw: Draw, *, mixed: bool) -> list[list[Tensor]]:
+    """Images and what was said of them, row by row: new ones, then earlier; of all peers, or by peer."""
     said = [(i, targets) for i, lesson in lessons.items() for targets in lesson]
     images = drawn(entries, [(targets["round"], i, targets.get("index")) for i, targets in said], draw)
     rows: dict[tuple[bool, int], list[list[Tensor]]] = {}
     for (i, targets), x in zip(said, images, strict=True):
         words = [targets["logits"], *([targets["embeddings"]] if "embeddings" in targets else [])]
         rows.setdefault((targets["round"] != entries[-1]["round"], 0 if mixed else i), []).append([x, *words])
-    return [batches(rows[key], size) for key in sorted(rows)]
+    del images  # or everything would be held twice
+    return [[torch.cat(column) for column in zip(*rows.pop(key), strict=True)] for key in sorted(rows)]
