@@ -315,8 +315,8 @@ class DFFKE(Algorithm[Hub, Trader]):
         made = client.buffer[-1]["codes"]
         longest = sum(len(made[i]) for i in lessons) if self.mixed else max(map(len, made.values()))
         steps = max(self.exchange_steps, self.exchange_epochs * epoch_length(longest, self.batch_size))
-        classes = [subjects] if self.mixed else [[subject] for subject in subjects]
-        courses = [joint(model, together, self.batch_size) for together in classes]
+        groups = [subjects] if self.mixed else [[subject] for subject in subjects]
+        courses = [joint(model, together, self.batch_size) for together in groups]
         steps *= len(subjects) // len(courses)  # a batch holds less of each
         alternate(client, courses, steps, adam(self.lr, self.weight_decay, cosine=self.cosine))
         client.exchanges += 1
