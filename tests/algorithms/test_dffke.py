@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from barter import DFFKE, Classifier
+from barter.algorithms.dffke import review_loss, shown
 from barter.core.images import Augment, Spec
 from barter.ops.docking import docking_loss
 from barter.ops.inversion import Terms, Viewer, discrepancy, drawn_loss
@@ -183,10 +184,10 @@ def test_equations_13_and_14_by_hand_and_their_direction() -> None:
     assert abs(forward - reverse) > 0.05
     for direction, expected in (("teacher", forward), ("student", reverse)):
         algorithm: Any = DFFKE(direction=direction)  # type: ignore[arg-type]
-        loss = algorithm.exchange_loss(model, SPEC, Augment(), images, logits)
+        loss = algorithm.exchange_loss(model, model.features(images), logits)
         assert loss.item() == pytest.approx(expected, abs=1e-5)
     # The gradient with respect to the student's logits is (student - teacher) / N for KL(teacher || student).
-    DFFKE().exchange_loss(model, SPEC, Augment(), images, logits).backward()
+    DFFKE().exchange_loss(model, model.features(images), logits).backward()
     features = x @ np.array(A).T
     assert model.b.grad is not None
     assert model.b.grad.numpy() == pytest.approx(((student - teacher) / 2).T @ features, abs=1e-5)
@@ -194,8 +195,19 @@ def test_equations_13_and_14_by_hand_and_their_direction() -> None:
     embeddings = np.array([[1.0], [-1.0]])
     docking = torch.tensor([[1.0, 1.0]]), torch.tensor([0.5])
     said = logits, torch.tensor(embeddings).float()
-    loss = DFFKE(embedding_loss=True).exchange_loss(model, SPEC, Augment(), images, *said, *docking)
+    loss = DFFKE(embedding_loss=True).exchange_loss(model, model.features(images), *said, *docking)
     assert loss.item() == pytest.approx(forward + ((translated - embeddings) ** 2).mean(), abs=1e-5)
+
+
+def test_private_images_are_judged_by_what_is_frequent_at_home() -> None:
+    model, x, labels = Linear(A, B), np.array([[0.3, -0.2], [0.8, 0.1]]), [2, 0]
+    shares = np.array([0.7, 0.2, 0.1])
+    features = torch.tensor(x @ np.array(A).T).float()
+    for home in (None, shares):
+        said = softmax(x @ np.array(A).T @ np.array(B).T + (0 if home is None else np.log(home)))
+        told = () if home is None else (torch.tensor(home).float().log(),)
+        loss = review_loss(model, features, torch.tensor(labels), *told)
+        assert loss.item() == pytest.approx(-np.log(said[[0, 1], labels]).mean(), abs=1e-5)
 
 
 def test_a_student_sees_transfer_images_augmented() -> None:
@@ -209,7 +221,8 @@ def test_a_student_sees_transfer_images_augmented() -> None:
     assert abs(possible[0] - possible[1]) > 0.05
     torch.manual_seed(0)
     images, logits = torch.tensor([[[[0.3, -0.2]]]]), torch.tensor(target).float()
-    losses = [DFFKE().exchange_loss(model, SPEC, Augment(flip=True), images, logits).item() for _ in range(40)]
+    seen = [model.features(shown(SPEC, Augment(flip=True), images)) for _ in range(40)]
+    losses = [DFFKE().exchange_loss(model, features, logits).item() for features in seen]
     mirrored = [abs(loss - possible[1]) < 1e-5 for loss in losses]
     assert all(abs(loss - possible[is_mirrored]) < 1e-5 for loss, is_mirrored in zip(losses, mirrored, strict=True))
     assert 8 < sum(mirrored) < 32

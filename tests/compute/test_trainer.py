@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from barter import DFFKE, Local
+from barter.algorithms.dffke import shown
 from barter.compute import lanes
 from barter.compute.trainer import Anchor, Trainer, _contents, _identity, _modules, _objection
 from barter.core.images import Augment, Spec
-from barter.ops.fit import adam, classification, sgd
+from barter.ops.fit import Subject, adam, classification, joint, sgd
 from barter.ops.inversion import Terms, Viewer, drawn_loss
 from tests.conftest import federation, small_federation, tiny
 
@@ -41,15 +43,28 @@ def test_a_loss_is_known_by_its_code_and_by_what_it_holds() -> None:
 
 
 def test_partials_and_methods_are_known_by_value() -> None:
-    model = nn.Linear(2, 1)
+    model: Any = nn.Linear(2, 1)
+
+    def taught(algorithm: DFFKE, augment: Augment) -> Subject:
+        return Subject([torch.rand(3, 2)], partial(shown, SPEC, augment), partial(algorithm.exchange_loss, model))
+
     for make in (
         lambda: partial(classification, model, Spec(1, 8, 8, 10, (0.5,), (0.5,)), Augment(2, True)),
-        lambda: partial(DFFKE(share=0.5).exchange_loss, model, SPEC, Augment(2, True)),
+        lambda: joint(model, [taught(DFFKE(share=0.5), Augment(2, True)), taught(DFFKE(), Augment())], 4)[0],
         lambda: partial(drawn_loss, model, SPEC, (Viewer(model, model, Augment(1)),), (model,), Terms(differ="kl")),
     ):
         assert _identity(make()) == _identity(make())
         assert not _objection(make())
-    assert _identity(partial(DFFKE().exchange_loss, model)) != _identity(partial(DFFKE(tau=0.5).exchange_loss, model))
+    one, *others = (
+        _identity(joint(model, subjects, 4)[0])
+        for subjects in (
+            [taught(DFFKE(), Augment())],
+            [taught(DFFKE(tau=0.5), Augment())],
+            [taught(DFFKE(), Augment(1))],
+            2 * [taught(DFFKE(), Augment())],
+        )
+    )
+    assert one not in others
 
 
 def test_defaults_and_functions_that_a_loss_holds_count_too() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, repeat
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -189,7 +189,8 @@ def alternate(
         trainer.anneal((step + 1) / steps)
 
 
-class Subject(NamedTuple):
+@dataclass(frozen=True)
+class Subject:
     """Something to learn: what a network is shown, how, and how what it makes of that is judged."""
 
     rows: Sequence[Tensor]  # what is shown, and what its judge must know of it
