@@ -187,15 +187,8 @@ def test_learning_rates_fall_to_zero_within_each_phase(cosine: bool, monkeypatch
 
     monkeypatch.setattr(Trainer, "anneal", noted)
     list(small_federation(tiny("dffke", cosine=cosine, tau=1.0, decoder_steps=5, exchange_steps=4)).rounds(1))
-    assert sorted(map(len, rates.values())) == [
-        2,
-        2,
-        2,
-        5,
-        8,
-        8,
-        8,
-    ]  # two epochs; the decoder; the exchange on two kinds of images
+    # Two epochs for each of three clients; the decoder; the exchange on two kinds of images.
+    assert sorted(map(len, rates.values())) == [2, 2, 2, 5, 8, 8, 8]
     for fallen in rates.values():
         share = [0.5 * (1 + math.cos(math.pi * (i + 1) / len(fallen))) if cosine else 1 for i in range(len(fallen))]
         assert fallen == pytest.approx([1e-3 * part for part in share])

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from barter.core.errors import PayloadError
-from barter.ops.fit import epoch_length
-from barter.ops.transfer import Entry, Lesson, Page, batches, drawn, newest, review, sound
+from barter.ops.fit import batches, epoch_length
+from barter.ops.transfer import Entry, Lesson, Page, drawn, newest, review, sound
 
 
 def entry(t: int, sizes: dict[int, int]) -> Entry:

@@ -30,6 +30,7 @@ __all__ = [
     "adam",
     "alternate",
     "anchored",
+    "batches",
     "classification",
     "epoch_length",
     "fit",
@@ -56,6 +57,14 @@ def index_batches(n: int, size: int, device: torch.device) -> Iterator[Tensor]:
         order = torch.randperm(n, device=device)
         filled = torch.cat([order, order[: -n % size]])
         yield from torch.split(filled, size)
+
+
+def batches(rows: Sequence[Sequence[Tensor]], size: int) -> Iterator[list[Tensor]]:
+    """Shuffled batches, for ever, of these rows of equally long tensors, one below the other."""
+    tensors = [column[0] if len(column) == 1 else torch.cat(column) for column in zip(*rows, strict=True)]
+    del rows  # or everything would be held twice
+    for index in index_batches(len(tensors[0]), size, tensors[0].device):
+        yield [tensor[index] for tensor in tensors]
 
 
 def epoch_length(n: int, size: int) -> int:
@@ -200,8 +209,8 @@ class Subject:
 
     def batches(self, size: int) -> Iterator[list[Tensor]]:
         """Shuffled batches of rows, for ever, each with what is beside them."""
-        for index in index_batches(len(self.rows[0]), size, self.rows[0].device):
-            yield [*(row[index] for row in self.rows), *self.beside]
+        for batch in batches([self.rows], size):
+            yield [*batch, *self.beside]
 
 
 def joint(model: Classifier, subjects: Sequence[Subject], size: int) -> Course:

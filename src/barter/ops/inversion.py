@@ -18,8 +18,7 @@ from barter.core.nodes import Server
 from barter.core.payload import State, isolate
 from barter.models.generators import Decoder
 from barter.ops.distill import kl
-from barter.ops.fit import Trainer, epoch_length
-from barter.ops.transfer import batches
+from barter.ops.fit import Trainer, batches, epoch_length
 from barter.ops.views import in_turn, of_view, parts_of, seen
 
 __all__ = ["Discrepancy", "Schedule", "Terms", "Viewer", "discrepancy", "drawn_loss", "fit_decoder", "inversion_loss"]

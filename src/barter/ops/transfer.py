@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NotRequired, TypeAlias, TypedDict
 
 import torch
@@ -16,14 +16,12 @@ from barter.core.nodes import Client
 from barter.core.payload import State
 from barter.models.generators import Decoder
 from barter.ops import views
-from barter.ops.fit import index_batches
 
 __all__ = [
     "Entry",
     "Lesson",
     "Page",
     "Targets",
-    "batches",
     "depicted",
     "draw",
     "drawn",
@@ -107,14 +105,6 @@ def drawn(entries: Sequence[Entry], pages: Sequence[Page], draw: Draw) -> list[T
             made = draw(entry, torch.cat(parts))
             images |= zip(here, torch.split(made, [len(part) for part in parts]), strict=True)
     return [images[at] for at in range(len(pages))]
-
-
-def batches(rows: Sequence[Sequence[Tensor]], size: int) -> Iterator[list[Tensor]]:
-    """Shuffled batches, for ever, of these rows of equally long tensors, one below the other."""
-    tensors = [torch.cat(column) for column in zip(*rows, strict=True)]
-    del rows  # or everything would be held twice
-    for index in index_batches(len(tensors[0]), size, tensors[0].device):
-        yield [tensor[index] for tensor in tensors]
 
 
 def lesson(entries: Sequence[Entry], owner: int, draw: Draw, say: Say) -> Lesson:
