@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import re
 import runpy
+import shlex
+from collections.abc import Iterator
+from itertools import dropwhile, groupby
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
+import typer
 
 from barter import ALGORITHMS
+from barter.cli import app
+from barter.comparison import Comparison, Request
+from barter.config import algorithm_named, read, resolve, with_settings
+from barter.core.errors import BarterError
 from barter.models.zoo import ZOO
 from tests.forked import forked, status
 
@@ -48,6 +58,96 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 def test_the_changelog_counts_architectures_rightly() -> None:
     assert f"{len(ZOO)} architectures" in (ROOT / "CHANGELOG.md").read_text()
+
+
+OURS = r"(barter +[a-z]|python +benchmarks/)"
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of each command of ours in a document's blocks, without prompts, comments and placeholders."""
+    blocks = re.findall(r"^ *```(.*)\n((?:.*\n)*?) *```$", text, re.M)
+    lines = "".join(block for language, block in blocks if language not in ("python", "toml"))
+    for line in lines.replace("\\\n", " ").splitlines():
+        if not re.search(rf"(^ *|[;&|$] *|\bdo +|=\S+ +){OURS}", line):
+            continue
+        shell = shlex.shlex(line, posix=True, punctuation_chars=True)
+        shell.whitespace_split = True
+        for _, words in groupby(shell, lambda word: set(word) <= set("();<>|&")):
+            command = list(dropwhile(lambda word: word in ("$", "do") or re.match(r"\w+=", word), words))
+            if re.match(OURS, " ".join(command)):
+                yield [word for word in command if word != "..."]
+
+
+def understood(words: list[str]) -> tuple[str, dict[str, Any]]:
+    """The command that is asked for and what its parameters would be."""
+    command, rest = typer.main.get_command(app), words
+    while isinstance(command, click.Group):
+        _, found, rest = command.resolve_command(click.Context(command), rest)
+        command = found or command
+    name = " ".join(words[: len(words) - len(rest)])
+    return name, command.make_context(name, rest).params
+
+
+def check_command(words: list[str], folder: Path) -> None:
+    """Raise what is wrong with a command, as far as that can be told without running it; `folder` is to write into."""
+    if words[0] == "python":
+        script = (ROOT / words[1]).read_text()
+        assert all(f'"{word}"' in script for word in words[2:] if word.startswith("--")), f"no such option: {words}"
+        return
+    name, given = understood(words[1:])
+    if name == "show algorithm":
+        algorithm_named(given["name"])
+    file = Path(given.get("config") or given.get("what") or "")
+    if "settings" not in given or (file.name and file.suffix != ".toml"):  # a folder is looked at
+        return
+    tree = read(ROOT / file) if file.parent != Path() else {}  # one without a folder is the reader's own
+    settings = list(given["settings"] or [])
+    if name == "compare":
+        asked = {key: given[key] for key in ("baseline", "metric", "target")}
+        vary, only = (list(given[key] or []) for key in ("vary", "only"))
+        Comparison.planned(folder, Request.of(tree, given["algorithms"], given["seeds"], settings, vary, asked, only))
+        return
+    table = "partition" if name == "show partition" else "algorithm"
+    kind = given.get("algorithm") or given.get("name")
+    tree = with_settings(tree, [*([f"{table}.name={kind}"] if kind else []), *settings])
+    if ":" not in tree.get("algorithm", {}).get("name", ""):  # else the reader's own
+        resolve(tree)
+
+
+COMMANDS = [
+    pytest.param(words, id=f"{document.relative_to(ROOT)}: {shlex.join(words)}")
+    for document in DOCUMENTS
+    for words in commands(document.read_text())
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_commands_can_be_given_as_shown(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("barter.config.clients_in", lambda path: 5)  # data are the reader's own
+    check_command(words, tmp_path / "compared")
+
+
+WRONG = {
+    "barter run --data digits": "No such option",
+    "barter run --set round=1": "unknown key",
+    "barter run --algorithm fedavg --set algorithm.share=0.1": "unknown",
+    "barter compare --algorithms local,fedavg:share=0.1": "unknown",
+    "barter compare benchmarks/suites/dffke.toml --only dffk": "no variant",
+    "barter compare benchmarks/suites/dffk.toml": "no such file",
+    "python benchmarks/sped.py": "No such file",
+    "python benchmarks/speed.py --section cpu": "no such option",
+}
+
+
+@pytest.mark.parametrize(("line", "why"), WRONG.items())
+def test_commands_that_cannot_be_given_are_found(line: str, why: str, tmp_path: Path) -> None:
+    broken = line.replace(" --", " \\\n  --")
+    text = f"```python\n1\n```\n\n```\n$ barter report a | tee b  # c's\nfor x in *; do {broken} ...; done &\n```\n"
+    right, wrong = commands(text)
+    assert right == ["barter", "report", "a"]
+    check_command(right, tmp_path)
+    with pytest.raises((BarterError, click.ClickException, OSError, AssertionError), match=why):
+        check_command(wrong, tmp_path / "compared")
 
 
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
