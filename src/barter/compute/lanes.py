@@ -22,9 +22,10 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import nn
 
-__all__ = ["Lane", "breathe", "current", "footprint", "keep", "kept", "rest", "take_over", "take_turns"]
+__all__ = ["Lane", "abreast", "breathe", "current", "footprint", "keep", "kept", "rest", "take_over", "take_turns"]
 
 M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T")
 Tune: TypeAlias = Callable[[nn.Module], object]
 
 STRIDE = 4  # steps between two looks at how far the device has come
@@ -48,6 +49,7 @@ class Lane:
         # What is urgent goes first wherever the device has to choose.
         self.stream = torch.cuda.Stream(device, priority=-1 if urgent else 0)  # type: ignore[no-untyped-call]
         self.pool = torch.cuda.graph_pool_handle()  # graphs of one lane never run at once and can share their memory
+        self.sides: list[torch.cuda.Stream] = []  # for what a step of this lane can do abreast
         self.generator = torch.Generator(device)
         self.modules: OrderedDict[Hashable, nn.Module] = OrderedDict()
         self.trainers: OrderedDict[tuple[Hashable, ...], Any] = OrderedDict()
@@ -155,6 +157,27 @@ def breathe() -> None:
     lane = current()
     if lane is not None:
         lane.breathe()
+
+
+def abreast(jobs: Sequence[Callable[[], T]]) -> list[T]:
+    """What jobs give that do not wait for each other: in a step that is captured, the device does them side by side.
+
+    Their kernels may be too small to fill it one after the other. Gradients take the ways that values took. No module
+    may be used by two jobs.
+    """
+    lane = current()
+    if lane is None or len(jobs) < 2 or not torch.cuda.is_current_stream_capturing():
+        return [job() for job in jobs]
+    while len(lane.sides) < len(jobs):
+        lane.sides.append(torch.cuda.Stream(lane.device))  # type: ignore[no-untyped-call]
+    results = []
+    for side, job in zip(lane.sides, jobs, strict=False):
+        side.wait_stream(lane.stream)
+        with torch.cuda.stream(side):
+            results.append(job())
+    for side in lane.sides[: len(jobs)]:
+        lane.stream.wait_stream(side)
+    return results
 
 
 def rest() -> None:

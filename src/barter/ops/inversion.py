@@ -103,8 +103,12 @@ def drawn_loss(
     parts = parts_of(batch[0].shape[1])
     drawn = torch.split(decoder(torch.cat(batch[::2])), [len(code) for code in batch[::2]])
     views = [in_turn(len(x), parts, x.device) for x in drawn]
-    shown = [seen(x, view, parts, spec) for x, view in zip(drawn, views, strict=True)]
-    images = [augmented(x, viewer.augment) for x, viewer in zip(shown, viewers, strict=True)]
+
+    def shown(x: Tensor, view: Tensor, augment: Augment) -> Tensor:
+        return augmented(seen(x, view, parts, spec), augment)
+
+    looks = zip(drawn, views, viewers, strict=True)
+    images = lanes.abreast([partial(shown, x, view, viewer.augment) for x, view, viewer in looks])
     codes, embeddings = (list(map(of_view, every, views)) for every in (batch[::2], batch[1::2]))
     return inversion_loss(viewers, others, images, codes, embeddings, terms)
 
@@ -127,14 +131,18 @@ def inversion_loss(
 ) -> tuple[Tensor, Tensor]:
     """The mean square between each image's code and what its viewer makes of it, with the terms asked for; and bare."""
     total = sum(map(len, codes))
-    losses, bare = torch.zeros((), device=codes[0].device), torch.zeros((), device=codes[0].device)
-    for (model, translate, _), other, x, code, e in zip(viewers, others, images, codes, embeddings, strict=True):
-        features = model.features(x)
-        loss = F.mse_loss(translate(features), code)
-        bare = bare + loss.detach() * len(code) / total
+
+    def judged(viewer: Viewer, other: Classifier, x: Tensor, code: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
+        model, features = viewer.model, viewer.model.features(x)
+        loss = bare = F.mse_loss(viewer.translate(features), code)
         if terms.logits:
             loss = loss + kl(model.logits(e), model.logits(features))
         if terms.differ != "none":
             loss = loss - discrepancy(terms.differ, model.logits(features), other(x))
-        losses = losses + loss * len(code) / total
-    return losses, bare
+        share = len(code) / total
+        return loss * share, bare.detach() * share
+
+    jobs = [partial(judged, *of_one) for of_one in zip(viewers, others, images, codes, embeddings, strict=True)]
+    shared = terms.differ != "none"  # networks look at others' images, too
+    losses, bare = zip(*([job() for job in jobs] if shared else lanes.abreast(jobs)), strict=True)
+    return torch.stack(losses).sum(), torch.stack(bare).sum()
