@@ -28,7 +28,7 @@ def predict(function: Callable[[Tensor], Tensor], batch: Callable[[Tensor], Tens
         with precision.autocast(index.device):
             values.append(function(inputs).float())
         if index.is_cuda:
-            size = max(CHUNK, min(4 * CHUNK, 2**25 // max(1, inputs[0].numel())))
+            size = max(CHUNK, min(8 * CHUNK, 2**25 // max(1, inputs[0].numel())))
         lanes.breathe()
     lanes.rest()
     return torch.cat(values)

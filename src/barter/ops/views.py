@@ -55,10 +55,13 @@ def seen(images: Tensor, views: Tensor, parts: int, spec: Spec) -> Tensor:
         return resized(images, spec)
     side = torch.where(views == 0, 1.0, OVERLAP / parts)
     row, column = (views - 1) // parts, (views - 1) % parts
-    x, y = ((1 - side) * (2 * place / (parts - 1) - 1) for place in (column, row))  # the middle, in -1 to 1
-    none = torch.zeros_like(side)
-    where = torch.stack([side, none, x, none, side, y], 1).view(-1, 2, 3)
-    grid = F.affine_grid(where, [len(images), *spec.shape], align_corners=False)
+    places = []  # across and down, in -1 to 1: of each pixel of a view, in the image; in full precision
+    for place, pixels in ((column, spec.width), (row, spec.height)):
+        middle = (1 - side) * (2 * place / (parts - 1) - 1)
+        steps = (2 * torch.arange(pixels, device=images.device) + 1) / pixels - 1
+        places.append(middle[:, None] + side[:, None] * steps)
+    across, down = places[0][:, None, :], places[1][:, :, None]
+    grid = torch.stack([across.expand(-1, spec.height, -1), down.expand(-1, -1, spec.width)], 3)
     sampled = F.grid_sample(images.float(), grid, padding_mode="border", align_corners=False)
     return sampled.contiguous(memory_format=torch.channels_last)
 
