@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal, TypeAlias, TypedDict
 
 import torch
@@ -70,7 +71,7 @@ class Ensemble(nn.Module):
 
     def said(self, x: Tensor) -> Tensor:
         """What each of them says (clients, images, classes)."""
-        return torch.stack([model(x) for model in self.models])
+        return torch.stack(lanes.abreast([partial(model, x) for model in self.models]))
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
         return (weights[:, :, None] * self.said(x)).sum(0)
@@ -81,12 +82,15 @@ class Ensemble(nn.Module):
         To each of them an image counts as its label does: of labels drawn as often as they came up, everybody then
         judges as many as it has.
         """
-        opinion = strangeness = torch.zeros((), device=x.device)
-        for model, known in zip(self.models, weights, strict=True):
+
+        def asked(model: nn.Module, known: Tensor) -> tuple[Tensor, Tensor]:
             with compared(model, known) as distances:
-                opinion = opinion + known[:, None] * model(x).float()
-            strangeness = strangeness + known.mean() * sum(distances)
-        return opinion, strangeness
+                said = known[:, None] * model(x).float()
+            return said, known.mean() * sum(distances)
+
+        jobs = [partial(asked, model, known) for model, known in zip(self.models, weights, strict=True)]
+        opinions, strangeness = zip(*lanes.abreast(jobs), strict=True)
+        return torch.stack(opinions).sum(0), torch.stack(strangeness).sum()
 
 
 class Teacher(TypedDict):
