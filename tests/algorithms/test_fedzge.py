@@ -173,6 +173,7 @@ def test_clients_learn_of_classes_that_they_lack_and_forget_nothing() -> None:
     assert everywhere > careless[0] + 0.05
     assert own > careless[1]
     assert server > trial(weighting="examples")[2] + 0.05
+    assert everywhere > trial(balanced=False)[0] + 0.05
 
 
 def test_the_optimizer_goes_on_or_begins_anew() -> None:

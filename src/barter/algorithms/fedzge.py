@@ -27,6 +27,8 @@ class, from which nobody learns (docs/algorithms/fedzge.md has the numbers). So:
   which clients tell. Variety is then given, and diversity asks for more of it within classes, where it is lost;
 - a client counts by its images of a class, of which it tells the number;
 - clients see private images in every step of distillation, and the images of the last rounds while they train;
+- their networks do not learn what is frequent at home, which would say no to whatever others know: clients add it where
+  they judge images of their own kind, and not where they answer;
 - the round's images come in several portions with a step of the generator after each, for the same bytes;
 - changes have low frequencies, differences are of logits, contracted with the exact derivative of the loss, and what
   needs no client is differentiated exactly; a lasting optimizer; images in the data's range; a step large enough for
@@ -48,7 +50,7 @@ from barter.compute.precision import exact
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Counts, Floats, When
-from barter.core.evaluation import evaluate
+from barter.core.evaluation import adjusted, evaluate
 from barter.core.images import Augment, Images, Spec, prepared, statistics
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
@@ -59,6 +61,7 @@ from barter.models.generators import LabelGenerator
 from barter.ops.distill import kl, tempered
 from barter.ops.ensemble import class_shares, mixed
 from barter.ops.fit import Trainer, adam, epoch_length, fit, index_batches
+from barter.ops.shares import log_shares
 from barter.ops.synthesis import (
     Output,
     canvases,
@@ -126,10 +129,11 @@ def rehearsal(
     ensemble: Tensor,
     pixels: Tensor,
     labels: Tensor,
+    home: Tensor | None = None,
 ) -> Tensor:
-    """The same, beside what a client knows of its private images."""
+    """The same, beside what a client knows of its private images and of how frequent classes are among them."""
     own, made = model(torch.cat([prepared(pixels, spec, augment), x])).split([len(pixels), len(x)])
-    return F.cross_entropy(own, labels) + tempered(tau, made, ensemble)
+    return F.cross_entropy(adjusted(own, home), labels) + tempered(tau, made, ensemble)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +166,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
             "global_steps": 10,
             "local_steps": 10,
             "rehearse": False,
+            "balanced": False,
         },
         "sound": {},
     }
@@ -195,6 +200,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
     global_steps: Count = 60  # E2: steps of the global model; 10 in the paper
     local_steps: Count = 30  # E3: steps of each client; 10 in the paper
     rehearse: bool = True  # clients that distil see private images too in every step, lest they forget them
+    balanced: bool = True  # cross entropy is told how frequent classes are at home, so networks need not learn it; ours
 
     @property
     def by_class(self) -> bool:
@@ -231,14 +237,18 @@ class FedZGE(Algorithm[Asked, Oracle]):
             steps = self.epochs * epoch_length(len(client.data), self.batch_size)
             self.study(client.model.train(), client.lessons, steps, self.lr, client.data, self.batch_size)
         else:
-            fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=adam(self.lr, cosine=True))
-        client.report |= {f"before_{name}": value for name, value in evaluate(client).items()}
+            recipe = adam(self.lr, cosine=True)
+            fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=recipe, by_class=self.at_home(client))
+        client.report |= {f"before_{name}": value for name, value in evaluate(client, self.at_home(client)).items()}
         client.batch, data = [], client.data
         counts, images = data.class_counts(), data.batch(torch.arange(len(data), device=data.device))
         return {
             "counts": counts if self.by_class else counts[:0],
             "spectrum": spectrum(images) if self.canvas else images[:0],
         }
+
+    def at_home(self, client: Oracle) -> Tensor | None:
+        return log_shares(client.data) if self.balanced else None
 
     def answer(self, client: Oracle, x: Annotated[Tensor, Floats("images", ...)], changed: Tensor) -> Logits:
         """Say what one thinks of images and of their changed copies."""
@@ -370,10 +380,10 @@ class FedZGE(Algorithm[Asked, Oracle]):
         loss: Callable[..., Tensor] = partial(distillation, model, self.tau)
         if own is not None:
             loss = partial(rehearsal, model, self.tau, own.spec, own.augment)
-            private = index_batches(len(own), size, own.device)
+            private, home = index_batches(len(own), size, own.device), [log_shares(own)] if self.balanced else []
         for step in range(steps):
             chosen = next(batches)
-            beside = () if own is None else (own.pixels[part := next(private)], own.labels[part])
+            beside = () if own is None else (own.pixels[part := next(private)], own.labels[part], *home)
             trainer.step(loss, *(row[chosen] for row in rows), *beside)
             trainer.anneal((step + 1) / steps)
 
