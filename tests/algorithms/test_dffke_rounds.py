@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from barter import DFFKE, Experiment
 from barter.algorithms.dffke import Hub, Trader
@@ -141,6 +142,20 @@ def test_noise_in_place_of_embeddings_sends_weights_alone() -> None:
     weights = sum(nbytes(c.model.state_dict()) for c in experiment.engine.clients.values())
     assert records[0].bytes["learn"]["up"] == weights + 3 * 17
     assert records[0].mean("global") > 0
+
+
+def test_noise_in_place_of_embeddings_is_as_strong_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+
+    def noted(server: Hub, e: dict[int, Tensor], *arguments: Any) -> Any:
+        seen.extend(e.values())
+        return unify(server, e, *arguments)
+
+    monkeypatch.setattr("barter.algorithms.dffke.unify", noted)
+    exchanged(1, embeddings="noise", noise=7.0)
+    drawn = torch.cat([e.flatten() for e in seen])
+    assert float(drawn.mean()) == pytest.approx(0, abs=0.5)
+    assert float(drawn.std()) == pytest.approx(7, rel=0.05)
 
 
 def test_public_data_takes_the_place_of_decoder_embeddings_and_weights() -> None:

@@ -113,7 +113,7 @@ PAPER: dict[str, object] = {
     **{"max_epochs": 100, "later_epochs": None, "share": 0.15, "parts": 0, "whiten": 0.0},
     **{"decoder_epochs": 6, "decoder_steps": 0, "decoder_batch": None, "warm_decoder": False, "cosine": False},
     **{"exchange_epochs": 4, "exchange_steps": 0, "mixed": False, "augmented": False},
-    **{"balanced": False, "memory": None, "transfer": "decoder", "local_review": False},
+    **{"balanced": False, "memory": None, "transfer": "decoder", "local_review": False, "noise": 1.0},
 }
 CODE = {"share": 1.0, "local_review": True, "embedding_loss": True, "logit_loss": True}
 
@@ -164,6 +164,7 @@ class DFFKE(Algorithm[Hub, Trader]):
     weight_decay: NonNegative = 1e-5  # of the clients' Adam
     docking_weight_decay: NonNegative = 1e-3  # of the docking layers' Adam
     embeddings: Literal["real", "noise"] = "real"  # E_k: of private images, or noise that tells nothing
+    noise: Positive = 30.0  # deviation of such noise: from far away images come out unlike each other; 1 in the paper
     transfer: Literal["images", "decoder", "public"] = "images"  # what stands for data: images that the server draws,
     # the decoder and codes from which clients draw them (paper), or public data
     direction: Literal["teacher", "student"] = "teacher"  # KL(teacher ‖ student) or the reverse
@@ -258,7 +259,7 @@ class DFFKE(Algorithm[Hub, Trader]):
             e, y = {k: o["embeddings"] for k, o in offers.items()}, {k: o["labels"] for k, o in offers.items()}
         else:
             views = number(cut(self.parts, server.spec))
-            e = {k: torch.randn(n, views, models[k].feature_dim, device=device) for k, n in size.items()}
+            e = {k: self.noise * torch.randn(n, views, models[k].feature_dim, device=device) for k, n in size.items()}
             y = {k: torch.randint(server.spec.classes, (n,), device=device) for k, n in size.items()}
         recipe = adam(self.lr, self.docking_weight_decay)
         z, codes, docking = unify(server, e, y, server.docking, self.code_dim, self.docking_epochs, recipe, self.whiten)
