@@ -284,7 +284,7 @@ def test_and_the_same_options_do_not(rounds: int) -> None:
 
 
 def test_no_option_was_forgotten() -> None:
-    elsewhere = {"parts"}  # images of 8 pixels are not cut
+    elsewhere = {"parts", "noise"}  # images of 8 pixels are not cut; noise is in the place of embeddings or nowhere
     assert {name for changes in CHANGES for name in changes} == {f.name for f in fields(DFFKE)} - elsewhere
 
 
@@ -296,7 +296,7 @@ def test_the_papers_preset_is_the_paper() -> None:
     assert (paper.decoder_steps, paper.exchange_steps) == (0, 0), "no floors"
     assert (paper.batch_size, paper.decoder_batch) == (100, None)
     assert (paper.max_epochs, paper.later_epochs) == (100, None), "as good as no limit"
-    assert (paper.tau, paper.lr, paper.code_dim, paper.docking_epochs) == (0.98, 1e-3, 512, 100)
+    assert (paper.tau, paper.lr, paper.code_dim, paper.docking_epochs, paper.noise) == (0.98, 1e-3, 512, 100, 1)
     assert (paper.peers, paper.memory, paper.direction, paper.transfer) == (None, None, "teacher", "decoder")
     assert (paper.embedding_loss, paper.logit_loss) == (False, False)
     assert code == DFFKE.preset(
