@@ -164,7 +164,7 @@ class DFFKE(Algorithm[Hub, Trader]):
     weight_decay: NonNegative = 1e-5  # of the clients' Adam
     docking_weight_decay: NonNegative = 1e-3  # of the docking layers' Adam
     embeddings: Literal["real", "noise"] = "real"  # E_k: of private images, or noise that tells nothing
-    noise: Positive = 30.0  # deviation of such noise: from far away images come out unlike each other; 1 in the paper
+    noise: Positive = 30.0  # deviation of such noise: from afar images come out unlike each other; the paper gives none
     transfer: Literal["images", "decoder", "public"] = "images"  # what stands for data: images that the server draws,
     # the decoder and codes from which clients draw them (paper), or public data
     direction: Literal["teacher", "student"] = "teacher"  # KL(teacher ‖ student) or the reverse
