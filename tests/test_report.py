@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -293,7 +294,7 @@ def test_a_live_page_follows_the_run_and_comes_to_rest(tmp_path: Path, monkeypat
         seen.append((run / "report.html").read_text())
         go_on(run, record(len(records(run)) + 1, 2))
 
-    monkeypatch.setattr(looking.time, "sleep", a_round_later)
+    monkeypatch.setattr(looking, "time", SimpleNamespace(sleep=a_round_later))  # not for all: threads sleep
     seen.append(report(run, "--live"))
     for done, content in enumerate(seen):
         assert f"{done} of 3 rounds" in content
@@ -308,7 +309,7 @@ def test_a_live_page_that_is_stopped_stops(
     def stop(_: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(looking.time, "sleep", stop)
+    monkeypatch.setattr(looking, "time", SimpleNamespace(sleep=stop))
     for folder in (go_on(begun(tmp_path / "run", 2, 3), record(1, 2)), compared(tmp_path / "c", missing=6)):
         assert main(["report", str(folder), "--live"]) == 1
         assert "stopped" in capsys.readouterr().err
