@@ -215,12 +215,11 @@ def test_without_local_training_clients_offer_what_the_last_exchange_left() -> N
 
     experiment = small_federation(Watched(**{**TINY["dffke"], "later_epochs": 0}))
     left: dict[int, Any] = {}
-    reached: dict[int, float] = {}
     for record in experiment.rounds(3):
         for k, client in experiment.engine.clients.items():
             assert same(offered[k], left.get(k, {})) == (record.round > 1)
-            assert record.clients[k]["before_global"] == reached.get(k, record.clients[k]["before_global"])
-            left[k], reached[k] = isolate(dict(client.model.state_dict())), record.clients[k]["global"]
+            assert ("before_global" in record.clients[k]) == (record.round == 1), "who did not train has nothing to say"
+            left[k] = isolate(dict(client.model.state_dict()))
 
 
 CHANGES: list[dict[str, Any]] = [

@@ -286,3 +286,44 @@ def test_a_fused_step_is_the_plain_step(name: str) -> None:
     assert z.grad_fn is not None
     assert "BatchNorm" in type(z.grad_fn).__name__
     assert "Native" not in type(z.grad_fn).__name__
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_a_first_layer_by_blocks_is_the_same_layer(channels: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, channels, 10, 14, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(5, channels, 7, 7, dtype=torch.float64).contiguous(memory_format=LAST).requires_grad_()
+    bias, cotangent = torch.randn(5, dtype=torch.float64).requires_grad_(), torch.randn(2, 5, 5, 7, dtype=torch.float64)
+    ways = [
+        F.conv2d(x, weight, bias, 2, 3),
+        fused.by_blocks(x, weight, bias, torch.float64),
+        fused.by_blocks(x.contiguous(memory_format=LAST), weight, bias, torch.float64),
+    ]
+    slopes = [torch.autograd.grad(way, (x, weight, bias), cotangent, create_graph=True) for way in ways]
+    for way, found in zip(ways[1:], slopes[1:], strict=True):
+        assert torch.allclose(way, ways[0], rtol=0, atol=1e-12)
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(found, slopes[0], strict=True))
+    again = [torch.autograd.grad(s[0].square().sum(), weight)[0] for s in slopes]  # zeroth-order and matching methods
+    assert all(torch.allclose(g, again[0], rtol=0, atol=1e-9) for g in again)
+
+
+def test_only_the_first_layer_of_a_resnet_goes_by_blocks() -> None:
+    spec = Spec(3, 64, 64, 10, (0.5,) * 3, (0.5,) * 3)
+    stems = [name for name, part in fuse(build("resnet18", spec)).named_modules() if isinstance(part, fused._Stem)]
+    assert [name.rsplit(".", 1)[-1] for name in stems] == ["conv1"]
+    assert not any(isinstance(part, fused._Stem) for part in fuse(build("resnet18-3x3", spec)).modules())
+
+
+@cuda
+def test_a_first_layer_by_blocks_on_a_gpu() -> None:
+    torch.manual_seed(0)
+    plain = nn.Conv2d(3, 64, 7, 2, 3, bias=False).cuda().to(memory_format=LAST)
+    x = images(16, 3, 64, 64).cuda()
+    stem = fuse(copy.deepcopy(plain))
+    assert isinstance(stem, fused._Stem)
+    with torch.autocast("cuda", torch.bfloat16):
+        one, other = plain(x), stem(x)
+    assert other.is_contiguous(memory_format=LAST)
+    assert other.dtype == torch.bfloat16
+    assert far(other.float(), plain(x)) < 2 * far(one.float(), plain(x)) + 1e-4
+    assert torch.equal(stem(x), plain(x)), "in full precision torch does it"

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from barter import DFFKE, Local
 from barter.algorithms.dffke import shown
 from barter.compute import lanes
-from barter.compute.trainer import Anchor, Trainer, _contents, _identity, _modules, _objection
+from barter.compute.graphs import contents, identity, modules_of, objection
+from barter.compute.trainer import Anchor, Trainer
 from barter.core.images import Augment, Spec
 from barter.ops.fit import Subject, adam, classification, joint, sgd
 from barter.ops.inversion import Terms, Viewer, drawn_loss
@@ -35,11 +36,11 @@ def made(model: nn.Module, weight: float, other: nn.Module | None = None) -> obj
 
 def test_a_loss_is_known_by_its_code_and_by_what_it_holds() -> None:
     one, two = nn.Linear(2, 1), nn.Linear(2, 1)
-    assert _identity(made(one, 2.0)) == _identity(made(one, 2.0))
-    assert hash(_identity(made(one, 2.0))) == hash(_identity(made(one, 2.0)))
+    assert identity(made(one, 2.0)) == identity(made(one, 2.0))
+    assert hash(identity(made(one, 2.0))) == hash(identity(made(one, 2.0)))
     for other in (made(two, 2.0), made(one, 3.0), made(one, 2.0, two)):
-        assert _identity(other) != _identity(made(one, 2.0))
-    assert _identity(lambda x: one(x)) != _identity(lambda x: one(x) + 1)
+        assert identity(other) != identity(made(one, 2.0))
+    assert identity(lambda x: one(x)) != identity(lambda x: one(x) + 1)
 
 
 def test_partials_and_methods_are_known_by_value() -> None:
@@ -53,10 +54,10 @@ def test_partials_and_methods_are_known_by_value() -> None:
         lambda: joint(model, [taught(DFFKE(share=0.5), Augment(2, True)), taught(DFFKE(), Augment())], 4)[0],
         lambda: partial(drawn_loss, model, SPEC, (Viewer(model, model, Augment(1)),), (model,), Terms(differ="kl")),
     ):
-        assert _identity(make()) == _identity(make())
-        assert not _objection(make())
+        assert identity(make()) == identity(make())
+        assert not objection(make())
     one, *others = (
-        _identity(joint(model, subjects, 4)[0])
+        identity(joint(model, subjects, 4)[0])
         for subjects in (
             [taught(DFFKE(), Augment())],
             [taught(DFFKE(tau=0.5), Augment())],
@@ -74,8 +75,8 @@ def test_defaults_and_functions_that_a_loss_holds_count_too() -> None:
 
         return loss
 
-    assert _identity(with_default(1.0)) == _identity(with_default(1.0))
-    assert _identity(with_default(1.0)) != _identity(with_default(5.0))
+    assert identity(with_default(1.0)) == identity(with_default(1.0))
+    assert identity(with_default(1.0)) != identity(with_default(5.0))
 
     def through(table: list[int] | float) -> object:
         def helper(x: Tensor) -> Tensor:
@@ -83,10 +84,10 @@ def test_defaults_and_functions_that_a_loss_holds_count_too() -> None:
 
         return partial(lambda f, x: f(x).sum(), helper)
 
-    assert _identity(through(2.0)) == _identity(through(2.0))
-    assert _identity(through(2.0)) != _identity(through(3.0))
-    assert "holds a list" in _objection(through([1]))
-    assert not _objection(through(2.0))
+    assert identity(through(2.0)) == identity(through(2.0))
+    assert identity(through(2.0)) != identity(through(3.0))
+    assert "holds a list" in objection(through([1]))
+    assert not objection(through(2.0))
 
 
 def test_a_tuple_of_modules_may_be_held_and_a_list_may_not() -> None:
@@ -95,19 +96,19 @@ def test_a_tuple_of_modules_may_be_held_and_a_list_may_not() -> None:
     def over(modules: tuple[object, ...] | list[object]) -> partial[Tensor]:
         return partial(lambda modules, x: sum(module(x).sum() for module in modules), modules)
 
-    assert _objection(over((one, two))) == ""
-    assert _objection(over(((one, two), (three, SPEC, 1.0, None)))) == ""
-    assert _objection(over(())) == ""
-    assert "holds a list" in _objection(over([one, two]))
-    assert "holds a list" in _objection(over((one, [two])))
-    assert "holds a dict" in _objection(over((one, (two, {}))))
+    assert objection(over((one, two))) == ""
+    assert objection(over(((one, two), (three, SPEC, 1.0, None)))) == ""
+    assert objection(over(())) == ""
+    assert "holds a list" in objection(over([one, two]))
+    assert "holds a list" in objection(over((one, [two])))
+    assert "holds a dict" in objection(over((one, (two, {}))))
     # Their modes are part of what is captured, and their places in memory are watched.
-    assert _modules(_contents(over(((one, two), (three,))))) == [one, two, three]
-    assert _identity(over((one, two))) == _identity(over((one, two)))
-    assert _identity(over((one, two))) != _identity(over((two, one)))
+    assert modules_of(contents(over(((one, two), (three,))))) == [one, two, three]
+    assert identity(over((one, two))) == identity(over((one, two)))
+    assert identity(over((one, two))) != identity(over((two, one)))
 
 
-def test_what_could_change_behind_a_graph_is_an_objection() -> None:
+def test_what_could_change_behind_a_graph_is_anobjection() -> None:
     client = federation(Local()).engine.clients[0]
     table = {"weight": torch.ones(1)}
 
@@ -117,9 +118,9 @@ def test_what_could_change_behind_a_graph_is_an_objection() -> None:
     def holds_a_table(x: Tensor) -> Tensor:
         return (x * table["weight"]).sum()
 
-    assert "holds a Client" in _objection(holds_a_party)
-    assert "holds a dict" in _objection(holds_a_table)
-    assert not _objection(made(client.model, 1.0))
+    assert "holds a Client" in objection(holds_a_party)
+    assert "holds a dict" in objection(holds_a_table)
+    assert not objection(made(client.model, 1.0))
 
 
 def test_without_a_lane_nothing_is_kept() -> None:

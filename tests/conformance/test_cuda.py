@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from barter.compute import lanes
-from barter.compute import trainer as trainer_module
+from barter.compute import graphs, lanes
+from barter.compute.graphs import Captured
 from barter.compute.lanes import Lane
 from barter.compute.parking import Parking
-from barter.compute.trainer import _Captured
 from barter.core import seeds
 from barter.core.payload import isolate, nbytes
 from barter.engines.local import LocalEngine
@@ -38,10 +37,10 @@ def finished(experiment: Experiment, rounds: int = 2) -> dict[str, Any]:
     return state(experiment)
 
 
-def captured(engine: LocalEngine) -> list[_Captured]:
+def captured(engine: LocalEngine) -> list[Captured]:
     everywhere = [*engine.lanes, *([engine.home] if engine.home else [])]
     steps = [step for lane in everywhere for t in lane.trainers.values() for step in t.steps.values()]
-    return [step for step in steps if isinstance(step, _Captured)]
+    return [step for step in steps if isinstance(step, Captured)]
 
 
 def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
@@ -56,7 +55,7 @@ def test_replayed_and_eager_steps_agree(name: str, monkeypatch: pytest.MonkeyPat
     replayed = on_cuda(name, precision="fp32")
     with_graphs = finished(replayed)
     assert captured(replayed.engine), "nothing was captured"
-    monkeypatch.setattr(trainer_module, "WARM_UP", 10**9)
+    monkeypatch.setattr(graphs, "WARM_UP", 10**9)
     eager = on_cuda(name, precision="fp32")
     without = finished(eager)
     assert not captured(eager.engine)
@@ -140,7 +139,7 @@ def test_dropout_draws_from_the_seed_streams(monkeypatch: pytest.MonkeyPatch) ->
     assert same(one, again)
     assert same(one, three)
     assert not same(one, other)
-    monkeypatch.setattr(trainer_module, "WARM_UP", 10**9)
+    monkeypatch.setattr(graphs, "WARM_UP", 10**9)
     assert distance(one, run()) < 1e-5
 
 

@@ -230,7 +230,8 @@ class DFFKE(Algorithm[Hub, Trader]):
         home = self.at_home(client)
         fitted = fit(client, epochs=epochs, goal=self.tau, batch_size=self.batch_size, recipe=recipe, by_class=home)
         client.report["epochs"] = fitted.epochs
-        client.report |= {f"before_{name}": value for name, value in evaluate(client, home).items()}
+        if epochs:
+            client.report |= {f"before_{name}": value for name, value in evaluate(client, home).items()}
 
     def at_home(self, client: Trader) -> Tensor | None:
         return log_shares(client.data) if self.balanced else None

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from barter.compute import lanes, precision
+from barter.compute.graphs import Forward
 from barter.core.images import Images
 from barter.core.model import Classifier
 from barter.core.nodes import Client
 
 __all__ = ["accuracy", "adjusted", "evaluate", "knowing_alone", "predict"]
 
-CHUNK = 500  # images at a time on the CPU and of large images; small ones on a GPU go in larger chunks
+OfBatch: TypeAlias = Callable[[Tensor], Tensor]
+
+CHUNK = 500  # images at a time; small ones on a GPU go in larger chunks, large ones that a graph sees in smaller
 
 
 @torch.no_grad()
-def predict(function: Callable[[Tensor], Tensor], batch: Callable[[Tensor], Tensor], index: Tensor) -> Tensor:
+def predict(function: OfBatch, batch: OfBatch, index: Tensor) -> Tensor:
     """The function's values for the samples at these indices, computed in chunks, in fp32."""
+    forward = Forward.of(function) if len(index) else None
+    if forward is not None:
+        return _replayed(forward, function, batch, index)
     values, size = [], CHUNK
     while len(index):
         part, index = index[:size], index[size:]
@@ -32,6 +39,15 @@ def predict(function: Callable[[Tensor], Tensor], batch: Callable[[Tensor], Tens
         lanes.breathe()
     lanes.rest()
     return torch.cat(values)
+
+
+def _replayed(forward: Forward, function: OfBatch, batch: OfBatch, index: Tensor) -> Tensor:
+    """The same by a graph, which wants chunks of one size: the last one is filled up."""
+    size = max(CHUNK // 5, min(CHUNK, 2**24 // max(1, batch(index[:1]).numel())))
+    filled = torch.cat([index, index[:1].expand(-len(index) % size)])
+    values = [forward.take(function, [batch(part)]).to(torch.float32, copy=True) for part in torch.split(filled, size)]
+    lanes.rest()
+    return torch.cat(values)[: len(index)]
 
 
 def adjusted(logits: Tensor, by_class: Tensor | None) -> Tensor:

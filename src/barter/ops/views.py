@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -68,10 +69,9 @@ def seen(images: Tensor, views: Tensor, parts: int, spec: Spec) -> Tensor:
 
 def embeddings(model: Classifier, data: Images, index: Tensor, parts: int) -> Tensor:
     """What a network makes of each of these images: of the whole, then of its parts."""
-    features = model.eval().features
+    return predict(partial(_embedded, model.eval(), data.spec, parts), data.batch, index)
 
-    def every(x: Tensor) -> Tensor:
-        seen_as = (torch.full((len(x),), view, device=x.device) for view in range(number(parts)))
-        return torch.stack([features(seen(x, view, parts, data.spec)) for view in seen_as], 1)
 
-    return predict(every, data.batch, index)
+def _embedded(model: Classifier, spec: Spec, parts: int, images: Tensor) -> Tensor:
+    views = (torch.full((len(images),), view, device=images.device) for view in range(number(parts)))
+    return torch.stack([model.features(seen(images, view, parts, spec)) for view in views], 1)
