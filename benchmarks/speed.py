@@ -220,8 +220,9 @@ def row(work: str, peers: float, ours: float, top: float | None, first: float) -
 
 def dffke_seconds(source: str, models: str, clients: int, rounds: int = 3, **options: Any) -> dict[str, float]:
     """The phases of the last of some rounds, with memory of those before it."""
-    size, fields = options.pop("size", None), {"local_review": True, "max_epochs": 1, "later_epochs": 1, **options}
-    algorithm = DFFKE.preset("paper", fields)
+    size, paper = options.pop("size", None), options.pop("paper", False)
+    as_published = {**DFFKE.presets["paper"], "local_review": True, "later_epochs": 1} if paper else {}
+    algorithm = DFFKE(**{**as_published, "max_epochs": 1, **options})
     records = list(federation(algorithm, source, models, clients, size=size, device="cuda").rounds(rounds))
     seconds = dict(records[-1].seconds)
     seconds["memory_gb"] = records[-1].server["device_memory"] / 1e9
@@ -230,10 +231,10 @@ def dffke_seconds(source: str, models: str, clients: int, rounds: int = 3, **opt
 
 
 def dffke_round(source: str, found: Row) -> None:
-    found["round"] = {
-        "resnet18-3x3, 32 px": dffke_seconds(source, "resnet18-3x3", 10),
-        "resnet18-3x3, 32 px, peers=4": dffke_seconds(source, "resnet18-3x3", 10, peers=4),
-    }
+    found["round"] = {f"default, resnet18, {s} px": dffke_seconds(source, "resnet18", 10, size=s) for s in (64, 128)}
+    for name, fields in {"": {}, ", peers=4": {"peers": 4}}.items():
+        seconds = dffke_seconds(source, "resnet18-3x3", 10, paper=True, **fields)
+        found["round"][f"paper, resnet18-3x3, 32 px{name}"] = seconds
 
 
 def by_clients(folder: Path, found: Row) -> None:
