@@ -42,6 +42,7 @@ TINY: dict[str, dict[str, Any]] = {
         "code_dim": 16,
         "docking_epochs": 3,
         "decoder_epochs": 1,
+        "decoder_batch": 10,
         "decoder_steps": 2,
         "exchange_epochs": 1,
         "exchange_steps": 2,
@@ -133,6 +134,11 @@ def federation(algorithm: Algorithm[Any, Any], source: Any = "digits", **options
 def small_federation(algorithm: Algorithm[Any, Any], **options: Any) -> Experiment:
     """The same of so few images that a round takes half as long."""
     return federation(algorithm, conformance.few_digits(), **options)
+
+
+def perceptrons(algorithm: Algorithm[Any, Any], **options: Any) -> Experiment:
+    """The same of networks that take no time, for what does not depend on them."""
+    return small_federation(algorithm, **{"models": "small-mlp", **options})
 
 
 def digits_file(folder: Path) -> str:

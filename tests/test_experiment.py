@@ -17,7 +17,7 @@ from barter.core.images import Spec
 from barter.data.partition import Iid
 from barter.engines import forks
 from barter.runs.tables import closing_table
-from tests.conftest import federation, same, state, tiny
+from tests.conftest import federation, perceptrons, same, small_federation, state, tiny
 
 
 def test_the_loop_is_the_users() -> None:
@@ -39,13 +39,13 @@ def test_what_a_method_remarks_of_a_run_is_said_at_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Local, "remarks", lambda _, rounds: [f"no [layer] moved in {len(rounds)} rounds"])
-    experiment = federation(tiny("local"))
+    experiment = perceptrons(tiny("local"))
     next(experiment.rounds(2))
     assert not caplog.messages
-    federation(tiny("local")).step()
-    list(federation(tiny("local")).rounds(2))
+    perceptrons(tiny("local")).step()
+    list(perceptrons(tiny("local")).rounds(2))
     assert caplog.messages == ["no [layer] moved in 2 rounds"]
-    settings = [f"--set={s}" for s in ("rounds=2", "clients=2", "algorithm.max_epochs=1")]
+    settings = [f"--set={s}" for s in ("rounds=2", "clients=2", "models=small-mlp", "algorithm.max_epochs=1")]
     assert main(["run", "--algorithm", "local", *settings, "--out", str(tmp_path / "run")]) == 0
     assert "note: no [layer] moved in 2 rounds" in capsys.readouterr().out
     assert main(["resume", str(tmp_path / "run"), "--rounds", "3"]) == 0
@@ -79,7 +79,7 @@ def perceptron(spec: Spec) -> nn.Module:
 
 def test_one_seed_is_one_run_whatever_the_models_are(tmp_path: Path) -> None:
     for models in ([perceptron, "small-mlp"], [lambda spec: perceptron(spec), perceptron], perceptron):
-        one, again, other = (federation(tiny("dffke"), models=models, seed=seed) for seed in (1, 1, 2))
+        one, again, other = (small_federation(tiny("dffke"), models=models, seed=seed) for seed in (1, 1, 2))
         for experiment in (one, again, other):
             list(experiment.rounds(1))
             torch.rand(1)  # what else is drawn in this process changes nothing

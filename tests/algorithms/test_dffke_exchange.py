@@ -22,7 +22,7 @@ from barter.core.payload import isolate, nbytes
 from barter.ops.fit import Trainer
 from barter.ops.inversion import drawn_loss
 from barter.ops.transfer import Lesson, heard
-from tests.conftest import TINY, federation, same, small_federation, state, tiny
+from tests.conftest import TINY, federation, perceptrons, same, state, tiny
 
 
 def watched(
@@ -48,7 +48,8 @@ def watched(
         return shown(spec, augment, images)
 
     monkeypatch.setattr(dffke, "shown", noted)
-    return federation(Watched(**{**TINY["dffke"], **changes}), clients=clients), steps, lessons, augments
+    experiment = federation(Watched(**{**TINY["dffke"], **changes}), clients=clients, models="small-mlp")
+    return experiment, steps, lessons, augments
 
 
 def rows(tensor: Tensor) -> set[tuple[float, ...]]:
@@ -149,7 +150,7 @@ def test_a_warm_decoder_starts_where_the_last_rounds_ended(warm: bool, monkeypat
         return drawn_loss(decoder, *arguments)
 
     monkeypatch.setattr("barter.ops.inversion.drawn_loss", noted)
-    experiment = small_federation(tiny("dffke", warm_decoder=warm, transfer="decoder"))
+    experiment = perceptrons(tiny("dffke", warm_decoder=warm, transfer="decoder"))
     list(experiment.rounds(3))
     assert isinstance(experiment.server, Hub)
     ends = [entry["decoder"] for entry in experiment.server.buffer]
@@ -169,7 +170,7 @@ def test_the_decoder_draws_for_networks_that_see_images_moved_by_half_as_much(
         return drawn_loss(decoder, spec, viewers, *arguments)
 
     monkeypatch.setattr("barter.ops.inversion.drawn_loss", noted)
-    experiment = small_federation(tiny("dffke", augmented=on), clients=2, models="small-mlp")
+    experiment = perceptrons(tiny("dffke", augmented=on), clients=2)
     for client in experiment.engine.clients.values():
         client.data.augment = Augment(crop=3, flip=True)
     list(experiment.rounds(1))
@@ -186,7 +187,7 @@ def test_learning_rates_fall_to_zero_within_each_phase(cosine: bool, monkeypatch
         rates[self].append(self.optimizer.param_groups[0]["lr"])
 
     monkeypatch.setattr(Trainer, "anneal", noted)
-    list(small_federation(tiny("dffke", cosine=cosine, tau=1.0, decoder_steps=5, exchange_steps=4)).rounds(1))
+    list(perceptrons(tiny("dffke", cosine=cosine, tau=1.0, decoder_steps=5, exchange_steps=4)).rounds(1))
     # Two epochs for each of three clients; the decoder; the exchange on two kinds of images.
     assert sorted(map(len, rates.values())) == [2, 2, 2, 5, 8, 8, 8]
     for fallen in rates.values():
@@ -198,7 +199,7 @@ def test_learning_rates_fall_to_zero_within_each_phase(cosine: bool, monkeypatch
 @pytest.mark.parametrize("memory", [None, 1, 0])
 @pytest.mark.parametrize("later", [0, 1, None])
 def test_after_the_first_exchange_local_training_has_a_length_of_its_own(later: int | None, memory: int | None) -> None:
-    experiment = small_federation(tiny("dffke", tau=1.0, max_epochs=3, later_epochs=later, memory=memory), clients=2)
+    experiment = perceptrons(tiny("dffke", tau=1.0, max_epochs=3, later_epochs=later, memory=memory), clients=2)
     epochs = [[record.clients[k]["epochs"] for k in range(2)] for record in experiment.rounds(3)]
     expected = 3 if later is None else later
     assert epochs == [[3, 3], [expected, expected], [expected, expected]]
@@ -213,7 +214,7 @@ def test_without_local_training_clients_offer_what_the_last_exchange_left() -> N
             offered[client.id] = isolate(dict(offer["weights"]))
             return offer
 
-    experiment = small_federation(Watched(**{**TINY["dffke"], "later_epochs": 0}))
+    experiment = perceptrons(Watched(**{**TINY["dffke"], "later_epochs": 0}))
     left: dict[int, Any] = {}
     for record in experiment.rounds(3):
         for k, client in experiment.engine.clients.items():
@@ -263,7 +264,7 @@ LATER = {"later_epochs", "warm_decoder", "memory"}  # options of the second roun
 
 
 def outcome(rounds: int, **changes: Any) -> dict[str, Tensor]:
-    experiment = small_federation(tiny("dffke", **changes))
+    experiment = perceptrons(tiny("dffke", **changes))
     list(experiment.rounds(rounds))
     return isolate(dict(experiment.engine.clients[0].model.state_dict()))
 
@@ -306,7 +307,7 @@ def test_the_papers_preset_is_the_paper() -> None:
 def test_without_sizes_of_their_own_all_phases_have_that_of_local_training() -> None:
     same_size = {"later_epochs": None, "decoder_batch": None, "batch_size": 20}
     spelled = {"later_epochs": 2, "decoder_batch": 20, "batch_size": 20}
-    one, other = (federation(tiny("dffke", **sizes)) for sizes in (same_size, spelled))
+    one, other = (perceptrons(tiny("dffke", **sizes)) for sizes in (same_size, spelled))
     for experiment in (one, other):
         list(experiment.rounds(2))
     assert same(state(one), state(other))

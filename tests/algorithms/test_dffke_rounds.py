@@ -18,11 +18,11 @@ from barter.models.generators import Decoder
 from barter.ops.docking import unify
 from barter.ops.fit import adam
 from barter.ops.transfer import review
-from tests.conftest import TINY, federation, small_federation, tiny
+from tests.conftest import TINY, federation, perceptrons, tiny
 
 
 def exchanged(rounds: int = 3, **changes: Any) -> tuple[Experiment, list[Any]]:
-    experiment = small_federation(tiny("dffke", **changes))
+    experiment = perceptrons(tiny("dffke", **changes))
     return experiment, list(experiment.rounds(rounds))
 
 
@@ -92,7 +92,7 @@ def test_review_takes_as_much_of_the_past_as_there_is_fresh() -> None:
             lessons[client.id] = super().teach(client, delivery)
             return lessons[client.id]
 
-    experiment = small_federation(Watched(**TINY["dffke"]))
+    experiment = perceptrons(Watched(**TINY["dffke"]))
     for record in experiment.rounds(3):
         for client in experiment.engine.clients.values():
             assert isinstance(client, Trader)
@@ -112,7 +112,7 @@ def test_review_takes_as_much_of_the_past_as_there_is_fresh() -> None:
 
 
 def test_who_missed_rounds_is_sent_their_entries() -> None:
-    experiment = small_federation(tiny("dffke", participation=0.5, memory=None, transfer="decoder"), clients=4)
+    experiment = perceptrons(tiny("dffke", participation=0.5, memory=None, transfer="decoder"), clients=4)
     buffers: dict[int, list[int]] = {}
     last: dict[int, int] = {}
     decoder = nbytes(Decoder(16, experiment.task.spec).state_dict())
@@ -130,7 +130,7 @@ def test_who_missed_rounds_is_sent_their_entries() -> None:
 
 
 def test_collaboration_is_a_fixed_group_and_the_rest_train_alone() -> None:
-    experiment = small_federation(tiny("dffke", collaboration=0.5), clients=4)
+    experiment = perceptrons(tiny("dffke", collaboration=0.5), clients=4)
     for r in experiment.rounds(2):
         assert [k for k, m in r.clients.items() if m["bytes_up"]] == [0, 1]
         assert r.bytes["train"] == {"up": 0, "down": 0}
@@ -159,13 +159,13 @@ def test_noise_in_place_of_embeddings_is_as_strong_as_asked_for(monkeypatch: pyt
 
 
 def test_public_data_takes_the_place_of_decoder_embeddings_and_weights() -> None:
-    experiment = small_federation(tiny("dffke", transfer="public"), data=Data(source=few_digits(), public="digits"))
+    experiment = perceptrons(tiny("dffke", transfer="public"), data=Data(source=few_digits(), public="digits"))
     records = list(experiment.rounds(2))
     assert records[0].bytes["learn"]["up"] == 3 * 17, "how many images, and how they are augmented"
     shared = sum(max(2, -(-len(c.data) // 10)) for c in experiment.engine.clients.values())
     assert records[0].bytes["teach"]["down"] == 3 * (8 + shared * 8)
     with pytest.raises(ConfigError, match=r"data\.public"):
-        small_federation(tiny("dffke", transfer="public"), data=Data())
+        perceptrons(tiny("dffke", transfer="public"), data=Data())
     with pytest.raises(ConfigError, match="embedding_loss"):
         tiny("dffke", transfer="public", embedding_loss=True)
 
@@ -200,7 +200,7 @@ def test_a_client_that_fails_is_left_out_and_comes_back() -> None:
                 raise RuntimeError("not today")
             return super().learn(client)
 
-    experiment = small_federation(Moody(**TINY["dffke"]), min_clients=2)
+    experiment = perceptrons(Moody(**TINY["dffke"]), min_clients=2)
     records = list(experiment.rounds(3))
     assert "client 1 failed in 'learn', round 2: RuntimeError: not today" in records[1].failures
     assert [bool(r.failures) for r in records] == [False, True, False]
@@ -214,13 +214,13 @@ def test_a_lone_survivor_has_nobody_to_learn_from() -> None:
                 raise RuntimeError("mute")
             return super().teach(client, delivery)
 
-    (record,) = small_federation(Silent(**TINY["dffke"]), min_clients=1).rounds(1)
+    (record,) = perceptrons(Silent(**TINY["dffke"]), min_clients=1).rounds(1)
     assert "exchange" not in record.bytes
     assert len(record.failures) == 2
 
 
 def test_one_trader_alone_has_nobody_to_learn_from() -> None:
-    (record,) = small_federation(tiny("dffke"), clients=1).rounds(1)
+    (record,) = perceptrons(tiny("dffke"), clients=1).rounds(1)
     assert set(record.bytes) == {"learn"}
 
 

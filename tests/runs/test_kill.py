@@ -22,7 +22,10 @@ from tests.conftest import TINY, digits_file, same
 from tests.forked import forked, status
 
 ROUNDS = 3
-SETTINGS = {"clients": 3, "rounds": ROUNDS, **{f"algorithm.{key}": value for key, value in TINY["dffke"].items()}}
+SETTINGS = {
+    **{"clients": 3, "rounds": ROUNDS, "models": "small-mlp"},
+    **{f"algorithm.{key}": value for key, value in TINY["dffke"].items()},
+}
 PLACES: dict[str, tuple[Any, str]] = {
     "exchange": (DFFKE, "exchange_loss"),
     "append": (RunFolder, "append"),
