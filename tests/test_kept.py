@@ -55,7 +55,7 @@ def test_a_network_is_loaded_without_the_data(tmp_path: Path) -> None:
     kept = barter.load(tmp_path / "run", client=2)
     trained = experiment.engine.clients[2].model.eval()  # type: ignore[attr-defined]
     assert not kept.network.training
-    assert (kept.architecture, kept.owner, kept.round) == ("small-resnet", "client 2", 1)
+    assert (kept.architecture, kept.owner, kept.round) == ("small-cnn", "client 2", 1)
     assert kept.spec == experiment.task.spec
     assert kept.classes == ("0", "1", "2")
     with torch.no_grad():

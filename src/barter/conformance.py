@@ -65,7 +65,7 @@ class Trial:
         resume: bool = False,
         min_clients: int | None = None,
     ) -> Experiment:
-        models = "small-mlp" if self.algorithm.one_architecture else "small-cnn,small-vgg"  # two of three are alike
+        models = "small-mlp" if self.algorithm.one_architecture else "small-mlp,small-cnn"  # two of three are alike
         data = Data(source=few_digits(), public="digits" if self.algorithm.needs_public_data else "")
         options: dict[str, Any] = {"seed": seed, "out": out, "resume": resume, "min_clients": min_clients}
         experiment = Experiment(

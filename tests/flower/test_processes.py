@@ -53,7 +53,7 @@ def test_a_run_on_this_machine_is_the_run_of_one_process(
     settings = [f"--set={key}={value}" for key, value in chosen.items()]
     command = ["run", "--engine", "flower", *place, "--device", "cpu", "--out", str(tmp_path / "run"), *settings]
     assert main(command) == 0
-    local = federation(tiny(name), clients=clients, data=digits_file(tmp_path))
+    local = federation(tiny(name), clients=clients, models="small-5", data=digits_file(tmp_path))
     list(local.rounds(2))
     remote = last_checkpoint(tmp_path / "run")
     assert remote is not None
