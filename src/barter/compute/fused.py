@@ -107,10 +107,11 @@ def by_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
 @cache
 def _places(channels: int, device: torch.device) -> Tensor:
     """Where each of a kernel's numbers goes, by row, column and channel."""
-    at = torch.arange(1, 8, device=device)
+    at = torch.arange(1, 8)
     block, inside = at // 2, at % 2
     place = (block[:, None] * 4 + block) * 16 + (inside[:, None] * 2 + inside) * channels
-    return (place[:, :, None] + torch.arange(channels, device=device)).flatten()
+    # Made on the host: whichever stream reads it first, it is there.
+    return (place[:, :, None] + torch.arange(channels)).flatten().to(device)
 
 
 def _windows(side: int, size: int, stride: int, padding: int, ceil: bool) -> int:

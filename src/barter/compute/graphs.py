@@ -44,9 +44,7 @@ class Graphs:
 
     def renew(self) -> None:
         """Graphs stay where all they point to is where it was."""
-        for key, step in list(self.steps.items()):
-            if not (step.still_valid() if isinstance(step, Captured) else step.objection):
-                del self.steps[key]
+        self.steps = {k: s for k, s in self.steps.items() if not isinstance(s, Captured) or s.still_valid()}
         while len(self.steps) > GRAPHS:
             del self.steps[next(iter(self.steps))]
 

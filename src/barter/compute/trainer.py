@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from barter.compute import lanes, precision
-from barter.compute.graphs import Graphs
+from barter.compute.graphs import Captured, Graphs
 
 __all__ = ["Anchor", "Recipe", "Trainer", "adam", "sgd"]
 
@@ -104,6 +104,7 @@ class Trainer(Graphs):
         if state:
             torch._foreach_zero_(state)
         self.anneal(0.0)
+        self.steps = {key: step for key, step in self.steps.items() if isinstance(step, Captured) or step.objection}
         super().renew()
 
     def moments(self) -> list[dict[str, Tensor]]:
