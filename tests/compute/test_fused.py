@@ -312,6 +312,9 @@ def test_only_the_first_layer_of_a_resnet_goes_by_blocks() -> None:
     stems = [name for name, part in fuse(build("resnet18", spec)).named_modules() if isinstance(part, fused._Stem)]
     assert [name.rsplit(".", 1)[-1] for name in stems] == ["conv1"]
     assert not any(isinstance(part, fused._Stem) for part in fuse(build("resnet18-3x3", spec)).modules())
+    for changed in ({"padding_mode": "reflect"}, {"dilation": 2}, {"stride": 1}, {"padding": 2}, {"in_channels": 5}):
+        options: Any = {"in_channels": 3, "out_channels": 8, "kernel_size": 7, "stride": 2, "padding": 3, **changed}
+        assert not isinstance(fuse(nn.Conv2d(**options)), fused._Stem)
 
 
 @cuda

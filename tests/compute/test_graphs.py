@@ -25,7 +25,7 @@ def lane(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A lane that keeps a network, without a device."""
     made: dict[Any, Any] = {}
     kept = nn.Linear(2, 1).eval()
-    lane = SimpleNamespace(modules={"kept": kept}, trainer=lambda key, make: made.setdefault(key, make()), made=made)
+    lane = SimpleNamespace(modules={"kept": kept}, forward=lambda key, make: made.setdefault(key, make()), made=made)
     monkeypatch.setattr(lanes, "current", lambda: lane)
     return lane
 
@@ -44,9 +44,24 @@ def test_anything_else_is_asked_step_by_step(lane: Any) -> None:
     assert Forward.of(lambda x: kept(x) + moved(x)) is None
     assert Forward.of(lambda x: factor * kept(x)) is None, "the tensor may be another next time"
     assert Forward.of(lambda x: x + 1) is None, "nothing to know it by"
+    watch = kept.register_forward_hook(lambda *_: None)
+    assert Forward.of(kept) is None, "a graph calls nobody"
+    watch.remove()
     kept.train()
     assert Forward.of(kept) is None, "what fills up a batch would be learnt from"
+    lane.modules["by batch"] = by_batch = nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False)).eval()
+    assert Forward.of(by_batch) is None, "or looked at"
     assert not lane.made
+
+
+def test_a_closure_that_is_not_filled_yet_is_no_obstacle(lane: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def early(x: Tensor) -> Tensor:
+        return later(x)  # type: ignore[no-any-return]
+
+    assert Forward.of(early) is None
+    monkeypatch.setattr(lanes, "current", lambda: None)
+    assert Forward.of(early) is None
+    later = lane.modules["kept"]
 
 
 @pytest.mark.cuda
@@ -66,7 +81,7 @@ def test_predictions_by_a_graph_are_those_without(images: int) -> None:
             said = predict(kept, lambda part: x[part], index)
             assert said.shape == plain.shape
             assert torch.allclose(said, plain, atol=1e-4)
-        (forward,) = lane.trainers.values()
+        (forward,) = lane.forwards.values()
         (step,) = forward.steps.values()  # chunks have one size
         assert isinstance(step, Captured), "also of few images, when they have come often enough"
         with torch.no_grad():

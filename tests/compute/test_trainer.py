@@ -108,7 +108,7 @@ def test_a_tuple_of_modules_may_be_held_and_a_list_may_not() -> None:
     assert identity(over((one, two))) != identity(over((two, one)))
 
 
-def test_what_could_change_behind_a_graph_is_anobjection() -> None:
+def test_what_could_change_behind_a_graph_is_an_objection() -> None:
     client = federation(Local()).engine.clients[0]
     table = {"weight": torch.ones(1)}
 

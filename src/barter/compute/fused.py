@@ -84,9 +84,10 @@ class _Stem(nn.Conv2d):
 
     @staticmethod
     def suits(conv: nn.Conv2d) -> bool:
-        """Whether it is one: seven by seven, as ResNets have it."""
+        """Whether it is one: seven by seven, as ResNets and GoogLeNet have it."""
         known = conv.kernel_size == (7, 7) and conv.stride == (2, 2) and conv.padding == (3, 3)
-        return known and conv.dilation == (1, 1) and conv.groups == 1 and conv.in_channels <= 4
+        plain = conv.dilation == (1, 1) and conv.groups == 1 and conv.padding_mode == "zeros"
+        return known and plain and conv.in_channels <= 4
 
 
 def by_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

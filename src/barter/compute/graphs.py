@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from barter.compute import lanes, precision
 from barter.compute.lanes import Lane
@@ -93,7 +94,7 @@ class Graphs:
                 graph.capture_end()
         except (RuntimeError, TypeError) as error:
             # A capture that failed leaves its generator unusable, and older graphs draw from it.
-            for other in (self, *lane.trainers.values()):
+            for other in (self, *lane.trainers.values(), *lane.forwards.values()):
                 other.steps = {key: step for key, step in other.steps.items() if isinstance(step, Eager)}
             lane.generator = torch.Generator(lane.device).manual_seed(seed)
             lane.generator.set_offset(offset)
@@ -112,15 +113,22 @@ class Forward(Graphs):
 
     @classmethod
     def of(cls, work: Callable[..., Tensor]) -> Forward | None:
-        """For work that holds nothing but modules that this lane keeps, in evaluation, and plain values."""
-        lane, held = lanes.current(), contents(work)
-        if lane is None or objection(work) or any(isinstance(item, Tensor) for item in held):
+        """For work that holds nothing but modules that this lane keeps, and plain values.
+
+        None where a graph could give something else: to modules in training or those that normalise by their batch,
+        which is filled up, and those that somebody's hooks watch.
+        """
+        lane = lanes.current()
+        if lane is None or objection(work):
             return None
+        held = contents(work)
         modules = tuple(dict.fromkeys(modules_of(held)))
         kept = bool(modules) and all(module in lane.modules.values() for module in modules)
-        if not kept or any(part.training for module in modules for part in module.modules()):
+        if not kept or any(isinstance(item, Tensor) for item in held):
             return None
-        forward: Forward = lane.trainer(("forward", *modules), lambda: cls(modules))
+        if any(_of_its_own(part) for module in modules for part in module.modules()):
+            return None
+        forward: Forward = lane.forward(modules, lambda: cls(modules))
         forward.renew()
         return forward
 
@@ -128,6 +136,12 @@ class Forward(Graphs):
     def eager(self, work: Callable[..., Tensor], batch: Sequence[Tensor]) -> Tensor:
         with precision.autocast(batch[0].device):
             return work(*batch)
+
+
+def _of_its_own(part: nn.Module) -> bool:
+    """Whether what a layer gives for one image depends on others, or somebody looks at it."""
+    by_batch = isinstance(part, _BatchNorm) and part.running_mean is None
+    return part.training or by_batch or bool(part._forward_hooks or part._forward_pre_hooks)
 
 
 class Eager:
@@ -169,12 +183,20 @@ def _held(work: Any) -> tuple[Any, list[Any]]:
         case types.MethodType():
             return work.__func__, [work.__self__]
         case types.FunctionType():
-            cells = [cell.cell_contents for cell in work.__closure__ or ()]
+            cells = [_filled(cell) for cell in work.__closure__ or ()]
             named = [item for pair in sorted((work.__kwdefaults__ or {}).items()) for item in pair]
             return work.__code__, [*(work.__defaults__ or ()), *named, *cells]
         case nn.Module():
             return type(work), [work]
     return work, []
+
+
+def _filled(cell: types.CellType) -> Any:
+    """What a closure holds in this cell; the cell itself, which is an objection, where that is yet to come."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return cell
 
 
 def _is_code(item: Any) -> bool:

@@ -30,7 +30,7 @@ Tune: TypeAlias = Callable[[nn.Module], object]
 
 STRIDE = 4  # steps between two looks at how far the device has come
 AHEAD = 4  # how many such looks the host may be ahead
-TRAINERS = 32  # how many trainers, with their graphs, a lane keeps
+TRAINERS = 32  # how many trainers, with their graphs, a lane keeps; and of how many networks what is asked of them
 
 _here = threading.local()
 _baton = threading.Lock()
@@ -53,6 +53,7 @@ class Lane:
         self.generator = torch.Generator(device)
         self.modules: OrderedDict[Hashable, nn.Module] = OrderedDict()
         self.trainers: OrderedDict[tuple[Hashable, ...], Any] = OrderedDict()
+        self.forwards: OrderedDict[tuple[Hashable, ...], Any] = OrderedDict()
         self.shared = False  # whether other lanes run at the same time
         self.stopped = False
         self.work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -117,13 +118,12 @@ class Lane:
                 self.wait(self._marks.popleft())
 
     def trainer(self, key: tuple[Hashable, ...], make: Callable[[], Any]) -> Any:
-        """The trainer of these modules and this recipe; of too many, the one not used for longest goes."""
-        if key not in self.trainers:
-            self.trainers[key] = make()
-            if len(self.trainers) > TRAINERS:
-                self.trainers.popitem(last=False)
-        self.trainers.move_to_end(key)
-        return self.trainers[key]
+        """The trainer of these modules and this recipe."""
+        return _latest(self.trainers, key, make)
+
+    def forward(self, key: tuple[Hashable, ...], make: Callable[[], Any]) -> Any:
+        """What asks these modules."""
+        return _latest(self.forwards, key, make)
 
     def keep(self, name: Hashable, module: nn.Module) -> None:
         """Give a module its place; those that were not used for longest go when there is no room for all."""
@@ -132,14 +132,25 @@ class Lane:
         while len(sizes) > 1 and sum(sizes.values()) > self.room:
             del sizes[next(iter(sizes))]
             _, gone = self.modules.popitem(last=False)
-            for key in [key for key in self.trainers if gone in key]:
-                del self.trainers[key]
+            for table in (self.trainers, self.forwards):
+                for key in [key for key in table if gone in key]:
+                    del table[key]
 
 
 def _serve(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := work.get()) is not None:
         job()
         del job  # what it holds must not wait for the next
+
+
+def _latest(table: OrderedDict[tuple[Hashable, ...], Any], key: tuple[Hashable, ...], make: Callable[[], Any]) -> Any:
+    """What the table has for a key, made if there is none; of too many, the one not used for longest goes."""
+    if key not in table:
+        table[key] = make()
+        if len(table) > TRAINERS:
+            table.popitem(last=False)
+    table.move_to_end(key)
+    return table[key]
 
 
 def footprint(module: nn.Module) -> int:

@@ -24,7 +24,10 @@ CHUNK = 500  # images at a time; small ones on a GPU go in larger chunks, large 
 
 @torch.no_grad()
 def predict(function: OfBatch, batch: OfBatch, index: Tensor) -> Tensor:
-    """The function's values for the samples at these indices, computed in chunks, in fp32."""
+    """The function's values for the samples at these indices, computed in chunks, in fp32.
+
+    What it gives for a sample must not depend on others. On a GPU it may be captured, see `compute.graphs`.
+    """
     forward = Forward.of(function) if len(index) else None
     if forward is not None:
         return _replayed(forward, function, batch, index)
