@@ -126,6 +126,16 @@ def test_the_same_table_in_markdown_latex_and_csv() -> None:
     assert (table[1]["reached"], table[0]["difference"], table[2]["low"]) == ("3", "", "")
 
 
+def test_who_trains_in_the_first_round_only_is_asked_about_that() -> None:
+    first = Round(1, {0: {"global": 0.3, "before_global": 0.2}}, {}, {"round": 1.0}, {}, [])
+    last = Round(2, {0: {"global": 0.5}}, {}, {"round": 1.0}, {}, [])
+    silent = Round(3, {0: {}}, {}, {"round": 1.0}, {}, [])
+    (row,) = summarise({"a": {0: [first, last]}}, Question("trained")).rows
+    assert (row.accuracies["trained"].values, row.accuracies["global"].values) == ((0.2,), (0.5,))
+    (row,) = summarise({"a": {0: [first, last, silent]}}, Question("trained")).rows
+    assert (row.accuracies["trained"].values, row.accuracies["global"].values) == ((0.2,), ()), "nothing is made up"
+
+
 def test_what_came_of_local_training_stands_in_the_table_if_asked_for() -> None:
     def trained(before: float) -> list[Round]:
         return [Round(1, {0: {"global": 0.5, "before_global": before}}, {}, {"round": 1.0}, {}, [])]

@@ -26,6 +26,7 @@ __all__ = [
     "Results",
     "Summary",
     "cells",
+    "final",
     "lines",
     "paired",
     "summarise",
@@ -57,6 +58,12 @@ def value(record: Round, metric: str) -> float | None:
         return record.server.get("global")
     name = _FIELDS[metric]
     return record.mean(name) if any(name in client for client in record.clients.values()) else None
+
+
+def final(rounds: Sequence[Round], metric: str) -> float | None:
+    """The same after the last round; of local training, after the last round in which there was any."""
+    found = (value(record, metric) for record in reversed(rounds))
+    return next((v for v in found if v is not None or not _FIELDS.get(metric, "").startswith("before")), None)
 
 
 def lines(results: Results, metric: str) -> dict[str, dict[int, Curve]]:
@@ -134,12 +141,12 @@ def summarise(results: Results, question: Question) -> Comparative:
     def gap(name: str, seed: int) -> float | None:
         if baseline in (None, name) or seed not in results[str(baseline)]:
             return None
-        mine, theirs = (value(results[one][seed][-1], metric) for one in (name, str(baseline)))
+        mine, theirs = (final(results[one][seed], metric) for one in (name, str(baseline)))
         return None if mine is None or theirs is None else mine - theirs
 
     rows = []
     for name, runs in results.items():
-        accuracies = {key: column(value(rounds[-1], key) for rounds in runs.values()) for key in METRICS}
+        accuracies = {key: column(final(rounds, key) for rounds in runs.values()) for key in METRICS}
         traffic = column(float(sum(r.traffic("up") + r.traffic("down") for r in rounds)) for rounds in runs.values())
         seconds = column(sum(r.seconds["round"] for r in rounds) for rounds in runs.values())
         arrived, gaps = column(map(reached, runs.values())), column(gap(name, seed) for seed in runs)
