@@ -19,6 +19,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.ops.misc import Conv2dNormActivation
 
 from barter.compute.activations import NAMES, NONE, RELU, Activation, activated
+from barter.compute.graphs import watched
 
 __all__ = ["Norm", "fuse"]
 
@@ -142,20 +143,14 @@ def _behind(layer: nn.Module, rest: list[nn.Module]) -> Activation | None:
     """The activation that a normalisation can take over from the next layer, if nobody looks in between."""
     if not isinstance(layer, Norm) or not rest or type(rest[0]) not in NAMES:
         return None
-    if _watched(layer, rest[0]):
+    if watched(layer, rest[0]):
         return None
     return NAMES[type(rest[0])], getattr(rest[0], "negative_slope", 0.0)
 
 
-def _watched(*layers: nn.Module) -> bool:
-    """Whether somebody's hooks look at what these layers see."""
-    kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-    return any(getattr(layer, kind) for layer in layers for kind in kinds)
-
-
 class _BasicBlock(BasicBlock):  # type: ignore[misc]
     def forward(self, x: Tensor) -> Tensor:
-        if _watched(self.bn1, self.bn2, self.relu):
+        if watched(self.bn1, self.bn2, self.relu):
             return super().forward(x)  # type: ignore[no-any-return]
         y = self.conv2(self.bn1(self.conv1(x), act=RELU))
         out: Tensor = self.bn2(y, x if self.downsample is None else self.downsample(x), RELU)
@@ -164,7 +159,7 @@ class _BasicBlock(BasicBlock):  # type: ignore[misc]
 
 class _Bottleneck(Bottleneck):  # type: ignore[misc]
     def forward(self, x: Tensor) -> Tensor:
-        if _watched(self.bn1, self.bn2, self.bn3, self.relu):
+        if watched(self.bn1, self.bn2, self.bn3, self.relu):
             return super().forward(x)  # type: ignore[no-any-return]
         y = self.conv3(self.bn2(self.conv2(self.bn1(self.conv1(x), act=RELU)), act=RELU))
         out: Tensor = self.bn3(y, x if self.downsample is None else self.downsample(x), RELU)
@@ -173,7 +168,7 @@ class _Bottleneck(Bottleneck):  # type: ignore[misc]
 
 class _ResNet(ResNet):  # type: ignore[misc]
     def _forward_impl(self, x: Tensor) -> Tensor:
-        if _watched(self.bn1, self.relu):
+        if watched(self.bn1, self.relu):
             return super()._forward_impl(x)  # type: ignore[no-any-return]
         x = self.maxpool(self.bn1(self.conv1(x), act=RELU))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
@@ -182,7 +177,7 @@ class _ResNet(ResNet):  # type: ignore[misc]
 
 class _BasicConv2d(BasicConv2d):  # type: ignore[misc]
     def forward(self, x: Tensor) -> Tensor:
-        if _watched(self.bn):
+        if watched(self.bn):
             return super().forward(x)  # type: ignore[no-any-return]
         out: Tensor = self.bn(self.conv(x), act=RELU)
         return out

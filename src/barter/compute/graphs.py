@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from barter.compute import lanes, precision
 from barter.compute.lanes import Lane
 
-__all__ = ["Captured", "Forward", "Graphs", "contents", "identity", "modules_of", "objection"]
+__all__ = ["Captured", "Forward", "Graphs", "contents", "identity", "modules_of", "objection", "watched"]
 
 GRAPHS = 128  # how many kinds of steps are remembered
 WARM_UP = 2  # eager steps before a capture: they fill an optimizer's state and choose kernels
@@ -141,7 +141,13 @@ class Forward(Graphs):
 def _of_its_own(part: nn.Module) -> bool:
     """Whether what a layer gives for one image depends on others, or somebody looks at it."""
     by_batch = isinstance(part, _BatchNorm) and part.running_mean is None
-    return part.training or by_batch or bool(part._forward_hooks or part._forward_pre_hooks)
+    return part.training or by_batch or watched(part)
+
+
+def watched(*layers: nn.Module) -> bool:
+    """Whether somebody's hooks look at what these layers see."""
+    kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    return any(getattr(layer, kind) for layer in layers for kind in kinds)
 
 
 class Eager:
