@@ -57,13 +57,13 @@ class Clock:
 @contextmanager
 def watched(passes: Clock, updates: Clock) -> Iterator[None]:
     """Time all passes through networks, and all steps of optimizers."""
-    step, call = Trainer._eager, nn.Module._call_impl
+    step, call = Trainer.eager, nn.Module._call_impl
 
     def eager(self: Trainer, loss: Callable[..., Any], batch: Any) -> Any:
         return step(self, passes.timed(loss), batch)
 
     with (
-        patch.object(Trainer, "_eager", eager),
+        patch.object(Trainer, "eager", eager),
         patch.object(nn.Module, "__call__", passes.timed(call)),
         patch.object(torch.autograd, "backward", passes.timed(torch.autograd.backward)),
         patch.object(torch.autograd, "grad", passes.timed(torch.autograd.grad)),

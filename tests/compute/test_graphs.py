@@ -67,7 +67,7 @@ def test_a_closure_that_is_not_filled_yet_is_no_obstacle(lane: Any, monkeypatch:
 @pytest.mark.cuda
 @pytest.mark.parametrize("images", [1, CHUNK - 1, CHUNK, 2 * CHUNK + 17])
 def test_predictions_by_a_graph_are_those_without(images: int) -> None:
-    device = torch.device("cuda")
+    device = torch.device("cuda", 0)
     lane = Lane(device, 2**30)
     x = torch.randn(images, 3, 16, 16, device=device)
     torch.manual_seed(0)

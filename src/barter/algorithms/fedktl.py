@@ -17,7 +17,6 @@ an image the latent vector that it was drawn from.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ from barter.core.payload import State, isolate
 from barter.models.framed import frame_of, framed
 from barter.models.pooled import pooled
 from barter.models.pretrained import drawn, latent_dim, latents, pretrained
-from barter.ops.fit import Recipe, adam, fit_rows, index_batches, sgd
+from barter.ops.fit import Recipe, adam, fit_rows, index_batches, named
 from barter.ops.prototypes import ByClass, class_means, joined
 
 __all__ = ["Aligner", "FedKTL", "Lesson", "Teacher", "alignment", "arcface", "loss", "mmd", "own_task", "places_of"]
@@ -161,7 +160,7 @@ class FedKTL(OneWidth[Teacher]):
     server_lr: Positive = 0.01  # η_S: learning rate of the server's Adam
 
     def recipe(self) -> Recipe:
-        return sgd(self.lr, clip=CLIP)
+        return named(self.optimizer, self.lr, clip=CLIP)
 
     def network(self, network: Classifier, share: float, spec: Spec) -> Classifier:
         return framed(pooled(network, self.features), self.scale)
@@ -203,7 +202,7 @@ class FedKTL(OneWidth[Teacher]):
             (prototypes["vectors"], prototypes["classes"]),
             epochs=self.server_epochs,
             batch_size=self.server_batch_size,
-            recipe=dataclasses.replace(adam(self.server_lr), clip=CLIP),
+            recipe=adam(self.server_lr, clip=CLIP),
             beside=((latents(generator, self.server_batch_size, device),) for _ in count()),
         )
         aligner.centre(prototypes)

@@ -7,13 +7,12 @@ on the training data reaches a goal; with DFFKE's preset "paper" the first round
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive
-from barter.ops.fit import adam, fit, sgd
+from barter.ops.fit import Optimizer, fit, named
 
 __all__ = ["Local"]
 
@@ -26,7 +25,7 @@ class Local(Algorithm):
 
     tau: Fraction | None = 0.98  # τ: local training ends when an epoch's training accuracy reaches it; none: never
     max_epochs: Count = 100  # or after so many epochs
-    optimizer: Literal["adam", "sgd"] = "adam"  # of local training; sgd is what other methods compare with
+    optimizer: Optimizer = "adam"  # of local training; sgd is what other methods compare with
     lr: Positive = 1e-3  # η: learning rate
     weight_decay: NonNegative = 1e-5  # of the optimizer
     batch_size: Count = 100  # B: images per step
@@ -35,7 +34,6 @@ class Local(Algorithm):
         clients.run(self.learn)
 
     def learn(self, client: Client) -> None:
-        make = adam if self.optimizer == "adam" else sgd
-        recipe = make(self.lr, weight_decay=self.weight_decay)
+        recipe = named(self.optimizer, self.lr, weight_decay=self.weight_decay)
         fitted = fit(client, epochs=self.max_epochs, goal=self.tau, batch_size=self.batch_size, recipe=recipe)
         client.report["epochs"] = fitted.epochs

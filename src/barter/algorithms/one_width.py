@@ -20,7 +20,7 @@ from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
 from barter.core.payload import State
-from barter.ops.fit import Recipe, classification, fit_by, sgd
+from barter.ops.fit import Optimizer, Recipe, classification, fit_by, named
 from barter.ops.heads import linear_head
 
 __all__ = ["HeadServer", "OneWidth", "SharedHead"]
@@ -45,7 +45,8 @@ class OneWidth(Algorithm[S, C]):
     fraction: Fraction = 1.0  # C: share of clients per round
     epochs: Count = 1  # E: local epochs
     batch_size: Count = 10  # B: images per step
-    lr: Positive = 0.01  # η: learning rate of SGD
+    optimizer: Optimizer = "sgd"  # of clients; adam where DFFKE compares, with lr 0.001 and batches of 100
+    lr: Positive = 0.01  # η: learning rate
 
     @property
     def feature_width(self) -> int:
@@ -53,7 +54,7 @@ class OneWidth(Algorithm[S, C]):
 
     def recipe(self) -> Recipe:
         """How clients are trained."""
-        return sgd(self.lr)
+        return named(self.optimizer, self.lr)
 
     def train(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from barter.compute import lanes, precision
 from barter.compute.graphs import Captured, Graphs
 
-__all__ = ["Anchor", "Recipe", "Trainer", "adam", "sgd"]
+__all__ = ["Anchor", "Optimizer", "Recipe", "Trainer", "adam", "named", "sgd"]
+
+Optimizer: TypeAlias = Literal["sgd", "adam"]
 
 Values: TypeAlias = tuple[Tensor, ...]
 
@@ -37,15 +39,24 @@ class Recipe:
         return self.kind(parameters, **options)
 
 
-def adam(lr: float, weight_decay: float = 0.0, *, cosine: bool = False, beta1: float = 0.9) -> Recipe:
+def adam(
+    lr: float, weight_decay: float = 0.0, clip: float | None = None, *, cosine: bool = False, beta1: float = 0.9
+) -> Recipe:
     """Adam."""
     settings = ("lr", lr), ("weight_decay", weight_decay), ("betas", (beta1, 0.999))
-    return Recipe(torch.optim.Adam, settings, cosine=cosine)
+    return Recipe(torch.optim.Adam, settings, clip, cosine)
 
 
 def sgd(lr: float, momentum: float = 0.0, weight_decay: float = 0.0, clip: float | None = None) -> Recipe:
     """Stochastic gradient descent."""
     return Recipe(torch.optim.SGD, (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)), clip)
+
+
+def named(
+    optimizer: Optimizer, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, clip: float | None = None
+) -> Recipe:
+    """The recipe of an optimizer that a field names; Adam has momenta of its own."""
+    return adam(lr, weight_decay, clip) if optimizer == "adam" else sgd(lr, momentum, weight_decay, clip)
 
 
 class Anchor(nn.Module):

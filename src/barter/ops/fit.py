@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from barter.compute import lanes
-from barter.compute.trainer import Anchor, Recipe, Trainer, adam, sgd
+from barter.compute.trainer import Anchor, Optimizer, Recipe, Trainer, adam, named, sgd
 from barter.core.errors import ConfigError
 from barter.core.images import Augment, Images, Sealed, Spec, prepared
 from barter.core.model import Classifier
@@ -24,6 +24,7 @@ __all__ = [
     "Anchor",
     "Course",
     "Fitted",
+    "Optimizer",
     "Recipe",
     "Subject",
     "Trainer",
@@ -38,6 +39,7 @@ __all__ = [
     "fit_rows",
     "index_batches",
     "joint",
+    "named",
     "sgd",
 ]
 
