@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from barter import DFFKE, FedAvg, Local
-from barter.algorithms import Central
+from barter.algorithms import ALGORITHMS, Central
 from barter.core.errors import ConfigError
 from barter.core.payload import nbytes
-from tests.conftest import federation, same, state, tiny
+from tests.conftest import federation, perceptrons, same, state, tiny
 
 
 def test_fedavg_needs_one_architecture_and_says_so() -> None:
@@ -54,6 +54,19 @@ def test_the_local_training_of_dffke_is_that_of_local() -> None:
     one, other = (dict(e.engine.clients[0].model.state_dict()) for e in (local, dffke))
     assert same(one, other)
     assert dffke_records[0].clients[0]["before_global"] == local_records[0].clients[0]["global"]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("name", [n for n, kind in ALGORITHMS.items() if "optimizer" in kind.__dataclass_fields__])
+def test_clients_train_with_the_optimizer_that_is_asked_for(name: str, optimizer: str) -> None:
+    once = {"max_epochs": 1} if name == "local" else {"epochs": 1}
+    experiment = perceptrons(tiny(name, **once, optimizer=optimizer, lr=1e-3, batch_size=1000))
+    layer = next(experiment.engine.clients[0].model.parameters())
+    before = layer.detach().clone()
+    experiment.step()
+    moved = (layer.detach() - before).abs()
+    # The first step of Adam is as long as its rate wherever there is a gradient; one of SGD follows the gradient.
+    assert bool(((moved[moved > 0] - 1e-3).abs() < 2e-5).float().mean() > 0.9) == (optimizer == "adam")
 
 
 def test_central_gives_everything_to_everybody() -> None:
