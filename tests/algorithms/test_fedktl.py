@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from barter.algorithms.fedktl import Aligner, FedKTL, Teacher, alignment, arcface, loss, mmd, own_task
@@ -18,6 +19,7 @@ from barter.core.images import Augment, Spec
 from barter.core.model import Classifier, SplitClassifier
 from barter.core.payload import leaves
 from barter.data.partition import Classes
+from barter.data.sources import load
 from barter.models.framed import FrameHead, framed
 from barter.models.pretrained import drawn, latents, pretrained
 from barter.ops.prototypes import ByClass
@@ -118,20 +120,54 @@ def test_without_a_generator_it_is_said_what_one_is(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"trained already: a TorchScript file, or .*latent_dim.*between -1 and 1"):
         list(federation(FedKTL()).rounds(1))
     with pytest.raises(ConfigError, match="generator='nowhere.pt': there is no such file"):
-        pretrained("nowhere.pt", CPU)
+        pretrained("nowhere.pt", "", CPU)
     with pytest.raises(ConfigError, match="is a Linear without latent_dim"):
-        pretrained("tests.algorithms.test_fedktl:nameless", CPU)
+        pretrained("tests.algorithms.test_fedktl:nameless", "", CPU)
     with pytest.raises(ConfigError, match="the generator 'tests.conftest:nobody' cannot be imported"):
-        pretrained("tests.conftest:nobody", CPU)
+        pretrained("tests.conftest:nobody", "", CPU)
     (tmp_path / "weights.pt").write_bytes(b"weights")
     with pytest.raises(ConfigError, match="weights.pt' is not TorchScript"):
-        pretrained(str(tmp_path / "weights.pt"), CPU)
+        pretrained(str(tmp_path / "weights.pt"), "", CPU)
 
     class ByHand(Classifier):
         feature_dim = 48
 
     with pytest.raises(ConfigError, match="ByHand was split by hand, and its head cannot be replaced"):
         framed(ByHand(), 64.0)
+
+
+class Painter(nn.Module):
+    """Images of 8 x 8 pixels of sixteen numbers, by one layer; nobody has trained it yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latent_dim, self.layer = 16, nn.Linear(16, 64)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        painted: Tensor = self.layer(codes).clamp(-1, 1).view(-1, 1, 8, 8)
+        return painted
+
+
+def test_weights_of_a_generator_that_was_trained_come_from_a_safetensors_file(tmp_path: Path) -> None:
+    place, file = "tests.algorithms.test_fedktl:Painter", tmp_path / "painter.safetensors"
+    digits = load("digits").x_train.flatten(1) / 127.5 - 1
+    _, lengths, axes = torch.linalg.svd(digits - digits.mean(0), full_matrices=False)
+    trained = axes[:16].T * lengths[:16] / len(digits) ** 0.5  # sixteen principal components, as far as digits reach
+    save_file({"layer.weight": trained.contiguous(), "layer.bias": digits.mean(0)}, file)
+
+    def strangeness(weights: str) -> float:
+        """How far images that clients are sent lie from the nearest digit, per pixel."""
+        experiment, _ = finished(1, generator=place, weights=weights)
+        (lesson,) = experiment.server.lessons
+        sent = lesson["images"].flatten(1) / 127.5 - 1
+        return float(torch.cdist(sent, digits).min(1).values.mean() / 8)
+
+    assert strangeness(str(file)) < 0.6 < 0.7 < strangeness("")
+    with pytest.raises(ConfigError, match="weights='.*blank' are not those of this generator"):
+        pretrained(place, str(tmp_path / "blank"), CPU)
+    save_file({"layer.weight": trained.contiguous()}, file)
+    with pytest.raises(ConfigError, match="are not those of this generator: .*layer.bias"):
+        pretrained(place, str(file), CPU)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -155,6 +155,28 @@ def test_the_estimate_points_down_the_true_gradient(estimator: str) -> None:
     assert cosine > (0.95 if estimator == "logits" else 0.6)
 
 
+@pytest.mark.parametrize("estimator", ["logits", "loss"])
+def test_what_clients_say_makes_the_generator_better(estimator: str) -> None:
+    """Clients that were trained stay as they are; their answers alone take the generator down its loss."""
+    experiment = federation(tiny("local", max_epochs=20), models="small-mlp")
+    experiment.step()
+    clients = [client.model.eval() for client in experiment.engine.clients.values()]
+    algorithm: Any = FedZGE(queries=20, noise=8, estimator=estimator, canvas=False, generator_lr=0.01)  # type: ignore[arg-type]
+    server: Any = federation(algorithm, models="small-mlp").server
+    shares, generator = torch.full((len(clients), 10), 1 / len(clients)), algorithm.recalled(server)
+    optimizer, found = algorithm.optimizer(server, generator), []
+    torch.manual_seed(0)
+    for _ in range(30):
+        x, z, y = algorithm.drawn(server, generator, 40)
+        u = directions(x, algorithm.queries, algorithm.direction, algorithm.frequencies)
+        with torch.no_grad():
+            points = (x, *(x + algorithm.eps * u))
+            said = torch.stack([torch.stack([model(p) for model in clients]) for p in points])
+            found.append(float(algorithm.loss(shares, z, y, said[0], server.model.eval()(x), x)))
+        algorithm.improve(server, optimizer, x, z, y, u, said, shares)
+    assert sum(found[-5:]) / 5 < sum(found[:5]) / 5 - 0.2
+
+
 def trial(**fields: Any) -> tuple[float, float, float]:
     """Accuracies after two rounds: clients on all classes and on their own, the server's model."""
     few = {"epochs": 3, "batch_size": 64, "samples": 200, "generator_steps": 1, "queries": 1, "local_steps": 20}

@@ -76,6 +76,14 @@ def test_files_as_other_libraries_write_them(tmp_path: Path, scale: str) -> None
     assert (config.clients, type(config.partition).__name__) == (2, "Domains")
 
 
+def test_a_bright_file_is_on_the_scale_of_the_others(tmp_path: Path) -> None:
+    """Of images from -1 on, those without a dark pixel look as if they began at 0."""
+    save(tmp_path, x=np.full((4, 6, 5, 3), -1, dtype=np.float32), y=np.arange(4))
+    np.savez(tmp_path / "train" / "1.npz", x=np.full((4, 6, 5, 3), 0.6, dtype=np.float32), y=np.arange(4))
+    bright = load(f"clients:{tmp_path}").x_train[4:]
+    assert bright.unique().tolist() == [204], "(0.6 + 1) / 2 of 255"
+
+
 def test_every_client_is_tested_on_its_own_file(tmp_path: Path) -> None:
     save(tmp_path)
     np.savez(tmp_path / "test" / "1.npz", x=images(3, seed=9), y=np.array([2, 2, 1]))
@@ -127,6 +135,7 @@ def test_what_is_not_a_split_is_refused(tmp_path: Path) -> None:
         ({"x": images(4).astype(np.float32)}, "float32 of shape .* between 0 and 2.*; give bytes"),
         ({"x": images(4)[..., 0, 0]}, "uint8 of shape"),
         ({"data": np.zeros(3)}, "x and y are expected"),
+        ({"x": images(4), "y": np.array([0, 1.7, 2, 3])}, "classes are whole numbers"),
     ):
         other = save(tmp_path / message[:3])
         np.savez(other / "train" / "0.npz", **({"y": np.arange(4)} | changes if "x" in changes else changes))

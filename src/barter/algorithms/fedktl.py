@@ -151,6 +151,7 @@ class FedKTL(OneWidth[Teacher]):
     }
 
     generator: str = ""  # G: a TorchScript file, or package.module:function that returns a torch module; at the server
+    weights: str = ""  # of what the function returns: a safetensors file; empty: those that it comes with
     mu: NonNegative = 50.0  # μ: how much telling latent vectors from images counts
     scale: Positive = 64.0  # s: what cosines are multiplied by
     margin: NonNegative = 0.5  # m: by how much, in radians, the angle to the right corner is made wider in training
@@ -166,7 +167,7 @@ class FedKTL(OneWidth[Teacher]):
         return framed(pooled(network, self.features), self.scale)
 
     def setup(self, server: Teacher, clients: Clients) -> None:
-        pretrained(self.generator, server.device)  # what is missing is said before anybody trains
+        pretrained(self.generator, self.weights, server.device)  # what is missing is said before anybody trains
 
     def round(self, server: Teacher, clients: Clients, t: int) -> None:
         prototypes = clients.sample(self.fraction).run(self.learn, server.lessons)
@@ -189,7 +190,8 @@ class FedKTL(OneWidth[Teacher]):
 
     def align(self, server: Teacher, prototypes: ByClass) -> Tensor:
         """Train what takes prototypes to latent vectors; the centres of all classes that were sent so far."""
-        generator, device = pretrained(self.generator, server.device), server.device
+        device = server.device
+        generator = pretrained(self.generator, self.weights, device)
         aligner = lanes.keep("aligner", Aligner(server.spec.classes, latent_dim(generator)).to(device))
         if server.aligner:
             aligner.load_state_dict(server.aligner)
@@ -212,7 +214,7 @@ class FedKTL(OneWidth[Teacher]):
 
     def lesson(self, server: Teacher, codes: Tensor) -> Lesson:
         """An image of each of these codes; the projection is the one of the first round."""
-        generator = pretrained(self.generator, server.device)
+        generator = pretrained(self.generator, self.weights, server.device)
         new = nn.Linear(self.features, codes.shape[1]).to(server.device).state_dict()
         projection = server.lessons[0]["projection"] if server.lessons else isolate(dict(new))
         return {"images": drawn(generator, codes, server.spec), "latents": codes, "projection": projection}

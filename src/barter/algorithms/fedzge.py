@@ -188,7 +188,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
     frequencies: Count | None = 6  # a side, that changes are made of: the lowest; none is all, as in the paper
     estimator: Literal["logits", "loss"] = "logits"  # differences of logits, or of the batch's loss as in the paper
     statistics: Literal["own", "batch"] = "own"  # of clients that answer and distil; "batch" as published
-    output: Output = "matched"  # range of generated images: the data's, or -1 to 1 as in the paper
+    output: Output = "matched"  # range of generated images without a canvas: the data's, or -1 to 1 (paper)
     beta_adv: NonNegative = 1.0  # β1: weight of transferability
     beta_div: NonNegative = 1.0  # β2: weight of diversity
     beta_info: NonNegative = 1.0  # β3: weight of equilibrium
@@ -227,6 +227,8 @@ class FedZGE(Algorithm[Asked, Oracle]):
             said = torch.stack(list(answers.values()), 1)  # (1 + q, K, b, C)
             self.improve(server, optimizer, x, z, y, u, said, shares)
             lessons.append([x.detach(), self.opinion(said[0], shares), y])
+        if self.by_class:
+            server.report["known"] = float((shares > 0).float().mean(0)[torch.cat([y for *_, y in lessons])].mean())
         self.remember(server, generator, optimizer, lessons)
         self.study(server.model.train(), server.lessons, self.global_steps, self.distil_lr, None, 0)
         active.run(self.distil, server.lessons[-1][1])

@@ -56,13 +56,19 @@ def clients_in(path: Path) -> int:
 
 def read_split(path: Path, name: str) -> Dataset:
     """The data set of which every client's is a domain, with its own test set."""
+    ids, extra = range(clients_in(path)), [path / "test.npz"] if (path / "test.npz").exists() else []
+    places = [path / part / f"{k}.npz" for k in ids for part in ("train", "test")] + extra
+    files = [_file(place) for place in places]
+    signed = any(
+        _is_float(file["x"]) and file["x"].min(initial=0) < 0 for file in files
+    )  # bright images have no such pixel
+    for file, place in zip(files, places, strict=True):
+        file["x"] = _pixels(file["x"], place, signed=signed)
     parts = []
-    for k in range(clients_in(path)):
-        train, test = _file(path / "train" / f"{k}.npz"), _file(path / "test" / f"{k}.npz")
+    for train, test in zip(files[: 2 * len(ids) : 2], files[1 : 2 * len(ids) : 2], strict=True):
         names = {"classes": train["classes"]} if "classes" in train else {}
         parts.append({"x_train": train["x"], "y_train": train["y"], "x_test": test["x"], "y_test": test["y"], **names})
-    together = _file(path / "test.npz") if (path / "test.npz").exists() else None
-    return from_python(parts, name, tests=None if together is None else (together["x"], together["y"]))
+    return from_python(parts, name, tests=(files[-1]["x"], files[-1]["y"]) if extra else None)
 
 
 def write_split(path: Path, train: list[Images], tests: list[Images], test: Images, classes: list[str]) -> None:
@@ -116,10 +122,13 @@ def _file(path: Path) -> dict[str, Array]:
         has = ", ".join(map(str, held)) if isinstance(held, dict) else "something else"
         raise ConfigError(f"{path}: arrays x and y are expected, or data with both; it has {has or 'nothing'}")
     try:
-        x, y = np.asarray(held["x"]), np.asarray(held["y"]).astype(np.int64)
+        x, named = np.asarray(held["x"]), np.asarray(held["y"])
+        y = named.astype(np.int64)
+        if not np.array_equal(y, named):
+            raise ValueError("classes are whole numbers")
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{path}: y must hold a class number for each image of x: {error}") from error
-    return {**held, "x": _pixels(x, path), "y": y}
+    return {**held, "x": x, "y": y}
 
 
 def _array(file: BinaryIO | Any, size: int, path: Path, objects: bool) -> Any:
@@ -144,14 +153,18 @@ def _array(file: BinaryIO | Any, size: int, path: Path, objects: bool) -> Any:
         ) from error
 
 
-def _pixels(x: Array, path: Path) -> Array:
-    """Images as bytes with channels last."""
+def _is_float(x: Array) -> bool:
+    return bool(np.issubdtype(x.dtype, np.floating))
+
+
+def _pixels(x: Array, path: Path, *, signed: bool) -> Array:
+    """Images as bytes with channels last; floats are from -1 on if they are `signed`, else from 0 on."""
     if x.ndim == 3:
         x = x[..., None]
     elif x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[-1] not in (1, 3):
         x = x.transpose(0, 2, 3, 1)
-    if np.issubdtype(x.dtype, np.floating) and x.size and x.min() >= -1 and x.max() <= 1:
-        x = ((x + 1) / 2 if x.min() < 0 else x) * 255
+    if _is_float(x) and x.size and x.min() >= -1 and x.max() <= 1:
+        x = ((x + 1) / 2 if signed else x) * 255
         x = x.round().astype(np.uint8)
     if x.dtype != np.uint8 or x.ndim != 4:
         span = f", between {x.min():g} and {x.max():g}" if x.size and np.issubdtype(x.dtype, np.number) else ""

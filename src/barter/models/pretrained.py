@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from barter.core.errors import ConfigError, in_short
@@ -17,7 +19,8 @@ from barter.core.params import imported, made
 __all__ = ["drawn", "latent_dim", "latents", "pretrained"]
 
 WANTED = (
-    "a TorchScript file, or package.module:function that returns a torch module. It has a number latent_dim and makes "
+    "a TorchScript file, or package.module:function that returns a torch module, with its weights or with those of a "
+    "safetensors file (weights=FILE). It has a number latent_dim and makes "
     "images (N, channels, height, width) between -1 and 1 of latent vectors (N, latent_dim); "
     "docs/algorithms/generators.md says where to get one"
 )
@@ -25,8 +28,11 @@ CHUNK = 8  # images at a time: such generators are large
 
 
 @lru_cache(maxsize=1)
-def pretrained(place: str, device: torch.device) -> nn.Module:
-    """The generator at this place, frozen. Loading a file runs what is in it: take it from people you trust."""
+def pretrained(place: str, weights: str, device: torch.device) -> nn.Module:
+    """The generator at this place, frozen, with weights of a safetensors file if one is named.
+
+    Loading TorchScript runs what is in it: take it from people you trust. Weights are only numbers.
+    """
     if not place:
         raise ConfigError(f"generator='': this method needs an image generator that is trained already: {WANTED}")
     if Path(place).is_file():
@@ -40,9 +46,18 @@ def pretrained(place: str, device: torch.device) -> nn.Module:
         raise ConfigError(f"generator={place!r}: there is no such file. A generator is {WANTED}")
     if not isinstance(generator, nn.Module) or not isinstance(getattr(generator, "latent_dim", None), int):
         raise ConfigError(f"generator={place!r} is a {type(generator).__name__} without latent_dim. It is {WANTED}")
+    if weights:
+        _load(generator, weights)
     for parameter in generator.parameters():  # a script module has no requires_grad_
         parameter.requires_grad_(False)
     return generator.to(device).eval()
+
+
+def _load(generator: nn.Module, weights: str) -> None:
+    try:
+        generator.load_state_dict(load_file(weights))
+    except (OSError, SafetensorError, RuntimeError) as error:  # the last: names or shapes that it does not have
+        raise ConfigError(f"weights={weights!r} are not those of this generator: {in_short(error)}") from error
 
 
 def latent_dim(generator: nn.Module) -> int:

@@ -235,17 +235,19 @@ def shown(drawn: Tensor, spec: Spec, output: Output) -> Tensor:
 
 
 def variety(x: Tensor, y: Tensor) -> dict[str, float]:
-    """How far images lie from the mean of their class, and how far the classes' means lie from each other.
+    """How far images lie from the mean of their class, and the classes' means from each other; and what they show.
 
     Root mean squares over pixels, in standard deviations of the data. A generator that draws one image for each class
     has no variety; one that draws the same for all classes has no contrast. Of a class's single image nothing follows.
+    Then how many classes are shown, and how many images there are of the one with the fewest.
     """
     rows = x.flatten(1).float()
     classes, place = torch.unique(y, return_inverse=True)
     means = class_means(rows, y)["vectors"][place]
     within = (rows - means).square().mean(1).sum() / max(1, len(rows) - len(classes))
     between = (means - rows.mean(0)).square().mean()
-    return {"variety": float(within.sqrt()), "contrast": float(between.sqrt())}
+    looks = {"variety": float(within.sqrt()), "contrast": float(between.sqrt())}
+    return {**looks, "shown_classes": float(len(classes)), "shown_fewest": float(torch.bincount(place).min())}
 
 
 USUAL = (
@@ -294,5 +296,6 @@ def duel(
         model.train(training).requires_grad_(True)
         for _ in range(student.steps):
             losses[1] += learning.step(student.loss, *student.draw())
-    server.report["generator_loss"] = float(losses[0]) / (turns * generator.steps)
-    server.report["global_loss"] = float(losses[1]) / (turns * student.steps)
+    for k, (name, steps) in enumerate((("generator", generator.steps), ("global", student.steps))):
+        server.report[f"{name}_steps"] = float(turns * steps)
+        server.report[f"{name}_loss"] = float(losses[k]) / (turns * steps)
