@@ -23,7 +23,7 @@ from barter.core.nodes import Client
 from barter.data.partition import Classes
 from barter.ops.heads import head_state
 from barter.ops.prototypes import ByClass, class_means, joined, mean_of
-from tests.conftest import federation, same, tiny
+from tests.conftest import federation, perceptrons, same, tiny
 
 SPEC = Spec(1, 1, 2, 2, (0.0,), (1.0,))  # two pixels, as they are
 
@@ -239,3 +239,18 @@ def test_without_lambda_fedtgps_clients_are_fedprotos() -> None:
     assert same(*networks)
     assert "head_global" in records[-1].clients[0], "and predicts by the nearest prototype"
     assert cast(Follower, experiment.engine.clients[0]).prototypes[0]["classes"].tolist() == list(range(10))
+
+
+def test_feddistill_says_when_nobody_heard_of_its_own_classes() -> None:
+    algorithm = tiny("feddistill")
+
+    def told(per_client: int) -> tuple[list[float], list[str]]:
+        """The share of images that others told of, by round, and what the run says in the end."""
+        rounds = list(perceptrons(algorithm, clients=3, partition=Classes(per_client=per_client)).rounds(2))
+        return [r.mean("heard") for r in rounds], algorithm.remarks(rounds)
+
+    assert told(10) == ([0.0, 1.0], []), "the first round has nothing to tell yet"
+    heard, (said,) = told(2)
+    assert heard == [0.0, 0.0]
+    assert "no client heard of a class of its own in 2 rounds, so clients learned alone: no two of them" in said
+    assert algorithm.remarks([]) == []

@@ -13,6 +13,7 @@ travel, and networks may be as different as they like.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
@@ -29,6 +30,7 @@ from barter.core.images import Augment, Spec, prepared
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, NonNegative, Positive
+from barter.core.record import Round
 from barter.ops.fit import Optimizer, fit_by, named
 from barter.ops.prototypes import ByClass, class_means, lookup, mean_of
 
@@ -79,7 +81,14 @@ class FedDistill(Algorithm[Register]):
         data, model, classes = client.data, client.model, client.data.spec.classes
         alike = partial(loss, model, data.spec, data.augment, self.gamma)
         answers = lookup(others, classes, classes, client.device)
+        client.report["heard"] = float(answers[1][data.labels].mean())  # share of its images of whose class others told
         recipe = named(self.optimizer, self.lr)
         fit_by(client, alike, epochs=self.epochs, batch_size=self.batch_size, recipe=recipe, beside=answers)
         everything = torch.arange(len(data), device=client.device)
         return class_means(predict(model.eval(), data.batch, everything).softmax(1), data.labels)
+
+    def remarks(self, rounds: Sequence[Round]) -> list[str]:
+        if not rounds or any(client.get("heard") for r in rounds for client in r.clients.values()):
+            return []
+        why = "the first round has nothing to tell yet" if len(rounds) == 1 else "no two of them have a class in common"
+        return [f"no client heard of a class of its own in {len(rounds)} rounds, so clients learned alone: {why}"]
