@@ -50,7 +50,7 @@ from barter.compute.precision import exact
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Counts, Floats, When
-from barter.core.evaluation import adjusted, evaluate
+from barter.core.evaluation import adjusted, evaluate, predict
 from barter.core.images import Augment, Images, Spec, prepared, statistics
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
@@ -231,7 +231,10 @@ class FedZGE(Algorithm[Asked, Oracle]):
             server.report["known"] = float((shares > 0).float().mean(0)[torch.cat([y for *_, y in lessons])].mean())
         self.remember(server, generator, optimizer, lessons)
         self.study(server.model.train(), server.lessons, self.global_steps, self.distil_lr, None, 0)
-        active.run(self.distil, server.lessons[-1][1])
+        x, ensemble = server.lessons[-1]
+        said = predict(server.model.eval(), lambda at: x[at], torch.arange(len(x), device=x.device))
+        server.report["agreement"] = float((said.argmax(1) == ensemble.argmax(1)).float().mean())
+        active.run(self.distil, ensemble)
 
     def learn(self, client: Oracle) -> Told:
         """Train on private data."""
@@ -367,7 +370,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
     ) -> None:
         """The generator, and the round's images with everybody's opinion."""
         x, ensemble, y = (torch.cat(column) for column in zip(*lessons, strict=True))
-        server.report |= variety(x, y) | {"agreement": float((ensemble.argmax(1) == y).float().mean())}
+        server.report |= variety(x, y) | {"recognised": float((ensemble.argmax(1) == y).float().mean())}
         server.generator = dict(generator.state_dict())
         server.moments = [optimizer.state[p] for p in generator.parameters() if self.lasting_optimizer and self.queries]
         server.lessons = [*server.lessons, [x, ensemble]][-self.memory :]
