@@ -225,7 +225,8 @@ class FedZGE(Algorithm[Asked, Oracle]):
             answers = active.run(self.answer, x.detach(), x.detach() + self.eps * u)
             active, shares = active.only(answers), self.shares(answers, told)
             said = torch.stack(list(answers.values()), 1)  # (1 + q, K, b, C)
-            self.improve(server, optimizer, x, z, y, u, said, shares)
+            if self.queries:
+                self.improve(server, optimizer, x, z, y, u, said, shares)
             lessons.append([x.detach(), self.opinion(said[0], shares), y])
         if self.by_class:
             server.report["known"] = float((shares > 0).float().mean(0)[torch.cat([y for *_, y in lessons])].mean())
@@ -325,9 +326,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
         said: Tensor,
         shares: Tensor,
     ) -> None:
-        """One step of the generator, if anything was asked for it."""
-        if not self.queries:
-            return
+        """One step of the generator."""
         loss = partial(self.loss, shares, z, y)
         estimate = self.by_logits if self.estimator == "logits" else self.by_loss
         slope = estimate(server.model.eval(), loss, x.detach(), u, said)
