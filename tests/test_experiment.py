@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -313,3 +314,14 @@ def test_a_run_remembers_its_number_of_threads(tmp_path: Path, caplog: pytest.Lo
 
 def test_clients_stand_side_by_side_on_as_many_cores_as_there_are_threads() -> None:
     assert [federation(tiny("local"), threads=n).engine.cores for n in (1, 3)] == [1, 3 if forks.possible() else 1]
+
+
+def test_the_benchmark_of_overhead_finds_passes_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reaches into the trainer, so that a change there can end it."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    overhead: Any = importlib.import_module("overhead")
+    passes, updates = overhead.Clock(), overhead.Clock()
+    with overhead.watched(passes, updates):
+        perceptrons(tiny("fedproto")).step()
+    assert passes.seconds > 0
+    assert updates.seconds > 0

@@ -173,7 +173,7 @@ def test_what_clients_say_makes_the_generator_better(estimator: str) -> None:
             points = (x, *(x + algorithm.eps * u))
             said = torch.stack([torch.stack([model(p) for model in clients]) for p in points])
             found.append(float(algorithm.loss(shares, z, y, said[0], server.model.eval()(x), x)))
-        algorithm.improve(server, optimizer, x, z, y, u, said, shares)
+        algorithm.improve(server, optimizer, (x, z, y), u, said, shares)
     assert sum(found[-5:]) / 5 < sum(found[:5]) / 5 - 0.2
 
 

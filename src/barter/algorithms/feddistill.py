@@ -31,7 +31,7 @@ from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, NonNegative, Positive
 from barter.core.record import Round
-from barter.ops.fit import Optimizer, fit_by, named
+from barter.ops.fit import Optimizer, by_name, fit_by
 from barter.ops.prototypes import ByClass, class_means, lookup, mean_of
 
 __all__ = ["FedDistill", "Register", "loss"]
@@ -82,7 +82,7 @@ class FedDistill(Algorithm[Register]):
         alike = partial(loss, model, data.spec, data.augment, self.gamma)
         answers = lookup(others, classes, classes, client.device)
         client.report["heard"] = float(answers[1][data.labels].mean())  # share of its images of whose class others told
-        recipe = named(self.optimizer, self.lr)
+        recipe = by_name(self.optimizer, self.lr)
         fit_by(client, alike, epochs=self.epochs, batch_size=self.batch_size, recipe=recipe, beside=answers)
         everything = torch.arange(len(data), device=client.device)
         return class_means(predict(model.eval(), data.batch, everything).softmax(1), data.labels)

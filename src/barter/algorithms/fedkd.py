@@ -42,7 +42,7 @@ from barter.core.payload import State, isolate
 from barter.ops.average import Average, average
 from barter.ops.compress import Compressed, compressed, restored
 from barter.ops.distill import kl
-from barter.ops.fit import Optimizer, fit_by, named
+from barter.ops.fit import Optimizer, by_name, fit_by
 from barter.ops.mutual import companion
 
 __all__ = ["Broker", "FedKD", "Mentor", "loss"]
@@ -133,7 +133,7 @@ class FedKD(Algorithm[Broker, Mentor]):
         data, shared = client.data, companion(client, self.shared, client.shared)
         translation = self.translation(client, shared)
         mutual = partial(loss, client.model, shared, translation, data.spec, data.augment)
-        recipe, also = named(self.optimizer, self.lr, clip=self.clip), [shared, translation]
+        recipe, also = by_name(self.optimizer, self.lr, clip=self.clip), [shared, translation]
         fit_by(client, mutual, epochs=self.epochs, batch_size=self.batch_size, recipe=recipe, also=also)
         client.translation = isolate(dict(translation.state_dict()))
         return compressed({name: v - client.shared[name] for name, v in shared.state_dict().items()}, energy)

@@ -41,7 +41,7 @@ from barter.core.payload import State, isolate
 from barter.models.framed import frame_of, framed
 from barter.models.pooled import pooled
 from barter.models.pretrained import drawn, latent_dim, latents, pretrained
-from barter.ops.fit import Recipe, adam, fit_rows, index_batches, named
+from barter.ops.fit import Recipe, adam, by_name, fit_rows, index_batches
 from barter.ops.prototypes import ByClass, class_means, joined
 
 __all__ = ["Aligner", "FedKTL", "Lesson", "Teacher", "alignment", "arcface", "loss", "mmd", "own_task", "places_of"]
@@ -161,7 +161,7 @@ class FedKTL(OneWidth[Teacher]):
     server_lr: Positive = 0.01  # η_S: learning rate of the server's Adam
 
     def recipe(self) -> Recipe:
-        return named(self.optimizer, self.lr, clip=CLIP)
+        return by_name(self.optimizer, self.lr, clip=CLIP)
 
     def network(self, network: Classifier, share: float, spec: Spec) -> Classifier:
         return framed(pooled(network, self.features), self.scale)

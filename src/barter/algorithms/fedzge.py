@@ -79,6 +79,7 @@ from barter.ops.zeroth import Direction, directional, directions, loss_estimate
 __all__ = ["Asked", "FedZGE", "Oracle", "Told"]
 
 Logits: TypeAlias = Annotated[Tensor, Floats("looks", "images", "classes")]
+Drawn: TypeAlias = tuple[Tensor, Tensor, Tensor]  # images, the noise and the classes they come of
 
 
 class Told(TypedDict):
@@ -226,16 +227,12 @@ class FedZGE(Algorithm[Asked, Oracle]):
             active, shares = active.only(answers), self.shares(answers, told)
             said = torch.stack(list(answers.values()), 1)  # (1 + q, K, b, C)
             if self.queries:
-                self.improve(server, optimizer, x, z, y, u, said, shares)
+                self.improve(server, optimizer, (x, z, y), u, said, shares)
             lessons.append([x.detach(), self.opinion(said[0], shares), y])
-        if self.by_class:
-            server.report["known"] = float((shares > 0).float().mean(0)[torch.cat([y for *_, y in lessons])].mean())
-        self.remember(server, generator, optimizer, lessons)
+        y = self.remember(server, generator, optimizer, lessons)
         self.study(server.model.train(), server.lessons, self.global_steps, self.distil_lr, None, 0)
-        x, ensemble = server.lessons[-1]
-        said = predict(server.model.eval(), lambda at: x[at], torch.arange(len(x), device=x.device))
-        server.report["agreement"] = float((said.argmax(1) == ensemble.argmax(1)).float().mean())
-        active.run(self.distil, ensemble)
+        self.judge(server, y, shares)
+        active.run(self.distil, server.lessons[-1][1])
 
     def learn(self, client: Oracle) -> Told:
         """Train on private data."""
@@ -272,7 +269,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
             generator.body[-2].load_state_dict({"weight": torch.zeros(server.spec.channels)}, strict=False)
         return generator.train()
 
-    def drawn(self, server: Asked, generator: LabelGenerator, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    def drawn(self, server: Asked, generator: LabelGenerator, count: int) -> Drawn:
         """So many images as the clients are shown them, and the noise and labels they are made of: classes in turn."""
         z = torch.randn(count, self.noise, device=server.device)
         y = torch.arange(count, device=server.device) % server.spec.classes
@@ -316,17 +313,10 @@ class FedZGE(Algorithm[Asked, Oracle]):
         return optimizer
 
     def improve(
-        self,
-        server: Asked,
-        optimizer: torch.optim.Adam,
-        x: Tensor,
-        z: Tensor,
-        y: Tensor,
-        u: Tensor,
-        said: Tensor,
-        shares: Tensor,
+        self, server: Asked, optimizer: torch.optim.Adam, drawn: Drawn, u: Tensor, said: Tensor, shares: Tensor
     ) -> None:
         """One step of the generator."""
+        x, z, y = drawn
         loss = partial(self.loss, shares, z, y)
         estimate = self.by_logits if self.estimator == "logits" else self.by_loss
         slope = estimate(server.model.eval(), loss, x.detach(), u, said)
@@ -334,15 +324,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
         torch.autograd.backward(x, slope)
         optimizer.step()
 
-    def loss(
-        self,
-        shares: Tensor,
-        z: Tensor,
-        y: Tensor,
-        said: Tensor,
-        student: Tensor,
-        x: Tensor,
-    ) -> Tensor:
+    def loss(self, shares: Tensor, z: Tensor, y: Tensor, said: Tensor, student: Tensor, x: Tensor) -> Tensor:
         """The generator's objective, of what clients and global model say of images."""
         ensemble = self.opinion(said, shares)
         terms = self.beta_adv * transferability(ensemble, student, self.tau) + self.beta_info * equilibrium(ensemble)
@@ -366,13 +348,26 @@ class FedZGE(Algorithm[Asked, Oracle]):
 
     def remember(
         self, server: Asked, generator: LabelGenerator, optimizer: torch.optim.Adam, lessons: Iterable[list[Tensor]]
-    ) -> None:
-        """The generator, and the round's images with everybody's opinion."""
+    ) -> Tensor:
+        """The generator, and the round's images with everybody's opinion; the classes they were drawn for."""
         x, ensemble, y = (torch.cat(column) for column in zip(*lessons, strict=True))
-        server.report |= variety(x, y) | {"recognised": float((ensemble.argmax(1) == y).float().mean())}
         server.generator = dict(generator.state_dict())
         server.moments = [optimizer.state[p] for p in generator.parameters() if self.lasting_optimizer and self.queries]
         server.lessons = [*server.lessons, [x, ensemble]][-self.memory :]
+        return y
+
+    def judge(self, server: Asked, y: Tensor, shares: Tensor) -> None:
+        """Report how the round's images vary, what the clients see in them, and whether the server's model does too."""
+        x, ensemble = server.lessons[-1]
+        seen, said = (
+            ensemble.argmax(1),
+            predict(server.model.eval(), x.__getitem__, torch.arange(len(x), device=x.device)),
+        )
+        server.report |= variety(x, y)
+        server.report["recognised"] = float((seen == y).float().mean())
+        server.report["agreement"] = float((said.argmax(1) == seen).float().mean())
+        if self.by_class:
+            server.report["known"] = float((shares > 0).float().mean(0)[y].mean())
 
     def study(
         self, model: Classifier, lessons: Sequence[list[Tensor]], steps: int, lr: float, own: Images | None, size: int

@@ -29,7 +29,7 @@ from barter.core.nodes import Client
 from barter.core.params import Count, Fraction, NonNegative, Positive
 from barter.core.payload import State
 from barter.ops.distill import kl
-from barter.ops.fit import Optimizer, fit_by, named
+from barter.ops.fit import Optimizer, by_name, fit_by
 from barter.ops.mutual import companion
 
 __all__ = ["FML", "loss"]
@@ -75,6 +75,6 @@ class FML(FedAvg):
     def client_update(self, client: Client, w: State) -> Annotated[State, Weights("server")]:
         data, shared = client.data, companion(client, self.shared, w)
         mutual = partial(loss, client.model, shared, self.alpha, self.beta, data.spec, data.augment)
-        recipe = named(self.optimizer, self.lr, self.momentum)
+        recipe = by_name(self.optimizer, self.lr, self.momentum)
         fit_by(client, mutual, epochs=self.epochs, batch_size=self.batch_size, recipe=recipe, also=[shared])
         return shared.state_dict()

@@ -12,7 +12,7 @@ from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive
-from barter.ops.fit import Optimizer, fit, named
+from barter.ops.fit import Optimizer, by_name, fit
 
 __all__ = ["Local"]
 
@@ -34,6 +34,6 @@ class Local(Algorithm):
         clients.run(self.learn)
 
     def learn(self, client: Client) -> None:
-        recipe = named(self.optimizer, self.lr, weight_decay=self.weight_decay)
+        recipe = by_name(self.optimizer, self.lr, weight_decay=self.weight_decay)
         fitted = fit(client, epochs=self.max_epochs, goal=self.tau, batch_size=self.batch_size, recipe=recipe)
         client.report["epochs"] = fitted.epochs

@@ -20,7 +20,7 @@ from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
 from barter.core.payload import State
-from barter.ops.fit import Optimizer, Recipe, classification, fit_by, named
+from barter.ops.fit import Optimizer, Recipe, by_name, classification, fit_by
 from barter.ops.heads import linear_head
 
 __all__ = ["HeadServer", "OneWidth", "SharedHead"]
@@ -54,7 +54,7 @@ class OneWidth(Algorithm[S, C]):
 
     def recipe(self) -> Recipe:
         """How clients are trained."""
-        return named(self.optimizer, self.lr)
+        return by_name(self.optimizer, self.lr)
 
     def train(
         self,

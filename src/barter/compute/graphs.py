@@ -126,7 +126,7 @@ class Forward(Graphs):
         kept = bool(modules) and all(module in lane.modules.values() for module in modules)
         if not kept or any(isinstance(item, Tensor) for item in held):
             return None
-        if any(_of_its_own(part) for module in modules for part in module.modules()):
+        if any(_unfit(part) for module in modules for part in module.modules()):
             return None
         forward: Forward = lane.forward(modules, lambda: cls(modules))
         forward.renew()
@@ -138,7 +138,7 @@ class Forward(Graphs):
             return work(*batch)
 
 
-def _of_its_own(part: nn.Module) -> bool:
+def _unfit(part: nn.Module) -> bool:
     """Whether what a layer gives for one image depends on others, or somebody looks at it."""
     by_batch = isinstance(part, _BatchNorm) and part.running_mean is None
     return part.training or by_batch or watched(part)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from barter.compute import lanes, precision
 from barter.compute.graphs import Captured, Graphs
 
-__all__ = ["Anchor", "Optimizer", "Recipe", "Trainer", "adam", "named", "sgd"]
+__all__ = ["Anchor", "Optimizer", "Recipe", "Trainer", "adam", "by_name", "sgd"]
 
 Optimizer: TypeAlias = Literal["sgd", "adam"]
 
@@ -52,7 +52,7 @@ def sgd(lr: float, momentum: float = 0.0, weight_decay: float = 0.0, clip: float
     return Recipe(torch.optim.SGD, (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)), clip)
 
 
-def named(
+def by_name(
     optimizer: Optimizer, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, clip: float | None = None
 ) -> Recipe:
     """The recipe of an optimizer that a field names; Adam has momenta of its own."""

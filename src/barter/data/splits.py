@@ -14,6 +14,7 @@ import os
 import pickle
 import zipfile
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -56,19 +57,20 @@ def clients_in(path: Path) -> int:
 
 def read_split(path: Path, name: str) -> Dataset:
     """The data set of which every client's is a domain, with its own test set."""
-    ids, extra = range(clients_in(path)), [path / "test.npz"] if (path / "test.npz").exists() else []
-    places = [path / part / f"{k}.npz" for k in ids for part in ("train", "test")] + extra
-    files = [_file(place) for place in places]
-    signed = any(
-        _is_float(file["x"]) and file["x"].min(initial=0) < 0 for file in files
-    )  # bright images have no such pixel
-    for file, place in zip(files, places, strict=True):
+    own = [(path / "train" / f"{k}.npz", path / "test" / f"{k}.npz") for k in range(clients_in(path))]
+    everybody = path / "test.npz"
+    places = [*chain(*own), *([everybody] if everybody.exists() else [])]
+    files = {place: _file(place) for place in places}
+    # One scale for all: a file of bright images has no pixel below zero, wherever the others begin.
+    signed = any(_is_float(file["x"]) and file["x"].min(initial=0) < 0 for file in files.values())
+    for place, file in files.items():
         file["x"] = _pixels(file["x"], place, signed=signed)
     parts = []
-    for train, test in zip(files[: 2 * len(ids) : 2], files[1 : 2 * len(ids) : 2], strict=True):
+    for train, test in ((files[one], files[other]) for one, other in own):
         names = {"classes": train["classes"]} if "classes" in train else {}
         parts.append({"x_train": train["x"], "y_train": train["y"], "x_test": test["x"], "y_test": test["y"], **names})
-    return from_python(parts, name, tests=(files[-1]["x"], files[-1]["y"]) if extra else None)
+    together = files.get(everybody)
+    return from_python(parts, name, tests=None if together is None else (together["x"], together["y"]))
 
 
 def write_split(path: Path, train: list[Images], tests: list[Images], test: Images, classes: list[str]) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from barter.compute import lanes
-from barter.compute.trainer import Anchor, Optimizer, Recipe, Trainer, adam, named, sgd
+from barter.compute.trainer import Anchor, Optimizer, Recipe, Trainer, adam, by_name, sgd
 from barter.core.errors import ConfigError
 from barter.core.images import Augment, Images, Sealed, Spec, prepared
 from barter.core.model import Classifier
@@ -32,6 +32,7 @@ __all__ = [
     "alternate",
     "anchored",
     "batches",
+    "by_name",
     "classification",
     "epoch_length",
     "fit",
@@ -39,7 +40,6 @@ __all__ = [
     "fit_rows",
     "index_batches",
     "joint",
-    "named",
     "sgd",
 ]
 
