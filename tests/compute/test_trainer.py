@@ -165,14 +165,14 @@ class Point(nn.Module):
         return value
 
 
-@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("clip", [None, 1.0, 100.0])
 def test_an_anchor_adds_its_pull_to_the_gradient(clip: float | None) -> None:
     point = Point(3.0, 0.0)
     anchor = Anchor([torch.tensor([2.0, 4.0]), torch.zeros(1)], 0.5)
     Trainer.of(point, sgd(0.1, clip=clip), anchor).step(point.bowl, torch.tensor(1.0))
     # The bowl pulls by (2, 0), the anchor by half of (1, -4); clipped, by their direction.
     slope = torch.tensor([2.5, -2.0])
-    slope = slope if clip is None else slope / slope.norm()
+    slope = slope if clip is None else slope / max(1.0, slope.norm() / clip)
     assert torch.allclose(point.w.detach(), torch.tensor([3.0, 0.0]) - 0.1 * slope, atol=1e-5)
     assert float(point.unused.detach()) == 1, "what has no gradient is left alone"
 
