@@ -37,6 +37,13 @@ def test_another_algorithm_drops_the_fields_of_the_first() -> None:
     assert resolve({**tree, "models": "small-mlp"}).algorithm == FedAvg()
 
 
+def test_fields_that_a_file_gives_to_no_algorithm_in_particular_go_to_the_one_that_is_asked_for() -> None:
+    tree = with_settings({"algorithm": {"lr": 0.5}}, ["algorithm.name=fedavg"])
+    assert tree["algorithm"] == {"name": "fedavg", "lr": 0.5}
+    with pytest.raises(ConfigError, match=r"algorithm\.share"):
+        resolve(with_settings({"algorithm": {"share": 0.3}}, ["algorithm.name=fedavg"]))
+
+
 def test_presets_can_be_overridden() -> None:
     config = resolve({"algorithm": {"name": "dffke", "preset": "code", "share": 0.2}})
     assert config.algorithm == DFFKE.preset("code", {"share": 0.2})
