@@ -168,6 +168,14 @@ def test_at_full_energy_fedkd_averages_shared_models_as_fedavg_does() -> None:
         assert torch.allclose(w.double(), (before[at] + mean[at]).double(), atol=1e-5)
 
 
+def test_fedkds_heads_do_not_move_along_what_all_classes_share() -> None:
+    experiment = federation(tiny("fedkd", optimizer="adam", lr=0.01))
+    before = experiment.server.model.state_dict()["head.weight"].clone()
+    list(experiment.rounds(1))
+    change = experiment.server.model.state_dict()["head.weight"] - before
+    assert float(change.mean(0).norm()) < 1e-3 * float(change.norm())  # of Adam's steps a quarter is
+
+
 def test_the_share_of_energy_grows() -> None:
     method = FedKD(energy_rounds=10)
     assert [method.energy(t) for t in (5, 10, 50)] == pytest.approx([0.965, 0.98, 0.98])

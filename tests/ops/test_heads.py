@@ -9,7 +9,8 @@ from torch import nn
 from barter.core.errors import ConfigError
 from barter.core.images import Spec
 from barter.core.model import SplitClassifier
-from barter.ops.heads import head_state, put_on
+from barter.ops.compress import compressed, restored
+from barter.ops.heads import felt, head_state, put_on
 from tests.conftest import federation, tiny
 
 
@@ -31,3 +32,23 @@ def test_networks_without_such_a_head_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"nn.Linear\(48, classes\) with a bias.*use fedproto"):
         federation(tiny("lgfedavg"), models=[bare])
     federation(tiny("lgfedavg", features=32), models=[bare])  # pooled: it gets a new head
+
+
+def test_what_all_classes_share_is_taken_off_a_change_and_no_prediction_notices() -> None:
+    torch.manual_seed(0)
+    network, x = SplitClassifier(nn.Linear(6, 8), nn.Linear(8, 10)), torch.randn(50, 6)
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    # All ten rows go down along one direction, and each a little along one of its own.
+    own = 0.3 * torch.randn(10, 8)
+    change = {name: torch.zeros_like(tensor) for name, tensor in before.items()} | {"head.weight": own - 20.0}
+
+    def told(moved: dict[str, torch.Tensor]) -> torch.Tensor:
+        network.load_state_dict({name: tensor + moved[name] for name, tensor in before.items()})
+        return network(x).softmax(1)
+
+    with torch.no_grad():
+        assert torch.allclose(told(felt(change, network)), told(change), atol=1e-4)
+        assert torch.allclose(felt(change, network)["head.weight"], own - own.mean(0), atol=1e-5)
+        plain, better = (restored(compressed(c, 0.95), change) for c in (change, felt(change, network)))
+        assert torch.linalg.matrix_rank(plain["head.weight"]) == 1, "what is common drowns what is not"
+        assert float((told(better) - told(change)).abs().max()) < 0.1 < float((told(plain) - told(change)).abs().max())

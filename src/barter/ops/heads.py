@@ -11,20 +11,27 @@ from barter.core.errors import ConfigError
 from barter.core.model import Classifier
 from barter.core.payload import State
 
-__all__ = ["Head", "head_state", "linear_head", "put_on"]
+__all__ = ["Head", "felt", "head_state", "linear_head", "put_on"]
 
 Head: TypeAlias = Annotated[State, Entries({"weight": ("classes", "features"), "bias": ("classes",)})]
 
 
 def linear_head(model: Classifier) -> nn.Linear:
     """The head of a network; refuses one that is not a linear layer with a bias."""
-    linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
-    if not linears or linears[-1].in_features != model.feature_dim or linears[-1].bias is None:
+    _, head = _last(model)
+    if head is None or head.bias is None:
         raise ConfigError(
             f"{type(model).__name__} does not end in nn.Linear({model.feature_dim}, classes) with a bias: "
             "the head that clients share is one; use fedproto or feddistill for other heads"
         )
-    return linears[-1]
+    return head
+
+
+def _last(model: Classifier) -> tuple[str, nn.Linear | None]:
+    """A network's last linear layer and its name, if it is the one behind the features."""
+    linears = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    name, head = linears[-1] if linears else ("", None)
+    return name, head if head is not None and head.in_features == model.feature_dim else None
 
 
 def head_state(model: Classifier) -> Head:
@@ -36,3 +43,16 @@ def put_on(model: Classifier, head: State) -> None:
     """Give a network this head, if there is one already."""
     if head:
         linear_head(model).load_state_dict(head)
+
+
+def felt(change: State, model: Classifier) -> State:
+    """A change of a network's weights without what no prediction depends on: in the head, what all classes share.
+
+    Cross entropy does not ask for it, but Adam's steps, which are alike for all numbers, add it up until it is most of
+    the change of a client that lacks most classes.
+    """
+    name, head = _last(model)
+    key = f"{name}.weight"
+    if head is None or key not in change:
+        return change
+    return {**change, key: change[key] - change[key].mean(0)}
