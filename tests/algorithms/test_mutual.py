@@ -113,6 +113,11 @@ def test_something_of_what_the_other_knows_arrives(kind: Any) -> None:
     assert credence(high) > credence(low[200:]) + 0.1, "if the other has high digits, rather than more of the low"
 
 
+def test_fml_says_when_the_word_of_the_shared_network_counts_nothing() -> None:
+    assert FML().remarks([]) == []
+    assert "learned alone" in FML(alpha=1.0).remarks([])[0]
+
+
 def test_fedkds_loss_by_hand_and_where_its_gradients_end() -> None:
     own, shared, translation = Says(0.9, 1.0), Says(0.4, 2.0), nn.Linear(2, 2, bias=False)
     nn.init.eye_(translation.weight)

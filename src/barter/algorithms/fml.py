@@ -14,6 +14,7 @@ learn from the client's data and from each other's predictions; the copies are a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
@@ -28,6 +29,7 @@ from barter.core.model import Classifier
 from barter.core.nodes import Client
 from barter.core.params import Count, Fraction, NonNegative, Positive
 from barter.core.payload import State
+from barter.core.record import Round
 from barter.ops.distill import kl
 from barter.ops.fit import Optimizer, by_name, fit_by
 from barter.ops.mutual import companion
@@ -78,3 +80,8 @@ class FML(FedAvg):
         recipe = by_name(self.optimizer, self.lr, self.momentum)
         fit_by(client, mutual, epochs=self.epochs, batch_size=self.batch_size, recipe=recipe, also=[shared])
         return shared.state_dict()
+
+    def remarks(self, rounds: Sequence[Round]) -> list[str]:
+        return (
+            [] if self.alpha < 1 else ["alpha=1: the clients' own networks learned alone; a lower one lets them hear"]
+        )

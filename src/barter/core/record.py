@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["Round"]
+__all__ = ["Round", "unanswered"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,3 +68,9 @@ class Round:
         if not whole:
             raise ValueError("no record of a round")
         return record
+
+
+def unanswered(rounds: Sequence[Round]) -> list[str]:
+    """What to say of a run that ended before anything came back of what clients sent."""
+    told = "clients learned alone, for what they send comes back to them in the next round: ask for two rounds or more"
+    return [told] if len(rounds) == 1 else []

@@ -37,8 +37,9 @@ def pooled(network: Classifier, width: int) -> Classifier:
         return network
     if not isinstance(network, SplitClassifier):
         raise ConfigError(
-            f"features={width}: {type(network).__name__} has {network.feature_dim} and was split by hand; "
-            f"give it feature_dim = {width}, or the method features={network.feature_dim}"
+            f"features={width}: {type(network).__name__} has {network.feature_dim} and was split by hand; give it as a "
+            "torch module that ends in a Linear layer, which can be pooled, "
+            f"or with feature_dim = {width}, or give the method features={network.feature_dim}"
         )
     body = nn.Sequential(network.body, Pool(network.feature_dim, width))
     return SplitClassifier(body, nn.Linear(width, network.head.out_features))
