@@ -42,6 +42,7 @@ def test_fields_that_a_file_gives_to_no_algorithm_in_particular_go_to_the_one_th
     assert tree["algorithm"] == {"name": "fedavg", "lr": 0.5}
     with pytest.raises(ConfigError, match=r"algorithm\.share"):
         resolve(with_settings({"algorithm": {"share": 0.3}}, ["algorithm.name=fedavg"]))
+    assert with_settings({"partition": {"alpha": 0.1}}, ["partition.name=iid"])["partition"] == {"name": "iid"}
 
 
 def test_presets_can_be_overridden() -> None:

@@ -33,15 +33,15 @@ def test_the_loop_is_the_users() -> None:
     assert list(experiment.rounds(4)) == []
 
 
-@pytest.mark.parametrize("name", ["lgfedavg", "fedgen", "fedgh", "feddistill", "pfedla"])
+@pytest.mark.parametrize("name", ["lgfedavg", "fedgen", "fedgh", "feddistill", "fedktl", "pfedla"])
 def test_a_run_too_short_for_anything_to_come_back_says_so(name: str) -> None:
     algorithm = tiny(name)
-    first, second = perceptrons(algorithm).rounds(2)
-    came = [sum(client["bytes_down"] for client in r.clients.values()) for r in (first, second)]
-    assert came[0] <= 24 < 500 < came[1], "at most a number for each of three"
-    assert algorithm.remarks([first, second]) == []
+    assert algorithm.remarks([]) == []
+    experiment = perceptrons(algorithm)
+    (first,), (second,) = experiment.rounds(1), experiment.rounds(2)
     (said,) = algorithm.remarks([first])
     assert "clients learned alone" in said
+    assert algorithm.remarks([first, second]) == algorithm.remarks([second]) == []
 
 
 def test_what_a_method_remarks_of_a_run_is_said_at_its_end(

@@ -184,8 +184,10 @@ def with_settings(tree: Mapping[str, Any], settings: Iterable[str]) -> dict[str,
         table = changed.setdefault(path[0], {}) if len(path) == 2 else changed
         if not isinstance(table, dict):
             raise ConfigError(f"{'.'.join(path)}={value}: {path[0]} is not a table")
-        if path[-1] == "name" and len(path) == 2 and table.get("name", value) != value:
-            table.clear()  # what belongs to another algorithm or partition; what belongs to none in particular stays
+        if path[-1] == "name" and len(path) == 2:
+            unnamed = value if path[0] == "algorithm" else TABLES[path[0]].get("name")  # partitions share no fields
+            if table.get("name", unnamed) != value:
+                table.clear()  # what belongs to another; what a file gives to no algorithm in particular stays
         if path == ["algorithm", "preset"]:
             for key in table.keys() - {"name"}:
                 del table[key]  # a preset that is asked for now wins over what a file set before

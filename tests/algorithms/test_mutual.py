@@ -173,8 +173,9 @@ def test_at_full_energy_fedkd_averages_shared_models_as_fedavg_does() -> None:
         assert torch.allclose(w.double(), (before[at] + mean[at]).double(), atol=1e-5)
 
 
-def test_fedkds_heads_do_not_move_along_what_all_classes_share() -> None:
-    experiment = federation(tiny("fedkd", optimizer="adam", lr=0.01))
+@pytest.mark.parametrize("average", ["mean", "median"])
+def test_fedkds_heads_do_not_move_along_what_all_classes_share(average: str) -> None:
+    experiment = federation(tiny("fedkd", optimizer="adam", lr=0.01, average=average))
     before = experiment.server.model.state_dict()["head.weight"].clone()
     list(experiment.rounds(1))
     change = experiment.server.model.state_dict()["head.weight"] - before

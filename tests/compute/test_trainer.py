@@ -177,6 +177,35 @@ def test_an_anchor_adds_its_pull_to_the_gradient(clip: float | None) -> None:
     assert float(point.unused.detach()) == 1, "what has no gradient is left alone"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_clipping_keeps_the_direction_and_bounds_the_length(dtype: torch.dtype, momentum: float) -> None:
+    weight = nn.Linear(2, 1, bias=False).to(dtype)
+    nn.init.zeros_(weight.weight)
+    trainer = Trainer([weight], sgd(1.0, momentum, clip=0.5))
+    slopes = torch.tensor([[3.0, 4.0]], dtype=dtype), torch.tensor([[0.0, -0.3]], dtype=dtype)
+
+    def slide(slope: Tensor) -> Tensor:
+        value: Tensor = (weight.weight * slope).sum()
+        return value
+
+    for slope in slopes:
+        trainer.step(slide, slope)
+    # The first has length 5 and becomes (0.3, 0.4), the second is short enough; momentum goes on with the first.
+    wanted = torch.tensor([[-0.3 * (1 + momentum), -0.4 * (1 + momentum) + 0.3]], dtype=dtype)
+    assert torch.allclose(weight.weight.detach(), wanted, atol=1e-6)
+
+
+def test_adam_clips_too() -> None:
+    weight = nn.Linear(1, 1, bias=False)
+    moments = []
+    for clip in (None, 0.5):
+        trainer = Trainer([weight], adam(0.1, clip=clip))
+        trainer.step(lambda x: (weight.weight * x).sum(), torch.tensor([[4.0]]))
+        moments.append(float(trainer.moments()[0]["exp_avg"]))
+    assert moments == pytest.approx([0.4, 0.05]), "a tenth of the slope, and of what clipping leaves of it"
+
+
 def test_an_anchor_holds_where_it_was_dropped() -> None:
     point = Point(3.0, 0.0)
     trainer = Trainer.of(point, sgd(0.2), Anchor(point.parameters(), 3.0))

@@ -41,5 +41,7 @@ def test_a_network_that_was_split_by_hand_says_what_to_do() -> None:
         def features(self, x: Tensor) -> Tensor:
             return x.flatten(1)[:, :7]
 
-    with pytest.raises(ConfigError, match="Mine has 7 .* a Linear layer.* or with feature_dim = 9, or give the method features=7"):
+    with pytest.raises(
+        ConfigError, match="Mine has 7 .* a Linear layer.* or with feature_dim = 9, or give the method features=7"
+    ):
         pooled(Mine(), 9)

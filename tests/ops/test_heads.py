@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from barter.core.errors import ConfigError
 from barter.core.images import Spec
-from barter.core.model import SplitClassifier
+from barter.core.model import Classifier, SplitClassifier
 from barter.ops.compress import compressed, restored
 from barter.ops.heads import felt, head_state, put_on
 from tests.conftest import federation, tiny
@@ -34,6 +35,22 @@ def test_networks_without_such_a_head_are_refused() -> None:
     federation(tiny("lgfedavg", features=32), models=[bare])  # pooled: it gets a new head
 
 
+class Handmade(Classifier):
+    """Looks at directions alone."""
+
+    feature_dim = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 10)
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.body(x))
+
+    def logits(self, features: torch.Tensor) -> torch.Tensor:
+        return features @ F.normalize(self.head.weight).T
+
+
 def test_what_all_classes_share_is_taken_off_a_change_and_no_prediction_notices() -> None:
     torch.manual_seed(0)
     network, x = SplitClassifier(nn.Linear(6, 8), nn.Linear(8, 10)), torch.randn(50, 6)
@@ -49,6 +66,8 @@ def test_what_all_classes_share_is_taken_off_a_change_and_no_prediction_notices(
     with torch.no_grad():
         assert torch.allclose(told(felt(change, network)), told(change), atol=1e-4)
         assert torch.allclose(felt(change, network)["head.weight"], own - own.mean(0), atol=1e-5)
+        by_hand = Handmade()
+        assert felt(change, by_hand) is change, "who knows what it does with its weights"
         plain, better = (restored(compressed(c, 0.95), change) for c in (change, felt(change, network)))
         assert torch.linalg.matrix_rank(plain["head.weight"]) == 1, "what is common drowns what is not"
         assert float((told(better) - told(change)).abs().max()) < 0.1 < float((told(plain) - told(change)).abs().max())

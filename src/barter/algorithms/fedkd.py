@@ -126,7 +126,7 @@ class FedKD(Algorithm[Broker, Mentor]):
         news: dict[int, tuple[State, float]] = {k: ({} if k in server.holders else w, self.energy(t)) for k in active}
         updates = active.scatter(self.learn, news)
         mean = average(updates.each(lambda _, update: restored(update, w)), by=self.average)
-        change = compressed(mean, self.energy(t))
+        change = compressed(felt(mean, server.model), self.energy(t))
         server.model.load_state_dict(moved(w, restored(change, w)))
         server.holders = list(clients.only({*server.holders, *updates}).run(self.receive, change))
 

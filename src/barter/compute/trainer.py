@@ -166,6 +166,7 @@ class Trainer(Graphs):
     def tidy(self) -> None:
         for parameter in self.parameters:  # gradients live and die within a graph
             parameter.grad = None
+        self.optimizer.grad_scale = None  # type: ignore[attr-defined]
 
     def descend(self) -> None:
         """Go down the gradients that the parameters have."""
@@ -175,7 +176,8 @@ class Trainer(Graphs):
             slopes = [p.grad for p in self.parameters if p.grad is not None]
             length = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(slopes)))
             # The optimizer's kernel divides by it as it goes, which spares a pass over all gradients.
-            self.optimizer.grad_scale = (length / self.recipe.clip).clamp(min=1)  # type: ignore[attr-defined]
+            scale = (length / self.recipe.clip).clamp(min=1).float()
+            self.optimizer.grad_scale = scale  # type: ignore[attr-defined]
         self.optimizer.step()
 
     def _device(self, batch: Sequence[Tensor]) -> torch.device:

@@ -8,7 +8,7 @@ from torch import nn
 
 from barter.core.contracts import Entries
 from barter.core.errors import ConfigError
-from barter.core.model import Classifier
+from barter.core.model import Classifier, SplitClassifier
 from barter.core.payload import State
 
 __all__ = ["Head", "felt", "head_state", "linear_head", "put_on"]
@@ -18,20 +18,13 @@ Head: TypeAlias = Annotated[State, Entries({"weight": ("classes", "features"), "
 
 def linear_head(model: Classifier) -> nn.Linear:
     """The head of a network; refuses one that is not a linear layer with a bias."""
-    _, head = _last(model)
-    if head is None or head.bias is None:
+    linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    if not linears or linears[-1].in_features != model.feature_dim or linears[-1].bias is None:
         raise ConfigError(
             f"{type(model).__name__} does not end in nn.Linear({model.feature_dim}, classes) with a bias: "
             "the head that clients share is one; use fedproto or feddistill for other heads"
         )
-    return head
-
-
-def _last(model: Classifier) -> tuple[str, nn.Linear | None]:
-    """A network's last linear layer and its name, if it is the one behind the features."""
-    linears = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    name, head = linears[-1] if linears else ("", None)
-    return name, head if head is not None and head.in_features == model.feature_dim else None
+    return linears[-1]
 
 
 def head_state(model: Classifier) -> Head:
@@ -49,10 +42,9 @@ def felt(change: State, model: Classifier) -> State:
     """A change of a network's weights without what no prediction depends on: in the head, what all classes share.
 
     Cross entropy does not ask for it, but Adam's steps, which are alike for all numbers, add it up until it is most of
-    the change of a client that lacks most classes.
+    the change of a client that lacks most classes. What a head that was split by hand does with its weights is its own.
     """
-    name, head = _last(model)
-    key = f"{name}.weight"
-    if head is None or key not in change:
+    if not isinstance(model, SplitClassifier):
         return change
-    return {**change, key: change[key] - change[key].mean(0)}
+    weight = change["head.weight"]
+    return {**change, "head.weight": weight - weight.mean(0)}

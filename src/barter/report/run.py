@@ -106,7 +106,7 @@ class RunReport:
             chart(f"Accuracy {tests[key]}, by round", charts.learning(rounds, key, self.names)) for key in tests
         ]
         gains = [chart(f"Accuracy {tests[key]}, by client", charts.gains(rounds, key, self.names)) for key in tests]
-        remarks = [text(remark) for remark in self.config.algorithm.remarks(rounds)]
+        remarks = [] if live else [text(remark) for remark in self.config.algorithm.remarks(rounds)]
         return [
             *([Section("Remarks", remarks)] if remarks else []),
             Section("Learning", [side_by_side(*learning) if tests else text("The clients report no accuracy.")]),
