@@ -278,3 +278,19 @@ def test_features_and_projection_learn_to_tell_what_images_were_drawn_from(monke
     assert told(50.0) < 0.9 * told(0.0), "also by the projection as it began"
     (trained,) = along
     assert not torch.allclose(trained.weight, projection.weight, atol=1e-3)
+
+
+def test_the_benchmarks_generator_is_one_that_the_method_takes(tmp_path: Path) -> None:
+    from benchmarks.generator import grey28, trained
+
+    torch.manual_seed(0)
+    square = torch.full((50, 1, 28, 28), -0.5)
+    square[:, :, 7:21, 7:21] = 0.5
+    painter, weights = trained(square, 20), tmp_path / "weights.safetensors"
+    save_file(painter.state_dict(), weights)
+    again = pretrained("benchmarks.generator:grey28", str(weights), CPU)
+    codes = latents(again, 20, CPU)
+    with torch.no_grad():
+        assert torch.equal(again(codes), painter(codes))
+        first, last = (F.mse_loss(network(codes), square[:20]) for network in (grey28(), painter))
+    assert float(last) < 0.9 * float(first), "it has begun to draw what it saw"
