@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from barter.algorithms.dfrd import DFRD, as_averaged
+from barter.algorithms.dfrd import DFRD, Distiller, as_averaged
+from barter.engines.local import LocalEngine
 from barter.experiment import Experiment
 
 
@@ -38,15 +39,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("run", type=Path, help="the folder of a run of DFRD after averaging, with a checkpoint")
     experiment = Experiment.revisited(parser.parse_args().run)
-    algorithm, server, test = experiment.algorithm, experiment.server, experiment.test
+    algorithm, server, engine, test = experiment.algorithm, experiment.server, experiment.engine, experiment.test
     assert isinstance(algorithm, DFRD)
+    assert isinstance(server, Distiller)
+    assert isinstance(engine, LocalEngine)
     assert test is not None
     torch.manual_seed(0)
     generator, _ = algorithm.recalled(server)
     drawn = [algorithm.made(server, generator, torch.ones(test.spec.classes)) for _ in range(20)]
     x, y = (torch.cat(parts) for parts in zip(*drawn, strict=True))
     real, labels = test.batch(torch.arange(len(test))), test.labels
-    clients = experiment.engine.clients
+    clients = engine.clients
     sees = {k: [client.model.eval()(images).argmax(1) for images in (x, real)] for k, client in clients.items()}
     tuned = server.model.eval()(real).argmax(1)
     with as_averaged(server):

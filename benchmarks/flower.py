@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
@@ -35,6 +36,7 @@ from barter import Algorithm, Client, Clients, FedAvg, Server
 from barter.config import Config
 from barter.experiment import Experiment
 from barter.flower import loopback
+from barter.flower.deploy import init
 from barter.runs.progress import Watcher
 
 
@@ -84,16 +86,12 @@ def peaks(folder: Path) -> Iterator[dict[str, float]]:
 
 def flower(config: Config, folder: Path, *, supernode: bool = False) -> list[Any]:
     """The records of a run on Flower."""
-    original = loopback.init
 
-    def init(where: Path, run: Config, sites: Sequence[Mapping[str, Any]], address: str) -> None:
-        original(where, run, [{**site, "supernode": supernode} for site in sites], address)
+    def asked(where: Path, run: Config, sites: Sequence[Mapping[str, Any]], address: str) -> None:
+        init(where, run, [{**site, "supernode": supernode} for site in sites], address)
 
-    loopback.init = init
-    try:
+    with patch.object(loopback, "init", asked):
         return loopback.run_here(config, folder, Watcher(Console(file=sys.stderr), config.rounds), resume=False)
-    finally:
-        loopback.init = original
 
 
 def calls(folder: Path) -> dict[str, Any]:

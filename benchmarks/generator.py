@@ -69,7 +69,7 @@ def trained(images: Tensor, epochs: int) -> Painter:
     optimizer = torch.optim.Adam([*painter.parameters(), *reader.parameters()], lr=1e-3)
     for epoch in range(1, epochs + 1):
         total = 0.0
-        for index in torch.randperm(len(images)).split(50):
+        for index in torch.split(torch.randperm(len(images)), 50):
             x = images[index]
             mean, log_variance = reader(x).chunk(2, 1)
             code = mean + (log_variance / 2).exp() * torch.randn_like(mean)

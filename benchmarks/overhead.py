@@ -23,7 +23,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from speed import random_images
+from speed import random_images  # type: ignore[import-not-found]
 from torch import nn
 
 from barter import Experiment

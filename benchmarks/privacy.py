@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import torch
 
-from barter import DFFKE, Experiment, FedAvg
+from barter import DFFKE, Algorithm, Experiment, FedAvg
 from barter.privacy import Privacy
 from barter.privacy.guard import Guard
 
@@ -33,7 +33,7 @@ DOORS: dict[str, tuple[str, dict[str, str]]] = {
     "dffke, means of classes": ("dffke", {"learn.embeddings": "means clip=4 noise=2"}),
     "fedavg, gaussian on the change of weights": ("fedavg", {"client_update": "gaussian clip=1 noise=2 of=change"}),
 }
-METHODS = {"dffke": DFFKE(decoder_steps=30, decoder_epochs=1), "fedavg": FedAvg()}
+METHODS: dict[str, Algorithm[Any, Any]] = {"dffke": DFFKE(decoder_steps=30, decoder_epochs=1), "fedavg": FedAvg()}
 TRAININGS = ("small-mlp", "small-cnn", "small-resnet")
 
 

@@ -36,6 +36,7 @@ from barter import DFFKE, Experiment, FedAvg, Local
 from barter.compute.fused import fuse
 from barter.data.partition import Iid
 from barter.data.task import Data
+from barter.engines.local import LocalEngine
 from barter.models import zoo
 
 BATCH = 100
@@ -60,10 +61,15 @@ def federation(algorithm: Any, source: str, models: str, clients: int, **options
     return Experiment(algorithm, data=data, partition=Iid(), clients=clients, models=models, **options)
 
 
+def engine_of(experiment: Experiment) -> LocalEngine:
+    assert isinstance(experiment.engine, LocalEngine)
+    return experiment.engine
+
+
 def barter_rate(source: str, models: str, clients: int, epochs: int, **options: Any) -> tuple[float, float]:
     """Images per second in the local training of a run, after its first round; and the first round's seconds."""
     experiment = federation(Local(tau=None, max_epochs=epochs), source, models, clients, **options)
-    images = epochs * sum(len(client.data) for client in experiment.engine.clients.values())
+    images = epochs * sum(len(client.data) for client in engine_of(experiment).clients.values())
     seconds = [record.seconds["learn"] for record in experiment.rounds(3)]
     return images / statistics.fmean(seconds[1:]), seconds[0]
 
@@ -72,7 +78,7 @@ def peer_rate(experiment: Experiment, seconds: float) -> float:
     """Images per second of a plain loop over the same networks, one client after the other, batches from the host."""
     device, spec = experiment.device, experiment.task.spec
     shares = []
-    for client in experiment.engine.clients.values():
+    for client in engine_of(experiment).clients.values():
         index = torch.arange(min(len(client.data), 2000), device=client.data.device)
         x, y = client.data.batch(index).cpu().contiguous(), client.data.labels[index].cpu()
         model = zoo.build(client.architecture, spec).to(device).train()
@@ -81,7 +87,7 @@ def peer_rate(experiment: Experiment, seconds: float) -> float:
         def step(x: torch.Tensor, y: torch.Tensor, model: nn.Module = model, optimizer: Any = optimizer) -> None:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x.to(device)), y.to(device))
-            loss.backward()
+            torch.autograd.backward(loss)
             optimizer.step()
 
         def epoch(x: torch.Tensor = x, y: torch.Tensor = y, step: Callable[..., None] = step) -> int:
@@ -114,7 +120,8 @@ def synchronize(device: torch.device) -> None:
 
 def bare_graph(name: str, spec: Any, *, fused: bool) -> Row:
     """A training step of a new network on a fixed batch, captured on a stream of its own."""
-    model = zoo.build(name, spec).cuda().to(memory_format=torch.channels_last).train()
+    model = zoo.build(name, spec).cuda().train()
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if fused:
         fuse(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-5, fused=True, capturable=True)
@@ -125,10 +132,11 @@ def bare_graph(name: str, spec: Any, *, fused: bool) -> Row:
         optimizer.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
             loss = F.cross_entropy(model(x), y)
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
 
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -182,7 +190,7 @@ def kernels(source: str, found: Row) -> None:
             torch.cuda.synchronize()
         spent = dict.fromkeys([*KINDS, "other"], 0.0)
         for event in profile.events():
-            if event.device_type == torch.autograd.DeviceType.CUDA:
+            if event.device_type.name == "CUDA":
                 spent[kind_of(event.name)] += event.device_time
         spent["images_per_second"] = ceiling("resnet18-3x3", spec, 10, fused=fused)
         found["kernels"][name] = spent
@@ -254,7 +262,7 @@ def within(source: str, budget: float | None) -> Row:
     experiment = federation(fedavg, source, "resnet18", 100, device="cuda", device_memory=budget)
     records = list(experiment.rounds(3))
     peak = max(record.server["device_memory"] for record in records) / 2**30
-    parked = 100 - len(experiment.engine.parking.sizes)
+    parked = 100 - len(engine_of(experiment).parking.sizes)
     return {"peak_gib": peak, "parked": parked, "seconds": records[-1].seconds}
 
 
@@ -273,7 +281,7 @@ def precision(source: str, found: Row) -> None:
     for name in ("fp32", "tf32", "bf16"):
         ends, seconds = [], []
         for seed in range(3):
-            options = {"device": "cuda", "precision": name, "seed": seed, "data": source}
+            options: Row = {"device": "cuda", "precision": name, "seed": seed, "data": source}
             algorithm = DFFKE.preset("paper", EARLIER)
             records = list(Experiment(algorithm, clients=5, **options).rounds(2))
             ends.append((records[-1].mean("global"), records[-1].mean("local")))
@@ -299,7 +307,7 @@ def cpu(folder: Path, rows: list[Row]) -> None:
         source = random_images(folder, side, 1, 10, images, 100)
         steps = epochs * images // 5 // BATCH
         both = [federation(Local(tau=None, max_epochs=epochs), source, "small-5", 5, **CPU) for _ in range(2)]
-        both[1].engine.cores = 1  # one client after the other, all cores inside each kernel
+        engine_of(both[1]).cores = 1  # one client after the other, all cores inside each kernel
         turns: list[tuple[float, ...]] = []
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as script:
             for ours, serial in zip(*(experiment.rounds(9) for experiment in both), strict=True):

@@ -19,12 +19,14 @@ import torch
 from barter import Experiment
 from barter.algorithms.fedzge import FedZGE
 from barter.core.clients import Replies
+from barter.engines.local import LocalEngine
 from barter.ops.zeroth import directions
 
 
 def cosine(preset: str, queries: int, experiment: Experiment, seed: int) -> float:
     """Between the estimate of one batch and autograd's gradient."""
     algorithm: Any = FedZGE.preset(preset, {"queries": queries, "statistics": "own"})
+    assert isinstance(experiment.engine, LocalEngine)
     server, clients = experiment.server, experiment.engine.clients
     torch.manual_seed(seed)
     images, z, y = algorithm.drawn(server, algorithm.recalled(server), algorithm.samples)
