@@ -1,12 +1,12 @@
 """Digits as they look to four scanners, in folders that `domains:` reads: a small task with feature skew.
 
-python benchmarks/domains.py digits-domains
-barter compare benchmarks/suites/fedaf.toml --set data.source=domains:digits-domains --set clients=4 ...
+    python benchmarks/domains.py digits-domains
+    barter compare benchmarks/suites/fedaf.toml --set data.source=domains:digits-domains --set clients=4 ...
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,10 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 
-def main(folder: Path) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
     digits = load_digits()
     rng = np.random.default_rng(0)
     for i, (image, label) in enumerate(zip(digits.images / 16, digits.target, strict=True)):
@@ -31,4 +34,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()
