@@ -1,7 +1,7 @@
 """Digits as they look to four scanners, in folders that `domains:` reads: a small task with feature skew.
 
-    python benchmarks/domains.py digits-domains
-    barter compare benchmarks/suites/fedaf.toml --set data.source=domains:digits-domains --set clients=4 ...
+python benchmarks/domains.py digits-domains
+barter compare benchmarks/suites/fedaf.toml --set data.source=domains:digits-domains --set clients=4 ...
 """
 
 from __future__ import annotations
