@@ -30,7 +30,7 @@ from barter.core.images import Augment, Spec, prepared
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, NonNegative, Positive
-from barter.core.record import Round, unanswered
+from barter.core.record import Round
 from barter.ops.fit import Optimizer, by_name, fit_by
 from barter.ops.prototypes import ByClass, class_means, lookup, mean_of
 
@@ -91,4 +91,4 @@ class FedDistill(Algorithm[Register]):
         if not rounds or any(client.get("heard") for r in rounds for client in r.clients.values()):
             return []
         apart = "so clients learned alone: no two of them have one in common"
-        return unanswered(rounds) or [f"no client heard of a class of its own in {len(rounds)} rounds, {apart}"]
+        return super().remarks(rounds) or [f"no client heard of a class of its own in {len(rounds)} rounds, {apart}"]

@@ -18,7 +18,7 @@ an image the latent vector that it was drawn from.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -38,7 +38,6 @@ from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, NonNegative, Positive
 from barter.core.payload import State, isolate
-from barter.core.record import Round, unanswered
 from barter.models.framed import frame_of, framed
 from barter.models.pooled import pooled
 from barter.models.pretrained import drawn, latent_dim, latents, pretrained
@@ -219,9 +218,6 @@ class FedKTL(OneWidth[Teacher]):
         new = nn.Linear(self.features, codes.shape[1]).to(server.device).state_dict()
         projection = server.lessons[0]["projection"] if server.lessons else isolate(dict(new))
         return {"images": drawn(generator, codes, server.spec), "latents": codes, "projection": projection}
-
-    def remarks(self, rounds: Sequence[Round]) -> list[str]:
-        return unanswered(rounds)
 
     def creations(self, party: Teacher | Client, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
         if not isinstance(party, Teacher) or not party.lessons:

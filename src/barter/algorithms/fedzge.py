@@ -359,10 +359,8 @@ class FedZGE(Algorithm[Asked, Oracle]):
     def judge(self, server: Asked, y: Tensor, shares: Tensor) -> None:
         """Report how the round's images vary, what the clients see in them, and whether the server's model does too."""
         x, ensemble = server.lessons[-1]
-        seen, said = (
-            ensemble.argmax(1),
-            predict(server.model.eval(), x.__getitem__, torch.arange(len(x), device=x.device)),
-        )
+        seen = ensemble.argmax(1)
+        said = predict(server.model.eval(), x.__getitem__, torch.arange(len(x), device=x.device))
         server.report |= variety(x, y)
         server.report["recognised"] = float((seen == y).float().mean())
         server.report["agreement"] = float((said.argmax(1) == seen).float().mean())

@@ -82,6 +82,5 @@ class FML(FedAvg):
         return shared.state_dict()
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
-        return (
-            [] if self.alpha < 1 else ["alpha=1: the clients' own networks learned alone; a lower one lets them hear"]
-        )
+        alone = "alpha=1: the clients' own networks learned alone; a lower one lets them hear the shared one"
+        return [alone] if self.alpha == 1 else []

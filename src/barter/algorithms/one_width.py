@@ -20,7 +20,6 @@ from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
 from barter.core.payload import State
-from barter.core.record import Round, unanswered
 from barter.ops.fit import Optimizer, Recipe, by_name, classification, fit_by
 from barter.ops.heads import linear_head
 
@@ -85,6 +84,3 @@ class SharedHead(OneWidth[H, C]):
         if network.feature_dim == self.features:  # others get a new head
             linear_head(network)
         return network
-
-    def remarks(self, rounds: Sequence[Round]) -> list[str]:
-        return unanswered(rounds)

@@ -29,7 +29,6 @@ from barter.core.clients import Clients
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
 from barter.core.payload import State, isolate
-from barter.core.record import Round, unanswered
 from barter.ops.fit import Trainer, fit, sgd
 
 __all__ = ["HyperNetwork", "Mixer", "PFedLA", "by_layer", "gain", "mixed"]
@@ -154,6 +153,3 @@ class PFedLA(Algorithm[Mixer]):
         own, known = ([float(j in which) for j in clients] for which in ([k], server.models))
         columns = torch.tensor([own, known], device=server.device)
         return lanes.keep("hypernetwork", made), columns[0], columns[1]
-
-    def remarks(self, rounds: Sequence[Round]) -> list[str]:
-        return unanswered(rounds)

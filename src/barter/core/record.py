@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["Round", "unanswered"]
+__all__ = ["Round"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +68,3 @@ class Round:
         if not whole:
             raise ValueError("no record of a round")
         return record
-
-
-def unanswered(rounds: Sequence[Round]) -> list[str]:
-    """What to say of a run that ended before anything but a number came back to a client of what others sent."""
-    answered = any(client.get("bytes_down", 0) > 8 for r in rounds for client in r.clients.values())
-    told = (
-        "nothing of others came back to a client, so clients learned alone: it comes a round later, ask for more rounds"
-    )
-    return [] if answered or not rounds else [told]
