@@ -47,7 +47,7 @@ def test_a_run_too_short_for_anything_to_come_back_says_so(name: str) -> None:
 def test_a_federation_of_one_says_that_it_learned_alone() -> None:
     algorithm = tiny("dffke", collaboration=0.1)
     (said,) = algorithm.remarks(list(perceptrons(algorithm).rounds(2)))
-    assert "in 2 rounds, so clients learned alone" in said
+    assert "so clients learned alone" in said
     for name in ("dffke", "fedavg", "local"):  # who was taught, and who never wanted to be
         assert tiny(name).remarks(list(perceptrons(tiny(name)).rounds(1))) == []
 

@@ -119,7 +119,7 @@ class Algorithm(Generic[S, C]):
         if not ways or not came or max(came) > 8:
             return []
         way_out = "some methods have an answer from the second round on, and it takes two clients"
-        return [f"nothing of others came to a client in {len(rounds)} rounds, so clients learned alone: {way_out}"]
+        return [f"nothing of others ever came to a client, so clients learned alone: {way_out}"]
 
     def gallery(self, client: C, t: int, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
         """What round t made of some of a client's images, for the experimenter's eyes: their places, and the pictures.
