@@ -68,6 +68,18 @@ def test_the_number_of_streams_changes_nothing(name: str, precision: str) -> Non
     assert same(one, three)
 
 
+def test_a_run_leaves_no_memory_to_the_next() -> None:
+    def held_before_a_run() -> int:
+        experiment = on_cuda("dffke")
+        held = torch.cuda.memory_allocated()
+        list(experiment.rounds(1))
+        assert torch.cuda.memory_allocated() > held + 2**24  # cuBLAS has its workspaces
+        return held
+
+    first = held_before_a_run()
+    assert [held_before_a_run() for _ in range(3)] == 3 * [first]
+
+
 def test_parking_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on_the_device = finished(on_cuda(name))
     fetched = Parking.fetched

@@ -10,6 +10,7 @@ On the CPU there are no lanes, and everything here does nothing.
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 import weakref
@@ -22,7 +23,19 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import nn
 
-__all__ = ["Lane", "abreast", "breathe", "current", "footprint", "keep", "kept", "rest", "take_over", "take_turns"]
+__all__ = [
+    "Lane",
+    "abreast",
+    "breathe",
+    "clear",
+    "current",
+    "footprint",
+    "keep",
+    "kept",
+    "rest",
+    "take_over",
+    "take_turns",
+]
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
@@ -34,6 +47,9 @@ TRAINERS = 32  # how many trainers, with their graphs, a lane keeps; and of how 
 
 _here = threading.local()
 _baton = threading.Lock()
+
+
+_alive: weakref.WeakSet[Lane] = weakref.WeakSet()
 
 
 class Stopped(BaseException):
@@ -60,6 +76,7 @@ class Lane:
         self._begun = False
         self._steps = 0
         self._marks: deque[torch.cuda.Event] = deque()
+        _alive.add(self)
 
     def submit(self, job: Callable[[], None]) -> None:
         """Have the lane's own thread do this. It is always the same thread: cuDNN keeps its plans for each apart."""
@@ -156,6 +173,14 @@ def _latest(table: OrderedDict[tuple[Hashable, ...], Any], key: tuple[Hashable, 
 def footprint(module: nn.Module) -> int:
     """Bytes of a module's parameters and buffers."""
     return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
+
+
+def clear() -> None:
+    """Give back what runs that are over left on the device; torch would keep cuBLAS's workspaces of their streams."""
+    gc.collect()
+    if not _alive:  # a graph that is still to be replayed would need them
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
 
 
 def current() -> Lane | None:
