@@ -159,24 +159,6 @@ def test_a_warm_decoder_starts_where_the_last_rounds_ended(warm: bool, monkeypat
     assert same(experiment.server.decoder, ends[-1] if warm else {}), "kept only where it is needed"
 
 
-@pytest.mark.parametrize("on", [True, False])
-def test_the_decoder_draws_for_networks_that_see_images_moved_by_half_as_much(
-    on: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: set[Augment] = set()
-
-    def noted(decoder: Any, spec: Any, viewers: Any, *arguments: Any) -> Any:
-        seen.update(viewer.augment for viewer in viewers)
-        return drawn_loss(decoder, spec, viewers, *arguments)
-
-    monkeypatch.setattr("barter.ops.inversion.drawn_loss", noted)
-    experiment = perceptrons(tiny("dffke", augmented=on), clients=2)
-    for client in experiment.engine.clients.values():
-        client.data.augment = Augment(crop=3, flip=True)
-    list(experiment.rounds(1))
-    assert seen == {Augment(crop=1, flip=True) if on else Augment()}
-
-
 @pytest.mark.parametrize("cosine", [True, False])
 def test_learning_rates_fall_to_zero_within_each_phase(cosine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     rates: dict[Trainer, list[float]] = defaultdict(list)
@@ -316,9 +298,9 @@ def test_without_sizes_of_their_own_all_phases_have_that_of_local_training() -> 
 def test_transfer_images_are_shifted_by_as_much_as_private_ones() -> None:
     pixels, labels = torch.zeros(2, 3, 64, 64, dtype=torch.uint8), torch.zeros(2, dtype=torch.long)
     data = Images(pixels, labels, Spec(3, 128, 128, 10, (0.5,) * 3, (0.5,) * 3), Augment(8, flip=True))
-    assert DFFKE().augment(data, 32) == Augment(4, flip=True), "an eighth of 32 pixels"
-    assert DFFKE().augment(data, 128) == Augment(16, flip=True), "and of 128"
-    assert DFFKE(augmented=False).augment(data, 128) == Augment()
+    assert DFFKE().augment(data) == Augment(4, flip=True), "an eighth of 32 pixels, which the decoder draws"
+    assert DFFKE(transfer="public").augment(data) == Augment(16, flip=True), "and of the 128 of public images"
+    assert DFFKE(augmented=False).augment(data) == Augment()
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def test_partials_and_methods_are_known_by_value() -> None:
     for make in (
         lambda: partial(classification, model, Spec(1, 8, 8, 10, (0.5,), (0.5,)), Augment(2, True)),
         lambda: joint(model, [taught(DFFKE(share=0.5), Augment(2, True)), taught(DFFKE(), Augment())], 4)[0],
-        lambda: partial(drawn_loss, model, SPEC, (Viewer(model, model, Augment(1)),), (model,), Terms(differ="kl")),
+        lambda: partial(drawn_loss, model, SPEC, (Viewer(model, model),), (model,), Terms(differ="kl")),
     ):
         assert identity(make()) == identity(make())
         assert not objection(make())

@@ -18,7 +18,7 @@ default changes is ours, each change a field. Eq. 11 rewards nothing but classes
 each: codes are whitened. A network averages away where things are, so the decoder could not know either: embeddings of
 parts tell (`parts`). Batches hold images of all clients (`mixed`), for one's after the other's undo each other; private
 ones too, for normalisation would otherwise see them by other statistics in training than afterwards.
-Networks see transfer images moved (`augmented`), or they are adversarial patterns. Networks do not learn what is
+Students see transfer images moved (`augmented`), or they learn patterns by heart. Networks do not learn what is
 frequent at home (`balanced`): clients add it where they judge images of their own kind, so that what they hear of
 others costs nothing there, but not where they teach: others would learn which classes go with whose images. The decoder
 goes on from the last round's, and learning rates fall. Local training ends with the first exchange: a network that
@@ -67,8 +67,6 @@ class Offer(TypedDict):
     """What a client shows the server after local training."""
 
     examples: Annotated[int, Within(1, "examples", "n")]
-    crop: Annotated[int, Within(0, "width")]  # how its network is used to see images: shifted by up to so many pixels,
-    flip: bool  # and mirrored
     weights: NotRequired[Annotated[State, When("inverts")]]
     embeddings: NotRequired[Annotated[Tensor, Floats("n", "views", "features"), When("embeds")]]  # of images' views
     labels: NotRequired[Annotated[Tensor, Labels("n"), When("embeds")]]
@@ -130,8 +128,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         "exchange": "down: the other clients' logits",
     }
     tells = {
-        **{"learn.examples": "nothing", "learn.crop": "nothing", "learn.flip": "nothing"},
-        **{"learn.embeddings": "row of the network", "learn.labels": "label"},
+        **{"learn.examples": "nothing", "learn.embeddings": "row of the network", "learn.labels": "label"},
         **{"teach.round": "nothing", "teach.index": "nothing"},
     }
     presets = {"paper": PAPER, "code": {**PAPER, **CODE}}
@@ -154,7 +151,7 @@ class DFFKE(Algorithm[Hub, Trader]):
     exchange_steps: Whole = 60  # but at least so many steps, for small data sets; not in the paper
     mixed: bool = True  # batches hold codes of all clients, images of all peers and private ones; in the paper one's
     # after the other's
-    augmented: bool = True  # networks see transfer images shifted and mirrored, as in training; not in the paper
+    augmented: bool = True  # students see transfer images shifted and mirrored, as private ones; not in the paper
     cosine: bool = True  # learning rates of clients and decoder fall within each phase; the paper's are constant
     balanced: bool = True  # cross entropy is told how frequent classes are at home, so networks need not learn it; ours
     peers: Count | None = None  # peers a client learns from in a round, drawn anew in each; none is all
@@ -239,8 +236,7 @@ class DFFKE(Algorithm[Hub, Trader]):
     def learn(self, client: Trader) -> Offer:
         self.train(client)
         data, examples = client.data, self.offered(len(client.data))
-        augment = self.augment(data, data.spec.width)
-        offer: Offer = {"examples": examples, "crop": augment.crop, "flip": augment.flip}
+        offer: Offer = {"examples": examples}
         if self.inverts:
             offer["weights"] = client.model.state_dict()
         if self.embeds:
@@ -265,9 +261,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         recipe = adam(self.lr, self.docking_weight_decay)
         z, codes, docking = unify(server, e, y, server.docking, self.code_dim, self.docking_epochs, recipe, self.whiten)
         server.docking |= docking
-        # Images that hold their own when they are moved a little are less of an adversarial pattern, and teach better.
-        viewers = {k: Viewer(models[k], z[k], Augment(o["crop"] // 2, o["flip"])) for k, o in offers.items()}
-        decoder = self.train_decoder(server, viewers, codes, e)
+        decoder = self.train_decoder(server, {k: Viewer(models[k], z[k]) for k in offers}, codes, e)
         if self.transfer == "decoder":
             return codes, decoder
         return {k: depicted(decoder, server.spec, code).half() for k, code in codes.items()}, {}
@@ -308,8 +302,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         """Learn from other clients, on their data of this round and on what they taught before (Eqs. 13 and 14)."""
         data, model, home = client.data, client.model, self.at_home(client)
         heard = taught(client.buffer, lessons, partial(draw, client), mixed=self.mixed)
-        width = data.spec.width if self.transfer == "public" else drawn_side(data.spec)
-        show, judge = partial(shown, data.spec, self.augment(data, width)), partial(self.exchange_loss, model)
+        show, judge = partial(shown, data.spec, self.augment(data)), partial(self.exchange_loss, model)
         subjects = [Subject(rows, show, judge, tuple(client.docking.values())) for rows in heard]
         if self.local_review:
             show, judge = partial(prepared, spec=data.spec, augment=data.augment), partial(review_loss, model)
@@ -326,8 +319,9 @@ class DFFKE(Algorithm[Hub, Trader]):
         client.offered = {e["round"]: client.offered[e["round"]] for e in client.buffer if e["round"] in client.offered}
         client.report["buffer_bytes"] = nbytes(client.buffer)
 
-    def augment(self, data: Images, width: int) -> Augment:
-        """How a client is used to see images in training, for transfer images of this width."""
+    def augment(self, data: Images) -> Augment:
+        """How a client is used to see images in training, for transfer images of their width."""
+        width = data.spec.width if self.transfer == "public" else drawn_side(data.spec)
         return data.augment.resized(data.side, width) if self.augmented else Augment()
 
     def exchange_loss(self, model: Classifier, features: Tensor, target: Tensor, *docked: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from barter.compute import lanes
 from barter.compute.trainer import Recipe
-from barter.core.images import Augment, Spec, augmented
+from barter.core.images import Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Server
 from barter.core.payload import State, isolate
@@ -27,11 +27,10 @@ Discrepancy: TypeAlias = Literal["none", "kl", "mae", "mse"]
 
 
 class Viewer(NamedTuple):
-    """Who looks at some of the images: a network, the layer behind its features, and how it is used to see images."""
+    """Who looks at some of the images: a network, and the layer behind its features."""
 
     model: Classifier
     translate: nn.Module
-    augment: Augment = Augment()
 
 
 class Terms(NamedTuple):
@@ -99,16 +98,11 @@ def drawn_loss(
     terms: Terms,
     *batch: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The loss on codes and embeddings of some viewers, each of whom sees one view of an image, as it is used to."""
+    """The loss on codes and embeddings of some viewers, each of whom sees one view of an image."""
     parts = parts_of(batch[0].shape[1])
     drawn = torch.split(decoder(torch.cat(batch[::2])), [len(code) for code in batch[::2]])
     views = [in_turn(len(x), parts, x.device) for x in drawn]
-
-    def shown(x: Tensor, view: Tensor, augment: Augment) -> Tensor:
-        return augmented(seen(x, view, parts, spec), augment)
-
-    looks = zip(drawn, views, viewers, strict=True)
-    images = lanes.abreast([partial(shown, x, view, viewer.augment) for x, view, viewer in looks])
+    images = lanes.abreast([partial(seen, x, view, parts, spec) for x, view in zip(drawn, views, strict=True)])
     codes, embeddings = (list(map(of_view, every, views)) for every in (batch[::2], batch[1::2]))
     return inversion_loss(viewers, others, images, codes, embeddings, terms)
 
