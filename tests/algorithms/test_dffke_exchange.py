@@ -295,6 +295,19 @@ def test_without_sizes_of_their_own_all_phases_have_that_of_local_training() -> 
     assert same(state(one), state(other))
 
 
+def test_what_is_drawn_does_not_depend_on_how_students_see_it() -> None:
+    drawn, learned = [], []
+    for on in (True, False):
+        experiment = perceptrons(tiny("dffke", augmented=on, memory=1), clients=2)
+        for client in experiment.engine.clients.values():
+            client.data.augment = Augment(crop=3, flip=True)
+        list(experiment.rounds(1))
+        drawn.append(experiment.server.buffer[0]["codes"])
+        learned.append(experiment.engine.clients[0].model.state_dict())
+    assert same(*drawn)
+    assert not same(*learned)
+
+
 def test_transfer_images_are_shifted_by_as_much_as_private_ones() -> None:
     pixels, labels = torch.zeros(2, 3, 64, 64, dtype=torch.uint8), torch.zeros(2, dtype=torch.long)
     data = Images(pixels, labels, Spec(3, 128, 128, 10, (0.5,) * 3, (0.5,) * 3), Augment(8, flip=True))

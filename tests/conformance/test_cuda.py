@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +69,15 @@ def test_the_number_of_streams_changes_nothing(name: str, precision: str) -> Non
     assert same(one, three)
 
 
-def test_a_run_leaves_no_memory_to_the_next() -> None:
-    def held_before_a_run() -> int:
-        experiment = on_cuda("dffke")
-        held = torch.cuda.memory_allocated()
+def test_a_run_takes_over_the_tracks_of_those_that_are_gone() -> None:
+    """Where the last experiment is still there when the next one begins, as in a notebook, two sets of tracks serve."""
+    held = []
+    for _ in range(10):
+        experiment = on_cuda("dffke", streams=2)
         list(experiment.rounds(1))
-        assert torch.cuda.memory_allocated() > held + 2**24  # cuBLAS has its workspaces
-        return held
-
-    first = held_before_a_run()
-    assert [held_before_a_run() for _ in range(3)] == 3 * [first]
+        gc.collect()
+        held.append(torch.cuda.memory_allocated())
+    assert held[-1] - max(held[:4]) < 8 * 2**25, "with tracks of their own, six runs leave two dozen workspaces"
 
 
 def test_parking_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

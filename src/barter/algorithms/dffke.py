@@ -320,7 +320,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         client.report["buffer_bytes"] = nbytes(client.buffer)
 
     def augment(self, data: Images) -> Augment:
-        """How a client is used to see images in training, for transfer images of their width."""
+        """How a client is used to see images in training, at the width of transfer images."""
         width = data.spec.width if self.transfer == "public" else drawn_side(data.spec)
         return data.augment.resized(data.side, width) if self.augmented else Augment()
 

@@ -10,11 +10,10 @@ On the CPU there are no lanes, and everything here does nothing.
 
 from __future__ import annotations
 
-import gc
 import queue
 import threading
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,19 +22,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import nn
 
-__all__ = [
-    "Lane",
-    "abreast",
-    "breathe",
-    "clear",
-    "current",
-    "footprint",
-    "keep",
-    "kept",
-    "rest",
-    "take_over",
-    "take_turns",
-]
+__all__ = ["Lane", "abreast", "breathe", "current", "footprint", "keep", "kept", "rest", "take_over", "take_turns"]
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
@@ -49,11 +36,39 @@ _here = threading.local()
 _baton = threading.Lock()
 
 
-_alive: weakref.WeakSet[Lane] = weakref.WeakSet()
-
-
 class Stopped(BaseException):
     """The run was interrupted while this lane waited."""
+
+
+class Track:
+    """A stream, and a thread to compute there.
+
+    cuDNN keeps its plans for every thread, and torch the workspaces of cuBLAS for every thread and stream, as long as
+    the process lives. So tracks outlive their lanes, and serve those of the next run.
+    """
+
+    idle: defaultdict[tuple[torch.device, int], list[Track]] = defaultdict(list)
+
+    def __init__(self, device: torch.device, priority: int) -> None:
+        self.stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+        self.sides: list[torch.cuda.Stream] = []  # for what a step can do abreast
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._begun = False
+
+    @classmethod
+    def for_lane(cls, lane: Lane, priority: int) -> Track:
+        """One that no lane has any more, or a new one, until this lane is no more."""
+        idle = cls.idle[lane.device, priority]
+        track = idle.pop() if idle else cls(lane.device, priority)
+        weakref.finalize(lane, idle.append, track)
+        return track
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Have the thread do this."""
+        if not self._begun:
+            self._begun = True
+            threading.Thread(target=_serve, args=(self._work,), daemon=True).start()
+        self._work.put(job)
 
 
 class Lane:
@@ -63,28 +78,17 @@ class Lane:
         self.device, self.room = device, room  # bytes that the modules kept here may take
         self.tune = tune  # what makes a module faster that is to be kept here
         # What is urgent goes first wherever the device has to choose.
-        self.stream = torch.cuda.Stream(device, priority=-1 if urgent else 0)  # type: ignore[no-untyped-call]
+        self.track = Track.for_lane(self, -1 if urgent else 0)
+        self.stream = self.track.stream
         self.pool = torch.cuda.graph_pool_handle()  # graphs of one lane never run at once and can share their memory
-        self.sides: list[torch.cuda.Stream] = []  # for what a step of this lane can do abreast
         self.generator = torch.Generator(device)
         self.modules: OrderedDict[Hashable, nn.Module] = OrderedDict()
         self.trainers: OrderedDict[tuple[Hashable, ...], Any] = OrderedDict()
         self.forwards: OrderedDict[tuple[Hashable, ...], Any] = OrderedDict()
         self.shared = False  # whether other lanes run at the same time
         self.stopped = False
-        self.work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._begun = False
         self._steps = 0
         self._marks: deque[torch.cuda.Event] = deque()
-        _alive.add(self)
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Have the lane's own thread do this. It is always the same thread: cuDNN keeps its plans for each apart."""
-        if not self._begun:
-            self._begun = True
-            threading.Thread(target=_serve, args=(self.work,), daemon=True).start()
-            weakref.finalize(self, self.work.put, None)
-        self.work.put(job)
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -154,8 +158,9 @@ class Lane:
                     del table[key]
 
 
-def _serve(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (job := work.get()) is not None:
+def _serve(work: queue.SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        job = work.get()
         job()
         del job  # what it holds must not wait for the next
 
@@ -173,14 +178,6 @@ def _latest(table: OrderedDict[tuple[Hashable, ...], Any], key: tuple[Hashable, 
 def footprint(module: nn.Module) -> int:
     """Bytes of a module's parameters and buffers."""
     return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
-
-
-def clear() -> None:
-    """Give back what runs that are over left on the device; torch would keep cuBLAS's workspaces of their streams."""
-    gc.collect()
-    if not _alive:  # a graph that is still to be replayed would need them
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
 
 
 def current() -> Lane | None:
@@ -204,14 +201,15 @@ def abreast(jobs: Sequence[Callable[[], T]]) -> list[T]:
     lane = current()
     if lane is None or len(jobs) < 2 or not torch.cuda.is_current_stream_capturing():
         return [job() for job in jobs]
-    while len(lane.sides) < len(jobs):
-        lane.sides.append(torch.cuda.Stream(lane.device))  # type: ignore[no-untyped-call]
+    sides = lane.track.sides
+    while len(sides) < len(jobs):
+        sides.append(torch.cuda.Stream(lane.device))  # type: ignore[no-untyped-call]
     results = []
-    for side, job in zip(lane.sides, jobs, strict=False):
+    for side, job in zip(sides, jobs, strict=False):
         side.wait_stream(lane.stream)
         with torch.cuda.stream(side):
             results.append(job())
-    for side in lane.sides[: len(jobs)]:
+    for side in sides[: len(jobs)]:
         lane.stream.wait_stream(side)
     return results
 
@@ -288,7 +286,7 @@ def take_turns(lanes: Sequence[Lane], jobs: Sequence[Sequence[Callable[[], None]
         for lane, mine in busy:
             lane.shared, lane.stopped = True, False
             submitted.append(lane)
-            lane.submit(partial(serve, lane, mine))
+            lane.track.submit(partial(serve, lane, mine))
         for lane in submitted:
             finished[id(lane)].wait()
     except BaseException:

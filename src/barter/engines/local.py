@@ -78,7 +78,6 @@ class LocalEngine(BaseEngine):
         self.cores = threads or torch.get_num_threads() if forks.possible() else 1
         device = next(iter(clients.values())).device
         if device.type == "cuda":
-            lanes.clear()
             # A quarter of the memory is for modules that lanes keep; see Parking for clients between their turns.
             width = min(streams, len(clients))
             # How much there is to do for each client, roughly: its images times the size of its network.
