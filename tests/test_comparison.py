@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from barter import comparison
 from barter.cli import main
-from barter.comparison import Comparison, Job, Request, run_all, seeds_of, variants_of, varied
+from barter.comparison import Comparison, Job, run_all
 from barter.config import resolve, with_settings
 from barter.core.errors import CheckpointError, ConfigError
+from barter.request import Request, seeds_of, variants_of, varied
 from barter.runs.folder import records
 
 FAST = ["rounds=2", "algorithm.max_epochs=1", "models=small-mlp", "clients=2"]
@@ -128,6 +129,12 @@ def test_the_file_of_the_tutorial_can_be_compared(tmp_path: Path) -> None:
 def planned(folder: Path, methods: str = "local", seeds: str = "0-1", **options: Any) -> tuple[Comparison, list[Job]]:
     settings = options.pop("settings", ["rounds=2", "clients=2"])
     return Comparison.planned(folder, asked({}, methods, seeds=seeds, settings=settings, asked=options))
+
+
+def test_an_error_says_which_variant_it_is_of() -> None:
+    request = asked({"algorithm": {"share": 0.5}}, "dffke,local")
+    with pytest.raises(ConfigError, match="^variant 'local': unknown key 'algorithm.share'"):
+        request.configurations()
 
 
 def test_every_variant_with_every_seed_has_a_folder_of_its_own(tmp_path: Path) -> None:

@@ -16,10 +16,11 @@ import typer
 
 from barter import ALGORITHMS
 from barter.cli import app
-from barter.comparison import Comparison, Request
+from barter.comparison import Comparison
 from barter.config import algorithm_named, read, resolve, with_settings
 from barter.core.errors import BarterError
 from barter.models.zoo import ZOO
+from barter.request import Request
 from tests.forked import forked, status
 
 ROOT = Path(__file__).parent.parent

@@ -25,11 +25,12 @@ from plotly.offline import get_plotlyjs_version
 from barter.algorithms.local import Local
 from barter.cli import main
 from barter.commands import looking
-from barter.comparison import Comparison, Request
+from barter.comparison import Comparison
 from barter.config import resolve, to_toml, with_settings
 from barter.core.record import Round
 from barter.report import page
 from barter.report.charts import learning
+from barter.request import Request
 from barter.runs.folder import records
 from barter.runs.tables import closing_cells
 from tests.browser import CHROMIUM, Browser

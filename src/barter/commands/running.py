@@ -19,7 +19,7 @@ from rich.table import Table
 
 from barter.commands.common import Settings, asked, optional, screen
 from barter.commands.looking import privacy
-from barter.comparison import Comparison, Request, run_all
+from barter.comparison import Comparison, run_all
 from barter.compute.threads import free
 from barter.config import Config, read, resolve, with_settings
 from barter.core.algorithm import Algorithm
@@ -38,6 +38,7 @@ from barter.experiment import Experiment
 from barter.machine import device_named
 from barter.parties import names_of
 from barter.privacy.statement import Statement
+from barter.request import Request
 from barter.runs.folder import PRIVACY, begun, records, unborn
 from barter.runs.progress import ManyRuns, Watcher
 from barter.runs.summary import cells
