@@ -31,7 +31,7 @@ def test_a_round_crosses_what_it_says_and_no_more() -> None:
     clients = experiment.engine.clients
     shared = {k: max(2, -(-len(c.data) // 10)) for k, c in clients.items()}
     weights = {k: nbytes(c.model.state_dict()) for k, c in clients.items()}
-    learn = sum(17 + weights[k] + n * clients[k].model.feature_dim * 4 + n * 8 for k, n in shared.items())
+    learn = sum(8 + weights[k] + n * clients[k].model.feature_dim * 4 + n * 8 for k, n in shared.items())
     entry = 8 + sum(shared.values()) * 8 * 8 * 2
     lesson = {k: 8 + n * 10 * 4 for k, n in shared.items()}
     assert record.bytes["learn"] == {"up": learn, "down": 0}
@@ -50,7 +50,7 @@ def test_embeddings_of_parts_cross_too_and_clients_may_draw_for_themselves() -> 
         shared = {k: -(-len(c.data) // 10) for k, c in clients.items()}
         embeddings = sum(n * 5 * clients[k].model.feature_dim * 4 + n * 8 for k, n in shared.items())
         weights = sum(nbytes(c.model.state_dict()) for c in clients.values())
-        assert record.bytes["learn"]["up"] == 2 * 17 + weights + embeddings
+        assert record.bytes["learn"]["up"] == 2 * 8 + weights + embeddings
         each = {"images": 16 * 16 * 2, "decoder": 5 * 16 * 4}[transfer]
         decoder = nbytes(Decoder(16, spec, 2).state_dict()) if transfer == "decoder" else 0
         assert record.bytes["teach"]["down"] == 2 * (8 + each * sum(shared.values()) + decoder)
@@ -140,7 +140,7 @@ def test_collaboration_is_a_fixed_group_and_the_rest_train_alone() -> None:
 def test_noise_in_place_of_embeddings_sends_weights_alone() -> None:
     experiment, records = exchanged(2, embeddings="noise")
     weights = sum(nbytes(c.model.state_dict()) for c in experiment.engine.clients.values())
-    assert records[0].bytes["learn"]["up"] == weights + 3 * 17
+    assert records[0].bytes["learn"]["up"] == weights + 3 * 8
     assert records[0].mean("global") > 0
 
 
@@ -161,7 +161,7 @@ def test_noise_in_place_of_embeddings_is_as_strong_as_asked_for(monkeypatch: pyt
 def test_public_data_takes_the_place_of_decoder_embeddings_and_weights() -> None:
     experiment = perceptrons(tiny("dffke", transfer="public"), data=Data(source=few_digits(), public="digits"))
     records = list(experiment.rounds(2))
-    assert records[0].bytes["learn"]["up"] == 3 * 17, "how many images, and how they are augmented"
+    assert records[0].bytes["learn"]["up"] == 3 * 8, "how many images"
     shared = sum(max(2, -(-len(c.data) // 10)) for c in experiment.engine.clients.values())
     assert records[0].bytes["teach"]["down"] == 3 * (8 + shared * 8)
     with pytest.raises(ConfigError, match=r"data\.public"):

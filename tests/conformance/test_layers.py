@@ -34,13 +34,14 @@ MAY_IMPORT = {
     "export": {"kept", "core", "version"},
     "gallery": {"config", "experiment", "engines", "runs", "core"},
     "attacks": {"attacks", "experiment", "config", "engines", "privacy", "runs", "ops", "models", "core", "compute"},
-    "comparison": {"config", "runs", "data", "core"},
+    "request": {"config", "core"},
+    "comparison": {"request", "config", "runs", "data", "core"},
     "report": {"privacy", "parties", "report", "comparison", "gallery", "config", "runs", "data", "core", "version"},
     "flower": {"flower", "experiment", "assembly", "parties", "machine", "config"}
     | {"engines", "privacy", "runs", "data", "core", "compute"},
     "commands": {"commands", "config", "runs", "data", "core", "compute"}
     | {"experiment", "machine", "privacy", "parties", "comparison", "conformance", "export", "gallery", "kept"}
-    | {"attacks"},
+    | {"attacks", "request"},
     "catalogue": {"models"},
     "cli": {"catalogue", "commands", "options", "core", "version"},
     "options": set(),
