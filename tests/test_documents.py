@@ -151,6 +151,17 @@ def test_commands_that_cannot_be_given_are_found(line: str, why: str, tmp_path: 
         check_command(wrong, tmp_path / "compared")
 
 
+def test_the_loop_goes_on_after_the_first_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = (ROOT / "examples" / "loop.py").read_text()
+    quick = "DFFKE(max_epochs=1, share=0.1, decoder_epochs=1, decoder_steps=1, exchange_steps=1, docking_epochs=1)"
+    for slow, fast in (("DFFKE()", quick), ("rounds(10)", "rounds(2)"), ("> 0.6", "> 1")):
+        assert slow in code
+        code = code.replace(slow, fast)
+    (tmp_path / "loop.py").write_text(code)
+    runpy.run_path(str(tmp_path / "loop.py"))
+    assert "round 2: " in capsys.readouterr().out
+
+
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 LONG = {"loop.py": [pytest.mark.slow]}  # a minute; what it calls is tested elsewhere
 
