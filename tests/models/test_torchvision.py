@@ -56,6 +56,7 @@ def goes_on_from_its_checkpoint(
     assert first.folder is not None
     first.folder.release()
     del first  # the largest networks have 2.5 GB of weights
+    gc.collect()
     second = federation(algorithm, name, side, folder, resume=True, **options)
     assert same(kept, state(second))
     del kept
