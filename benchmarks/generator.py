@@ -10,6 +10,7 @@ Its images should be others than the clients' own. Beside the weights it writes 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -28,10 +29,10 @@ class Painter(nn.Module):
 
     def __init__(self, channels: int, height: int, width: int) -> None:
         super().__init__()
-        self.latent_dim, self.start = LATENT, (2 * WIDTH, height // 4, width // 4)
+        self.latent_dim, start = LATENT, (2 * WIDTH, height // 4, width // 4)
         self.body = nn.Sequential(
-            nn.Linear(LATENT, 2 * WIDTH * (height // 4) * (width // 4)),
-            nn.Unflatten(1, self.start),
+            nn.Linear(LATENT, math.prod(start)),
+            nn.Unflatten(1, start),
             nn.ReLU(),
             nn.ConvTranspose2d(2 * WIDTH, WIDTH, 4, stride=2, padding=1),
             nn.ReLU(),
