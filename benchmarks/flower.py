@@ -33,11 +33,11 @@ from rich.console import Console
 from torch import Tensor
 
 from barter import Algorithm, Client, Clients, FedAvg, Server
-from barter.config import Config
 from barter.experiment import Experiment
 from barter.flower import loopback
 from barter.flower.deploy import init
 from barter.runs.progress import Watcher
+from barter.setup.config import Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,12 @@ class Echo(Algorithm[Server, Client]):
 def peaks(folder: Path) -> Iterator[dict[str, float]]:
     """The most memory that processes of a run ever had, in MB, by kind."""
     found: dict[str, float] = defaultdict(float)
-    kinds = {"flower.gate": "SuperLink", "serverapp": "server app", "--worker": "worker", "flower.node": "node"}
+    kinds = {
+        "flower.gate": "SuperLink",
+        "serverapp": "server app",
+        "--worker": "worker",
+        "flower.node": "node",
+    }
     done = threading.Event()
 
     def watch() -> None:
@@ -70,7 +75,11 @@ def peaks(folder: Path) -> Iterator[dict[str, float]]:
                     command = (path / "cmdline").read_text()
                     kind = next((k for word, k in kinds.items() if word in command), None)
                     if kind is not None:
-                        line = next(x for x in (path / "status").read_text().splitlines() if x.startswith("VmHWM"))
+                        line = next(
+                            x
+                            for x in (path / "status").read_text().splitlines()
+                            if x.startswith("VmHWM")
+                        )
                         found[kind] = max(found[kind], int(line.split()[1]) / 1000)
                 except (OSError, StopIteration):
                     continue
@@ -91,7 +100,9 @@ def flower(config: Config, folder: Path, *, supernode: bool = False) -> list[Any
         init(where, run, [{**site, "supernode": supernode} for site in sites], address)
 
     with patch.object(loopback, "init", asked):
-        return loopback.run_here(config, folder, Watcher(Console(file=sys.stderr), config.rounds), resume=False)
+        return loopback.run_here(
+            config, folder, Watcher(Console(file=sys.stderr), config.rounds), resume=False
+        )
 
 
 def calls(folder: Path) -> dict[str, Any]:
@@ -100,7 +111,8 @@ def calls(folder: Path) -> dict[str, Any]:
     with peaks(folder) as memory:
         records = flower(Config(algorithm=echo, clients=1, rounds=len(sizes), device="cpu"), folder)
     times = [
-        (size, record.seconds["echo"], record.server["exact"]) for size, record in zip(sizes, records, strict=True)
+        (size, record.seconds["echo"], record.server["exact"])
+        for size, record in zip(sizes, records, strict=True)
     ]
     return {"calls": times, "peak_mb": dict(memory)}
 
@@ -120,21 +132,34 @@ def nodes(folder: Path) -> dict[str, Any]:
 def rounds(folder: Path) -> dict[str, Any]:
     found = {}
     for clients in (1, 4, 10):
-        config = Config(algorithm=FedAvg(epochs=5), clients=clients, models="small-cnn", rounds=4, device="cpu")
+        config = Config(
+            algorithm=FedAvg(epochs=5), clients=clients, models="small-cnn", rounds=4, device="cpu"
+        )
         ours = [record.seconds["round"] for record in Experiment.from_config(config).rounds(4)]
-        theirs = [record.seconds["round"] for record in flower(replace(config, engine="flower"), folder / str(clients))]
-        found[str(clients)] = {"local": statistics.median(ours[1:]), "flower": statistics.median(theirs[1:])}
+        theirs = [
+            record.seconds["round"]
+            for record in flower(replace(config, engine="flower"), folder / str(clients))
+        ]
+        found[str(clients)] = {
+            "local": statistics.median(ours[1:]),
+            "flower": statistics.median(theirs[1:]),
+        }
     return found
 
 
 def table(found: dict[str, Any]) -> str:
     lines = []
     if "calls" in found:
-        lines += ["| a tree there and back | seconds | MB/s, both ways together | exact |", "|---|---|---|---|"]
+        lines += [
+            "| a tree there and back | seconds | MB/s, both ways together | exact |",
+            "|---|---|---|---|",
+        ]
         for size, seconds, exact in found["calls"]["calls"]:
             rate = f"{2 * size / seconds:.0f}" if size else "-"
             lines.append(f"| {size:g} MB | {seconds:.1f} | {rate} | {'yes' if exact else 'NO'} |")
-        peak = ", ".join(f"{kind} {mb:,.0f} MB" for kind, mb in sorted(found["calls"]["peak_mb"].items()))
+        peak = ", ".join(
+            f"{kind} {mb:,.0f} MB" for kind, mb in sorted(found["calls"]["peak_mb"].items())
+        )
         lines += ["", f"Peak memory: {peak}."]
     if "nodes" in found:
         lines += ["", "| sites | an empty call | with Flower's SuperNode |", "|---|---|---|"]
@@ -142,22 +167,34 @@ def table(found: dict[str, Any]) -> str:
             other = f"{both['flower']:.1f} s" if "flower" in both else ""
             lines.append(f"| {clients} | {both['barter']:.2f} s | {other} |")
     if "rounds" in found:
-        lines += ["", "| clients | a round in one process | on Flower | ratio |", "|---|---|---|---|"]
+        lines += [
+            "",
+            "| clients | a round in one process | on Flower | ratio |",
+            "|---|---|---|---|",
+        ]
         for clients, pair in found["rounds"].items():
             ratio = pair["flower"] / pair["local"]
-            lines.append(f"| {clients} | {pair['local']:.2f} s | {pair['flower']:.1f} s | {ratio:.1f} |")
+            lines.append(
+                f"| {clients} | {pair['local']:.2f} s | {pair['flower']:.1f} s | {ratio:.1f} |"
+            )
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     sections = {"calls": calls, "nodes": nodes, "rounds": rounds}
     parser.add_argument("--sections", nargs="+", choices=list(sections), default=list(sections))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
     file = args.out / "flower.json"
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    found |= {"torch": torch.__version__, "cores": torch.get_num_threads(), "machine": platform.machine()}
+    found |= {
+        "torch": torch.__version__,
+        "cores": torch.get_num_threads(),
+        "machine": platform.machine(),
+    }
     for section in args.sections:
         start = time.perf_counter()
         found["load"] = {**found.get("load", {}), section: round(os.getloadavg()[0], 1)}
@@ -170,6 +207,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, "")
-    from benchmarks.flower import main as run  # under the name that the processes Flower starts know
+    from benchmarks.flower import (
+        main as run,
+    )  # under the name that the processes Flower starts know
 
     run()

@@ -103,7 +103,13 @@ def main() -> None:
     save_file(painter.state_dict(), args.out)
     with torch.no_grad():
         drawn = (painter(torch.randn(60, LATENT)) + 1) / 2
-    rows = drawn.permute(0, 2, 3, 1).unflatten(0, (6, 10)).permute(0, 2, 1, 3, 4).flatten(0, 1).flatten(1, 2)
+    rows = (
+        drawn.permute(0, 2, 3, 1)
+        .unflatten(0, (6, 10))
+        .permute(0, 2, 1, 3, 4)
+        .flatten(0, 1)
+        .flatten(1, 2)
+    )
     matplotlib.image.imsave(args.out.with_suffix(".png"), rows.expand(-1, -1, 3).numpy())
     sys.stdout.write(f"{args.out}, {args.out.with_suffix('.png')}\n")
 

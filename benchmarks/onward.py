@@ -13,9 +13,9 @@ import json
 import sys
 from pathlib import Path
 
-from barter.config import read, resolve, with_settings
 from barter.experiment import Experiment
 from barter.runs.folder import finished
+from barter.setup.config import read, resolve, with_settings
 
 
 def onward(run: Path, settings: list[str]) -> Experiment:
@@ -30,7 +30,12 @@ def onward(run: Path, settings: list[str]) -> Experiment:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("run", type=Path, help="the folder of a run with a checkpoint")
-    parser.add_argument("variants", nargs="*", metavar="SETTINGS", help="key=value, several with spaces between them")
+    parser.add_argument(
+        "variants",
+        nargs="*",
+        metavar="SETTINGS",
+        help="key=value, several with spaces between them",
+    )
     parser.add_argument("--rounds", type=int, default=1, help="how many more")
     parser.add_argument("--out", type=Path, help="a file for the numbers of each client")
     args = parser.parse_intermixed_args()
@@ -40,12 +45,17 @@ def main() -> None:
         for record in experiment.rounds(experiment.round + args.rounds, progress=False):
             values = " | ".join(f"{100 * record.mean(name):.1f}" for name in ("global", "local"))
             name = f"`{variant}`" if variant else "as it is"
-            sys.stdout.write(f"| {name} | {record.round} | {values} | {record.seconds['round']:.1f} |\n")
+            sys.stdout.write(
+                f"| {name} | {record.round} | {values} | {record.seconds['round']:.1f} |\n"
+            )
             sys.stdout.flush()
             if args.out is not None:
                 with args.out.open("a") as file:
                     clients = {str(k): told for k, told in record.clients.items()}
-                    file.write(json.dumps({"settings": variant, "round": record.round, "clients": clients}) + "\n")
+                    file.write(
+                        json.dumps({"settings": variant, "round": record.round, "clients": clients})
+                        + "\n"
+                    )
 
 
 if __name__ == "__main__":

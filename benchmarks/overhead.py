@@ -28,7 +28,7 @@ from torch import nn
 
 from barter import Experiment
 from barter.compute.trainer import Trainer
-from barter.config import resolve, with_settings
+from barter.setup.config import resolve, with_settings
 
 HERE = Path(__file__).parent
 SMALL = ["clients=5", "rounds=2", "device=cpu", "threads=1"]
@@ -97,7 +97,9 @@ def main() -> None:
     args = parser.parse_args()
     suite = tomllib.loads((HERE / "suites" / "baselines.toml").read_text())
     variants = suite["compare"]["variants"]
-    say("| method | a round, s | passes, s | optimizers, s | round / passes | round / (passes + optimizers) |")
+    say(
+        "| method | a round, s | passes, s | optimizers, s | round / passes | round / (passes + optimizers) |"
+    )
     say("|---|---|---|---|---|---|")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -108,7 +110,9 @@ def main() -> None:
             "algorithm.weights": "algorithm.weights=",  # untrained is as fast
         }
         for name in args.methods or variants:
-            row = measured(name, [instead.get(s.partition("=")[0], s) for s in variants[name]], suite)
+            row = measured(
+                name, [instead.get(s.partition("=")[0], s) for s in variants[name]], suite
+            )
             rows.append(row)
             whole, passes, updates = row["round"], row["passes"], row["updates"]
             ratios = [f"{whole / part:.2f}" if part else "-" for part in (passes, passes + updates)]

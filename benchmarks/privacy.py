@@ -31,9 +31,15 @@ DOORS: dict[str, tuple[str, dict[str, str]]] = {
         {"learn.embeddings": "gaussian clip=4 noise=2", "learn.labels": "response epsilon=1"},
     ),
     "dffke, means of classes": ("dffke", {"learn.embeddings": "means clip=4 noise=2"}),
-    "fedavg, gaussian on the change of weights": ("fedavg", {"client_update": "gaussian clip=1 noise=2 of=change"}),
+    "fedavg, gaussian on the change of weights": (
+        "fedavg",
+        {"client_update": "gaussian clip=1 noise=2 of=change"},
+    ),
 }
-METHODS: dict[str, Algorithm[Any, Any]] = {"dffke": DFFKE(decoder_steps=30, decoder_epochs=1), "fedavg": FedAvg()}
+METHODS: dict[str, Algorithm[Any, Any]] = {
+    "dffke": DFFKE(decoder_steps=30, decoder_epochs=1),
+    "fedavg": FedAvg(),
+}
 TRAININGS = ("small-mlp", "small-cnn", "small-resnet")
 
 
@@ -56,7 +62,13 @@ class Clock:
 
 def second_round(algorithm: str, models: str, privacy: Privacy) -> tuple[float, float]:
     """Seconds of the round, and of its clients' doors."""
-    options: dict[str, Any] = {"clients": 3, "models": models, "device": "cpu", "threads": 1, "rounds": 2}
+    options: dict[str, Any] = {
+        "clients": 3,
+        "models": models,
+        "device": "cpu",
+        "threads": 1,
+        "rounds": 2,
+    }
     experiment, door = Experiment(METHODS[algorithm], privacy=privacy, **options), Clock()
     experiment.step()
     with (
@@ -73,7 +85,9 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
 
     def tell(what: str, plain: float, protected: float) -> None:
-        rows.append({"what": what, "plain": plain, "protected": protected, "factor": protected / plain})
+        rows.append(
+            {"what": what, "plain": plain, "protected": protected, "factor": protected / plain}
+        )
         sys.stdout.write(f"| {what} | {plain:.2f} | {protected:.2f} | {protected / plain:.3f} |\n")
         sys.stdout.flush()
 
@@ -83,7 +97,10 @@ def main() -> None:
         whole, door = second_round(algorithm, models, Privacy(parts=parts))
         tell(what, whole - door, whole)
     for models in TRAININGS:
-        plain, private = (second_round("fedavg", models, Privacy(training=how))[0] for how in ("", "clip=1 noise=1"))
+        plain, private = (
+            second_round("fedavg", models, Privacy(training=how))[0]
+            for how in ("", "clip=1 noise=1")
+        )
         tell(f"fedavg, private training, {models}", plain, private)
     out = HERE / "results" / "privacy.json"
     out.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")

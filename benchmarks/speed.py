@@ -40,25 +40,44 @@ from barter.engines.local import LocalEngine
 from barter.models import zoo
 
 BATCH = 100
-EARLIER = {"local_review": True, "decoder_steps": 100, "max_epochs": 5, "later_epochs": 5}  # than the mixed batches
+EARLIER = {
+    "local_review": True,
+    "decoder_steps": 100,
+    "max_epochs": 5,
+    "later_epochs": 5,
+}  # than the mixed batches
 Row = dict[str, Any]
 
 
-def random_images(folder: Path, side: int, channels: int, classes: int, train: int, test: int) -> str:
+def random_images(
+    folder: Path, side: int, channels: int, classes: int, train: int, test: int
+) -> str:
     """A source of random images."""
     path = folder / f"{side}-{channels}-{train}.npz"
     rng = np.random.default_rng(0)
     if not path.exists():
         shape = (side, side, channels)
-        x = {name: rng.integers(0, 256, (n, *shape), dtype=np.uint8) for name, n in (("train", train), ("test", test))}
+        x = {
+            name: rng.integers(0, 256, (n, *shape), dtype=np.uint8)
+            for name, n in (("train", train), ("test", test))
+        }
         y = {name: np.arange(n) % classes for name, n in (("train", train), ("test", test))}
         np.savez(path, x_train=x["train"], y_train=y["train"], x_test=x["test"], y_test=y["test"])
     return f"npz:{path}"
 
 
-def federation(algorithm: Any, source: str, models: str, clients: int, **options: Any) -> Experiment:
-    data = Data(source=source, size=options.pop("size", None), augment=options.pop("augment", True), flip=True)
-    return Experiment(algorithm, data=data, partition=Iid(), clients=clients, models=models, **options)
+def federation(
+    algorithm: Any, source: str, models: str, clients: int, **options: Any
+) -> Experiment:
+    data = Data(
+        source=source,
+        size=options.pop("size", None),
+        augment=options.pop("augment", True),
+        flip=True,
+    )
+    return Experiment(
+        algorithm, data=data, partition=Iid(), clients=clients, models=models, **options
+    )
 
 
 def engine_of(experiment: Experiment) -> LocalEngine:
@@ -66,7 +85,9 @@ def engine_of(experiment: Experiment) -> LocalEngine:
     return experiment.engine
 
 
-def barter_rate(source: str, models: str, clients: int, epochs: int, **options: Any) -> tuple[float, float]:
+def barter_rate(
+    source: str, models: str, clients: int, epochs: int, **options: Any
+) -> tuple[float, float]:
     """Images per second in the local training of a run, after its first round; and the first round's seconds."""
     experiment = federation(Local(tau=None, max_epochs=epochs), source, models, clients, **options)
     images = epochs * sum(len(client.data) for client in engine_of(experiment).clients.values())
@@ -84,13 +105,17 @@ def peer_rate(experiment: Experiment, seconds: float) -> float:
         model = zoo.build(client.architecture, spec).to(device).train()
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-5)
 
-        def step(x: torch.Tensor, y: torch.Tensor, model: nn.Module = model, optimizer: Any = optimizer) -> None:
+        def step(
+            x: torch.Tensor, y: torch.Tensor, model: nn.Module = model, optimizer: Any = optimizer
+        ) -> None:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x.to(device)), y.to(device))
             torch.autograd.backward(loss)
             optimizer.step()
 
-        def epoch(x: torch.Tensor = x, y: torch.Tensor = y, step: Callable[..., None] = step) -> int:
+        def epoch(
+            x: torch.Tensor = x, y: torch.Tensor = y, step: Callable[..., None] = step
+        ) -> int:
             order = torch.randperm(len(x))
             for part in torch.split(order, BATCH):
                 step(x[part], y[part])
@@ -124,7 +149,9 @@ def bare_graph(name: str, spec: Any, *, fused: bool) -> Row:
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if fused:
         fuse(model)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-5, fused=True, capturable=True)
+    optimizer = torch.optim.Adam(
+        model.parameters(), lr=1e-3, weight_decay=1e-5, fused=True, capturable=True
+    )
     x = torch.randn(BATCH, *spec.shape, device="cuda").contiguous(memory_format=torch.channels_last)
     y = torch.randint(spec.classes, (BATCH,), device="cuda")
 
@@ -176,7 +203,10 @@ OURS = ("statistics", "forward", "backward_sums", "backward")
 def kind_of(kernel: str) -> str:
     if kernel in OURS:
         return "normalisation"
-    return next((kind for kind, parts in KINDS.items() if any(part in kernel.lower() for part in parts)), "other")
+    return next(
+        (kind for kind, parts in KINDS.items() if any(part in kernel.lower() for part in parts)),
+        "other",
+    )
 
 
 def kernels(source: str, found: Row) -> None:
@@ -220,26 +250,44 @@ def small(source: str, rows: list[Row]) -> None:
 
 def row(work: str, peers: float, ours: float, top: float | None, first: float) -> Row:
     share = None if top is None else ours / top
-    found = {"work": work, "peers": peers, "barter": ours, "ratio": ours / peers, "ceiling": top, "share": share}
+    found = {
+        "work": work,
+        "peers": peers,
+        "barter": ours,
+        "ratio": ours / peers,
+        "ceiling": top,
+        "share": share,
+    }
     found["first_round_seconds"] = first
     sys.stderr.write(json.dumps(found) + "\n")
     return found
 
 
-def dffke_seconds(source: str, models: str, clients: int, rounds: int = 3, **options: Any) -> dict[str, float]:
+def dffke_seconds(
+    source: str, models: str, clients: int, rounds: int = 3, **options: Any
+) -> dict[str, float]:
     """The phases of the last of some rounds, with memory of those before it."""
     size, paper = options.pop("size", None), options.pop("paper", False)
-    as_published = {**DFFKE.presets["paper"], "local_review": True, "later_epochs": 1} if paper else {}
+    as_published = (
+        {**DFFKE.presets["paper"], "local_review": True, "later_epochs": 1} if paper else {}
+    )
     algorithm = DFFKE(**{**as_published, "max_epochs": 1, **options})
-    records = list(federation(algorithm, source, models, clients, size=size, device="cuda").rounds(rounds))
+    records = list(
+        federation(algorithm, source, models, clients, size=size, device="cuda").rounds(rounds)
+    )
     seconds = dict(records[-1].seconds)
     seconds["memory_gb"] = records[-1].server["device_memory"] / 1e9
-    sys.stderr.write(json.dumps({"models": models, "clients": clients, **options, **seconds}) + "\n")
+    sys.stderr.write(
+        json.dumps({"models": models, "clients": clients, **options, **seconds}) + "\n"
+    )
     return seconds
 
 
 def dffke_round(source: str, found: Row) -> None:
-    found["round"] = {f"default, resnet18, {s} px": dffke_seconds(source, "resnet18", 10, size=s) for s in (64, 128)}
+    found["round"] = {
+        f"default, resnet18, {s} px": dffke_seconds(source, "resnet18", 10, size=s)
+        for s in (64, 128)
+    }
     for name, fields in {"": {}, ", peers=4": {"peers": 4}}.items():
         seconds = dffke_seconds(source, "resnet18-3x3", 10, paper=True, **fields)
         found["round"][f"paper, resnet18-3x3, 32 px{name}"] = seconds
@@ -306,7 +354,10 @@ def cpu(folder: Path, rows: list[Row]) -> None:
     for side, images, epochs in ((8, 4000, 20), (28, 2000, 5), (28, 10_000, 2)):
         source = random_images(folder, side, 1, 10, images, 100)
         steps = epochs * images // 5 // BATCH
-        both = [federation(Local(tau=None, max_epochs=epochs), source, "small-5", 5, **CPU) for _ in range(2)]
+        both = [
+            federation(Local(tau=None, max_epochs=epochs), source, "small-5", 5, **CPU)
+            for _ in range(2)
+        ]
         engine_of(both[1]).cores = 1  # one client after the other, all cores inside each kernel
         turns: list[tuple[float, ...]] = []
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as script:
@@ -314,9 +365,13 @@ def cpu(folder: Path, rows: list[Row]) -> None:
                 rates = [epochs * images / record.seconds["learn"] for record in (ours, serial)]
                 turns.append((script.submit(plain_loop, source).result(), *rates))
                 sys.stderr.write(
-                    f"{side} px: " + ", ".join(f"{rate:,.0f}" for rate in turns[-1]) + " images a second\n"
+                    f"{side} px: "
+                    + ", ".join(f"{rate:,.0f}" for rate in turns[-1])
+                    + " images a second\n"
                 )
-        peers, side_by_side, serially = (statistics.median(rates) for rates in zip(*turns[1:], strict=True))
+        peers, side_by_side, serially = (
+            statistics.median(rates) for rates in zip(*turns[1:], strict=True)
+        )
         first = epochs * images / turns[0][1]
         work = f"5 small CNNs, {side} px, {steps} steps a turn, {torch.get_num_threads()} cores"
         found = row(work, peers, side_by_side, None, first)
@@ -329,13 +384,22 @@ def table(rows: list[Row], found: Row) -> str:
         "|---|---|---|---|---|---|",
     ]
     for r in rows:
-        top = ("-", "-") if r["ceiling"] is None else (f"{r['ceiling']:,.0f}", f"{100 * r['share']:.0f} %")
+        top = (
+            ("-", "-")
+            if r["ceiling"] is None
+            else (f"{r['ceiling']:,.0f}", f"{100 * r['share']:.0f} %")
+        )
         lines.append(
             f"| {r['work']} | {r['peers']:,.0f} | {r['barter']:,.0f} | {r['ratio']:.1f} | {top[0]} | {top[1]} |"
         )
     for name, seconds in found.get("round", {}).items():
-        phases = ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items() if phase != "memory_gb")
-        lines += ["", f"One DFFKE round, 10 clients, {name}, seconds: {phases}; {seconds['memory_gb']:.1f} GB."]
+        phases = ", ".join(
+            f"{phase} {value:.2f}" for phase, value in seconds.items() if phase != "memory_gb"
+        )
+        lines += [
+            "",
+            f"One DFFKE round, 10 clients, {name}, seconds: {phases}; {seconds['memory_gb']:.1f} GB.",
+        ]
     if "clients" in found:
         lines += [
             "",
@@ -344,19 +408,39 @@ def table(rows: list[Row], found: Row) -> str:
         ]
         some = found["clients"]["peers = 4"]
         for k, seconds in found["clients"]["all peers"].items():
-            cells = [f"{s[phase]:.1f} s" for s in (seconds, some.get(k, {})) if s for phase in ("round", "exchange")]
+            cells = [
+                f"{s[phase]:.1f} s"
+                for s in (seconds, some.get(k, {}))
+                if s
+                for phase in ("round", "exchange")
+            ]
             lines.append(f"| {k} | " + " | ".join([*cells, "-", "-"][:4]) + " |")
     for budget, kept in found.get("memory", {}).items():
-        lines += ["", f"100 ResNet-18 clients, device_memory {budget}: peak {kept['peak_gib']:.1f} GiB, "]
+        lines += [
+            "",
+            f"100 ResNet-18 clients, device_memory {budget}: peak {kept['peak_gib']:.1f} GiB, ",
+        ]
         lines[-1] += f"{kept['parked']} parked, a round {kept['seconds']['round']:.1f} s."
     for name, spent in found.get("kernels", {}).items():
-        kinds = ", ".join(f"{kind} {us:.0f}" for kind, us in spent.items() if kind != "images_per_second")
-        lines += ["", f"A step of ResNet-18 (3x3 stem, 32 px) on {name}, microseconds: {kinds}; ten side by side: "]
+        kinds = ", ".join(
+            f"{kind} {us:.0f}" for kind, us in spent.items() if kind != "images_per_second"
+        )
+        lines += [
+            "",
+            f"A step of ResNet-18 (3x3 stem, 32 px) on {name}, microseconds: {kinds}; ten side by side: ",
+        ]
         lines[-1] += f"{spent['images_per_second']:,.0f} images a second."
     if "precision" in found:
-        lines += ["", "| precision | global, by seed | own, by seed | seconds a round |", "|---|---|---|---|"]
+        lines += [
+            "",
+            "| precision | global, by seed | own, by seed | seconds a round |",
+            "|---|---|---|---|",
+        ]
         for name, values in found["precision"].items():
-            ends = [" ".join(f"{100 * v:.1f}" for v in column) for column in zip(*values["global_local"], strict=True)]
+            ends = [
+                " ".join(f"{100 * v:.1f}" for v in column)
+                for column in zip(*values["global_local"], strict=True)
+            ]
             lines.append(f"| {name} | {ends[0]} | {ends[1]} | {values['seconds']:.1f} |")
     return "\n".join(lines) + "\n"
 
@@ -378,12 +462,29 @@ def picture(found: Row, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sections = ["resnet18", "htfe", "small", "kernels", "round", "clients", "memory", "precision", "cpu"]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sections = [
+        "resnet18",
+        "htfe",
+        "small",
+        "kernels",
+        "round",
+        "clients",
+        "memory",
+        "precision",
+        "cpu",
+    ]
     default = sections[:-2] if torch.cuda.is_available() else ["cpu"]
     parser.add_argument("--sections", nargs="+", choices=sections, default=default)
-    parser.add_argument("--data", help="a source of 32 px images, such as npz:cifar100.npz; random images without it")
-    parser.add_argument("--real", help="a source of real images for `precision`, such as npz:fashion-mnist.npz")
+    parser.add_argument(
+        "--data",
+        help="a source of 32 px images, such as npz:cifar100.npz; random images without it",
+    )
+    parser.add_argument(
+        "--real", help="a source of real images for `precision`, such as npz:fashion-mnist.npz"
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
     if "precision" in args.sections and not args.real:

@@ -20,7 +20,9 @@ def chosen(labels: np.ndarray[Any, Any], images: int, skip: int) -> np.ndarray[A
     rng = np.random.default_rng(0)
     by_class = [rng.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)]
     longest = max(map(len, by_class))
-    in_turn = np.array([places[i] for i in range(longest) for places in by_class if i < len(places)])
+    in_turn = np.array(
+        [places[i] for i in range(longest) for places in by_class if i < len(places)]
+    )
     return np.sort(in_turn[skip : skip + images])
 
 

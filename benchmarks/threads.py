@@ -13,7 +13,10 @@ import subprocess
 import sys
 
 STEPS = 100
-WAYS = {"spin": {"OMP_WAIT_POLICY": "active"}, "soon sleep": {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}}
+WAYS = {
+    "spin": {"OMP_WAIT_POLICY": "active"},
+    "soon sleep": {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"},
+}
 STEP = f"""
 import time, torch
 from torch import nn
@@ -36,7 +39,9 @@ def milliseconds(programs: int, way: dict[str, str]) -> float:
     """The mean over so many programs that run at the same time."""
     environment = {**os.environ, **way}
     running = [
-        subprocess.Popen([sys.executable, "-c", STEP], env=environment, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", STEP], env=environment, stdout=subprocess.PIPE, text=True
+        )
         for _ in range(programs)
     ]
     return sum(float(program.communicate()[0]) for program in running) / programs
@@ -45,7 +50,10 @@ def milliseconds(programs: int, way: dict[str, str]) -> float:
 def main() -> None:
     rows = [[f"{milliseconds(programs, way):.1f}" for way in WAYS.values()] for programs in (1, 2)]
     lines = [f"| ms a step | {' | '.join(f'threads {name}' for name in WAYS)} |", "|---|---|---|"]
-    lines += [f"| {name} | {' | '.join(row)} |" for name, row in zip(("one program", "two"), rows, strict=True)]
+    lines += [
+        f"| {name} | {' | '.join(row)} |"
+        for name, row in zip(("one program", "two"), rows, strict=True)
+    ]
     sys.stdout.write("\n".join(lines) + "\n")
 
 

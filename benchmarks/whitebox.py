@@ -30,7 +30,9 @@ clients: Mapping[int, Client] = {}  # those of the run that goes on in this proc
 class WhiteBox(FedZGE):
     """The true gradient in place of the estimate."""
 
-    def by_logits(self, model: Classifier, loss: Callable[..., Tensor], x: Tensor, u: Tensor, said: Tensor) -> Tensor:
+    def by_logits(
+        self, model: Classifier, loss: Callable[..., Tensor], x: Tensor, u: Tensor, said: Tensor
+    ) -> Tensor:
         images = x.clone().requires_grad_()
         seen = torch.stack([client.model.eval()(images) for client in clients.values()])
         (slope,) = torch.autograd.grad(loss(seen, model(images), images), images)
@@ -53,11 +55,17 @@ def run(name: str, seed: int, rounds: int) -> tuple[str, list[float]]:
     clients = experiment.engine.clients  # type: ignore[attr-defined]
     *_, last = experiment.rounds(rounds)
     sys.stderr.write(f"{name}, seed {seed}: {last.mean('global'):.3f}\n")
-    return name, [100 * last.mean("global"), 100 * last.mean("local"), 100 * last.server.get("global", float("nan"))]
+    return name, [
+        100 * last.mean("global"),
+        100 * last.mean("local"),
+        100 * last.server.get("global", float("nan")),
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--workers", type=int, default=2)
@@ -68,7 +76,10 @@ def main() -> None:
     lines = ["| method | clients, global | clients, own | server's model |", "|---|---|---|---|"]
     for name in VARIANTS:
         columns = zip(*(values for n, values in found if n == name), strict=True)
-        cells = [f"{statistics.fmean(c):.1f} ± {statistics.stdev(c):.1f}" if c[0] == c[0] else "-" for c in columns]
+        cells = [
+            f"{statistics.fmean(c):.1f} ± {statistics.stdev(c):.1f}" if c[0] == c[0] else "-"
+            for c in columns
+        ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     sys.stdout.write("\n".join(lines) + "\n")
 

@@ -43,14 +43,18 @@ def cosine(preset: str, queries: int, experiment: Experiment, seed: int) -> floa
     model, images = server.model.eval(), x.clone().requires_grad_()
     (true,) = torch.autograd.grad(loss(said(images), model(images), images), images)
     with torch.no_grad():
-        answers = torch.stack([said(points) for points in (x, *(x + algorithm.eps * direction for direction in u))])
+        answers = torch.stack(
+            [said(points) for points in (x, *(x + algorithm.eps * direction for direction in u))]
+        )
     estimate = algorithm.by_logits if algorithm.estimator == "logits" else algorithm.by_loss
     slope = estimate(model, loss, x, u, answers)
     return float(torch.cosine_similarity(slope.flatten().double(), true.flatten().double(), 0))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--queries", type=int, nargs="+", default=[1, 5, 10, 20, 50])
     parser.add_argument("--batches", type=int, default=5)
     args = parser.parse_args()

@@ -20,7 +20,9 @@ from barter.ops.distill import kl
 from barter.ops.fit import Trainer, adam, epoch_length, index_batches
 
 # What a client answers, or is refused: a row of logits for each class, and how many images it has of the class.
-Means: TypeAlias = tuple[Annotated[Tensor, Floats("classes", "classes")], Annotated[Tensor, Counts("classes")]]
+Means: TypeAlias = tuple[
+    Annotated[Tensor, Floats("classes", "classes")], Annotated[Tensor, Counts("classes")]
+]
 
 
 class Board(Server):

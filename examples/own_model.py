@@ -11,7 +11,9 @@ from barter.core.images import Spec
 
 def wide(spec: Spec) -> nn.Module:
     pixels = spec.channels * spec.height * spec.width
-    return nn.Sequential(nn.Flatten(), nn.Linear(pixels, 256), nn.ReLU(), nn.Linear(256, spec.classes))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(pixels, 256), nn.ReLU(), nn.Linear(256, spec.classes)
+    )
 
 
 def deep(spec: Spec) -> nn.Module:

@@ -23,9 +23,17 @@ class Browser:
         assert CHROMIUM is not None
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
-        flags = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe")
+        flags = (
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--remote-debugging-pipe",
+        )
 
-        def three_and_four() -> None:  # where Chromium expects the pipes; out of each other's way first
+        def three_and_four() -> (
+            None
+        ):  # where Chromium expects the pipes; out of each other's way first
             spare = [os.dup2(end, place) for end, place in ((theirs_in, 30), (theirs_out, 31))]
             for end, place in zip(spare, (3, 4), strict=True):
                 os.dup2(end, place)
@@ -41,14 +49,21 @@ class Browser:
         self._count, self._buffer, self._session, self.said = 0, b"", "", list[str]()
         targets = self.call("Target.getTargets")["targetInfos"]
         target = next(found["targetId"] for found in targets if found["type"] == "page")
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._session = ""
         self.call("Browser.close")
         self._process.wait(timeout=20)
@@ -83,7 +98,9 @@ class Browser:
                 self.said.append(str(params["exceptionDetails"]))
             case "Log.entryAdded" if params["entry"]["level"] in ("error", "warning"):
                 self.said.append(str(params["entry"]))
-            case "Network.requestWillBeSent" if not params["request"]["url"].startswith(("file:", "data:", "blob:")):
+            case "Network.requestWillBeSent" if not params["request"]["url"].startswith(
+                ("file:", "data:", "blob:")
+            ):
                 self.said.append(f"asked for {params['request']['url']}")
         return message
 
@@ -98,7 +115,9 @@ class Browser:
 
     def value(self, expression: str) -> Any:
         """What an expression of JavaScript comes to."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        found = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
@@ -114,7 +133,9 @@ class Browser:
 
     def hover(self, element: str) -> None:
         """Move the mouse to the middle of an element."""
-        at = self.value(f"(e => [e.x + e.width / 2, e.y + e.height / 2])({element}.getBoundingClientRect())")
+        at = self.value(
+            f"(e => [e.x + e.width / 2, e.y + e.height / 2])({element}.getBoundingClientRect())"
+        )
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=at[0], y=at[1])
 
     def screenshot(self, path: Path) -> None:

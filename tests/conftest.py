@@ -15,18 +15,23 @@ import torch
 from hypothesis import settings
 from torch import Tensor, nn
 
-from barter import ALGORITHMS, Experiment, conformance
+from barter import ALGORITHMS, Experiment
 from barter.core.algorithm import Algorithm
 from barter.core.payload import isolate, leaves
 from barter.data.task import Data
+from barter.testing import conformance
 
 torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fuzz-seconds", type=float, help="of each fuzzer; without, a few cases, always the same")
+    parser.addoption(
+        "--fuzz-seconds", type=float, help="of each fuzzer; without, a few cases, always the same"
+    )
     parser.addoption("--fuzz-seed", type=int, default=0, help="other cases")
-    parser.addoption("--soak-seconds", type=float, default=900.0, help="how long the soak goes on doing harm")
+    parser.addoption(
+        "--soak-seconds", type=float, default=900.0, help="how long the soak goes on doing harm"
+    )
     parser.addoption("--soak-seed", type=int, default=0, help="other harm")
 
 
@@ -59,10 +64,39 @@ TINY: dict[str, dict[str, Any]] = {
     "fedaf": {"ipc": 2, "steps": 3, "server_epochs": 30, "server_lr": 0.05},
     "feddm": {"ipc": 2, "steps": 3, "server_epochs": 30},
     "fedfree": {"epochs": 1, "batch_size": 50},
-    "dfrd": {"epochs": 1, "batch_size": 50, "iterations": 2, "samples": 4, "noise": 8, "global_steps": 2},
-    "fedftg": {"epochs": 1, "batch_size": 50, "iterations": 2, "generator_steps": 1, "samples": 6, "noise": 8},
-    "dense": {"epochs": 1, "batch_size": 50, "passes": 2, "generator_steps": 2, "samples": 6, "noise": 8, "pool": 30},
-    "fedzkt": {"epochs": 1, "batch_size": 50, "iterations": 2, "client_steps": 2, "samples": 6, "noise": 8},
+    "dfrd": {
+        "epochs": 1,
+        "batch_size": 50,
+        "iterations": 2,
+        "samples": 4,
+        "noise": 8,
+        "global_steps": 2,
+    },
+    "fedftg": {
+        "epochs": 1,
+        "batch_size": 50,
+        "iterations": 2,
+        "generator_steps": 1,
+        "samples": 6,
+        "noise": 8,
+    },
+    "dense": {
+        "epochs": 1,
+        "batch_size": 50,
+        "passes": 2,
+        "generator_steps": 2,
+        "samples": 6,
+        "noise": 8,
+        "pool": 30,
+    },
+    "fedzkt": {
+        "epochs": 1,
+        "batch_size": 50,
+        "iterations": 2,
+        "client_steps": 2,
+        "samples": 6,
+        "noise": 8,
+    },
     "fediod": {
         "epochs": 1,
         "batch_size": 50,
@@ -79,7 +113,13 @@ TINY: dict[str, dict[str, Any]] = {
     "fedtgp": {"features": 48, "batch_size": 50, "server_epochs": 5},
     "feddistill": {"batch_size": 50},
     "lgfedavg": {"features": 48, "batch_size": 50},
-    "fedmd": {"public_epochs": 1, "private_epochs": 1, "samples": 60, "epochs": 1, "batch_size": 50},
+    "fedmd": {
+        "public_epochs": 1,
+        "private_epochs": 1,
+        "samples": 60,
+        "epochs": 1,
+        "batch_size": 50,
+    },
     "dsfl": {"epochs": 1, "samples": 60, "distil_epochs": 1},
     "mhat": {"epochs": 1, "samples": 60, "distil_epochs": 1},
     "feddf": {"epochs": 1, "samples": 60, "distil_steps": 3},
@@ -117,7 +157,9 @@ class Blots(nn.Module):
 
     def forward(self, codes: Tensor) -> Tensor:
         a, b, c, d, e = codes.tanh().unbind(1)
-        picture = torch.stack([a, (a + b) / 2, b, (a + c) / 2, e, (b + d) / 2, c, (c + d) / 2, d], 1)
+        picture = torch.stack(
+            [a, (a + b) / 2, b, (a + c) / 2, e, (b + d) / 2, c, (c + d) / 2, d], 1
+        )
         return picture.view(-1, 1, 3, 3)
 
 
@@ -125,10 +167,14 @@ def blots() -> nn.Module:
     return Blots()
 
 
-def federation(algorithm: Algorithm[Any, Any], source: Any = "digits", **options: Any) -> Experiment:
+def federation(
+    algorithm: Algorithm[Any, Any], source: Any = "digits", **options: Any
+) -> Experiment:
     models = "small-mlp" if algorithm.one_architecture else "small-cnn,small-mlp"
     data = Data(source=source, public="digits" if algorithm.needs_public_data else "")
-    return Experiment(algorithm, **{"clients": 3, "models": models, "data": data, "device": "cpu", **options})
+    return Experiment(
+        algorithm, **{"clients": 3, "models": models, "data": data, "device": "cpu", **options}
+    )
 
 
 def small_federation(algorithm: Algorithm[Any, Any], **options: Any) -> Experiment:
@@ -143,8 +189,12 @@ def perceptrons(algorithm: Algorithm[Any, Any], **options: Any) -> Experiment:
 
 def digits_file(folder: Path) -> str:
     """A source of as few images, in a file that other processes can read too."""
-    arrays = dict(zip(("x_train", "y_train", "x_test", "y_test"), conformance.few_digits(), strict=True))
-    images = {name: a.permute(0, 2, 3, 1) if name.startswith("x") else a for name, a in arrays.items()}
+    arrays = dict(
+        zip(("x_train", "y_train", "x_test", "y_test"), conformance.few_digits(), strict=True)
+    )
+    images = {
+        name: a.permute(0, 2, 3, 1) if name.startswith("x") else a for name, a in arrays.items()
+    }
     np.savez(folder / "digits.npz", **{name: a.numpy() for name, a in images.items()})
     return f"npz:{folder / 'digits.npz'}"
 

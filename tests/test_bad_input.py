@@ -14,11 +14,21 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from barter.cli import main
+from barter.cli.app import main
 
 X, Y = np.zeros((20, 8, 8, 1), np.uint8), np.arange(20) % 2
 PARTITION = ["show", "partition", "--set", "clients=2"]
-LOCAL = ["run", "--algorithm", "local", "--out", "run", "--set", "algorithm.max_epochs=1", "--set", "rounds=1"]
+LOCAL = [
+    "run",
+    "--algorithm",
+    "local",
+    "--out",
+    "run",
+    "--set",
+    "algorithm.max_epochs=1",
+    "--set",
+    "rounds=1",
+]
 KTL = ["run", "--algorithm", "fedktl", "--out", "run", "--set", "rounds=1", "--set", "clients=2"]
 
 
@@ -42,7 +52,9 @@ def entry(header: bytes, data: bytes = b"") -> Callable[[Path], None]:
 
     def write(path: Path) -> None:
         with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr("x_train.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + data)
+            archive.writestr(
+                "x_train.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + data
+            )
 
     return write
 
@@ -67,16 +79,27 @@ BAD_NPZ: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (Path.touch, "cannot be read as an npz file: BadZipFile: File is not a zip"),
     "folder": (Path.mkdir, "cannot be read as an npz file: .*Is a directory"),
     "text": (lambda path: path.write_bytes(b"\xff\xfe\x00"), "cannot be read as an npz"),
-    "objects": (npz(x_train=np.array([{}], object), y_train=Y), "it holds objects, which are not read"),
+    "objects": (
+        npz(x_train=np.array([{}], object), y_train=Y),
+        "it holds objects, which are not read",
+    ),
     "no labels": (npz(x_train=X), "lacks y_train; it has x_train"),
     "nothing": (npz(), "lacks x_train, y_train; it has nothing"),
     "one name": (npz(x_train=X, y_train=Y, classes=np.array("cat")), "a list of names is expected"),
-    "name is no text": (npz(x_train=X, y_train=Y, classes=["\ud800", "b"]), r"the name '\\ud800' is not text"),
-    "name is not UTF-8": (npz(x_train=X, y_train=Y, classes=np.array([b"\xff", b"b"])), "names that are not UTF-8"),
+    "name is no text": (
+        npz(x_train=X, y_train=Y, classes=["\ud800", "b"]),
+        r"the name '\\ud800' is not text",
+    ),
+    "name is not UTF-8": (
+        npz(x_train=X, y_train=Y, classes=np.array([b"\xff", b"b"])),
+        "names that are not UTF-8",
+    ),
     "no pixels": (npz(x_train=X[:, :0], y_train=Y), "uint8 NHWC is expected"),
     "header is no header": (entry(b"{'descr': "), "cannot be read as an npz"),
     "header lies": (
-        entry(b"{'descr': '|u1', 'fortran_order': False, 'shape': (1099511627776, 8, 8, 1)}\n", b"abc"),
+        entry(
+            b"{'descr': '|u1', 'fortran_order': False, 'shape': (1099511627776, 8, 8, 1)}\n", b"abc"
+        ),
         r"3 bytes do not make \(1099511627776, 8, 8, 1\) of uint8",
     ),
     "negative shape": (
@@ -108,10 +131,17 @@ def png(side: int) -> bytes:
     """A picture of so many pixels a side, all of them black, of which there is next to nothing."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     head = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(bytes(99))) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", head)
+        + chunk(b"IDAT", zlib.compress(bytes(99)))
+        + chunk(b"IEND", b"")
+    )
 
 
 def whole_png(path: Path) -> bytes:
@@ -126,7 +156,10 @@ BAD_PICTURES: dict[str, tuple[Callable[[Path], object], str]] = {
     "broken": (lambda path: path.write_bytes(whole_png(path).replace(b"IDAT", b"IDOT")), "image"),
     "bomb": (lambda path: path.write_bytes(png(40_000)), "exceeds limit"),
     "large": (lambda path: path.write_bytes(png(10_000)), "exceeds limit"),
-    "other program": (lambda path: path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"), "identify"),
+    "other program": (
+        lambda path: path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"),
+        "identify",
+    ),
     "pipe": (os.mkfifo, "is no file"),
     "leads nowhere": (lambda path: path.symlink_to("nowhere"), "is no file"),
 }
@@ -144,7 +177,9 @@ def test_pictures(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert re.search(message, line), line
 
 
-def test_a_class_whose_folder_has_no_name_in_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_class_whose_folder_has_no_name_in_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in (b"caf\xe9", b"tea"):
         folder = tmp_path / os.fsdecode(name)
         folder.mkdir()
@@ -226,17 +261,47 @@ FACTORIES: dict[str, tuple[list[str], str]] = {
         [*PARTITION, "--set", "data.source=mine:data_raises"],
         "LookupError: the drawer is empty .*mine",
     ),
-    "data_is_none": ([*PARTITION, "--set", "data.source=mine:data_is_none"], "a NoneType is none; give arrays"),
-    "data_is_text": ([*PARTITION, "--set", "data.source=mine:data_is_text"], "'mine:data_is_text' failed"),
+    "data_is_none": (
+        [*PARTITION, "--set", "data.source=mine:data_is_none"],
+        "a NoneType is none; give arrays",
+    ),
+    "data_is_text": (
+        [*PARTITION, "--set", "data.source=mine:data_is_text"],
+        "'mine:data_is_text' failed",
+    ),
     "data_leaves": ([*PARTITION, "--set", "data.source=mine:data_leaves"], "SystemExit: bye"),
-    "module_breaks": ([*PARTITION, "--set", "data.source=torn:data"], "'torn:data' cannot be imported: SyntaxError"),
-    "net_raises": ([*LOCAL, "--set", "models=mine:net_raises"], "ZeroDivisionError: no width .*mine.py:28"),
-    "net_is_text": ([*LOCAL, "--set", "models=mine:net_is_text"], "made a str of the task's spec, not a module"),
-    "net_is_moody": ([*LOCAL, "--set", "models=mine:net_is_moody"], "mine:net_is_moody failed: KeyError: 'mood'"),
-    "algorithm_raises": (["run", "--algorithm", "mine:Picky"], "algorithm failed: LookupError: not today"),
-    "generator_raises": ([*KTL, "--set", "algorithm.generator=mine:generator_raises"], "failed: no paper .*mine.py"),
-    "draws_nothing": ([*KTL, "--set", "algorithm.generator=mine:draws_nothing"], "the generator failed: IndexError"),
-    "draws_text": ([*KTL, "--set", "algorithm.generator=mine:draws_text"], "the generator made a str of"),
+    "module_breaks": (
+        [*PARTITION, "--set", "data.source=torn:data"],
+        "'torn:data' cannot be imported: SyntaxError",
+    ),
+    "net_raises": (
+        [*LOCAL, "--set", "models=mine:net_raises"],
+        "ZeroDivisionError: no width .*mine.py:28",
+    ),
+    "net_is_text": (
+        [*LOCAL, "--set", "models=mine:net_is_text"],
+        "made a str of the task's spec, not a module",
+    ),
+    "net_is_moody": (
+        [*LOCAL, "--set", "models=mine:net_is_moody"],
+        "mine:net_is_moody failed: KeyError: 'mood'",
+    ),
+    "algorithm_raises": (
+        ["run", "--algorithm", "mine:Picky"],
+        "algorithm failed: LookupError: not today",
+    ),
+    "generator_raises": (
+        [*KTL, "--set", "algorithm.generator=mine:generator_raises"],
+        "failed: no paper .*mine.py",
+    ),
+    "draws_nothing": (
+        [*KTL, "--set", "algorithm.generator=mine:draws_nothing"],
+        "the generator failed: IndexError",
+    ),
+    "draws_text": (
+        [*KTL, "--set", "algorithm.generator=mine:draws_text"],
+        "the generator made a str of",
+    ),
     "no TorchScript": ([*KTL, "--set", "algorithm.generator=mine.py"], "is not TorchScript"),
 }
 
@@ -272,11 +337,24 @@ def test_what_goes_wrong_in_the_server_is_said_with_its_place_and_costs_a_round(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     Path("joint.py").write_text(JOINT)
-    command = ["run", "--algorithm", "joint:Joint", "--out", "run", "--set", "rounds=3", "--set", "clients=2"]
+    command = [
+        "run",
+        "--algorithm",
+        "joint:Joint",
+        "--out",
+        "run",
+        "--set",
+        "rounds=3",
+        "--set",
+        "clients=2",
+    ]
     assert main([*command, "--set", "algorithm.max_epochs=1"]) == 1
     line, *where = capsys.readouterr().err.splitlines()
     kept = "finished rounds are kept, `barter resume run` continues"
-    assert line == f"barter: the server stopped in round 2: ValueError: rows of two kinds: 3 and 4; {kept}"
+    assert (
+        line
+        == f"barter: the server stopped in round 2: ValueError: rows of two kinds: 3 and 4; {kept}"
+    )
     assert any(f'"{tmp_path / "joint.py"}", line 9' in told for told in where)
     Path("mended").touch()
     assert main(["resume", "run"]) == 0

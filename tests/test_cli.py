@@ -17,18 +17,24 @@ import torch
 from PIL import Image
 
 from barter import FedAvg
-from barter.cli import main
-from barter.config import read, resolve
-from barter.gallery import pictures
+from barter.cli.app import main
 from barter.ops.condense import quantised
+from barter.report.image_sheets import pictures
+from barter.setup.config import read, resolve
 from tests.conftest import TINY, federation, tiny
 from tests.forked import forked, status
 
-SMALL = {"clients": 3, "rounds": 2, **{f"algorithm.{key}": value for key, value in TINY["dffke"].items()}}
+SMALL = {
+    "clients": 3,
+    "rounds": 2,
+    **{f"algorithm.{key}": value for key, value in TINY["dffke"].items()},
+}
 QUICK = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
 
 
-def test_a_run_prints_a_table_and_leaves_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_prints_a_table_and_leaves_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "run"
     assert main(["run", "--out", str(out), *QUICK]) == 0
     text = capsys.readouterr().out
@@ -50,11 +56,16 @@ def test_a_run_from_the_written_configuration_is_the_same_run(tmp_path: Path) ->
     assert main(["run", "--out", str(tmp_path / "a"), *QUICK]) == 0
     assert main(["run", str(tmp_path / "a" / "config.toml"), "--out", str(tmp_path / "b")]) == 0
     one, other = (
-        [{**json.loads(line), "seconds": 0} for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        [
+            {**json.loads(line), "seconds": 0}
+            for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()
+        ]
         for run in ("a", "b")
     )
     assert one == other
-    assert (tmp_path / "a" / "config.toml").read_text() == (tmp_path / "b" / "config.toml").read_text()
+    assert (tmp_path / "a" / "config.toml").read_text() == (
+        tmp_path / "b" / "config.toml"
+    ).read_text()
 
 
 def test_a_run_shows_its_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,10 +100,16 @@ def test_images_that_cannot_be_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "columns" in said(str(tmp_path / "b"), "--columns", "0")
 
 
-@pytest.mark.parametrize(("name", "parties"), [("fedaf", 3), ("feddm", 3), ("fedzge", 1), ("dfrd", 1)])
-def test_generators_and_condensed_sets_are_images_too(name: str, parties: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "parties"), [("fedaf", 3), ("feddm", 3), ("fedzge", 1), ("dfrd", 1)]
+)
+def test_generators_and_condensed_sets_are_images_too(
+    name: str, parties: int, tmp_path: Path
+) -> None:
     condensed = parties == 3
-    experiment = federation(tiny(name, **({} if condensed else {"samples": 30})), rounds=2, out=tmp_path)
+    experiment = federation(
+        tiny(name, **({} if condensed else {"samples": 30})), rounds=2, out=tmp_path
+    )
     list(experiment.rounds(2))
     ((last, rows),) = pictures(tmp_path, 6)
     assert last == 2, "as they are in the end"
@@ -105,14 +122,20 @@ def test_generators_and_condensed_sets_are_images_too(name: str, parties: int, t
         assert len(set(classes)) > 1
         assert made.std() > 0.05
     again = next(pictures(tmp_path, 6))[1]
-    assert all(torch.equal(one[2], other[2]) for one, other in zip(rows, again, strict=True)), "every time the same"
+    assert all(torch.equal(one[2], other[2]) for one, other in zip(rows, again, strict=True)), (
+        "every time the same"
+    )
     if condensed:
         sent = quantised(experiment.engine.clients[0].images[0], experiment.task.spec)
         shown = (255 * rows[0][2]).round().byte().permute(0, 3, 1, 2)
-        assert all(any(torch.equal(image, one) for one in sent) for image in shown), "what the server was sent"
+        assert all(any(torch.equal(image, one) for one in sent) for image in shown), (
+            "what the server was sent"
+        )
 
 
-def test_images_go_where_a_folder_can_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_go_where_a_folder_can_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     assert main(["run", "--out", str(run), *QUICK, "--set", "rounds=1"]) == 0
     assert main(["show", "images", str(run), "--out", str(tmp_path / "new" / "folder")]) == 0
@@ -140,7 +163,13 @@ def test_show_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert main(["show", "algorithm", "tests.test_experiment:Tunable"]) == 0
     assert "algorithm.mine = 1" in capsys.readouterr().out
-    for word in ("Data-Free Knowledge", "algorithm.tau = 0.98", "τ: local", "preset paper", "up: weights"):
+    for word in (
+        "Data-Free Knowledge",
+        "algorithm.tau = 0.98",
+        "τ: local",
+        "preset paper",
+        "up: weights",
+    ):
         assert word in " ".join(text.split()), word
 
 
@@ -170,7 +199,11 @@ def test_show_partition(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_show_partition_names_domains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     x, y = np.zeros((8, 8, 8, 1), dtype=np.uint8), np.arange(8) % 2
-    parts = {f"{kind}_{part}": a for part in ("train", "test") for kind, a in (("x", x), ("y", y), ("domain", y))}
+    parts = {
+        f"{kind}_{part}": a
+        for part in ("train", "test")
+        for kind, a in (("x", x), ("y", y), ("domain", y))
+    }
     np.savez(tmp_path / "d.npz", **parts, domains=np.array(["photo", "sketch"]))
     settings = ["--set", f"data.source=npz:{tmp_path / 'd.npz'}", "--set", "clients=4"]
     assert main(["show", "partition", "domains", *settings, "--out", str(tmp_path / "p.svg")]) == 0
@@ -179,7 +212,9 @@ def test_show_partition_names_domains(tmp_path: Path, capsys: pytest.CaptureFixt
     assert printed.count("sketch") == 1
 
 
-def test_show_config_is_a_file_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_config_is_a_file_that_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     chosen = ["--algorithm", "fedavg", "--set", "clients=3", "--set", "algorithm.lr=0.5"]
     assert main(["show", "config", *chosen]) == 0
     written = capsys.readouterr().out
@@ -255,7 +290,10 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["run", "--set", "algorithm.transfer=public"], "data.public"),
     (["run", "--set", "partition.name=dirichle"], "did you mean 'dirichlet'"),
     (["run", "--set", "partition.alpha=0"], "float > 0"),
-    (["run", "--set", "partition.name=classes", "--set", "partition.per_client=11"], "only 10 classes"),
+    (
+        ["run", "--set", "partition.name=classes", "--set", "partition.per_client=11"],
+        "only 10 classes",
+    ),
     (
         [
             "run",
@@ -292,7 +330,10 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["resume"], "Missing argument"),
     (["resume", "none"], "none is not the folder of a run: there is no config.toml"),
     (["resume", "full"], "full is not the folder of a run: there is no config.toml"),
-    (["resume", "unborn"], "unborn was interrupted before its run began: there is nothing to continue, run it again"),
+    (
+        ["resume", "unborn"],
+        "unborn was interrupted before its run began: there is nothing to continue, run it again",
+    ),
     (["resume", "stale"], "unknown algorithm 'gone'"),
     (["list", "clients"], "is not one of"),
     (["show", "algorithm", "fedavgg"], "did you mean 'fedavg'"),
@@ -327,7 +368,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), MISTAKES, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+    ("arguments", "message"),
+    MISTAKES,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_mistakes_end_in_one_line_and_status_2(
     arguments: list[str], message: str, workplace: Path, capsys: pytest.CaptureFixture[str]
@@ -350,7 +393,14 @@ def test_names_with_brackets_and_dollars_are_printed_as_they_are(
             path = tmp_path / "data" / kind.replace("/", "") / f"{i}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (4, 4), (i, 0, 0)).save(path)
-    settings = ["--set", f"data.source=folder:{tmp_path / 'data'}", "--set", "partition.name=iid", "--set", "clients=2"]
+    settings = [
+        "--set",
+        f"data.source=folder:{tmp_path / 'data'}",
+        "--set",
+        "partition.name=iid",
+        "--set",
+        "clients=2",
+    ]
     assert main(["show", "partition", *settings, "--out", str(tmp_path / "p.png")]) == 0
     text = capsys.readouterr().out
     for kind in ("$x_^$", "[a]", "[b]"):
@@ -375,13 +425,29 @@ def test_names_with_brackets_and_dollars_are_printed_as_they_are(
 
 
 def test_too_little_memory_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--set", f"algorithm.code_dim={10**12}", *QUICK[:6], "--out", str(tmp_path / "run")]) == 1
+    assert (
+        main(
+            [
+                "run",
+                "--set",
+                f"algorithm.code_dim={10**12}",
+                *QUICK[:6],
+                "--out",
+                str(tmp_path / "run"),
+            ]
+        )
+        == 1
+    )
     assert "not enough memory" in capsys.readouterr().err
 
 
 def test_a_mistake_leaves_nothing_behind(workplace: Path) -> None:
     before = sorted(workplace.rglob("*"))
-    for arguments in (["--set", "algorithm.transfer=public"], ["--set", "models=none"], ["--set", "clients=100000"]):
+    for arguments in (
+        ["--set", "algorithm.transfer=public"],
+        ["--set", "models=none"],
+        ["--set", "clients=100000"],
+    ):
         assert main(["run", *arguments]) == 2
     assert sorted(workplace.rglob("*")) == before
 
@@ -395,7 +461,14 @@ def test_a_failing_client_is_status_1_with_its_traceback(tmp_path: Path) -> None
         "from barter import Local\n\nclass Ill(Local):\n    def learn(self, client):\n        raise ValueError('ill')\n"
     )
     # The installed command, from the folder that holds the module.
-    command = [str(Path(sys.executable).with_name("barter")), "run", "--algorithm", "ill:Ill", "--out", "run"]
+    command = [
+        str(Path(sys.executable).with_name("barter")),
+        "run",
+        "--algorithm",
+        "ill:Ill",
+        "--out",
+        "run",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1
     said = done.stderr
@@ -442,7 +515,7 @@ def test_what_was_perhaps_meant_is_said_once(capsys: pytest.CaptureFixture[str])
     ],
 )
 def test_help_and_mistakes_do_not_wait_for_torch(arguments: list[str]) -> None:
-    script = f"import sys; from barter.cli import main; main({arguments!r}); sys.exit('torch' in sys.modules)"
+    script = f"import sys; from barter.cli.app import main; main({arguments!r}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
 
 
@@ -470,7 +543,9 @@ def test_an_option_that_is_a_key_says_how_to_set_it(
     assert advice in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("command", ["resume", "privacy", "attack", "show images", "evaluate --data digits"])
+@pytest.mark.parametrize(
+    "command", ["resume", "privacy", "attack", "show images", "evaluate --data digits"]
+)
 def test_who_gives_a_comparison_for_a_run_is_told_where_its_runs_are(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -478,7 +553,9 @@ def test_who_gives_a_comparison_for_a_run_is_told_where_its_runs_are(
     run.mkdir(parents=True)
     (run / "config.toml").write_text("")
     assert main([*command.split(), str(tmp_path)]) == 2
-    assert f"is a comparison, give one of its runs, such as {run}" in " ".join(capsys.readouterr().err.split())
+    assert f"is a comparison, give one of its runs, such as {run}" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 def test_commands_without_settings_do_not_speak_of_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -487,7 +564,9 @@ def test_commands_without_settings_do_not_speak_of_them(capsys: pytest.CaptureFi
         assert f"No such option '{option}'" in capsys.readouterr().err
 
 
-def test_a_run_on_flower_is_not_made_longer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_on_flower_is_not_made_longer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["show", "config", "--set", "engine=flower", "--set", "rounds=2"]) == 0
     (tmp_path / "config.toml").write_text(capsys.readouterr().out)
     assert main(["resume", str(tmp_path), "--rounds", "3"]) == 2
@@ -499,7 +578,10 @@ def test_a_run_on_flower_is_not_made_longer(tmp_path: Path, capsys: pytest.Captu
 def test_threads_are_said_and_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, short = tmp_path / "run", ["--algorithm", "local", "--set", "algorithm.max_epochs=1", "--set", "clients=2"]
+    out, short = (
+        tmp_path / "run",
+        ["--algorithm", "local", "--set", "algorithm.max_epochs=1", "--set", "clients=2"],
+    )
     assert main(["run", *short, "--set", "rounds=1", "--threads", "2", "--out", str(out)]) == 0
     assert "1 rounds, cpu, 2 threads; folder" in capsys.readouterr().out
     assert main(["resume", str(out)]) == 0

@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from barter import comparison
-from barter.cli import main
-from barter.comparison import Comparison, Job, run_all
-from barter.config import resolve, with_settings
+from barter.cli.app import main
+from barter.compare import comparison
+from barter.compare.comparison import Comparison, Job, run_all
+from barter.compare.specification import Request, seeds_of, variants_of, varied
 from barter.core.errors import CheckpointError, ConfigError
-from barter.request import Request, seeds_of, variants_of, varied
 from barter.runs.folder import records
+from barter.setup.config import resolve, with_settings
 
 FAST = ["rounds=2", "algorithm.max_epochs=1", "models=small-mlp", "clients=2"]
 
@@ -41,9 +41,15 @@ def test_seeds_come_back_as_they_were_written(seeds: list[int]) -> None:
 
 
 def test_variants_of_methods_and_fields() -> None:
-    assert variants_of("local, dffke:preset=paper:share=0.3,my.module:Method:tau=1,dffke:partition.alpha=1") == {
+    assert variants_of(
+        "local, dffke:preset=paper:share=0.3,my.module:Method:tau=1,dffke:partition.alpha=1"
+    ) == {
         "local": ["algorithm.name=local"],
-        "dffke, preset=paper, share=0.3": ["algorithm.name=dffke", "algorithm.preset=paper", "algorithm.share=0.3"],
+        "dffke, preset=paper, share=0.3": [
+            "algorithm.name=dffke",
+            "algorithm.preset=paper",
+            "algorithm.share=0.3",
+        ],
         "my.module:Method, tau=1": ["algorithm.name=my.module:Method", "algorithm.tau=1"],
         "dffke, partition.alpha=1": ["algorithm.name=dffke", "partition.alpha=1"],
     }
@@ -52,14 +58,22 @@ def test_variants_of_methods_and_fields() -> None:
     }
     with pytest.raises(ConfigError, match="twice"):
         variants_of("local,local")
-    with pytest.raises(ConfigError, match="'local:max_epochs': what follows local: is a field with its value"):
+    with pytest.raises(
+        ConfigError, match="'local:max_epochs': what follows local: is a field with its value"
+    ):
         resolve(with_settings({}, variants_of("local:max_epochs")["local:max_epochs"]))
 
 
 def test_sweeps_are_variants_too() -> None:
-    both = varied({"dffke": ["algorithm.name=dffke"]}, ["algorithm.tau=0.8,0.9", "partition.alpha=1"])
+    both = varied(
+        {"dffke": ["algorithm.name=dffke"]}, ["algorithm.tau=0.8,0.9", "partition.alpha=1"]
+    )
     assert both == {
-        f"dffke, tau={tau}, partition.alpha=1": ["algorithm.name=dffke", f"algorithm.tau={tau}", "partition.alpha=1"]
+        f"dffke, tau={tau}, partition.alpha=1": [
+            "algorithm.name=dffke",
+            f"algorithm.tau={tau}",
+            "partition.alpha=1",
+        ]
         for tau in ("0.8", "0.9")
     }
     assert varied({"a": ["b"]}, []) == {"a": ["b"]}
@@ -74,14 +88,28 @@ def asked(tree: dict[str, Any] | None = None, methods: str = "", **given: Any) -
 
 
 def test_a_file_may_name_variants_and_the_command_line_wins() -> None:
-    table = {"seeds": "0-1", "target": 0.5, "baseline": "mine", "variants": {"mine": ["algorithm.share=0.1"]}}
-    request = asked({"clients": 3, "seed": 9, "compare": table}, asked={"target": 0.7, "metric": None})
-    assert (request.variants, request.seeds, request.base) == (table["variants"], [0, 1], {"clients": 3})
+    table = {
+        "seeds": "0-1",
+        "target": 0.5,
+        "baseline": "mine",
+        "variants": {"mine": ["algorithm.share=0.1"]},
+    }
+    request = asked(
+        {"clients": 3, "seed": 9, "compare": table}, asked={"target": 0.7, "metric": None}
+    )
+    assert (request.variants, request.seeds, request.base) == (
+        table["variants"],
+        [0, 1],
+        {"clients": 3},
+    )
     assert request.question == {"baseline": "mine", "target": 0.7}
     assert asked({"seed": 9}, "local").seeds == [9]
     assert asked({}, "local").seeds == [0, 1, 2]
     assert asked({"seed": 9, "compare": table}, seeds="4").seeds == [4]
-    assert list(asked({"compare": table | {"vary": ["algorithm.lr=1,2"]}}).variants) == ["mine, lr=1", "mine, lr=2"]
+    assert list(asked({"compare": table | {"vary": ["algorithm.lr=1,2"]}}).variants) == [
+        "mine, lr=1",
+        "mine, lr=2",
+    ]
     for wrong, message in (
         ({"compare": {"seedz": 1}}, "unknown seedz"),
         ({"compare": 3}, "is a table"),
@@ -111,24 +139,36 @@ def test_some_of_a_files_variants() -> None:
         asked(tree, only=["e"])
 
 
-@pytest.mark.parametrize("suite", sorted((Path(__file__).parents[1] / "benchmarks" / "suites").glob("*.toml")))
+@pytest.mark.parametrize(
+    "suite", sorted((Path(__file__).parents[1] / "benchmarks" / "suites").glob("*.toml"))
+)
 def test_the_suites_of_the_benchmarks_can_be_compared(suite: Path, tmp_path: Path) -> None:
     comparison, jobs = Comparison.planned(tmp_path / "c", asked(tomllib.loads(suite.read_text())))
-    assert comparison.question["baseline"] == next(iter(comparison.variants)), "others are held against the first"
+    assert comparison.question["baseline"] == next(iter(comparison.variants)), (
+        "others are held against the first"
+    )
     assert len(jobs) == 3 * len(comparison.variants)
 
 
 def test_the_file_of_the_tutorial_can_be_compared(tmp_path: Path) -> None:
-    text = (Path(__file__).parents[1] / "docs" / "tutorial.md").read_text().split("## Compare methods")[1]
+    text = (
+        (Path(__file__).parents[1] / "docs" / "tutorial.md")
+        .read_text()
+        .split("## Compare methods")[1]
+    )
     tree = tomllib.loads(text.split("```toml")[1].split("```")[0])
     comparison, jobs = Comparison.planned(tmp_path / "c", asked(tree))
     assert list(comparison.variants) == ["alone", "fewer embeddings"]
     assert len(jobs) == 10
 
 
-def planned(folder: Path, methods: str = "local", seeds: str = "0-1", **options: Any) -> tuple[Comparison, list[Job]]:
+def planned(
+    folder: Path, methods: str = "local", seeds: str = "0-1", **options: Any
+) -> tuple[Comparison, list[Job]]:
     settings = options.pop("settings", ["rounds=2", "clients=2"])
-    return Comparison.planned(folder, asked({}, methods, seeds=seeds, settings=settings, asked=options))
+    return Comparison.planned(
+        folder, asked({}, methods, seeds=seeds, settings=settings, asked=options)
+    )
 
 
 def test_an_error_says_which_variant_it_is_of() -> None:
@@ -140,11 +180,17 @@ def test_an_error_says_which_variant_it_is_of() -> None:
 def test_every_variant_with_every_seed_has_a_folder_of_its_own(tmp_path: Path) -> None:
     plan, jobs = planned(tmp_path / "c", "local,dffke:share=0.3,dffke:share=0.30", baseline="local")
     assert [(job.variant, job.seed, job.config.seed) for job in jobs] == [
-        (name, seed, seed) for name in ("local", "dffke, share=0.3", "dffke, share=0.30") for seed in (0, 1)
+        (name, seed, seed)
+        for name in ("local", "dffke, share=0.3", "dffke, share=0.30")
+        for seed in (0, 1)
     ]
     assert len({job.folder for job in jobs}) == 6
     again = Comparison.at(tmp_path / "c")
-    assert (again.variants, again.question, again.seeds) == (plan.variants, {"baseline": "local"}, [0, 1])
+    assert (again.variants, again.question, again.seeds) == (
+        plan.variants,
+        {"baseline": "local"},
+        [0, 1],
+    )
     more, _ = planned(tmp_path / "c", "fedavg", "1-2", target=None, baseline=None)
     assert list(more.variants) == ["local", "dffke, share=0.3", "dffke, share=0.30", "fedavg"]
     assert (more.question, more.seeds) == ({"baseline": "local"}, [0, 1, 2]), "nothing is forgotten"
@@ -200,9 +246,13 @@ def test_runs_that_were_begun_otherwise_do_not_go_into_the_table(tmp_path: Path)
     with pytest.raises(CheckpointError, match="another clients"):
         planned(tmp_path, "fedavg", settings=["rounds=2", "clients=3"])
     with pytest.raises(CheckpointError, match=r"begun with another algorithm\.lr"):
-        planned(tmp_path, "local:max_epochs=3", settings=["rounds=2", "clients=2", "algorithm.lr=0.5"])
+        planned(
+            tmp_path, "local:max_epochs=3", settings=["rounds=2", "clients=2", "algorithm.lr=0.5"]
+        )
     (jobs[0].folder / "config.toml").write_text(
-        comparison.to_toml(jobs[0].config).replace('root = "data"', f'root = "{Path("data").absolute()}"')
+        comparison.to_toml(jobs[0].config).replace(
+            'root = "data"', f'root = "{Path("data").absolute()}"'
+        )
     )
     planned(tmp_path, "local:max_epochs=3")  # the same folder by another name
 
@@ -230,10 +280,19 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def start(job: Job, threads: int) -> subprocess.Popen[bytes]:
         started.append(str(job))
-        command = [sys.executable, "-c", SCRIPT, str(job.folder), str(job.config.rounds), str(job.seed == 3)]
+        command = [
+            sys.executable,
+            "-c",
+            SCRIPT,
+            str(job.folder),
+            str(job.config.rounds),
+            str(job.seed == 3),
+        ]
         job.folder.parent.mkdir(parents=True, exist_ok=True)
         with comparison._log(job).open("ab") as log:
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=log, start_new_session=True)
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stderr=log, start_new_session=True
+            )
         assert process.stdin is not None
         process.stdin.write(comparison.to_toml(job.config).encode())
         process.stdin.close()
@@ -249,13 +308,17 @@ def test_each_runs_once_so_many_at_a_time_and_failures_do_not_stop_the_rest(
     _, jobs = planned(tmp_path, "local,fedavg", "2-4")
     seen: list[tuple[dict[str, tuple[int, int]], int, int]] = []
     told: list[str] = []
-    failed = run_all(jobs, 2, lambda running, done, total: seen.append((dict(running), done, total)), told.append)
+    failed = run_all(
+        jobs, 2, lambda running, done, total: seen.append((dict(running), done, total)), told.append
+    )
     assert sorted(pretended) == sorted(map(str, jobs))
     assert sorted(map(str, failed)) == ["fedavg, seed 3", "local, seed 3"]
     assert max(len(running) for running, _, _ in seen) == 2
     assert {total for *_, total in seen} == {6}
     assert {done for _, done, _ in seen} <= set(range(6))
-    assert any(rounds == (1, 2) for running, _, _ in seen for rounds in running.values()), "progress by round"
+    assert any(rounds == (1, 2) for running, _, _ in seen for rounds in running.values()), (
+        "progress by round"
+    )
     assert len(told) == 6
     assert all(job.done == len(records(job.folder)) for job in jobs)
     assert "local, seed 2: 20.0% global, 40.0% own; " in " ".join(told)
@@ -266,13 +329,21 @@ def test_each_runs_once_so_many_at_a_time_and_failures_do_not_stop_the_rest(
     assert pretended == []
     assert told == ["4 of 4 runs are finished already"]
     results, missing = Comparison.at(tmp_path).results()
-    assert {name: list(runs) for name, runs in results.items()} == {"local": [2, 4], "fedavg": [2, 4]}
+    assert {name: list(runs) for name, runs in results.items()} == {
+        "local": [2, 4],
+        "fedavg": [2, 4],
+    }
     assert missing == ["local, seed 3", "fedavg, seed 3"]
     longer, _ = planned(tmp_path, "local", "2", settings=["rounds=3", "clients=2"])
-    assert longer.results() == ({}, [f"{name}, seed {seed}" for name in ("local", "fedavg") for seed in (2, 3, 4)])
+    assert longer.results() == (
+        {},
+        [f"{name}, seed {seed}" for name in ("local", "fedavg") for seed in (2, 3, 4)],
+    )
     shorter, _ = planned(tmp_path, "local", "2", settings=["rounds=1", "clients=2"])
     found, missing = shorter.results()
-    assert {len(rounds) for runs in found.values() for rounds in runs.values()} == {1}, "all of one length"
+    assert {len(rounds) for runs in found.values() for rounds in runs.values()} == {1}, (
+        "all of one length"
+    )
     assert missing == []
 
 
@@ -292,12 +363,19 @@ def test_runs_that_were_killed_or_are_in_use_are_said_to_be(
     assert run_all(jobs, 1, lambda *_: None, told.append) == jobs
     assert told == ["local, seed 2 was killed by signal 9"]
     log = comparison._log(jobs[0])
-    log.write_text("barter: it is in use by another process\nround 2/5 learn: 40%, about 16 s left\n")
-    assert comparison._why(jobs[0], 2) == f"failed, {log} says why: barter: it is in use by another process"
+    log.write_text(
+        "barter: it is in use by another process\nround 2/5 learn: 40%, about 16 s left\n"
+    )
+    assert (
+        comparison._why(jobs[0], 2)
+        == f"failed, {log} says why: barter: it is in use by another process"
+    )
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupt_leaves_nothing_running(tmp_path: Path, pretended: list[str], sign: signal.Signals) -> None:
+def test_an_interrupt_leaves_nothing_running(
+    tmp_path: Path, pretended: list[str], sign: signal.Signals
+) -> None:
     _, jobs = planned(tmp_path, seeds="0-2,4-9", settings=["rounds=20", "clients=2"])
 
     def impatient(running: Any, *_: int) -> None:
@@ -305,7 +383,9 @@ def test_an_interrupt_leaves_nothing_running(tmp_path: Path, pretended: list[str
             os.kill(os.getpid(), sign)
             time.sleep(0.1)
 
-    listening = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    listening = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background job ignores it
     try:
         with pytest.raises(KeyboardInterrupt):
             run_all(jobs, 2, impatient, lambda line: None)
@@ -322,23 +402,70 @@ def test_from_the_command_line_to_tables_and_curves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], pretended: list[str]
 ) -> None:
     out = str(tmp_path / "c")
-    command = ["compare", "--algorithms", "local,fedavg", "--seeds", "0-2", "--set", "rounds=2", "--out", out]
+    command = [
+        "compare",
+        "--algorithms",
+        "local,fedavg",
+        "--seeds",
+        "0-2",
+        "--set",
+        "rounds=2",
+        "--out",
+        out,
+    ]
     assert main([*command, "--baseline", "local", "--target", "0.15", "--jobs", "3"]) == 0
     printed = capsys.readouterr().out
     assert "2 methods, 3 seeds, 6 runs" in printed
     assert "+0.0 [+0.0, +0.0]" in printed
     assert "rounds to 15% global" in printed
-    for name in ("table.md", "table.tex", "table.csv", "rounds.csv", "curves.svg", "curves.pdf", "curves.png"):
+    for name in (
+        "table.md",
+        "table.tex",
+        "table.csv",
+        "rounds.csv",
+        "curves.svg",
+        "curves.pdf",
+        "curves.png",
+    ):
         assert (tmp_path / "c" / name).stat().st_size > 100
     assert "fedavg" in (tmp_path / "c" / "curves.svg").read_text(), "text stays text"
     assert main(["compare", out, "--metric", "own"]) == 0
     assert "own above local" in capsys.readouterr().out
     assert main([*command, "--seeds", "0-3"]) == 1
-    assert "2 of 8 runs failed: local, seed 3; fedavg, seed 3" in " ".join(capsys.readouterr().err.split())
-    assert main(["compare", "--algorithms", "local", "--seeds", "3", "--out", f"{out}-3", "--set", "rounds=2"]) == 1
+    assert "2 of 8 runs failed: local, seed 3; fedavg, seed 3" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    assert (
+        main(
+            [
+                "compare",
+                "--algorithms",
+                "local",
+                "--seeds",
+                "3",
+                "--out",
+                f"{out}-3",
+                "--set",
+                "rounds=2",
+            ]
+        )
+        == 1
+    )
     assert "1 of 1 runs failed" in capsys.readouterr().err
-    odd = ["compare", "--algorithms", "local", "--seeds", "0", "--set", "rounds=2", "--out", f"{out}-odd"]
-    (tmp_path / "odd.toml").write_text('[compare.variants]\n"local [/big]" = ["algorithm.name=local"]\n_under = []\n')
+    odd = [
+        "compare",
+        "--algorithms",
+        "local",
+        "--seeds",
+        "0",
+        "--set",
+        "rounds=2",
+        "--out",
+        f"{out}-odd",
+    ]
+    (tmp_path / "odd.toml").write_text(
+        '[compare.variants]\n"local [/big]" = ["algorithm.name=local"]\n_under = []\n'
+    )
     assert main([odd[0], str(tmp_path / "odd.toml"), *odd[1:], "--baseline", "local [/big]"]) == 0
     assert "global above local [/big]" in " ".join(capsys.readouterr().out.split())
     assert "_under" in (tmp_path / "c-odd" / "curves.svg").read_text()
@@ -349,9 +476,13 @@ def test_from_the_command_line_to_tables_and_curves(
     assert "nothing to compare" in capsys.readouterr().err
 
 
-def test_real_runs_and_one_that_was_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_real_runs_and_one_that_was_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tmp_path / "plan.toml"
-    config.write_text('[compare]\nseeds = "5"\n[compare.variants]\nalone = ["algorithm.name=local"]\n')
+    config.write_text(
+        '[compare]\nseeds = "5"\n[compare.variants]\nalone = ["algorithm.name=local"]\n'
+    )
     settings = [part for setting in FAST for part in ("--set", setting)]
     folder = tmp_path / "c"
     first = [part if part != "rounds=2" else "rounds=1" for part in settings]
@@ -361,8 +492,13 @@ def test_real_runs_and_one_that_was_stopped(tmp_path: Path, capsys: pytest.Captu
     resumed = records(folder / "alone" / "seed-5")
     assert len(resumed) == 2
     begun = tmp_path / "plain"
-    assert main(["run", "--algorithm", "local", *settings, "--set", "seed=5", "--out", str(begun)]) == 0
-    assert [r.clients for r in resumed] == [r.clients for r in records(begun)], "the same as without a stop"
+    assert (
+        main(["run", "--algorithm", "local", *settings, "--set", "seed=5", "--out", str(begun)])
+        == 0
+    )
+    assert [r.clients for r in resumed] == [r.clients for r in records(begun)], (
+        "the same as without a stop"
+    )
     assert "rounds = 2" in (folder / "alone" / "seed-5" / "config.toml").read_text()
     capsys.readouterr()
     assert main(["resume", str(begun), "--rounds", "1"]) == 2

@@ -5,16 +5,29 @@ from pathlib import Path
 import pytest
 
 from barter.algorithms import DFFKE, FedAvg
-from barter.config import Config, first_difference, plain, read, resolve, to_toml, with_settings
 from barter.core.errors import ConfigError
 from barter.data.partition import Classes, Dirichlet
+from barter.setup.config import (
+    Config,
+    first_difference,
+    plain,
+    read,
+    resolve,
+    to_toml,
+    with_settings,
+)
 
 
 def test_defaults_are_the_demo() -> None:
     config = resolve({})
     assert config.algorithm == DFFKE()
     assert config.partition == Dirichlet(alpha=0.1)
-    assert (config.data.source, config.clients, config.models, config.rounds) == ("digits", 5, "auto", 5)
+    assert (config.data.source, config.clients, config.models, config.rounds) == (
+        "digits",
+        5,
+        "auto",
+        5,
+    )
 
 
 def test_settings_reach_into_tables() -> None:
@@ -28,7 +41,11 @@ def test_settings_reach_into_tables() -> None:
     ]
     config = resolve(with_settings(tree, settings))
     assert config.algorithm == DFFKE(share=0.3, tau=0.9)
-    assert (config.rounds, config.data.source, config.partition) == (2, "npz:a=b.npz", Classes(per_client=3))
+    assert (config.rounds, config.data.source, config.partition) == (
+        2,
+        "npz:a=b.npz",
+        Classes(per_client=3),
+    )
     assert tree["rounds"] == 9, "the tree itself is left as it was"
 
 
@@ -37,19 +54,27 @@ def test_another_algorithm_drops_the_fields_of_the_first() -> None:
     assert resolve({**tree, "models": "small-mlp"}).algorithm == FedAvg()
 
 
-def test_fields_that_a_file_gives_to_no_algorithm_in_particular_go_to_the_one_that_is_asked_for() -> None:
+def test_fields_that_a_file_gives_to_no_algorithm_in_particular_go_to_the_one_that_is_asked_for() -> (
+    None
+):
     tree = with_settings({"algorithm": {"lr": 0.5}}, ["algorithm.name=fedavg"])
     assert tree["algorithm"] == {"name": "fedavg", "lr": 0.5}
     with pytest.raises(ConfigError, match=r"algorithm\.share"):
         resolve(with_settings({"algorithm": {"share": 0.3}}, ["algorithm.name=fedavg"]))
-    assert with_settings({"partition": {"alpha": 0.1}}, ["partition.name=iid"])["partition"] == {"name": "iid"}
+    assert with_settings({"partition": {"alpha": 0.1}}, ["partition.name=iid"])["partition"] == {
+        "name": "iid"
+    }
 
 
 def test_presets_can_be_overridden() -> None:
     config = resolve({"algorithm": {"name": "dffke", "preset": "code", "share": 0.2}})
     assert config.algorithm == DFFKE.preset("code", {"share": 0.2})
     assert isinstance(config.algorithm, DFFKE)
-    assert (config.algorithm.embedding_loss, config.algorithm.share, config.algorithm.decoder_steps) == (True, 0.2, 0)
+    assert (
+        config.algorithm.embedding_loss,
+        config.algorithm.share,
+        config.algorithm.decoder_steps,
+    ) == (True, 0.2, 0)
 
 
 def test_values_in_tomls_notation() -> None:
@@ -62,12 +87,20 @@ def test_values_in_tomls_notation() -> None:
     ]
     config = resolve(with_settings({}, settings))
     assert isinstance(config.algorithm, DFFKE)
-    assert (config.algorithm.local_review, config.algorithm.memory, config.algorithm.lr) == (True, 3, 0.01)
+    assert (config.algorithm.local_review, config.algorithm.memory, config.algorithm.lr) == (
+        True,
+        3,
+        0.01,
+    )
     assert config.data.download
 
 
 @pytest.mark.parametrize(
-    "tree", [{}, {"algorithm": {"name": "fedavg", "lr": 1}, "partition": {"name": "iid"}, "min_clients": 2}]
+    "tree",
+    [
+        {},
+        {"algorithm": {"name": "fedavg", "lr": 1}, "partition": {"name": "iid"}, "min_clients": 2},
+    ],
 )
 def test_what_is_written_is_what_is_read(tree: dict[str, object], tmp_path: Path) -> None:
     config = resolve(tree)
@@ -99,7 +132,12 @@ def test_a_field_of_another_algorithm_is_unknown_here() -> None:
 
 
 def test_the_order_of_settings_does_not_matter() -> None:
-    settings = ["algorithm.share=0.5", "algorithm.name=dffke", "partition.alpha=2", 'partition.name="dirichlet"']
+    settings = [
+        "algorithm.share=0.5",
+        "algorithm.name=dffke",
+        "partition.alpha=2",
+        'partition.name="dirichlet"',
+    ]
     for given in (settings, settings[::-1]):
         config = resolve(with_settings({}, given))
         assert (config.algorithm, config.partition) == (DFFKE(share=0.5), Dirichlet(alpha=2.0))
@@ -119,7 +157,9 @@ def test_a_preset_that_is_asked_for_wins_over_the_file() -> None:
 
 def test_none_can_be_written() -> None:
     config = resolve(
-        with_settings({"algorithm": {"memory": 5}}, ["algorithm.memory=none", "algorithm.discrepancy=none"])
+        with_settings(
+            {"algorithm": {"memory": 5}}, ["algorithm.memory=none", "algorithm.discrepancy=none"]
+        )
     )
     assert isinstance(config.algorithm, DFFKE)
     assert (config.algorithm.memory, config.algorithm.discrepancy) == (None, "none")
@@ -133,6 +173,9 @@ def test_own_algorithms_take_settings() -> None:
 
 
 def test_the_first_difference_is_found() -> None:
-    one, other = plain(resolve({})), plain(resolve({"seed": 3, "rounds": 9, "algorithm": {"lr": 0.5}}))
+    one, other = (
+        plain(resolve({})),
+        plain(resolve({"seed": 3, "rounds": 9, "algorithm": {"lr": 0.5}})),
+    )
     assert first_difference(one, other, but=("rounds",)) == "algorithm.lr"
     assert first_difference(one, one, but=()) is None

@@ -15,12 +15,12 @@ import pytest
 import typer
 
 from barter import ALGORITHMS
-from barter.cli import app
-from barter.comparison import Comparison
-from barter.config import algorithm_named, read, resolve, with_settings
+from barter.cli.app import app
+from barter.compare.comparison import Comparison
+from barter.compare.specification import Request
 from barter.core.errors import BarterError
 from barter.models.zoo import ZOO
-from barter.request import Request
+from barter.setup.config import algorithm_named, read, resolve, with_settings
 from tests.forked import forked, status
 
 ROOT = Path(__file__).parent.parent
@@ -41,11 +41,16 @@ def test_the_readme_lists_every_algorithm() -> None:
 def headings(document: Path) -> set[str]:
     """The anchors that GitHub gives a document's headings."""
     text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.M | re.S)
-    titles = (re.sub(r"[^\w\- ]", "", title.strip().lower()) for title in re.findall(r"^#+ (.+)$", text, re.M))
+    titles = (
+        re.sub(r"[^\w\- ]", "", title.strip().lower())
+        for title in re.findall(r"^#+ (.+)$", text, re.M)
+    )
     return {title.replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT))
+)
 def test_links_lead_somewhere(document: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
         path, _, anchor = link.partition("#")
@@ -54,7 +59,9 @@ def test_links_lead_somewhere(document: Path) -> None:
             continue
         target = document.parent / path if path else document
         assert target.exists(), f"{link} leads nowhere"
-        assert not anchor or anchor in headings(target), f"{link}: {target.name} has no such heading"
+        assert not anchor or anchor in headings(target), (
+            f"{link}: {target.name} has no such heading"
+        )
 
 
 def test_the_changelog_counts_architectures_rightly() -> None:
@@ -74,7 +81,9 @@ def commands(text: str) -> Iterator[list[str]]:
         shell = shlex.shlex(line, posix=True, punctuation_chars=True)
         shell.whitespace_split = True
         for _, words in groupby(shell, lambda word: set(word) <= set("();<>|&")):
-            command = list(dropwhile(lambda word: word in ("$", "do") or re.match(r"\w+=", word), words))
+            command = list(
+                dropwhile(lambda word: word in ("$", "do") or re.match(r"\w+=", word), words)
+            )
             if re.match(OURS, " ".join(command)):
                 yield [word for word in command if word != "..."]
 
@@ -93,7 +102,9 @@ def check_command(words: list[str], folder: Path) -> None:
     """Raise what is wrong with a command, as far as that can be told without running it; `folder` is to write into."""
     if words[0] == "python":
         script = (ROOT / words[1]).read_text()
-        assert all(f'"{word}"' in script for word in words[2:] if word.startswith("--")), f"no such option: {words}"
+        assert all(f'"{word}"' in script for word in words[2:] if word.startswith("--")), (
+            f"no such option: {words}"
+        )
         return
     name, given = understood(words[1:])
     if name == "show algorithm":
@@ -101,12 +112,17 @@ def check_command(words: list[str], folder: Path) -> None:
     file = Path(given.get("config") or given.get("what") or "")
     if "settings" not in given or (file.name and file.suffix != ".toml"):  # a folder is looked at
         return
-    tree = read(ROOT / file) if file.parent != Path() else {}  # one without a folder is the reader's own
+    tree = (
+        read(ROOT / file) if file.parent != Path() else {}
+    )  # one without a folder is the reader's own
     settings = list(given["settings"] or [])
     if name == "compare":
         asked = {key: given[key] for key in ("baseline", "metric", "target")}
         vary, only = (list(given[key] or []) for key in ("vary", "only"))
-        Comparison.planned(folder, Request.of(tree, given["algorithms"], given["seeds"], settings, vary, asked, only))
+        Comparison.planned(
+            folder,
+            Request.of(tree, given["algorithms"], given["seeds"], settings, vary, asked, only),
+        )
         return
     table = "partition" if name == "show partition" else "algorithm"
     kind = given.get("algorithm") or given.get("name")
@@ -123,8 +139,12 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_commands_can_be_given_as_shown(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("barter.config.clients_in", lambda path: 5)  # data are the reader's own
+def test_commands_can_be_given_as_shown(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "barter.setup.config.clients_in", lambda path: 5
+    )  # data are the reader's own
     check_command(words, tmp_path / "compared")
 
 
@@ -151,7 +171,9 @@ def test_commands_that_cannot_be_given_are_found(line: str, why: str, tmp_path: 
         check_command(wrong, tmp_path / "compared")
 
 
-def test_the_loop_goes_on_after_the_first_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_loop_goes_on_after_the_first_round(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code = (ROOT / "examples" / "loop.py").read_text()
     quick = "DFFKE(max_epochs=1, share=0.1, decoder_epochs=1, decoder_steps=1, exchange_steps=1, docking_epochs=1)"
     for slow, fast in (("DFFKE()", quick), ("rounds(10)", "rounds(2)"), ("> 0.6", "> 1")):
@@ -166,7 +188,9 @@ EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 LONG = {"loop.py": [pytest.mark.slow]}  # a minute; what it calls is tested elsewhere
 
 
-@pytest.mark.parametrize("example", [pytest.param(name, marks=LONG.get(name, [])) for name in EXAMPLES])
+@pytest.mark.parametrize(
+    "example", [pytest.param(name, marks=LONG.get(name, [])) for name in EXAMPLES]
+)
 def test_examples_run(example: str, tmp_path: Path) -> None:
     def run() -> int:
         runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")

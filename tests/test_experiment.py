@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from barter import DFFKE, Algorithm, Classifier, Client, Clients, Experiment, Local, Server
-from barter.cli import main
-from barter.config import read, resolve
+from barter.cli.app import main
 from barter.core.errors import CheckpointError, ClientError, ConfigError
 from barter.core.images import Spec
 from barter.data.partition import Iid
 from barter.engines import forks
 from barter.runs.tables import closing_table
+from barter.setup.config import read, resolve
 from tests.conftest import federation, perceptrons, same, small_federation, state, tiny
 
 
@@ -58,14 +58,19 @@ def test_what_a_method_remarks_of_a_run_is_said_at_its_end(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Local, "remarks", lambda _, rounds: [f"no [layer] moved in {len(rounds)} rounds"])
+    monkeypatch.setattr(
+        Local, "remarks", lambda _, rounds: [f"no [layer] moved in {len(rounds)} rounds"]
+    )
     experiment = perceptrons(tiny("local"))
     next(experiment.rounds(2))
     assert not caplog.messages
     perceptrons(tiny("local")).step()
     list(perceptrons(tiny("local")).rounds(2))
     assert caplog.messages == ["no [layer] moved in 2 rounds"]
-    settings = [f"--set={s}" for s in ("rounds=2", "clients=2", "models=small-mlp", "algorithm.max_epochs=1")]
+    settings = [
+        f"--set={s}"
+        for s in ("rounds=2", "clients=2", "models=small-mlp", "algorithm.max_epochs=1")
+    ]
     assert main(["run", "--algorithm", "local", *settings, "--out", str(tmp_path / "run")]) == 0
     assert "note: no [layer] moved in 2 rounds" in capsys.readouterr().out
     assert main(["resume", str(tmp_path / "run"), "--rounds", "3"]) == 0
@@ -81,7 +86,10 @@ def test_what_a_method_remarks_of_a_run_is_said_at_its_end(
 
 
 def test_own_modules_take_part() -> None:
-    modules = [nn.Sequential(nn.Flatten(), nn.Linear(64, 20), nn.ReLU(), nn.Linear(20, 10)) for _ in range(2)]
+    modules = [
+        nn.Sequential(nn.Flatten(), nn.Linear(64, 20), nn.ReLU(), nn.Linear(20, 10))
+        for _ in range(2)
+    ]
     experiment = federation(tiny("dffke"), models=modules, clients=3)
     (record,) = experiment.rounds(1)
     assert experiment.architectures == ["Sequential-0", "Sequential-1", "Sequential-0"]
@@ -98,8 +106,14 @@ def perceptron(spec: Spec) -> nn.Module:
 
 
 def test_one_seed_is_one_run_whatever_the_models_are(tmp_path: Path) -> None:
-    for models in ([perceptron, "small-mlp"], [lambda spec: perceptron(spec), perceptron], perceptron):
-        one, again, other = (small_federation(tiny("dffke"), models=models, seed=seed) for seed in (1, 1, 2))
+    for models in (
+        [perceptron, "small-mlp"],
+        [lambda spec: perceptron(spec), perceptron],
+        perceptron,
+    ):
+        one, again, other = (
+            small_federation(tiny("dffke"), models=models, seed=seed) for seed in (1, 1, 2)
+        )
         for experiment in (one, again, other):
             list(experiment.rounds(1))
             torch.rand(1)  # what else is drawn in this process changes nothing
@@ -109,13 +123,18 @@ def test_one_seed_is_one_run_whatever_the_models_are(tmp_path: Path) -> None:
 
 def test_functions_that_can_be_imported_are_named_in_the_configuration(tmp_path: Path) -> None:
     here = f"{__name__}:perceptron"
-    first = federation(tiny("local"), models=[perceptron, "small-mlp"], out=tmp_path / "run", rounds=1)
+    first = federation(
+        tiny("local"), models=[perceptron, "small-mlp"], out=tmp_path / "run", rounds=1
+    )
     assert first.architectures == [here, "small-mlp", here]
     list(first.rounds(1))
     again = Experiment.from_config(resolve(read(tmp_path / "run" / "config.toml")))
     list(again.rounds(1))
     assert same(state(first), state(again))
-    assert federation(tiny("local"), models=[lambda spec: perceptron(spec)]).config.models == "(given in Python)"
+    assert (
+        federation(tiny("local"), models=[lambda spec: perceptron(spec)]).config.models
+        == "(given in Python)"
+    )
     with pytest.raises(ConfigError, match="called with the task's spec, failed: .*argument"):
         federation(tiny("local"), models=lambda: perceptron)
 
@@ -141,7 +160,10 @@ def test_partitions_and_models_by_name() -> None:
     with pytest.raises(ConfigError, match="unknown partition 'idd'"):
         federation(tiny("local"), partition="idd")
     with pytest.raises(ConfigError, match=r"does not take images of 1x8x8"):
-        federation(tiny("local"), models=nn.Sequential(nn.Flatten(), nn.Linear(9, 3), nn.ReLU(), nn.Linear(3, 10)))
+        federation(
+            tiny("local"),
+            models=nn.Sequential(nn.Flatten(), nn.Linear(9, 3), nn.ReLU(), nn.Linear(3, 10)),
+        )
 
 
 def test_own_modules_resume_in_python_only(tmp_path: Path) -> None:
@@ -152,7 +174,9 @@ def test_own_modules_resume_in_python_only(tmp_path: Path) -> None:
     assert first.folder is not None
     first.folder.release()
     with pytest.raises(ConfigError, match="given in Python"):
-        Experiment.from_config(resolve(read(tmp_path / "run" / "config.toml")), tmp_path / "run", resume=True)
+        Experiment.from_config(
+            resolve(read(tmp_path / "run" / "config.toml")), tmp_path / "run", resume=True
+        )
     second = federation(tiny("local"), models=modules, out=tmp_path / "run", resume=True)
     assert second.round == 1
     assert same(state(second), state(first))
@@ -216,7 +240,11 @@ def test_a_run_is_resumed_as_what_it_was(tmp_path: Path) -> None:
     list(first.rounds(1))
     assert first.folder is not None
     first.folder.release()
-    for changed, key in (({"seed": 7}, "seed"), ({"clients": 4}, "clients"), ({"partition": Iid()}, "partition.alpha")):
+    for changed, key in (
+        ({"seed": 7}, "seed"),
+        ({"clients": 4}, "clients"),
+        ({"partition": Iid()}, "partition.alpha"),
+    ):
         with pytest.raises(CheckpointError, match=f"another configuration: {key} differs"):
             federation(tiny("local"), **changed, out=tmp_path / "run", resume=True)
     assert federation(tiny("local"), rounds=99, out=tmp_path / "run", resume=True).round == 1
@@ -227,9 +255,17 @@ def test_two_experiments_are_not_mixed_up(tmp_path: Path) -> None:
     x, y = rng.integers(0, 256, (60, 8, 8, 1), dtype=np.uint8), np.arange(60) % 3
     np.savez(tmp_path / "a.npz", x_train=x, y_train=y)
     run = tmp_path / "run"
-    settings = ["clients=2", "rounds=1", f"data.source=npz:{tmp_path / 'a.npz'}", "algorithm.max_epochs=1"]
+    settings = [
+        "clients=2",
+        "rounds=1",
+        f"data.source=npz:{tmp_path / 'a.npz'}",
+        "algorithm.max_epochs=1",
+    ]
     settings += ["partition.name=iid"]
-    assert main(["run", "--algorithm", "local", *(f"--set={s}" for s in settings), "--out", str(run)]) == 0
+    assert (
+        main(["run", "--algorithm", "local", *(f"--set={s}" for s in settings), "--out", str(run)])
+        == 0
+    )
     written = (run / "config.toml").read_text()
     recorded = (run / "metrics.jsonl").read_text()
 
@@ -312,7 +348,9 @@ class Counting(Algorithm):
     def nothing(self, client: Client) -> None: ...
 
 
-def test_a_run_remembers_its_number_of_threads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_remembers_its_number_of_threads(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def go_on(rounds: int, **options: Any) -> float:
         experiment = federation(Counting(), out=tmp_path / "run", **options)
         (record,) = experiment.rounds(rounds)
@@ -326,13 +364,18 @@ def test_a_run_remembers_its_number_of_threads(tmp_path: Path, caplog: pytest.Lo
     assert go_on(2, resume=True) == 2
     assert not caplog.messages
     assert go_on(3, resume=True, threads=3) == 3
-    assert caplog.messages == [f"{tmp_path / 'run'} goes on with threads=3, begun with 2: last digits will differ"]
+    assert caplog.messages == [
+        f"{tmp_path / 'run'} goes on with threads=3, begun with 2: last digits will differ"
+    ]
     assert go_on(4, resume=True) == 3
     assert torch.get_num_threads() == before
 
 
 def test_clients_stand_side_by_side_on_as_many_cores_as_there_are_threads() -> None:
-    assert [federation(tiny("local"), threads=n).engine.cores for n in (1, 3)] == [1, 3 if forks.possible() else 1]
+    assert [federation(tiny("local"), threads=n).engine.cores for n in (1, 3)] == [
+        1,
+        3 if forks.possible() else 1,
+    ]
 
 
 def test_the_benchmark_of_overhead_finds_passes_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from barter.cli import main
-from barter.commands import looking
+from barter.cli import inspecting
+from barter.cli.app import main
 from barter.core.payload import leaves
 from barter.runs import checkpoint
 from barter.runs.folder import last_checkpoint
@@ -32,7 +32,13 @@ ROUNDS = 2
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     source = digits_file(tmp_path_factory.mktemp("data"))
-    chosen = {"clients": 2, "rounds": ROUNDS, "models": "small-mlp", "data.source": source, "algorithm.epochs": 1}
+    chosen = {
+        "clients": 2,
+        "rounds": ROUNDS,
+        "models": "small-mlp",
+        "data.source": source,
+        "algorithm.epochs": 1,
+    }
     return ["--algorithm", "fedavg", *(f"--set={key}={value}" for key, value in chosen.items())]
 
 
@@ -90,7 +96,9 @@ def test_a_run_that_finds_no_room_to_begin_can_begin_again(
         assert f"{run / 'config.toml'} cannot be written: No space left on device" in said(
             capsys, ["run", "--out", str(run), *flags]
         )
-    if after == BEGIN - 1:  # the configuration is there, and whether the folder knows that on disk is all that failed
+    if (
+        after == BEGIN - 1
+    ):  # the configuration is there, and whether the folder knows that on disk is all that failed
         assert main(["resume", str(run)]) == 0
     else:
         assert main(["run", "--out", str(run), *flags]) == 0
@@ -113,7 +121,9 @@ def test_a_run_that_fills_the_disk_goes_on_when_there_is_room(
     require_same(run, calm)
 
 
-def test_resuming_on_a_full_disk_loses_nothing(calm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resuming_on_a_full_disk_loses_nothing(
+    calm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(calm, run)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -154,14 +164,30 @@ def test_a_checkpoint_that_is_too_large(
 
 NO_ROOM: dict[str, tuple[list[str], str]] = {
     "report": (["report", "{run}", "--to", "{new}/r.html"], "r.html cannot be written"),
-    "safetensors": (["export", "{run}", "--to", "{new}/n.safetensors"], "n.safetensors cannot be written"),
+    "safetensors": (
+        ["export", "{run}", "--to", "{new}/n.safetensors"],
+        "n.safetensors cannot be written",
+    ),
     "pt2": (["export", "{run}", "--to", "{new}/n.pt2"], "n.pt2 cannot be written"),
     "picture": (["show", "partition", "--out", "{new}/p.png"], "p.png cannot be written"),
     "split": (["show", "partition", "--save", "{new}/s"], "s cannot be written"),
-    "comparison": (["compare", "--algorithms", "local", "--out", "{new}/c"], "comparison.toml cannot be written"),
+    "comparison": (
+        ["compare", "--algorithms", "local", "--out", "{new}/c"],
+        "comparison.toml cannot be written",
+    ),
     "looked at": (["compare", "{comparison}"], "table.md cannot be written"),
     "deployment": (
-        ["flower", "init", "{new}/d", "--sites", "a", "--address", "h:1", "--set", "data.source=digits"],
+        [
+            "flower",
+            "init",
+            "{new}/d",
+            "--sites",
+            "a",
+            "--address",
+            "h:1",
+            "--set",
+            "data.source=digits",
+        ],
         "d cannot be written",
     ),
 }
@@ -169,21 +195,29 @@ NO_ROOM: dict[str, tuple[list[str], str]] = {
 
 @pytest.mark.parametrize("case", NO_ROOM)
 def test_without_room(
-    case: str, calm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    case: str,
+    calm: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     arguments, message = NO_ROOM[case]
     if case == "split":  # whose picture comes first
-        monkeypatch.setattr(looking, "bubbles", lambda *_: None)
+        monkeypatch.setattr(inspecting, "bubbles", lambda *_: None)
     new, comparison = tmp_path / "new", tmp_path / "comparison"
     new.mkdir()
     (comparison / "fedavg").mkdir(parents=True)
     (comparison / "fedavg" / "seed-0").symlink_to(calm)
-    (comparison / "comparison.toml").write_text(f"rounds = {ROUNDS}\nseeds = [0]\n[variants]\nfedavg = 'fedavg'\n")
+    (comparison / "comparison.toml").write_text(
+        f"rounds = {ROUNDS}\nseeds = [0]\n[variants]\nfedavg = 'fedavg'\n"
+    )
     places = {"run": calm, "new": new, "comparison": comparison}
     with no_room():
         line = said(capsys, [argument.format(**places) for argument in arguments])
     assert message in line
-    assert not [path for path in new.rglob("*") if path.is_file() and path.stat().st_size], "nothing of it is left"
+    assert not [path for path in new.rglob("*") if path.is_file() and path.stat().st_size], (
+        "nothing of it is left"
+    )
     assert not [path for path in tmp_path.rglob("*") if path.suffix in (".tmp", ".new")]
 
 
@@ -213,23 +247,60 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], list[str], str]] = {
     "checkpoint is empty": (LAST, lambda path: path.write_bytes(b""), ["resume"], "is damaged"),
     "checkpoint is torn": (LAST, lambda path: os.truncate(path, 999), ["resume"], "is damaged"),
     "checkpoint has another header": (LAST, longer_header, ["resume"], "is damaged"),
-    "checkpoint has a flipped bit": (LAST, flipped, ["resume"], "its contents are not what was written"),
+    "checkpoint has a flipped bit": (
+        LAST,
+        flipped,
+        ["resume"],
+        "its contents are not what was written",
+    ),
     "checkpoint is another file": (LAST, of_another, ["resume"], "is damaged"),
     "checkpoint is a folder": (LAST, folder, ["resume"], "is damaged"),
     "checkpoint for export": (LAST, flipped, ["export", "--to", "/tmp/n.onnx"], "is damaged"),
-    "configuration is no text": ("config.toml", lambda p: p.write_bytes(b"\xff"), ["resume"], "is not TOML: 'utf-8'"),
+    "configuration is no text": (
+        "config.toml",
+        lambda p: p.write_bytes(b"\xff"),
+        ["resume"],
+        "is not TOML: 'utf-8'",
+    ),
     "configuration is a folder": ("config.toml", folder, ["resume"], "cannot be read"),
-    "configuration is deep": ("config.toml", lambda p: p.write_text(f"a = {'[' * 9999}"), ["resume"], "is not TOML"),
+    "configuration is deep": (
+        "config.toml",
+        lambda p: p.write_text(f"a = {'[' * 9999}"),
+        ["resume"],
+        "is not TOML",
+    ),
     "metrics are a folder": ("metrics.jsonl", folder, ["resume"], "metrics.jsonl: Is a directory"),
-    "metrics are no text": ("metrics.jsonl", lambda p: p.write_bytes(b"\xff\n[]\n"), ["report"], "no finished round"),
-    "privacy is no text": ("privacy.json", lambda p: p.write_bytes(b"\xff"), ["privacy"], "privacy.json is damaged"),
-    "privacy is another": ("privacy.json", lambda p: p.write_text("[1]"), ["privacy"], "privacy.json is damaged"),
-    "report over a folder": ("report.html", Path.mkdir, ["report"], "report.html cannot be written"),
+    "metrics are no text": (
+        "metrics.jsonl",
+        lambda p: p.write_bytes(b"\xff\n[]\n"),
+        ["report"],
+        "no finished round",
+    ),
+    "privacy is no text": (
+        "privacy.json",
+        lambda p: p.write_bytes(b"\xff"),
+        ["privacy"],
+        "privacy.json is damaged",
+    ),
+    "privacy is another": (
+        "privacy.json",
+        lambda p: p.write_text("[1]"),
+        ["privacy"],
+        "privacy.json is damaged",
+    ),
+    "report over a folder": (
+        "report.html",
+        Path.mkdir,
+        ["report"],
+        "report.html cannot be written",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_a_damaged_run(case: str, calm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_run(
+    case: str, calm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     where, damage, (command, *rest), message = DAMAGE[case]
     run = tmp_path / "run"
     shutil.copytree(calm, run)
@@ -238,10 +309,14 @@ def test_a_damaged_run(case: str, calm: Path, tmp_path: Path, capsys: pytest.Cap
     line = said(capsys, [command, str(run), *rest])
     assert re.search(message, line), line
     assert str(run) in line
-    assert files == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}, "nothing is changed"
+    assert files == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}, (
+        "nothing is changed"
+    )
 
 
 def test_a_site_whose_file_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("flwr")
     (tmp_path / "site.toml").write_bytes(b'name = "caf\xe9"')
-    assert f"{tmp_path / 'site.toml'} is not TOML: 'utf-8'" in said(capsys, ["site", str(tmp_path / "site.toml")])
+    assert f"{tmp_path / 'site.toml'} is not TOML: 'utf-8'" in said(
+        capsys, ["site", str(tmp_path / "site.toml")]
+    )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from barter.commands.common import EXTRAS
+from barter.cli.common import EXTRAS
 from barter.version import __version__
 
 ROOT = Path(__file__).parent.parent
@@ -21,11 +21,15 @@ OFFERED = set(PROJECT["project"]["optional-dependencies"])
 
 
 def test_a_wheel_holds_every_file() -> None:
-    files = {path for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    files = {
+        path for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    }
     patterns = PROJECT["tool"]["setuptools"]["package-data"]["barter"]
     data = {path for pattern in patterns for path in SOURCE.glob(pattern)}
     packages = {path.parent for path in files if path.name == "__init__.py"}
-    assert not [path for path in files - data if path.suffix != ".py" or path.parent not in packages]
+    assert not [
+        path for path in files - data if path.suffix != ".py" or path.parent not in packages
+    ]
 
 
 @pytest.mark.parametrize("chosen", ["", "ACTIVE"])
@@ -34,16 +38,27 @@ def test_threads_that_wait_sleep_unless_somebody_wants_otherwise(chosen: str) ->
     environment = {key: value for key, value in os.environ.items() if key not in ours}
     environment |= {"OMP_WAIT_POLICY": chosen} if chosen else {}
     say = f"import sys, barter, os; print('torch' in sys.modules, *map(os.environ.get, {ours}))"
-    said = subprocess.run([sys.executable, "-c", say], env=environment, capture_output=True, text=True, check=True)
+    said = subprocess.run(
+        [sys.executable, "-c", say], env=environment, capture_output=True, text=True, check=True
+    )
     wanted = ["False", chosen, "None"] if chosen else ["False", "PASSIVE", "10000"]
     assert said.stdout.split() == wanted, "before torch is loaded, which reads it"
 
 
 def test_extras_that_are_named_exist() -> None:
-    texts = [*SOURCE.rglob("*.py"), *SOURCE.glob("*/templates/*"), *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
-    named = {extra for path in texts for extra in re.findall(r"barter-fl\[([\w,]+)\]", path.read_text())}
+    texts = [
+        *SOURCE.rglob("*.py"),
+        *SOURCE.glob("*/templates/*"),
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+    ]
+    named = {
+        extra for path in texts for extra in re.findall(r"barter-fl\[([\w,]+)\]", path.read_text())
+    }
     assert named >= {"onnx", "report"}
-    assert {extra for names in named for extra in names.split(",")} | {extra for _, extra in EXTRAS.values()} <= OFFERED
+    assert {extra for names in named for extra in names.split(",")} | {
+        extra for _, extra in EXTRAS.values()
+    } <= OFFERED
 
 
 def test_the_readme_says_how_to_install() -> None:

@@ -13,7 +13,9 @@ import pytest
 import barter
 
 ROOT = Path(__file__).parent.parent
-METHODS = barter._MODULES["algorithms"]  # their files are the paper's: the package's own example shows them
+METHODS = barter._MODULES[
+    "algorithms"
+]  # their files are the paper's: the package's own example shows them
 SHOWN = {"barter": METHODS, **{name: {name} for name in barter.__all__ if name not in METHODS}}
 
 
@@ -21,7 +23,9 @@ SHOWN = {"barter": METHODS, **{name: {name} for name in barter.__all__ if name n
 def test_every_public_name_has_an_example_that_runs(where: str) -> None:
     text = inspect.getdoc(barter if where == "barter" else getattr(barter, where)) or ""
     examples = doctest.DocTestParser().get_doctest(text, {}, where, None, None)
-    used = "".join(example.source for example in examples.examples if "import " not in example.source)
+    used = "".join(
+        example.source for example in examples.examples if "import " not in example.source
+    )
     assert all(re.search(rf"\b{name}\b", used) for name in SHOWN[where])
     said: list[str] = []
     assert not doctest.DocTestRunner().run(examples, out=said.append).failed, "".join(said)
@@ -35,9 +39,11 @@ def test_the_reference_builds_and_names_all_that_is_public(tmp_path: Path) -> No
         "barter/compute/lanes.html": ["keep", "kept"],
         "barter/ops/fit.html": ["fit", "Trainer", "adam", "index_batches"],
         "barter/data/partition.html": ["Dirichlet"],
-        "barter/kept.html": ["Kept"],
+        "barter/trained/model.html": ["TrainedModel"],
     }.items():
-        assert set(names) <= set(re.findall(r'<section id="(\w+)">', (tmp_path / page).read_text())), page
+        assert set(names) <= set(
+            re.findall(r'<section id="(\w+)">', (tmp_path / page).read_text())
+        ), page
     links = re.findall(r'href="(barter/[\w/.]+\.html)', (tmp_path / "barter.html").read_text())
-    assert {"barter/core.html", "barter/ops.html", "barter/kept.html"} <= set(links)
+    assert {"barter/core.html", "barter/ops.html", "barter/trained/model.html"} <= set(links)
     assert all((tmp_path / link).exists() for link in links)

@@ -23,16 +23,16 @@ from PIL import Image
 from plotly.offline import get_plotlyjs_version
 
 from barter.algorithms.local import Local
-from barter.cli import main
-from barter.commands import looking
-from barter.comparison import Comparison
-from barter.config import resolve, to_toml, with_settings
+from barter.cli import inspecting
+from barter.cli.app import main
+from barter.compare.comparison import Comparison
+from barter.compare.specification import Request
 from barter.core.record import Round
 from barter.report import page
 from barter.report.charts import learning
-from barter.request import Request
 from barter.runs.folder import records
 from barter.runs.tables import closing_cells
+from barter.setup.config import resolve, to_toml, with_settings
 from tests.browser import CHROMIUM, Browser
 from tests.test_cli import QUICK
 
@@ -42,7 +42,13 @@ ODD = "<script>alert(1)</script> & $co's"
 def record(t: int, clients: int, gain: float = 0.02) -> Round:
     def told(k: int) -> dict[str, float]:
         now = {"global": 0.3 + gain * t + 0.001 * k, "local": 0.9 - 0.001 * k * t}
-        return {**now, "before_global": 0.25 + 0.002 * k, "before_local": 0.8, "bytes_up": 40, "bytes_down": 300}
+        return {
+            **now,
+            "before_global": 0.25 + 0.002 * k,
+            "before_local": 0.8,
+            "bytes_up": 40,
+            "bytes_down": 300,
+        }
 
     return Round(
         t,
@@ -55,7 +61,11 @@ def record(t: int, clients: int, gain: float = 0.02) -> Round:
 
 
 def begun(folder: Path, clients: int = 3, rounds: int = 4, *settings: str) -> Path:
-    config = resolve(with_settings({}, [f"clients={clients}", f"rounds={rounds}", "algorithm.name=local", *settings]))
+    config = resolve(
+        with_settings(
+            {}, [f"clients={clients}", f"rounds={rounds}", "algorithm.name=local", *settings]
+        )
+    )
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(to_toml(config))
     return folder
@@ -68,13 +78,21 @@ def go_on(folder: Path, *rounds: Round) -> Path:
 
 
 def written(folder: Path, clients: int = 3, rounds: int = 4, *settings: str) -> Path:
-    return go_on(begun(folder, clients, rounds, *settings), *(record(t, clients) for t in range(1, rounds + 1)))
+    return go_on(
+        begun(folder, clients, rounds, *settings),
+        *(record(t, clients) for t in range(1, rounds + 1)),
+    )
 
 
 def compared(folder: Path, names: Sequence[str] = ("alone", ODD), missing: int = 0) -> Path:
-    variants = {name: ["algorithm.name=local", f"algorithm.max_epochs={i + 1}"] for i, name in enumerate(names)}
+    variants = {
+        name: ["algorithm.name=local", f"algorithm.max_epochs={i + 1}"]
+        for i, name in enumerate(names)
+    }
     question = {"baseline": names[0], "target": 0.34}
-    _, jobs = Comparison.planned(folder, Request(variants, [0, 1, 2], {}, ["rounds=3", "clients=2"], question))
+    _, jobs = Comparison.planned(
+        folder, Request(variants, [0, 1, 2], {}, ["rounds=3", "clients=2"], question)
+    )
     for job in jobs[: len(jobs) - missing]:
         job.folder.mkdir(parents=True)
         (job.folder / "config.toml").write_text(to_toml(job.config))
@@ -97,12 +115,17 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def charts(content: str) -> dict[str, list[dict[str, Any]]]:
     """The traces of every chart of a page, by its caption; numbers as lists."""
-    found = re.findall(r"<figcaption>([^<]*)</figcaption><div class=chart[^>]*><script[^>]*>([^<]*)</script>", content)
+    found = re.findall(
+        r"<figcaption>([^<]*)</figcaption><div class=chart[^>]*><script[^>]*>([^<]*)</script>",
+        content,
+    )
 
     def plain(item: Any) -> Any:
         if isinstance(item, dict) and "bdata" in item:
             values = np.frombuffer(base64.b64decode(item["bdata"]), item["dtype"])
-            return values.reshape([int(n) for n in item["shape"].split(",")] if "shape" in item else -1).tolist()
+            return values.reshape(
+                [int(n) for n in item["shape"].split(",")] if "shape" in item else -1
+            ).tolist()
         return item
 
     return {
@@ -121,16 +144,26 @@ def test_the_page_of_a_run_says_what_its_records_say(tmp_path: Path) -> None:
     run = written(tmp_path / "run", 3, 4, "models=small-mlp")
     rounds, content = records(run), report(run)
     drawn = charts(content)
-    for test, key in (("on the global test set", "global"), ("on the client's own mix of classes", "local")):
+    for test, key in (
+        ("on the global test set", "global"),
+        ("on the client's own mix of classes", "local"),
+    ):
         lines = drawn[f"Accuracy {test}, by round"]
         for k in range(3):
             assert named(lines, f"{k} small-mlp")["y"] == [r.clients[k][key] for r in rounds]
         assert named(lines, "mean")["y"] == pytest.approx([r.mean(key) for r in rounds])
         assert {(line["x0"], line["dx"]) for line in lines} == {(1, 1)}
         gains = drawn[f"Accuracy {test}, by client"]
-        assert named(gains, "alone")["y"] == [rounds[0].clients[k][f"before_{key}"] for k in range(3)]
+        assert named(gains, "alone")["y"] == [
+            rounds[0].clients[k][f"before_{key}"] for k in range(3)
+        ]
         assert named(gains, "after")["y"] == [rounds[-1].clients[k][key] for k in range(3)]
-    assert named(drawn["Accuracy on the global test set, by round"], "server's model")["y"] == [0.51, 0.52, 0.53, 0.54]
+    assert named(drawn["Accuracy on the global test set, by round"], "server's model")["y"] == [
+        0.51,
+        0.52,
+        0.53,
+        0.54,
+    ]
     (split,) = drawn["Images by client and class"]
     assert np.shape(split["z"]) == (10, 3)
     assert np.sum(split["z"]) == 1433, "all of digits' training images"
@@ -141,14 +174,22 @@ def test_the_page_of_a_run_says_what_its_records_say(tmp_path: Path) -> None:
     }
     assert named(drawn["Bytes by round"], "down")["y"] == [900] * 4
     (by_phase,) = drawn["Seconds by phase, over all rounds"]
-    assert dict(zip(by_phase["y"], by_phase["x"], strict=True)) == {"learn": 6, "teach": 5, "the rest": 3}
+    assert dict(zip(by_phase["y"], by_phase["x"], strict=True)) == {
+        "learn": 6,
+        "teach": 5,
+        "the rest": 3,
+    }
     assert named(drawn["Seconds by round"], "teach")["y"] == [0.5, 1.0, 1.5, 2.0]
-    assert drawn["Peak of the device by round"][0]["y"] == [r.server["device_memory"] for r in rounds]
+    assert drawn["Peak of the device by round"][0]["y"] == [
+        r.server["device_memory"] for r in rounds
+    ]
     assert drawn["decoder loss, server"][0]["y"] == [1, 1 / 2, 1 / 3, 1 / 4]
     counts = np.array(split["z"]).T
     held = [[c for c, n in enumerate(row) if n] for row in counts.tolist()]
     names = [f"{k} small-mlp" for k in range(3)]
-    for row in [row for part in closing_cells(rounds, names, counts.sum(1).tolist(), held) for row in part]:
+    for row in [
+        row for part in closing_cells(rounds, names, counts.sum(1).tolist(), held) for row in part
+    ]:
         assert "".join(f"<td>{html.escape(cell)}</td>" for cell in row) in content
     assert "Local on digits" in content
     assert html.escape(Local.citation()) in content
@@ -159,7 +200,9 @@ def test_the_page_of_a_run_says_what_its_records_say(tmp_path: Path) -> None:
 def test_what_was_known_alone_is_labelled_where_the_chart_has_room(gain: float, side: str) -> None:
     figure = learning([record(t, 3, gain) for t in (1, 2)], "global", ["a", "b", "c"])
     (line,) = figure.layout.shapes
-    assert (line.label.text, line.label.yanchor) == ("alone 25.2%", side), "above a line that is the lowest"
+    assert (line.label.text, line.label.yanchor) == ("alone 25.2%", side), (
+        "above a line that is the lowest"
+    )
 
 
 def test_what_a_client_did_not_report_is_a_gap_and_no_zero(tmp_path: Path) -> None:
@@ -172,27 +215,48 @@ def test_what_a_client_did_not_report_is_a_gap_and_no_zero(tmp_path: Path) -> No
 
 
 def test_a_method_may_report_what_it_likes(tmp_path: Path) -> None:
-    bare = Round(1, {k: {"bytes_up": 0, "bytes_down": 0} for k in (0, 1)}, {}, {"round": 1.0}, {}, [])
-    half = replace(bare, round=2, clients={k: {**bare.clients[k], "before_global": 0.1, "mood": 0.5} for k in (0, 1)})
+    bare = Round(
+        1, {k: {"bytes_up": 0, "bytes_down": 0} for k in (0, 1)}, {}, {"round": 1.0}, {}, []
+    )
+    half = replace(
+        bare,
+        round=2,
+        clients={k: {**bare.clients[k], "before_global": 0.1, "mood": 0.5} for k in (0, 1)},
+    )
     content = report(go_on(begun(tmp_path / "run", 2, 2), bare, half))
     assert "The clients report no accuracy." in content
     assert "Nothing was exchanged." in content
     (mood,) = charts(content)["mood, mean of clients"]
     assert np.isnan(mood["y"][0])
     assert mood["y"][1] == 0.5
-    full = replace(half, round=3, clients={k: {**half.clients[k], "global": 0.4, "local": 0.7} for k in (0, 1)})
+    full = replace(
+        half, round=3, clients={k: {**half.clients[k], "global": 0.4, "local": 0.7} for k in (0, 1)}
+    )
     drawn = charts(report(go_on(begun(tmp_path / "other", 2, 2), full)))
-    assert named(drawn["Accuracy on the client's own mix of classes, by client"], "after")["y"] == [0.7, 0.7]
+    assert named(drawn["Accuracy on the client's own mix of classes, by client"], "after")["y"] == [
+        0.7,
+        0.7,
+    ]
 
 
 def test_the_page_of_a_comparison_says_what_its_runs_say(tmp_path: Path) -> None:
     content = report(compared(tmp_path / "c", missing=1))
     drawn = charts(content)
-    reached = {(i, s): record(3, 2, 0.01 * (1 + s) * (1 + i)).mean("global") for i in (0, 1) for s in (0, 1, 2)}
+    reached = {
+        (i, s): record(3, 2, 0.01 * (1 + s) * (1 + i)).mean("global")
+        for i in (0, 1)
+        for s in (0, 1, 2)
+    }
     curves = drawn["Accuracy, global"]
-    assert named(curves, "alone")["y"][-1] == pytest.approx(statistics.fmean(reached[0, s] for s in (0, 1, 2)))
-    assert named(curves, "alone")["customdata"][-1] == pytest.approx(statistics.stdev(reached[0, s] for s in (0, 1, 2)))
-    assert named(curves, ODD)["y"][-1] == pytest.approx(statistics.fmean(reached[1, s] for s in (0, 1)))
+    assert named(curves, "alone")["y"][-1] == pytest.approx(
+        statistics.fmean(reached[0, s] for s in (0, 1, 2))
+    )
+    assert named(curves, "alone")["customdata"][-1] == pytest.approx(
+        statistics.stdev(reached[0, s] for s in (0, 1, 2))
+    )
+    assert named(curves, ODD)["y"][-1] == pytest.approx(
+        statistics.fmean(reached[1, s] for s in (0, 1))
+    )
     by_seed = drawn["Global accuracy in the end, seed by seed"]
     assert named(by_seed, ODD)["y"] == pytest.approx([reached[1, 0], reached[1, 1]])
     assert named(by_seed, ODD)["x"] == ["0", "1"]
@@ -228,14 +292,20 @@ def test_the_browser_has_the_plotly_that_the_figures_are_made_for() -> None:
     assert found[1] == get_plotlyjs_version().split(".")[0]
 
 
-def test_what_is_no_run_or_empty_is_refused_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_run_or_empty_is_refused_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "neither a run nor a comparison" in refused(capsys, str(tmp_path))
     assert "neither a run nor a comparison" in refused(capsys, str(tmp_path / "nowhere"))
     empty = begun(tmp_path / "empty")
     assert "no finished round yet: --live waits" in refused(capsys, str(empty))
     (empty / "metrics.jsonl").write_text('{"round": 1, "clie')
-    assert "no finished round yet" in refused(capsys, str(empty)), "a line that a kill cut short is none"
-    assert "no finished run yet: --live waits" in refused(capsys, str(compared(tmp_path / "c", missing=6)))
+    assert "no finished round yet" in refused(capsys, str(empty)), (
+        "a line that a kill cut short is none"
+    )
+    assert "no finished run yet: --live waits" in refused(
+        capsys, str(compared(tmp_path / "c", missing=6))
+    )
     assert not (empty / "report.html").exists()
 
 
@@ -245,10 +315,14 @@ def test_no_file_is_lost_to_a_report(tmp_path: Path, capsys: pytest.CaptureFixtu
         before = (run / name).read_text()
         assert "is no report of barter's" in refused(capsys, str(run), "--to", str(run / name))
         assert (run / name).read_text() == before
-    assert "cannot be written" in refused(capsys, str(run), "--to", str(tmp_path / "nowhere" / "page.html"))
+    assert "cannot be written" in refused(
+        capsys, str(run), "--to", str(tmp_path / "nowhere" / "page.html")
+    )
     assert "cannot be written" in refused(capsys, str(run), "--to", str(run))
     assert main(["report", str(run), "--to", str(tmp_path / "page.html")]) == 0
-    assert main(["report", str(run), "--to", str(tmp_path / "page.html")]) == 0, "a report may be written again"
+    assert main(["report", str(run), "--to", str(tmp_path / "page.html")]) == 0, (
+        "a report may be written again"
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]
     assert sorted(path.name for path in run.iterdir()) == ["config.toml", "metrics.jsonl"]
 
@@ -259,7 +333,9 @@ def test_without_plotly_an_error_names_the_extra(
     for name in [name for name in sys.modules if name.startswith(("barter.report", "plotly"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "plotly", None)
-    assert refused(capsys, str(written(tmp_path / "run"))).endswith("pip install 'barter-fl[report]'")
+    assert refused(capsys, str(written(tmp_path / "run"))).endswith(
+        "pip install 'barter-fl[report]'"
+    )
 
 
 def test_data_that_are_not_here_cost_the_split_alone(tmp_path: Path) -> None:
@@ -271,7 +347,11 @@ def test_data_that_are_not_here_cost_the_split_alone(tmp_path: Path) -> None:
 
 
 def test_a_run_across_machines_has_a_page_without_what_is_at_its_sites(tmp_path: Path) -> None:
-    content = report(written(tmp_path / "run", 2, 3, "algorithm.name=dffke", "data.source=sites", "engine=flower"))
+    content = report(
+        written(
+            tmp_path / "run", 2, 3, "algorithm.name=dffke", "data.source=sites", "engine=flower"
+        )
+    )
     assert "every site brings its own data" in content
     assert "images are at their sites" in content
     assert "<td>client 1</td><td>-</td><td>-</td>" in content
@@ -283,19 +363,30 @@ def test_networks_from_python_have_no_name_here(tmp_path: Path) -> None:
 
 
 def test_looking_downloads_nothing(tmp_path: Path) -> None:
-    run = written(tmp_path / "run", 2, 3, "data.source=mnist", f"data.root={tmp_path / 'data'}", "data.download=true")
+    run = written(
+        tmp_path / "run",
+        2,
+        3,
+        "data.source=mnist",
+        f"data.root={tmp_path / 'data'}",
+        "data.download=true",
+    )
     assert "The split cannot be shown here." in report(run)
     assert not (tmp_path / "data").exists()
 
 
-def test_a_live_page_follows_the_run_and_comes_to_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_page_follows_the_run_and_comes_to_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, seen = begun(tmp_path / "run", 2, 3), list[str]()
 
     def a_round_later(_: float) -> None:
         seen.append((run / "report.html").read_text())
         go_on(run, record(len(records(run)) + 1, 2))
 
-    monkeypatch.setattr(looking, "time", SimpleNamespace(sleep=a_round_later))  # not for all: threads sleep
+    monkeypatch.setattr(
+        inspecting, "time", SimpleNamespace(sleep=a_round_later)
+    )  # not for all: threads sleep
     seen.append(report(run, "--live"))
     for done, content in enumerate(seen):
         assert f"{done} of 3 rounds" in content
@@ -310,25 +401,37 @@ def test_a_live_page_that_is_stopped_stops(
     def stop(_: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(looking, "time", SimpleNamespace(sleep=stop))
-    for folder in (go_on(begun(tmp_path / "run", 2, 3), record(1, 2)), compared(tmp_path / "c", missing=6)):
+    monkeypatch.setattr(inspecting, "time", SimpleNamespace(sleep=stop))
+    for folder in (
+        go_on(begun(tmp_path / "run", 2, 3), record(1, 2)),
+        compared(tmp_path / "c", missing=6),
+    ):
         assert main(["report", str(folder), "--live"]) == 1
         assert "stopped" in capsys.readouterr().err
-        assert "location.reload()" not in (folder / "report.html").read_text().rpartition("<script>")[2]
+        assert (
+            "location.reload()"
+            not in (folder / "report.html").read_text().rpartition("<script>")[2]
+        )
 
 
 def test_images_are_in_the_page_where_there_are_some(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert main(["run", "--out", str(run), *QUICK]) == 0
-    images = re.findall(r'<img [^>]*src="data:image/png;base64,([^"]+)', report(run).partition("<footer>")[0])
+    images = re.findall(
+        r'<img [^>]*src="data:image/png;base64,([^"]+)', report(run).partition("<footer>")[0]
+    )
     assert len(images) == 3 * 2, "for every client and round"
     with Image.open(io.BytesIO(base64.b64decode(images[0]))) as strip:
-        assert strip.size == (8 * 10, 2 * 10), "eight images of 8 pixels with an edge, and those made of them"
+        assert strip.size == (8 * 10, 2 * 10), (
+            "eight images of 8 pixels with an edge, and those made of them"
+        )
     assert "<img" not in report(run, "--no-images").partition("<footer>")[0]
     assert "made no images" in report(written(tmp_path / "local"))
 
 
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium here: apt-get install chromium"
+)
 
 
 @pytest.fixture(scope="module")
@@ -342,7 +445,11 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.mark.parametrize("kind", ["few", "many", "comparison"])
 def test_in_a_browser(tmp_path: Path, browser: Browser, kind: str, width: int) -> None:
     folder = {"few": (3, 4), "many": (40, 60)}
-    made = compared(tmp_path / "c") if kind == "comparison" else written(tmp_path / "run", *folder[kind])
+    made = (
+        compared(tmp_path / "c")
+        if kind == "comparison"
+        else written(tmp_path / "run", *folder[kind])
+    )
     content = report(made)
     browser.open(made / "report.html", width)
     browser.until("document.querySelectorAll('.chart > script').length === 0")
@@ -357,12 +464,16 @@ def test_in_a_browser(tmp_path: Path, browser: Browser, kind: str, width: int) -
     browser.until("document.querySelector('.chart .hoverlayer').textContent.includes('%')")
     if kind == "comparison":
         for place in (".legendtext", ".ytick text"):
-            shown = browser.value(f"[...document.querySelectorAll('{place}')].map(t => t.textContent)")
+            shown = browser.value(
+                f"[...document.querySelectorAll('{place}')].map(t => t.textContent)"
+            )
             assert ODD in shown, "as it was written"
 
 
 @needs_chromium
-def test_a_live_page_reads_itself_again(tmp_path: Path, browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_page_reads_itself_again(
+    tmp_path: Path, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(page, "REFRESH", 0.5)
     file = tmp_path / "page.html"
     file.write_text(page.page("first", "", [], [], live="goes on"))

@@ -33,7 +33,8 @@ from barter.version import __version__ as __version__
 # two cores take ten times as long: those that wait keep those that work from the cores. Read when torch is loaded.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # GNU's: some ten microseconds, with which nothing is lost alone
+    # GNU's: some ten microseconds, with which nothing is lost alone
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 if TYPE_CHECKING:
     from barter.algorithms import ALGORITHMS, DFFKE, FedAvg, Local
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from barter.core.nodes import Client, Server
     from barter.core.record import Round
     from barter.experiment import Experiment
-    from barter.kept import load
+    from barter.trained.model import load
 
 __all__ = [
     "ALGORITHMS",
@@ -72,7 +73,7 @@ _MODULES = {
     "core.model": {"Classifier", "split"},
     "core.nodes": {"Client", "Server"},
     "experiment": {"Experiment"},
-    "kept": {"load"},
+    "trained.model": {"load"},
     "core.record": {"Round"},
     "algorithms": {"ALGORITHMS", "DFFKE", "FedAvg", "Local"},
 }

@@ -2,6 +2,6 @@
 
 import sys
 
-from barter.cli import main
+from barter.cli.app import main
 
 sys.exit(main())

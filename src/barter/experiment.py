@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
-from barter.assembly import Federation, assemble, shared, start_from
 from barter.compute.precision import using
 from barter.compute.threads import threaded
-from barter.config import RESULT_FREE, Config, first_difference, plain, read, resolve, to_toml
 from barter.core import seeds
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
@@ -27,15 +25,17 @@ from barter.core.record import Round
 from barter.data.partition import Partition
 from barter.data.task import Data
 from barter.engines.local import LocalEngine
-from barter.machine import precision_named, with_threads
 from barter.models import zoo
 from barter.models.zoo import Own
 from barter.privacy import Privacy
-from barter.privacy.beside import EPSILON
 from barter.privacy.settings import Plan
+from barter.privacy.side_information import EPSILON
 from barter.privacy.statement import Statement, statement
 from barter.runs.folder import RunFolder, finished, has_checkpoint, last_checkpoint
 from barter.runs.progress import onlooker
+from barter.setup.assembly import Federation, assemble, shared, start_from
+from barter.setup.config import RESULT_FREE, Config, first_difference, plain, read, resolve, to_toml
+from barter.setup.hardware import precision_named, with_threads
 
 __all__ = ["Experiment"]
 
@@ -104,7 +104,12 @@ class Experiment:
 
     @classmethod
     def from_config(
-        cls, config: Config, out: Path | None = None, *, resume: bool = False, monitor: Monitor | None = None
+        cls,
+        config: Config,
+        out: Path | None = None,
+        *,
+        resume: bool = False,
+        monitor: Monitor | None = None,
     ) -> Experiment:
         """The experiment that a configuration describes, with all clients in this process."""
         config = with_threads(replace(config, engine="local"), out, resume=resume)
@@ -118,18 +123,24 @@ class Experiment:
         """
         config = resolve(read(run / "config.toml"))
         if config.engine == "flower":
-            raise ConfigError(f"{run} ran on Flower: its clients' images are at their sites, not here")
+            raise ConfigError(
+                f"{run} ran on Flower: its clients' images are at their sites, not here"
+            )
         last, state = finished(run)
         data = replace(config.data, download=False)
         privacy = replace(config.privacy, epsilon=None) if unlimited else config.privacy
-        config = replace(config, data=data, privacy=privacy, device="cpu", precision="auto", start="")
+        config = replace(
+            config, data=data, privacy=privacy, device="cpu", precision="auto", start=""
+        )
         experiment = cls.from_config(config)
         experiment.round = last
         try:
             experiment.server.recall(state["server"])
             experiment.engine.recall(state["clients"])
         except (KeyError, RuntimeError) as error:
-            raise CheckpointError(f"{run} holds the checkpoint of another experiment: {error}") from error
+            raise CheckpointError(
+                f"{run} holds the checkpoint of another experiment: {error}"
+            ) from error
         return experiment
 
     @classmethod
@@ -140,11 +151,22 @@ class Experiment:
         return experiment
 
     def _begin(self, federation: Federation, out: Path | None, resume: bool) -> None:
-        self.config, self.server, self.engine = federation.config, federation.server, federation.engine
-        self.algorithm, self.test, self.networks = self.config.algorithm, federation.test, federation.networks
+        self.config, self.server, self.engine = (
+            federation.config,
+            federation.server,
+            federation.engine,
+        )
+        self.algorithm, self.test, self.networks = (
+            self.config.algorithm,
+            federation.test,
+            federation.networks,
+        )
         if federation.task is not None:
             self.task, self.architectures = federation.task, list(federation.architectures)
-        self.device, self.precision = self.server.device, precision_named(self.config.precision, self.server.device)
+        self.device, self.precision = (
+            self.server.device,
+            precision_named(self.config.precision, self.server.device),
+        )
         self.server.monitor = self.engine
         self.engine.meet(self.server)
         self.round, self._unfinished = 0, False
@@ -173,20 +195,33 @@ class Experiment:
     def step(self) -> Round:
         """One round."""
         if self._unfinished:
-            raise CheckpointError("an error left this experiment in the middle of a round: resume it from its folder")
+            raise CheckpointError(
+                "an error left this experiment in the middle of a round: resume it from its folder"
+            )
         self._require_budget()
         self._unfinished = True
         try:
-            with threaded(self.config.threads), using(self.precision), self.engine.at_home(), self.server.seated():
+            with (
+                threaded(self.config.threads),
+                using(self.precision),
+                self.engine.at_home(),
+                self.server.seated(),
+            ):
                 record = self._run(self.round + 1)
         except BaseException as error:
             if self.folder is not None:
                 with suppress(CheckpointError):
                     self.folder.state(self.privacy().to_json())  # what has left has left
                 self.folder.release()
-            refused = [failure.error for failure in self.engine.failures if PrivacyError.__name__ in failure.error]
+            refused = [
+                failure.error
+                for failure in self.engine.failures
+                if PrivacyError.__name__ in failure.error
+            ]
             if isinstance(error, ClientError) and refused:
-                raise PrivacyError(self._spent(refused[0].partition(f"{PrivacyError.__name__}: ")[2])) from None
+                raise PrivacyError(
+                    self._spent(refused[0].partition(f"{PrivacyError.__name__}: ")[2])
+                ) from None
             raise
         self._unfinished = False
         return record
@@ -195,15 +230,28 @@ class Experiment:
         """What has left the clients so far, and what that promises to whoever is in an image."""
         secret = not isinstance(self.engine, LocalEngine)
         engine, start = self.engine, self.config.start
-        return statement(self.config.privacy, self.algorithm, engine.crossed, engine.told, secret=secret, start=start)
+        return statement(
+            self.config.privacy,
+            self.algorithm,
+            engine.crossed,
+            engine.told,
+            secret=secret,
+            start=start,
+        )
 
     def _require_budget(self) -> None:
         """An error, before anything is done, if too few clients could answer in another round like the last ones."""
         plan, ids = Plan(self.config.privacy, self.algorithm), self.engine.client_ids
-        spent = plan.exhausted({k: plan.released(seen) for k, seen in self.engine.crossed.items()}, self.round)
+        spent = plan.exhausted(
+            {k: plan.released(seen) for k, seen in self.engine.crossed.items()}, self.round
+        )
         if len(ids) - len(spent) < (self.config.min_clients or len(ids)):
-            names = ", ".join(map(str, spent[:5])) + (f" and {len(spent) - 5} more" if len(spent) > 5 else "")
-            raise PrivacyError(self._spent(f"another would cost client {names} more than {plan.privacy.epsilon:g}"))
+            names = ", ".join(map(str, spent[:5])) + (
+                f" and {len(spent) - 5} more" if len(spent) > 5 else ""
+            )
+            raise PrivacyError(
+                self._spent(f"another would cost client {names} more than {plan.privacy.epsilon:g}")
+            )
 
     def _spent(self, why: str) -> str:
         return (
@@ -255,13 +303,22 @@ class Experiment:
 
     def _state(self) -> dict[str, Any]:
         memory = {"server": self.server.memory(), "clients": self.engine.memory()}
-        return {**memory, "networks": self.networks, "crossed": self.engine.crossed, "told": self.engine.told}
+        return {
+            **memory,
+            "networks": self.networks,
+            "crossed": self.engine.crossed,
+            "told": self.engine.told,
+        }
 
     def _require_same(self, path: Path, origin: Mapping[str, str]) -> None:
         """Refuse to go on with a configuration or data that the checkpoint is not made of."""
         if not {"config", "data"} <= origin.keys():
-            raise CheckpointError(f"{path} was kept by an older version, which did not say what it is made of")
-        key = first_difference(plain(self.config), self._begun(tomllib.loads(origin["config"])), but=RESULT_FREE)
+            raise CheckpointError(
+                f"{path} was kept by an older version, which did not say what it is made of"
+            )
+        key = first_difference(
+            plain(self.config), self._begun(tomllib.loads(origin["config"])), but=RESULT_FREE
+        )
         if key is not None:
             raise CheckpointError(
                 f"{path / 'config.toml'} was changed after round {self.round}: {key} is not what it was; "
@@ -295,15 +352,24 @@ class Experiment:
                 for k, seen in state.get("crossed", {}).items():
                     self.engine.crossed[k] = self.engine.crossed.get(k, {}) | seen
                 self.engine.told = state.get("told", {})
-                for record in folder.records():  # of which some may have been told after the checkpoint
+                for (
+                    record
+                ) in folder.records():  # of which some may have been told after the checkpoint
                     for k, said in record.clients.items():
                         self.engine.hear(k, said.get(EPSILON))
             except (KeyError, RuntimeError) as error:
-                raise CheckpointError(f"{path} holds the checkpoint of another experiment: {error}") from error
+                raise CheckpointError(
+                    f"{path} holds the checkpoint of another experiment: {error}"
+                ) from error
         folder.go_on_after(self.round)
         threads, before = self.config.threads, begun.get("threads")
         if self.round and isinstance(before, int) and threads not in (None, before):
-            log.warning("%s goes on with threads=%d, begun with %d: last digits will differ", path, threads, before)
+            log.warning(
+                "%s goes on with threads=%d, begun with %d: last digits will differ",
+                path,
+                threads,
+                before,
+            )
         longer = {"rounds": max(self.config.rounds, begun["rounds"])}
         folder.change(longer if threads is None else {**longer, "threads": threads})
         return folder

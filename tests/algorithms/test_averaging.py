@@ -66,7 +66,12 @@ def test_what_normalisation_holds_is_told_by_the_kind_of_layer() -> None:
     assert norm_names(nn.BatchNorm2d(3, affine=False)) == names - {"weight", "bias"}
     assert norm_names(nn.Sequential(nn.LayerNorm(3), nn.GroupNorm(1, 3))) == set()
     sent = FedBN().outgoing(split(Misleading()))
-    assert {name.removeprefix("body.") for name in sent} == {"bn.weight", "bn.bias", "head.weight", "head.bias"}
+    assert {name.removeprefix("body.") for name in sent} == {
+        "bn.weight",
+        "bn.bias",
+        "head.weight",
+        "head.bias",
+    }
 
 
 def test_fedbn_without_normalisation_is_fedavg() -> None:
@@ -95,10 +100,14 @@ def test_fedbn_averages_everything_but_normalisation() -> None:
     sizes = {k: len(client.data) for k, client in clients.items()}
     for name in models[0]:
         if name in own:
-            assert name.endswith("tracked") or not torch.equal(models[0][name], models[1][name]), name
+            assert name.endswith("tracked") or not torch.equal(models[0][name], models[1][name]), (
+                name
+            )
         else:
             mean = sum(sizes[k] * sent[k][name].double() for k in clients) / sum(sizes.values())
-            assert all(torch.allclose(model[name].double(), mean, atol=1e-6) for model in models), name
+            assert all(torch.allclose(model[name].double(), mean, atol=1e-6) for model in models), (
+                name
+            )
     weights = nbytes(sent[0])
     assert [r.bytes["client_update"] for r in records] == [{"up": 3 * weights, "down": 0}] * 2
     assert [r.bytes["receive"] for r in records] == [{"up": 0, "down": 3 * weights}] * 2
@@ -111,7 +120,9 @@ def test_fedbn_judges_the_average_with_the_clients_own_normalisation() -> None:
     for k, client in experiment.engine.clients.items():
         assert record.clients[k]["global"] == accuracy(client.model, client.tests["global"])
         assert {"before_global", "before_local"} <= record.clients[k].keys()
-    assert any(record.clients[k]["before_global"] != record.clients[k]["global"] for k in record.clients)
+    assert any(
+        record.clients[k]["before_global"] != record.clients[k]["global"] for k in record.clients
+    )
 
 
 def test_who_missed_an_average_gets_it_before_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +146,9 @@ def test_who_missed_an_average_gets_it_before_it_trains(monkeypatch: pytest.Monk
     second = experiment.step()
     assert len(starts) == 3
     assert all(same(start, before) for start in starts.values()), "also the one that did not hear"
-    assert second.bytes["client_update"]["down"] == nbytes(before), "and the others were not told twice"
+    assert second.bytes["client_update"]["down"] == nbytes(before), (
+        "and the others were not told twice"
+    )
 
 
 def test_fedbn_helps_where_clients_images_look_different() -> None:
@@ -149,7 +162,9 @@ def test_fedbn_helps_where_clients_images_look_different() -> None:
         *_, record = experiment.rounds(3)
         if name == "fedbn":
             return record.mean("local")
-        return sum(accuracy(experiment.server.model, c.tests["local"]) for c in clients.values()) / 2
+        return (
+            sum(accuracy(experiment.server.model, c.tests["local"]) for c in clients.values()) / 2
+        )
 
     assert last("fedbn") > last("fedavg") + 0.1
 
@@ -179,12 +194,18 @@ class Pixels(Classifier):
 
 
 def test_moons_contrast_by_hand() -> None:
-    z, glob, prev = torch.tensor([[1.0, 0.0]]), torch.tensor([[3.0, 3.0]]), torch.tensor([[0.0, 2.0]])
+    z, glob, prev = (
+        torch.tensor([[1.0, 0.0]]),
+        torch.tensor([[3.0, 3.0]]),
+        torch.tensor([[0.0, 2.0]]),
+    )
     near, far = math.exp(math.sqrt(0.5) / 0.5), math.exp(0)
     assert float(moon.contrast(z, glob, prev, 0.5)) == pytest.approx(-math.log(near / (near + far)))
     assert float(moon.contrast(z, prev, glob, 0.5)) == pytest.approx(-math.log(far / (near + far)))
     both = moon.contrast(torch.cat([z, z]), torch.cat([glob, prev]), torch.cat([prev, prev]), 0.5)
-    assert float(both) == pytest.approx((-math.log(near / (near + far)) + math.log(2)) / 2), "the mean over the batch"
+    assert float(both) == pytest.approx((-math.log(near / (near + far)) + math.log(2)) / 2), (
+        "the mean over the batch"
+    )
 
 
 def test_moons_loss_by_hand() -> None:
@@ -192,7 +213,9 @@ def test_moons_loss_by_hand() -> None:
     model, glob, prev = Pixels((1.0, 0.0)), Pixels((1.0, 1.0)), Pixels((0.0, 1.0))
     spec = Spec(1, 1, 2, 2, (0.0,), (1.0,))
     value = moon.loss(model, glob, prev, 3.0, 0.5, spec, Augment(), white, torch.tensor([0]))
-    assert float(value.detach()) == pytest.approx(math.log(2) + 3 * math.log(1 + math.exp(-math.sqrt(0.5) / 0.5)))
+    assert float(value.detach()) == pytest.approx(
+        math.log(2) + 3 * math.log(1 + math.exp(-math.sqrt(0.5) / 0.5))
+    )
     value.backward()
     assert glob.scale.grad is None
     assert prev.scale.grad is None
@@ -211,7 +234,9 @@ def test_moon_without_its_term_is_fedavg_with_a_projection_head() -> None:
     assert same(state(one), state(other))
 
 
-def test_moon_compares_with_the_servers_model_and_the_clients_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moon_compares_with_the_servers_model_and_the_clients_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     experiment = federation(tiny("moon", fraction=0.4), clients=3)
     seen: dict[tuple[str, int], dict[str, Tensor]] = {}
 
@@ -223,14 +248,18 @@ def test_moon_compares_with_the_servers_model_and_the_clients_last(monkeypatch: 
     monkeypatch.setattr(moon, "frozen", spy)
     for _ in range(4):
         server = isolate(dict(experiment.server.model.state_dict()))
-        last = {k: isolate(dict(c.model.state_dict())) for k, c in experiment.engine.clients.items()}
+        last = {
+            k: isolate(dict(c.model.state_dict())) for k, c in experiment.engine.clients.items()
+        }
         seen.clear()
         experiment.step()
         assert len(seen) == 2, "one client trains"
         for (name, k), weights in seen.items():
             assert same(weights, server if name == "start" else last[k])
     assert not moon.frozen("start", experiment.engine.clients[0]).training
-    assert not any(p.requires_grad for p in moon.frozen("start", experiment.engine.clients[0]).parameters())
+    assert not any(
+        p.requires_grad for p in moon.frozen("start", experiment.engine.clients[0]).parameters()
+    )
 
 
 def test_moon_brings_features_nearer_to_the_servers() -> None:
@@ -239,23 +268,32 @@ def test_moon_brings_features_nearer_to_the_servers() -> None:
         experiment.step()
         client = experiment.engine.clients[0]
         x = client.data.batch(torch.arange(len(client.data)))
-        glob, prev = copy.deepcopy(experiment.server.model).eval(), copy.deepcopy(client.model).eval()
+        glob, prev = (
+            copy.deepcopy(experiment.server.model).eval(),
+            copy.deepcopy(client.model).eval(),
+        )
         experiment.step()
         z, z_glob, z_prev = (m.eval().features(x).detach() for m in (client.model, glob, prev))
-        return float((torch.cosine_similarity(z, z_glob) - torch.cosine_similarity(z, z_prev)).mean())
+        return float(
+            (torch.cosine_similarity(z, z_glob) - torch.cosine_similarity(z, z_prev)).mean()
+        )
 
     assert nearer(5.0) > nearer(0.0) + 0.02
 
 
 def test_a_network_that_was_split_by_hand_gets_no_projection_head() -> None:
-    with pytest.raises(ConfigError, match="Pixels was split by hand and cannot be given a projection head"):
+    with pytest.raises(
+        ConfigError, match="Pixels was split by hand and cannot be given a projection head"
+    ):
         projected(Pixels((1.0, 1.0)), 256)
     network = projected(split(plain(SPEC)), 7)
     assert network.feature_dim == network.features(torch.zeros(2, 1, 8, 8)).shape[1] == 7
 
 
 def clouds(experiment: Experiment) -> tuple[Cloud, list[Drifter]]:
-    return cast(Cloud, experiment.server), [cast(Drifter, client) for client in experiment.engine.clients.values()]
+    return cast(Cloud, experiment.server), [
+        cast(Drifter, client) for client in experiment.engine.clients.values()
+    ]
 
 
 def test_feddyns_state_is_the_sum_of_ways() -> None:
@@ -273,10 +311,14 @@ def test_feddyns_state_is_the_sum_of_ways() -> None:
         for at, weight in server.model.named_parameters():
             for k in range(4):
                 assert (at in clients[k].h) == (at in total[k])
-                assert at not in total[k] or torch.allclose(clients[k].h[at], total[k][at], atol=1e-6)
+                assert at not in total[k] or torch.allclose(
+                    clients[k].h[at], total[k][at], atol=1e-6
+                )
             mean_h = sum(ways.get(at, torch.zeros(())) for ways in total.values()) / 4
             trained = sum(clients[k].model.state_dict()[at] for k in active) / len(active)
-            assert torch.allclose(server.h[at], mean_h, atol=1e-5), "the mean over all clients, also those at rest"
+            assert torch.allclose(server.h[at], mean_h, atol=1e-5), (
+                "the mean over all clients, also those at rest"
+            )
             assert torch.allclose(weight, trained + mean_h, atol=1e-5), "models count alike"
         statistics = "body.2.running_mean"
         mean = sum(clients[k].model.state_dict()[statistics] for k in active) / len(active)
@@ -285,7 +327,13 @@ def test_feddyns_state_is_the_sum_of_ways() -> None:
 
 def test_feddyns_first_steps_by_hand() -> None:
     """One client, two steps on all of its images: the gradient, then the gradient and α times how far it had gone."""
-    settings: dict[str, Any] = {"epochs": 1, "batch_size": 10_000, "lr": 0.5, "weight_decay": 0.1, "alpha": 0.4}
+    settings: dict[str, Any] = {
+        "epochs": 1,
+        "batch_size": 10_000,
+        "lr": 0.5,
+        "weight_decay": 0.1,
+        "alpha": 0.4,
+    }
     experiment = federation(FedDyn(**settings, clip=1e6), clients=1, models=[plain])
     _, (client,) = clouds(experiment)
     client.data.augment = Augment()
@@ -297,14 +345,22 @@ def test_feddyns_first_steps_by_hand() -> None:
         experiment.step()
         for p, value in zip(model.parameters(), w, strict=True):
             p.data.copy_(value)
-        slopes = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), list(model.parameters()))
+        slopes = torch.autograd.grad(
+            nn.functional.cross_entropy(model(x), y), list(model.parameters())
+        )
         rows = zip(w, h, slopes, strict=True)
-        after = [v - 0.5 * (slope + 0.1 * v + 0.4 * gone) for v, gone, slope in rows]  # at w_cloud, so far
-        assert all(torch.allclose(p, v, atol=1e-5) for p, v in zip(client.model.parameters(), after, strict=True))
+        after = [
+            v - 0.5 * (slope + 0.1 * v + 0.4 * gone) for v, gone, slope in rows
+        ]  # at w_cloud, so far
+        assert all(
+            torch.allclose(p, v, atol=1e-5)
+            for p, v in zip(client.model.parameters(), after, strict=True)
+        )
         h = [gone + new - old for gone, new, old in zip(h, after, w, strict=True)]
         w = [new + gone for new, gone in zip(after, h, strict=True)]
         assert all(
-            torch.allclose(p, v, atol=1e-5) for p, v in zip(experiment.server.model.parameters(), w, strict=True)
+            torch.allclose(p, v, atol=1e-5)
+            for p, v in zip(experiment.server.model.parameters(), w, strict=True)
         )
 
 
@@ -338,11 +394,17 @@ class Bowls(FedDyn):
 
 def test_feddyn_ends_where_the_sum_of_losses_is_least() -> None:
     def end(held: bool) -> float:
-        experiment = federation(Bowls(alpha=2.0, held=held), clients=2, models=[plain], partition="iid")
+        experiment = federation(
+            Bowls(alpha=2.0, held=held), clients=2, models=[plain], partition="iid"
+        )
         list(experiment.rounds(60))
         found = torch.cat([p.detach().flatten() for p in experiment.server.model.parameters()])
         assert float(found.std()) < 1e-3
-        return float(found.mean()) if held else float(cast(Cloud, experiment.server).average["head.bias"].mean())
+        return (
+            float(found.mean())
+            if held
+            else float(cast(Cloud, experiment.server).average["head.bias"].mean())
+        )
 
     assert end(True) == pytest.approx(4 / 5, abs=1e-3)
     assert end(False) == pytest.approx(1 / 2), "the mean of where each would go"
@@ -360,11 +422,17 @@ def test_feddyn_says_what_both_of_its_models_are_worth() -> None:
     assert not same(dict(mean.state_dict()), dict(server.model.state_dict()))
 
 
-AVERAGING = [name for name, kind in ALGORITHMS.items() if "average" in {field.name for field in describe(kind)}]
+AVERAGING = [
+    name
+    for name, kind in ALGORITHMS.items()
+    if "average" in {field.name for field in describe(kind)}
+]
 
 
 @pytest.mark.parametrize("name", [name for name in AVERAGING if name != "fedzkt"])
-def test_methods_that_average_can_name_a_robust_average(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_methods_that_average_can_name_a_robust_average(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
 
     def noted(rows: Tensor) -> Tensor:
@@ -387,7 +455,9 @@ def test_what_averages_nothing_names_no_average() -> None:
 
 def test_a_median_is_not_moved_by_one_client() -> None:
     """A liar that keeps to the contract: weights of up to a million."""
-    honest, beside = (small_federation(tiny("fedavg", average="median"), models="small-mlp") for _ in range(2))
+    honest, beside = (
+        small_federation(tiny("fedavg", average="median"), models="small-mlp") for _ in range(2)
+    )
     arrive = beside.engine.arrived
 
     def lying(answer: Any, method: str, client: int, sent: Any) -> Any:

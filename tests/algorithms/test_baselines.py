@@ -13,14 +13,19 @@ from tests.conftest import federation, perceptrons, same, state, tiny
 
 
 def test_fedavg_needs_one_architecture_and_says_so() -> None:
-    with pytest.raises(ConfigError, match="needs one architecture, these clients have small-cnn, small-resnet"):
+    with pytest.raises(
+        ConfigError, match="needs one architecture, these clients have small-cnn, small-resnet"
+    ):
         federation(FedAvg(), models="small-5")
 
 
 def test_fedavg_of_one_client_is_that_clients_training() -> None:
     experiment = federation(tiny("fedavg"), clients=1)
     list(experiment.rounds(2))
-    server, client = experiment.server.model.state_dict(), experiment.engine.clients[0].model.state_dict()
+    server, client = (
+        experiment.server.model.state_dict(),
+        experiment.engine.clients[0].model.state_dict(),
+    )
     assert same(dict(server), dict(client))
 
 
@@ -57,7 +62,9 @@ def test_the_local_training_of_dffke_is_that_of_local() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-@pytest.mark.parametrize("name", [n for n, kind in ALGORITHMS.items() if "optimizer" in kind.__dataclass_fields__])
+@pytest.mark.parametrize(
+    "name", [n for n, kind in ALGORITHMS.items() if "optimizer" in kind.__dataclass_fields__]
+)
 def test_clients_train_with_the_optimizer_that_is_asked_for(name: str, optimizer: str) -> None:
     once = {"max_epochs": 1} if name == "local" else {"epochs": 1}
     experiment = perceptrons(tiny(name, **once, optimizer=optimizer, lr=1e-3, batch_size=1000))
@@ -66,7 +73,9 @@ def test_clients_train_with_the_optimizer_that_is_asked_for(name: str, optimizer
     experiment.step()
     moved = (layer.detach() - before).abs()
     # The first step of Adam is as long as its rate wherever there is a gradient; one of SGD follows the gradient.
-    assert bool(((moved[moved > 0] - 1e-3).abs() < 2e-5).float().mean() > 0.9) == (optimizer == "adam")
+    assert bool(((moved[moved > 0] - 1e-3).abs() < 2e-5).float().mean() > 0.9) == (
+        optimizer == "adam"
+    )
 
 
 def test_central_gives_everything_to_everybody() -> None:
@@ -105,10 +114,17 @@ def test_fedprox_without_its_term_is_fedavg_and_with_it_stays_nearer() -> None:
         experiment = federation(tiny(name, **changes), models="small-cnn")
         before = {at: w.clone() for at, w in experiment.server.model.named_parameters()}
         list(experiment.rounds(1))
-        gone = sum(float((w - before[at]).square().sum()) for at, w in experiment.server.model.named_parameters())
+        gone = sum(
+            float((w - before[at]).square().sum())
+            for at, w in experiment.server.model.named_parameters()
+        )
         return state(experiment), gone
 
-    (plain, far), (without, same_way), (_, near) = way("fedavg"), way("fedprox", mu=0.0), way("fedprox", mu=1.0)
+    (plain, far), (without, same_way), (_, near) = (
+        way("fedavg"),
+        way("fedprox", mu=0.0),
+        way("fedprox", mu=1.0),
+    )
     assert same(plain, without)
     assert far == same_way
     assert near < 0.9 * far

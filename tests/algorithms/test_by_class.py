@@ -44,7 +44,10 @@ def test_fedprotos_loss_by_hand() -> None:
     white = torch.tensor([255, 0], dtype=torch.uint8).view(1, 1, 1, 2)  # features (1, 0)
     prototypes, known = torch.tensor([[0.0, 2.0], [0.0, 0.0]]), torch.tensor([1.0, 0.0])
     rest = prototypes, known
-    of = [float(fedproto.loss(Pixels(), SPEC, Augment(), 3.0, white, torch.tensor([y]), *rest)) for y in (0, 1)]
+    of = [
+        float(fedproto.loss(Pixels(), SPEC, Augment(), 3.0, white, torch.tensor([y]), *rest))
+        for y in (0, 1)
+    ]
     assert of[0] == pytest.approx(math.log(2) + 3 * (1 + 4) / 2)
     assert of[1] == pytest.approx(math.log(2)), "a class without a prototype pulls nowhere"
 
@@ -53,7 +56,9 @@ def test_fds_loss_by_hand() -> None:
     pixels, labels = torch.zeros(2, 1, 1, 2, dtype=torch.uint8), torch.tensor([0, 1])
     answers, known = torch.tensor([[0.75, 0.25], [0.0, 0.0]]), torch.tensor([1.0, 0.0])
     value = distilled(Pixels(), SPEC, Augment(), 2.0, pixels, labels, answers, known)
-    assert float(value) == pytest.approx(math.log(2) + 2 * math.log(2) / 2), "half the batch has somebody's answer"
+    assert float(value) == pytest.approx(math.log(2) + 2 * math.log(2) / 2), (
+        "half the batch has somebody's answer"
+    )
 
 
 def test_fds_targets_are_probabilities() -> None:
@@ -70,14 +75,19 @@ def test_fds_loss_is_least_where_the_prediction_is_the_target() -> None:
             return said + 0 * features
 
     def apart() -> Tensor:
-        one, none = (distilled(Says(), SPEC, Augment(), g, pixels, labels, answers, known) for g in (1.0, 0.0))
+        one, none = (
+            distilled(Says(), SPEC, Augment(), g, pixels, labels, answers, known)
+            for g in (1.0, 0.0)
+        )
         return one - none
 
     pixels, labels = torch.zeros(1, 1, 1, 2, dtype=torch.uint8), torch.tensor([0])
     answers, known = torch.tensor([[0.75, 0.25], [0.5, 0.5]]), torch.ones(2)
     said = answers[0].log().requires_grad_()
     (slope,) = torch.autograd.grad(apart(), said)
-    assert torch.allclose(slope, torch.zeros(2), atol=1e-6), "raw logits as targets would pull for ever"
+    assert torch.allclose(slope, torch.zeros(2), atol=1e-6), (
+        "raw logits as targets would pull for ever"
+    )
 
 
 def test_fd_learns_from_the_others_and_not_from_itself() -> None:
@@ -94,7 +104,9 @@ def test_fedproto_names_the_class_of_the_nearest_prototype() -> None:
     (record,) = experiment.rounds(1)
     client = cast(Follower, experiment.engine.clients[1])
     assert client.model.feature_dim == 48
-    features = client.model.eval().features(client.tests["global"].batch(torch.arange(len(client.tests["global"]))))
+    features = client.model.eval().features(
+        client.tests["global"].batch(torch.arange(len(client.tests["global"])))
+    )
     table = client.prototypes[0]
     distances = (features[:, None] - table["vectors"][None]).square().sum(2)
     said = table["classes"][distances.argmin(1)]
@@ -104,7 +116,9 @@ def test_fedproto_names_the_class_of_the_nearest_prototype() -> None:
 
 
 def mean_features(client: Client) -> ByClass:
-    features = client.model.eval().features(client.data.batch(torch.arange(len(client.data)))).detach()
+    features = (
+        client.model.eval().features(client.data.batch(torch.arange(len(client.data)))).detach()
+    )
     return class_means(features, client.data.labels)
 
 
@@ -134,8 +148,12 @@ def test_where_few_take_part_classes_keep_their_prototypes() -> None:
     held = [set[int]()]
     for record in experiment.rounds(4):
         assert sum(metrics["bytes_up"] > 0 for metrics in record.clients.values()) == 1
-        tables = [cast(Follower, client).prototypes[0] for client in experiment.engine.clients.values()]
-        assert all(torch.equal(table["vectors"], tables[0]["vectors"]) for table in tables), "all are told"
+        tables = [
+            cast(Follower, client).prototypes[0] for client in experiment.engine.clients.values()
+        ]
+        assert all(torch.equal(table["vectors"], tables[0]["vectors"]) for table in tables), (
+            "all are told"
+        )
         held.append(set(tables[0]["classes"].tolist()))
         assert held[-1] >= held[-2]
     assert len(held[-1]) > 3, "two clients were asked at least"
@@ -145,18 +163,28 @@ def test_lgfedavg_averages_heads_and_nothing_else() -> None:
     experiment = federation(tiny("lgfedavg"))
     records = list(experiment.rounds(2))
     head = 4 * (48 * 10 + 10)
-    assert [r.bytes["learn"] for r in records] == [{"up": 3 * head, "down": 0}, {"up": 3 * head, "down": 3 * head}]
+    assert [r.bytes["learn"] for r in records] == [
+        {"up": 3 * head, "down": 0},
+        {"up": 3 * head, "down": 3 * head},
+    ]
     sizes = [len(c.data) for c in experiment.engine.clients.values()]
-    heads = [c.model.state_dict()["head.weight"].double() for c in experiment.engine.clients.values()]
+    heads = [
+        c.model.state_dict()["head.weight"].double() for c in experiment.engine.clients.values()
+    ]
     mean = sum(n * w for n, w in zip(sizes, heads, strict=True)) / sum(sizes)
-    assert torch.allclose(cast(HeadServer, experiment.server).head["weight"].double(), mean, atol=1e-6)
+    assert torch.allclose(
+        cast(HeadServer, experiment.server).head["weight"].double(), mean, atol=1e-6
+    )
 
 
 def test_fedghs_head_by_hand() -> None:
     zero = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}
     server = HeadServer(SPEC, {}, None, torch.device("cpu"))
     server.head = zero
-    table: ByClass = {"classes": torch.tensor([0, 1]), "vectors": torch.tensor([[1.0, 0.0], [0.0, 2.0]])}
+    table: ByClass = {
+        "classes": torch.tensor([0, 1]),
+        "vectors": torch.tensor([[1.0, 0.0], [0.0, 2.0]]),
+    }
     head = FedGH(features=2, server_epochs=1, server_lr=0.5).generalised(server, table)
     # Both classes are thought equally likely, so that the slope of a row is the mean of ±1/2 times the vectors.
     assert head["weight"].tolist() == [[0.125, -0.25], [-0.125, 0.25]]
@@ -170,20 +198,29 @@ def test_fedghs_clients_train_on_with_the_servers_head() -> None:
     first, second = experiment.rounds(1), experiment.rounds(2)
     (told,) = first
     head = cast(HeadServer, experiment.server).head
-    prototypes = sum(4 * 48 + 8 for c in experiment.engine.clients.values() for _ in c.data.labels.unique())
+    prototypes = sum(
+        4 * 48 + 8 for c in experiment.engine.clients.values() for _ in c.data.labels.unique()
+    )
     assert told.bytes == {"learn": {"up": prototypes, "down": 0}}
     (again,) = second
     assert again.bytes["learn"]["down"] == 3 * 4 * (48 * 10 + 10)
     for client in experiment.engine.clients.values():
         assert torch.allclose(head_state(client.model)["weight"], head["weight"], atol=1e-6)
-    assert not torch.allclose(head["weight"], cast(HeadServer, experiment.server).head["weight"]), "it goes on"
+    assert not torch.allclose(head["weight"], cast(HeadServer, experiment.server).head["weight"]), (
+        "it goes on"
+    )
 
 
 def test_fedghs_head_knows_what_an_average_of_heads_does_not() -> None:
-    experiment = federation(tiny("fedgh", lr=0.1, server_epochs=100, server_lr=5.0), partition=Classes(per_client=4))
+    experiment = federation(
+        tiny("fedgh", lr=0.1, server_epochs=100, server_lr=5.0), partition=Classes(per_client=4)
+    )
     (_,) = experiment.rounds(1)
     clients = list(experiment.engine.clients.values())
-    prototypes, heads = joined(mean_features(client) for client in clients), [head_state(c.model) for c in clients]
+    prototypes, heads = (
+        joined(mean_features(client) for client in clients),
+        [head_state(c.model) for c in clients],
+    )
 
     def right(weight: Tensor, bias: Tensor) -> float:
         said = F.linear(prototypes["vectors"], weight, bias).argmax(1)
@@ -194,11 +231,16 @@ def test_fedghs_head_knows_what_an_average_of_heads_does_not() -> None:
 
 
 def on_a_line(*places: float) -> ByClass:
-    return {"classes": torch.arange(len(places)), "vectors": F.pad(torch.tensor(places)[:, None], (0, 7))}
+    return {
+        "classes": torch.arange(len(places)),
+        "vectors": F.pad(torch.tensor(places)[:, None], (0, 7)),
+    }
 
 
 def test_fedtgps_margin_by_hand() -> None:
-    assert float(fedtgp.margin(on_a_line(0.0, 3.0, 4.0), 100.0)) == 3.0, "the loneliest class has a neighbour at 3"
+    assert float(fedtgp.margin(on_a_line(0.0, 3.0, 4.0), 100.0)) == 3.0, (
+        "the loneliest class has a neighbour at 3"
+    )
     assert float(fedtgp.margin(on_a_line(0.0, 3.0, 4.0), 2.0)) == 2.0
     assert float(fedtgp.margin(on_a_line(5.0), 100.0)) == 0.0, "a single class has no neighbour"
 
@@ -209,7 +251,9 @@ def test_fedtgps_loss_by_hand() -> None:
             return torch.tensor([[0.0, 0.0], [3.0, 4.0]])
 
     value = fedtgp.loss(Fixed(2, 2), torch.zeros(1, 2), torch.tensor([0]), torch.tensor(1.5))
-    assert float(value) == pytest.approx(math.log(1 + math.exp(1.5 - 5.0)), rel=1e-5), "0 + 1.5 against 5"
+    assert float(value) == pytest.approx(math.log(1 + math.exp(1.5 - 5.0)), rel=1e-5), (
+        "0 + 1.5 against 5"
+    )
 
 
 def separation(server: fedtgp.Prototypist, **changes: Any) -> float:
@@ -234,11 +278,17 @@ def test_without_lambda_fedtgps_clients_are_fedprotos() -> None:
         experiment = federation(tiny(name, lam=0.0))
         records = list(experiment.rounds(2))
         networks.append(
-            {f"{k}.{at}": w for k, c in experiment.engine.clients.items() for at, w in c.model.state_dict().items()}
+            {
+                f"{k}.{at}": w
+                for k, c in experiment.engine.clients.items()
+                for at, w in c.model.state_dict().items()
+            }
         )
     assert same(*networks)
     assert "head_global" in records[-1].clients[0], "and predicts by the nearest prototype"
-    assert cast(Follower, experiment.engine.clients[0]).prototypes[0]["classes"].tolist() == list(range(10))
+    assert cast(Follower, experiment.engine.clients[0]).prototypes[0]["classes"].tolist() == list(
+        range(10)
+    )
 
 
 def test_feddistill_says_when_nobody_heard_of_its_own_classes() -> None:
@@ -246,11 +296,16 @@ def test_feddistill_says_when_nobody_heard_of_its_own_classes() -> None:
 
     def told(per_client: int) -> tuple[list[float], list[str]]:
         """The share of images that others told of, by round, and what the run says in the end."""
-        rounds = list(perceptrons(algorithm, clients=3, partition=Classes(per_client=per_client)).rounds(2))
+        rounds = list(
+            perceptrons(algorithm, clients=3, partition=Classes(per_client=per_client)).rounds(2)
+        )
         return [r.mean("heard") for r in rounds], algorithm.remarks(rounds)
 
     assert told(10) == ([0.0, 1.0], []), "the first round has nothing to tell yet"
     heard, (said,) = told(2)
     assert heard == [0.0, 0.0]
-    assert "no client heard of a class of its own in 2 rounds, so clients learned alone: no two of them" in said
+    assert (
+        "no client heard of a class of its own in 2 rounds, so clients learned alone: no two of them"
+        in said
+    )
     assert algorithm.remarks([]) == []

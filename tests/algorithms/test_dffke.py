@@ -85,7 +85,9 @@ EMBEDDINGS = np.array([[0.3, 0.1], [-0.2, 0.7]]), np.array([[1.0, 0.0], [0.4, -0
 
 def decoder_loss(*clients: int, **terms: Any) -> tuple[Tensor, Tensor, Fixed]:
     viewers = tuple(Viewer(Linear(BODIES[k], B), linear(*DOCKS[k])) for k in clients)
-    batch = [torch.tensor(part).float()[:, None] for k in clients for part in (CODES[k], EMBEDDINGS[k])]
+    batch = [
+        torch.tensor(part).float()[:, None] for k in clients for part in (CODES[k], EMBEDDINGS[k])
+    ]
     decoder: Any = Fixed()
     others = tuple(Linear(OTHER, B) for _ in clients)
     loss, bare = drawn_loss(decoder, SPEC, viewers, others, Terms(**terms), *batch)
@@ -140,7 +142,9 @@ def test_two_clients_count_by_how_many_codes_they_have() -> None:
 def test_what_the_options_add_to_equation_12() -> None:
     for k in (0, 1):
         plain = decoder_loss(k)[0].item()
-        assert decoder_loss(k, logits=True)[0].item() - plain == pytest.approx(added(k)["logits"], abs=1e-5)
+        assert decoder_loss(k, logits=True)[0].item() - plain == pytest.approx(
+            added(k)["logits"], abs=1e-5
+        )
         for choice in ("kl", "mae", "mse"):
             loss, bare, _ = decoder_loss(k, differ=choice)
             assert loss.item() - plain == pytest.approx(added(k)[choice], abs=1e-5)
@@ -210,5 +214,8 @@ def test_a_student_sees_transfer_images_augmented() -> None:
     seen = [model.features(shown(SPEC, Augment(flip=True), images)) for _ in range(40)]
     losses = [DFFKE().exchange_loss(model, features, logits).item() for features in seen]
     mirrored = [abs(loss - possible[1]) < 1e-5 for loss in losses]
-    assert all(abs(loss - possible[is_mirrored]) < 1e-5 for loss, is_mirrored in zip(losses, mirrored, strict=True))
+    assert all(
+        abs(loss - possible[is_mirrored]) < 1e-5
+        for loss, is_mirrored in zip(losses, mirrored, strict=True)
+    )
     assert 8 < sum(mirrored) < 32

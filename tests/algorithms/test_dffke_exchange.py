@@ -39,7 +39,9 @@ def watched(
             lessons[client.id], owner[id(client.model)] = taught, client.id
             super().exchange(client, taught)
 
-        def exchange_loss(self, model: Classifier, features: Tensor, target: Tensor, *docked: Tensor) -> Tensor:
+        def exchange_loss(
+            self, model: Classifier, features: Tensor, target: Tensor, *docked: Tensor
+        ) -> Tensor:
             steps[owner[id(model)]].append(target)
             return super().exchange_loss(model, features, target, *docked)
 
@@ -48,7 +50,9 @@ def watched(
         return shown(spec, augment, images)
 
     monkeypatch.setattr(dffke, "shown", noted)
-    experiment = federation(Watched(**{**TINY["dffke"], **changes}), clients=clients, models="small-mlp")
+    experiment = federation(
+        Watched(**{**TINY["dffke"], **changes}), clients=clients, models="small-mlp"
+    )
     return experiment, steps, lessons, augments
 
 
@@ -61,7 +65,12 @@ def rows(tensor: Tensor) -> set[tuple[float, ...]]:
 def test_a_mixed_step_of_the_exchange_is_on_images_of_all_peers(
     floor: int, review: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"exchange_epochs": 2, "batch_size": 40, "exchange_steps": floor, "local_review": review}
+    options = {
+        "exchange_epochs": 2,
+        "batch_size": 40,
+        "exchange_steps": floor,
+        "local_review": review,
+    }
     experiment, steps, lessons, _ = watched(monkeypatch, **options)
     list(experiment.rounds(1))
     kinds = 1 + review  # a batch holds as many private images, if there are any
@@ -72,7 +81,9 @@ def test_a_mixed_step_of_the_exchange_is_on_images_of_all_peers(
         assert len(steps[k]) == kinds * max(floor, 2 * -(-images // 40))
         for target in steps[k]:
             assert len(target) == 40 // kinds
-            assert all(bool(rows(target) & said[i]) for i in said), "every peer has a say in every step"
+            assert all(bool(rows(target) & said[i]) for i in said), (
+                "every peer has a say in every step"
+            )
         epoch = -(-images // (40 // kinds))
         for start in (0, epoch):
             seen = set.union(*(rows(target) for target in steps[k][start : start + epoch]))
@@ -80,7 +91,9 @@ def test_a_mixed_step_of_the_exchange_is_on_images_of_all_peers(
 
 
 @pytest.mark.parametrize("floor", [0, 9])
-def test_every_student_makes_the_passes_of_the_largest_set(floor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_student_makes_the_passes_of_the_largest_set(
+    floor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = {"mixed": False, "batch_size": 10, "exchange_epochs": 2, "exchange_steps": floor}
     experiment, steps, lessons, _ = watched(monkeypatch, **options)
     list(experiment.rounds(1))
@@ -89,14 +102,20 @@ def test_every_student_makes_the_passes_of_the_largest_set(floor: int, monkeypat
     assert [len(steps[k]) for k in range(3)] == 3 * [2 * passes]  # T_FKE passes, two peers each
     for k, lesson in lessons.items():
         for at, (targets,) in enumerate(lesson.values()):
-            assert all(rows(target) <= rows(targets["logits"]) for target in steps[k][at::2]), "one peer in a step"
+            assert all(rows(target) <= rows(targets["logits"]) for target in steps[k][at::2]), (
+                "one peer in a step"
+            )
 
 
 @pytest.mark.parametrize("mixed", [True, False])
-def test_memories_are_reviewed_beside_what_is_new(mixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memories_are_reviewed_beside_what_is_new(
+    mixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     experiment, steps, lessons, _ = watched(monkeypatch, mixed=mixed, exchange_steps=3)
     list(experiment.rounds(1))
-    assert [len(steps[k]) for k in range(3)] == 3 * [3 * 2]  # private and new in a step; or a step for each peer
+    assert [len(steps[k]) for k in range(3)] == 3 * [
+        3 * 2
+    ]  # private and new in a step; or a step for each peer
     steps.clear()
     list(experiment.rounds(2))
     assert [len(steps[k]) for k in range(3)] == 3 * [3 * 3 * 2 if mixed else 3 * 4]
@@ -107,7 +126,9 @@ def test_memories_are_reviewed_beside_what_is_new(mixed: bool, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_students_see_transfer_images_as_they_see_their_own(on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_students_see_transfer_images_as_they_see_their_own(
+    on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     experiment, _, _, augments = watched(monkeypatch, augmented=on)
     list(experiment.rounds(1))
     assert augments == {Augment(crop=1) if on else Augment()}
@@ -129,7 +150,11 @@ def test_one_peer_is_one_lesson_and_another_over_rounds(monkeypatch: pytest.Monk
     assert all(len(set(peers)) > 1 for peers in taught.values())
 
 
-@given(st.lists(st.integers(0, 99), unique=True, max_size=9), st.none() | st.integers(1, 12), st.integers(0, 9))
+@given(
+    st.lists(st.integers(0, 99), unique=True, max_size=9),
+    st.none() | st.integers(1, 12),
+    st.integers(0, 9),
+)
 def test_each_hears_so_many_others_in_order(ids: list[int], peers: int | None, seed: int) -> None:
     torch.manual_seed(seed)
     lessons: dict[int, Lesson] = {i: [] for i in sorted(ids)}
@@ -141,7 +166,9 @@ def test_each_hears_so_many_others_in_order(ids: list[int], peers: int | None, s
 
 
 @pytest.mark.parametrize("warm", [True, False])
-def test_a_warm_decoder_starts_where_the_last_rounds_ended(warm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_decoder_starts_where_the_last_rounds_ended(
+    warm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     starts: list[Any] = []
 
     def noted(decoder: Any, *arguments: Any) -> Any:
@@ -154,13 +181,18 @@ def test_a_warm_decoder_starts_where_the_last_rounds_ended(warm: bool, monkeypat
     list(experiment.rounds(3))
     assert isinstance(experiment.server, Hub)
     ends = [entry["decoder"] for entry in experiment.server.buffer]
-    assert [same(start, end) for start, end in zip(starts[1:], ends[:-1], strict=True)] == [warm, warm]
+    assert [same(start, end) for start, end in zip(starts[1:], ends[:-1], strict=True)] == [
+        warm,
+        warm,
+    ]
     assert not any(same(start, end) for start, end in zip(starts, ends, strict=True))
     assert same(experiment.server.decoder, ends[-1] if warm else {}), "kept only where it is needed"
 
 
 @pytest.mark.parametrize("cosine", [True, False])
-def test_learning_rates_fall_to_zero_within_each_phase(cosine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learning_rates_fall_to_zero_within_each_phase(
+    cosine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rates: dict[Trainer, list[float]] = defaultdict(list)
     original = Trainer.anneal
 
@@ -169,19 +201,30 @@ def test_learning_rates_fall_to_zero_within_each_phase(cosine: bool, monkeypatch
         rates[self].append(self.optimizer.param_groups[0]["lr"])
 
     monkeypatch.setattr(Trainer, "anneal", noted)
-    list(perceptrons(tiny("dffke", cosine=cosine, tau=1.0, decoder_steps=5, exchange_steps=4)).rounds(1))
+    list(
+        perceptrons(
+            tiny("dffke", cosine=cosine, tau=1.0, decoder_steps=5, exchange_steps=4)
+        ).rounds(1)
+    )
     # Two epochs for each of three clients; the decoder; the exchange on two kinds of images.
     assert sorted(map(len, rates.values())) == [2, 2, 2, 5, 8, 8, 8]
     for fallen in rates.values():
-        share = [0.5 * (1 + math.cos(math.pi * (i + 1) / len(fallen))) if cosine else 1 for i in range(len(fallen))]
+        share = [
+            0.5 * (1 + math.cos(math.pi * (i + 1) / len(fallen))) if cosine else 1
+            for i in range(len(fallen))
+        ]
         assert fallen == pytest.approx([1e-3 * part for part in share])
         assert (fallen[-1] == 0) == cosine
 
 
 @pytest.mark.parametrize("memory", [None, 1, 0])
 @pytest.mark.parametrize("later", [0, 1, None])
-def test_after_the_first_exchange_local_training_has_a_length_of_its_own(later: int | None, memory: int | None) -> None:
-    experiment = perceptrons(tiny("dffke", tau=1.0, max_epochs=3, later_epochs=later, memory=memory), clients=2)
+def test_after_the_first_exchange_local_training_has_a_length_of_its_own(
+    later: int | None, memory: int | None
+) -> None:
+    experiment = perceptrons(
+        tiny("dffke", tau=1.0, max_epochs=3, later_epochs=later, memory=memory), clients=2
+    )
     epochs = [[record.clients[k]["epochs"] for k in range(2)] for record in experiment.rounds(3)]
     expected = 3 if later is None else later
     assert epochs == [[3, 3], [expected, expected], [expected, expected]]
@@ -201,7 +244,9 @@ def test_without_local_training_clients_offer_what_the_last_exchange_left() -> N
     for record in experiment.rounds(3):
         for k, client in experiment.engine.clients.items():
             assert same(offered[k], left.get(k, {})) == (record.round > 1)
-            assert ("before_global" in record.clients[k]) == (record.round == 1), "who did not train has nothing to say"
+            assert ("before_global" in record.clients[k]) == (record.round == 1), (
+                "who did not train has nothing to say"
+            )
             left[k] = isolate(dict(client.model.state_dict()))
 
 
@@ -266,20 +311,38 @@ def test_and_the_same_options_do_not(rounds: int) -> None:
 
 
 def test_no_option_was_forgotten() -> None:
-    elsewhere = {"parts", "noise"}  # images of 8 pixels are not cut; noise is in the place of embeddings or nowhere
-    assert {name for changes in CHANGES for name in changes} == {f.name for f in fields(DFFKE)} - elsewhere
+    elsewhere = {
+        "parts",
+        "noise",
+    }  # images of 8 pixels are not cut; noise is in the place of embeddings or nowhere
+    assert {name for changes in CHANGES for name in changes} == {
+        f.name for f in fields(DFFKE)
+    } - elsewhere
 
 
 def test_the_papers_preset_is_the_paper() -> None:
     paper, code = DFFKE.preset("paper"), DFFKE.preset("code")
     off = "parts mixed whiten cosine balanced augmented warm_decoder local_review"
-    assert {name: bool(getattr(paper, name)) for name in off.split()} == dict.fromkeys(off.split(), False)
+    assert {name: bool(getattr(paper, name)) for name in off.split()} == dict.fromkeys(
+        off.split(), False
+    )
     assert (paper.share, paper.decoder_epochs, paper.exchange_epochs) == (0.15, 6, 4)
     assert (paper.decoder_steps, paper.exchange_steps) == (0, 0), "no floors"
     assert (paper.batch_size, paper.decoder_batch) == (100, None)
     assert (paper.max_epochs, paper.later_epochs) == (100, None), "as good as no limit"
-    assert (paper.tau, paper.lr, paper.code_dim, paper.docking_epochs, paper.noise) == (0.98, 1e-3, 512, 100, 1)
-    assert (paper.peers, paper.memory, paper.direction, paper.transfer) == (None, None, "teacher", "decoder")
+    assert (paper.tau, paper.lr, paper.code_dim, paper.docking_epochs, paper.noise) == (
+        0.98,
+        1e-3,
+        512,
+        100,
+        1,
+    )
+    assert (paper.peers, paper.memory, paper.direction, paper.transfer) == (
+        None,
+        None,
+        "teacher",
+        "decoder",
+    )
     assert (paper.embedding_loss, paper.logit_loss) == (False, False)
     assert code == DFFKE.preset(
         "paper", {"share": 1.0, "local_review": True, "embedding_loss": True, "logit_loss": True}
@@ -310,9 +373,15 @@ def test_what_is_drawn_does_not_depend_on_how_students_see_it() -> None:
 
 def test_transfer_images_are_shifted_by_as_much_as_private_ones() -> None:
     pixels, labels = torch.zeros(2, 3, 64, 64, dtype=torch.uint8), torch.zeros(2, dtype=torch.long)
-    data = Images(pixels, labels, Spec(3, 128, 128, 10, (0.5,) * 3, (0.5,) * 3), Augment(8, flip=True))
-    assert DFFKE().augment(data) == Augment(4, flip=True), "an eighth of 32 pixels, which the decoder draws"
-    assert DFFKE(transfer="public").augment(data) == Augment(16, flip=True), "and of the 128 of public images"
+    data = Images(
+        pixels, labels, Spec(3, 128, 128, 10, (0.5,) * 3, (0.5,) * 3), Augment(8, flip=True)
+    )
+    assert DFFKE().augment(data) == Augment(4, flip=True), (
+        "an eighth of 32 pixels, which the decoder draws"
+    )
+    assert DFFKE(transfer="public").augment(data) == Augment(16, flip=True), (
+        "and of the 128 of public images"
+    )
     assert DFFKE(augmented=False).augment(data) == Augment()
 
 

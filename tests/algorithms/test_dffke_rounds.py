@@ -10,7 +10,6 @@ from torch import Tensor
 
 from barter import DFFKE, Experiment
 from barter.algorithms.dffke import Hub, Trader
-from barter.conformance import few_digits
 from barter.core.errors import ConfigError
 from barter.core.payload import isolate, nbytes
 from barter.data.task import Data
@@ -18,6 +17,7 @@ from barter.models.generators import Decoder
 from barter.ops.docking import unify
 from barter.ops.fit import adam
 from barter.ops.transfer import review
+from barter.testing.conformance import few_digits
 from tests.conftest import TINY, federation, perceptrons, tiny
 
 
@@ -31,7 +31,9 @@ def test_a_round_crosses_what_it_says_and_no_more() -> None:
     clients = experiment.engine.clients
     shared = {k: max(2, -(-len(c.data) // 10)) for k, c in clients.items()}
     weights = {k: nbytes(c.model.state_dict()) for k, c in clients.items()}
-    learn = sum(8 + weights[k] + n * clients[k].model.feature_dim * 4 + n * 8 for k, n in shared.items())
+    learn = sum(
+        8 + weights[k] + n * clients[k].model.feature_dim * 4 + n * 8 for k, n in shared.items()
+    )
     entry = 8 + sum(shared.values()) * 8 * 8 * 2
     lesson = {k: 8 + n * 10 * 4 for k, n in shared.items()}
     assert record.bytes["learn"] == {"up": learn, "down": 0}
@@ -43,12 +45,17 @@ def test_a_round_crosses_what_it_says_and_no_more() -> None:
 def test_embeddings_of_parts_cross_too_and_clients_may_draw_for_themselves() -> None:
     data = Data(source=few_digits(), size=16)
     ends: dict[str, dict[str, torch.Tensor]] = {}
-    for parts, transfer in ((2, "decoder"), (4, "images")):  # 16 pixels have no more than two by two parts of 8
+    for parts, transfer in (
+        (2, "decoder"),
+        (4, "images"),
+    ):  # 16 pixels have no more than two by two parts of 8
         experiment = federation(tiny("dffke", parts=parts, transfer=transfer), data=data, clients=2)
         (record,) = experiment.rounds(1)
         clients, spec = experiment.engine.clients, experiment.task.spec
         shared = {k: -(-len(c.data) // 10) for k, c in clients.items()}
-        embeddings = sum(n * 5 * clients[k].model.feature_dim * 4 + n * 8 for k, n in shared.items())
+        embeddings = sum(
+            n * 5 * clients[k].model.feature_dim * 4 + n * 8 for k, n in shared.items()
+        )
         weights = sum(nbytes(c.model.state_dict()) for c in clients.values())
         assert record.bytes["learn"]["up"] == 2 * 8 + weights + embeddings
         each = {"images": 16 * 16 * 2, "decoder": 5 * 16 * 4}[transfer]
@@ -56,15 +63,22 @@ def test_embeddings_of_parts_cross_too_and_clients_may_draw_for_themselves() -> 
         assert record.bytes["teach"]["down"] == 2 * (8 + each * sum(shared.values()) + decoder)
         ends[transfer] = isolate(dict(clients[0].model.state_dict()))
     for at, w in ends["images"].items():
-        assert torch.allclose(w.float(), ends["decoder"][at].float(), atol=5e-3), "but for half precision, the same"
-    with pytest.raises(ConfigError, match="parts=1: one part is the whole; 2 cuts an image into four"):
+        assert torch.allclose(w.float(), ends["decoder"][at].float(), atol=5e-3), (
+            "but for half precision, the same"
+        )
+    with pytest.raises(
+        ConfigError, match="parts=1: one part is the whole; 2 cuts an image into four"
+    ):
         DFFKE(parts=1)
 
 
 @pytest.mark.parametrize(
-    ("limit", "kept", "transfer"), [(0, 0, "images"), (1, 1, "decoder"), (2, 2, "images"), (None, 4, "images")]
+    ("limit", "kept", "transfer"),
+    [(0, 0, "images"), (1, 1, "decoder"), (2, 2, "images"), (None, 4, "images")],
 )
-def test_the_buffer_keeps_r_past_rounds_and_reports_its_size(limit: int | None, kept: int, transfer: str) -> None:
+def test_the_buffer_keeps_r_past_rounds_and_reports_its_size(
+    limit: int | None, kept: int, transfer: str
+) -> None:
     experiment, records = exchanged(4, memory=limit, transfer=transfer)
     for client in experiment.engine.clients.values():
         assert isinstance(client, Trader)
@@ -73,7 +87,9 @@ def test_the_buffer_keeps_r_past_rounds_and_reports_its_size(limit: int | None, 
     decoder = 0 if transfer == "images" else nbytes(Decoder(16, experiment.task.spec).state_dict())
     each = {"images": 8 * 8 * 2, "decoder": 16 * 4}[transfer]
     codes = sum(max(2, -(-len(c.data) // 10)) * each for c in experiment.engine.clients.values())
-    assert nbytes(client.buffer) == kept * (decoder + codes + 8)  # R (|Dec| + N h b), and the round's number
+    assert nbytes(client.buffer) == kept * (
+        decoder + codes + 8
+    )  # R (|Dec| + N h b), and the round's number
     assert records[-1].server["buffer_bytes"] == nbytes(client.buffer)
 
 
@@ -101,18 +117,28 @@ def test_review_takes_as_much_of_the_past_as_there_is_fresh() -> None:
             assert fresh["round"] == record.round
             assert "index" not in fresh
             assert len(fresh["logits"]) == sizes[record.round]
-            assert sum(len(targets["logits"]) for targets in past) == (sizes[record.round] if record.round > 1 else 0)
+            assert sum(len(targets["logits"]) for targets in past) == (
+                sizes[record.round] if record.round > 1 else 0
+            )
             for targets in past:
                 assert targets["round"] < record.round
-                assert len(targets["index"]) == len(targets["logits"]) == len(set(targets["index"].tolist()))
+                assert (
+                    len(targets["index"])
+                    == len(targets["logits"])
+                    == len(set(targets["index"].tolist()))
+                )
                 assert int(targets["index"].max()) < sizes[targets["round"]]
     assert [targets["round"] for targets in lessons[0]] == [3, 1, 2], "some of every round before"
     everything = review(client.buffer[:-1], client.id, 10**6)
-    assert [part.tolist() for _, _, part in everything if part is not None] == 2 * [list(range(sizes[1]))]
+    assert [part.tolist() for _, _, part in everything if part is not None] == 2 * [
+        list(range(sizes[1]))
+    ]
 
 
 def test_who_missed_rounds_is_sent_their_entries() -> None:
-    experiment = perceptrons(tiny("dffke", participation=0.5, memory=None, transfer="decoder"), clients=4)
+    experiment = perceptrons(
+        tiny("dffke", participation=0.5, memory=None, transfer="decoder"), clients=4
+    )
     buffers: dict[int, list[int]] = {}
     last: dict[int, int] = {}
     decoder = nbytes(Decoder(16, experiment.task.spec).state_dict())
@@ -124,7 +150,9 @@ def test_who_missed_rounds_is_sent_their_entries() -> None:
             assert isinstance(client, Trader)
             buffers[k] = [entry["round"] for entry in client.buffer]
             assert buffers[k] == list(range(1, r.round + 1)), "the buffer is synchronised"
-            assert r.clients[k]["bytes_down"] > (r.round - last.get(k, 0)) * decoder, "and that is counted"
+            assert r.clients[k]["bytes_down"] > (r.round - last.get(k, 0)) * decoder, (
+                "and that is counted"
+            )
             last[k] = r.round
     assert len(buffers) == 4
 
@@ -144,7 +172,9 @@ def test_noise_in_place_of_embeddings_sends_weights_alone() -> None:
     assert records[0].mean("global") > 0
 
 
-def test_noise_in_place_of_embeddings_is_as_strong_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_in_place_of_embeddings_is_as_strong_as_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[Tensor] = []
 
     def noted(server: Hub, e: dict[int, Tensor], *arguments: Any) -> Any:
@@ -159,7 +189,9 @@ def test_noise_in_place_of_embeddings_is_as_strong_as_asked_for(monkeypatch: pyt
 
 
 def test_public_data_takes_the_place_of_decoder_embeddings_and_weights() -> None:
-    experiment = perceptrons(tiny("dffke", transfer="public"), data=Data(source=few_digits(), public="digits"))
+    experiment = perceptrons(
+        tiny("dffke", transfer="public"), data=Data(source=few_digits(), public="digits")
+    )
     records = list(experiment.rounds(2))
     assert records[0].bytes["learn"]["up"] == 3 * 8, "how many images"
     shared = sum(max(2, -(-len(c.data) // 10)) for c in experiment.engine.clients.values())

@@ -27,7 +27,10 @@ def test_the_decoder_draws_32_pixels_and_is_resized_from_there() -> None:
         assert images.shape == (2, 3, drawn, drawn)
         assert resized(images, spec).shape == (2, 3, side, side)
     parameters = {
-        code: sum(p.numel() for p in Decoder(code, Spec(3, 32, 32, 10, (0.5,) * 3, (0.5,) * 3)).parameters())
+        code: sum(
+            p.numel()
+            for p in Decoder(code, Spec(3, 32, 32, 10, (0.5,) * 3, (0.5,) * 3)).parameters()
+        )
         for code in (100, 256, 512)
     }
     assert parameters == {100: 1_050_947, 256: 2_328_899, 512: 4_426_051}
@@ -57,8 +60,13 @@ def test_the_code_of_a_part_tells_the_decoder_of_its_own_place(side: int, parts:
             touched = (decoder.placed(tiles) - empty)[0].amax(0) > 1e-6
             low, high = (torch.tensor([row, column]) + torch.tensor([[0], [1]])) * told / parts
             inside = torch.zeros(told, told, dtype=torch.bool)
-            inside[low[0].floor().int() : high[0].ceil().int(), low[1].floor().int() : high[1].ceil().int()] = True
-            assert torch.equal(touched, inside) if told % parts == 0 else not (touched & ~inside).any()
+            inside[
+                low[0].floor().int() : high[0].ceil().int(),
+                low[1].floor().int() : high[1].ceil().int(),
+            ] = True
+            assert (
+                torch.equal(touched, inside) if told % parts == 0 else not (touched & ~inside).any()
+            )
             assert touched.any()
 
 
@@ -81,10 +89,15 @@ def test_unification_separates_classes_of_different_clients() -> None:
     assert between > 3 * across
 
 
-def unified(floor: float) -> tuple[dict[int, Any], dict[int, Tensor], dict[int, nn.Linear], dict[int, Tensor]]:
+def unified(
+    floor: float,
+) -> tuple[dict[int, Any], dict[int, Tensor], dict[int, nn.Linear], dict[int, Tensor]]:
     """The same embeddings of two clients in one space: what is kept of the layers, embeddings, layers and codes."""
     torch.manual_seed(0)
-    embeddings = {0: torch.randn(60, 2, 6) * torch.arange(1.0, 7.0) + 2, 1: torch.randn(100, 2, 5) - 1}
+    embeddings = {
+        0: torch.randn(60, 2, 6) * torch.arange(1.0, 7.0) + 2,
+        1: torch.randn(100, 2, 5) - 1,
+    }
     labels = {k: torch.arange(len(e)) % 10 for k, e in embeddings.items()}
     torch.manual_seed(1)
     z, codes, states = unify(hub(), embeddings, labels, {}, 4, 5, adam(1e-2), floor)
@@ -114,7 +127,9 @@ def test_whitened_codes_of_all_clients_together_vary_alike() -> None:
         assert torch.allclose(codes.mean(0), torch.zeros(4), atol=1e-4) != off
 
 
-def decoder_steps(mixed: bool, epochs: int, floor: int) -> tuple[list[list[tuple[int, Tensor]]], dict[int, Tensor]]:
+def decoder_steps(
+    mixed: bool, epochs: int, floor: int
+) -> tuple[list[list[tuple[int, Tensor]]], dict[int, Tensor]]:
     """Whose codes each step of the decoder was on, of clients with 10, 20 and 60 of them."""
     steps: list[list[tuple[int, Tensor]]] = []
 
@@ -127,14 +142,22 @@ def decoder_steps(mixed: bool, epochs: int, floor: int) -> tuple[list[list[tuple
             return super().step(loss, *batch)
 
     experiment = federation(tiny("dffke"))
-    models = {k: client.model.eval().requires_grad_(False) for k, client in experiment.engine.clients.items()}
+    models = {
+        k: client.model.eval().requires_grad_(False)
+        for k, client in experiment.engine.clients.items()
+    }
     viewers = {k: Viewer(model, nn.Linear(model.feature_dim, 4)) for k, model in models.items()}
-    embeddings = {k: torch.randn(n, 1, models[k].feature_dim) for k, n in zip(models, (10, 20, 60), strict=True)}
+    embeddings = {
+        k: torch.randn(n, 1, models[k].feature_dim)
+        for k, n in zip(models, (10, 20, 60), strict=True)
+    }
     codes = {k: viewers[k].translate(e).detach() for k, e in embeddings.items()}
     schedule = Schedule(epochs, floor, 6, mixed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("barter.ops.inversion.Trainer", Watched)
-        fit_decoder(experiment.server, {}, viewers, codes, embeddings, adam(1e-3), schedule, Terms())
+        fit_decoder(
+            experiment.server, {}, viewers, codes, embeddings, adam(1e-3), schedule, Terms()
+        )
     return steps, codes
 
 
@@ -146,7 +169,9 @@ def passes(parts: list[Tensor], codes: Tensor) -> bool:
 def test_a_mixed_step_of_the_decoder_holds_every_clients_codes_in_proportion() -> None:
     steps, codes = decoder_steps(mixed=True, epochs=2, floor=0)
     # 6 on average, so 2, 4 and 12; then an epoch is five steps for everybody.
-    assert [[(k, len(part)) for k, part in step] for step in steps] == 10 * [[(0, 2), (1, 4), (2, 12)]]
+    assert [[(k, len(part)) for k, part in step] for step in steps] == 10 * [
+        [(0, 2), (1, 4), (2, 12)]
+    ]
     for epoch in (steps[:5], steps[5:]):
         for at, k in enumerate(codes):
             assert passes([step[at][1] for step in epoch], codes[k])
@@ -155,7 +180,11 @@ def test_a_mixed_step_of_the_decoder_holds_every_clients_codes_in_proportion() -
 def test_in_the_paper_a_step_of_the_decoder_is_on_one_clients_codes() -> None:
     steps, codes = decoder_steps(mixed=False, epochs=1, floor=0)
     # An epoch of the largest offer is ten steps of 6, and the others make as many.
-    assert [[(k, len(part)) for k, part in step] for step in steps] == 10 * [[(0, 6)], [(1, 6)], [(2, 6)]]
+    assert [[(k, len(part)) for k, part in step] for step in steps] == 10 * [
+        [(0, 6)],
+        [(1, 6)],
+        [(2, 6)],
+    ]
     assert passes([step[0][1] for step in steps[2::3]], codes[2])
 
 

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from barter.algorithms import dfrd
-from barter.algorithms.dfrd import DFRD, Ensemble, as_averaged, excess, label_weights, moved, transferability, useful
+from barter.algorithms.dfrd import (
+    DFRD,
+    Ensemble,
+    as_averaged,
+    excess,
+    label_weights,
+    moved,
+    transferability,
+    useful,
+)
 from barter.core.evaluation import accuracy
 from barter.core.images import Spec
 from barter.core.payload import isolate, nbytes
@@ -35,7 +44,10 @@ def spec(side: int = 32, classes: int = 10, channels: int = 3) -> Spec:
 
 @pytest.mark.parametrize(("over", "size"), [("batch", 2), ("chosen", 1)])
 def test_transferability_by_hand(over: str, size: int) -> None:
-    p, q = softmax(F / 10), softmax(E / 10)  # KL(student ‖ ensemble): the direction of the authors' code
+    p, q = (
+        softmax(F / 10),
+        softmax(E / 10),
+    )  # KL(student ‖ ensemble): the direction of the authors' code
     divergence = (p * np.log(p / q)).sum(1)
     chosen = torch.tensor([1.0, 0.0])
     value = transferability(torch.tensor(E), torch.tensor(F), chosen, 10.0, over)
@@ -66,7 +78,9 @@ def test_the_rules_by_hand() -> None:
 
 def test_fidelity_diversity_and_excess_by_hand() -> None:
     y = torch.tensor([0, 1])
-    assert fidelity(torch.tensor(E), y).item() == pytest.approx(-np.log(softmax(E)[[0, 1], [0, 1]]).mean())
+    assert fidelity(torch.tensor(E), y).item() == pytest.approx(
+        -np.log(softmax(E)[[0, 1], [0, 1]]).mean()
+    )
     x, h = torch.tensor([[0.0, 0.0], [2.0, 0.0]]), torch.tensor([[1.0], [4.0]])
     assert diversity(x, h).item() == pytest.approx(np.exp(-(2 * 2 * 9) / 4), rel=1e-4)
     # Lengths 5 and 1 where γ √d is 2: only the first is in excess.
@@ -101,7 +115,10 @@ def test_the_opinion_is_weighted_by_label() -> None:
 
 
 def test_the_slow_generator_by_hand() -> None:
-    slow, now = {"w": torch.tensor([4.0]), "n": torch.tensor(1)}, {"w": torch.tensor([8.0]), "n": torch.tensor(2)}
+    slow, now = (
+        {"w": torch.tensor([4.0]), "n": torch.tensor(1)},
+        {"w": torch.tensor([8.0]), "n": torch.tensor(2)},
+    )
     later = moved(slow, now, 0.75)
     assert later["w"].item() == 5.0
     assert later["n"].item() == 2
@@ -123,7 +140,9 @@ def test_the_generator_has_the_parameters_of_the_authors() -> None:
     for noise, parameters in ((64, 3_153_280), (100, 3_448_552)):
         assert sum(p.numel() for p in MergeGenerator(spec(), noise).parameters()) == parameters
     for side in (8, 16, 28, 64, 100):
-        images = MergeGenerator(spec(side, channels=1), 8)(torch.randn(3, 8), torch.tensor([1, 2, 3]))
+        images = MergeGenerator(spec(side, channels=1), 8)(
+            torch.randn(3, 8), torch.tensor([1, 2, 3])
+        )
         assert images.shape == (3, 1, side, side)
         assert images.abs().max() <= 1
 
@@ -188,12 +207,17 @@ def test_images_are_what_a_client_was_trained_on_though_it_sees_its_class_in_eve
     other = Halves(3, [0.0, 0.0], 0.36, [[-5.0, 0.0, 0.0], [0.0, 2.0, -2.0]])
     ensemble, tau = Ensemble([narrow, other]), torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]])  # type: ignore[list-item]
     algorithm, generator = DFRD(beta_bn=weight, noise=8), MergeGenerator(task, 8)
-    trainer, y = Trainer.of(generator, adam(algorithm.generator_lr, beta1=0.5)), torch.arange(3).repeat(10)
+    trainer, y = (
+        Trainer.of(generator, adam(algorithm.generator_lr, beta1=0.5)),
+        torch.arange(3).repeat(10),
+    )
     loss = partial(algorithm.generator_loss, generator, ensemble, other, task)  # type: ignore[arg-type]
     for _ in range(60):
         trainer.step(loss, torch.randn(30, 8), y, tau[:, y])
     x = shown(generator(torch.randn(30, 8), y), task, "matched")
-    assert (ensemble(x, tau[:, y]).argmax(1) == y).float().mean() > 0.9, "the clients see the labels either way"
+    assert (ensemble(x, tau[:, y]).argmax(1) == y).float().mean() > 0.9, (
+        "the clients see the labels either way"
+    )
     above, below = (half.mean((1, 2, 3)) for half in x[y == 0].chunk(2, 2))
     assert ((above - below).mean() > 0.4) == bright
 
@@ -214,7 +238,8 @@ def test_the_generators_loss_is_the_sum_of_its_terms() -> None:
     chosen = torch.tensor([1.0, 0.0])
     parts = [
         fidelity(torch.tensor(E).float(), y),
-        0.5 * transferability(torch.tensor(E).float(), torch.tensor(F).float(), chosen, 10.0, "batch"),
+        0.5
+        * transferability(torch.tensor(E).float(), torch.tensor(F).float(), chosen, 10.0, "batch"),
         2.0 * diversity(s, h),
         0.2 * ensemble.inspected(s, torch.ones(2, 2))[1],
         3.0 * excess(names, 0.1),
@@ -227,7 +252,10 @@ def test_the_generators_loss_is_the_sum_of_its_terms() -> None:
 def test_the_global_loss_by_hand(squared: bool, factor: float) -> None:
     task = spec(8, classes=3)
     algorithm = DFRD(square_temperature=squared, alpha=0.5, noise=4)
-    generator, draw = MergeGenerator(task, 4), (torch.randn(2, 4), torch.tensor([0, 2]), torch.ones(1, 2))
+    generator, draw = (
+        MergeGenerator(task, 4),
+        (torch.randn(2, 4), torch.tensor([0, 2]), torch.ones(1, 2)),
+    )
     given: Any = (Ensemble([Fixed(E)]), Fixed(F), task)  # type: ignore[list-item]
     p, q = softmax(E / 10), softmax(F / 10)  # KL(ensemble ‖ global model)
     divergence = (p * np.log(p / q)).sum(1).mean()
@@ -238,7 +266,9 @@ def test_the_global_loss_by_hand(squared: bool, factor: float) -> None:
     student = given[1]
     later.backward()
     assert student.logits.grad.abs().sum() > 0
-    assert all(parameter.grad is None for parameter in generator.parameters()), "the generator only draws here"
+    assert all(parameter.grad is None for parameter in generator.parameters()), (
+        "the generator only draws here"
+    )
 
 
 def test_a_class_nobody_holds_is_never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +304,9 @@ def test_after_fedavg_it_starts_from_fedavgs_mean(monkeypatch: pytest.MonkeyPatc
     path = LocalEngine._path
     monkeypatch.setattr(LocalEngine, "_path", lambda self, method, k: path(self, "update", k))
     plain = {"momentum": 0.0, "weight_decay": 0.0, "lr": 0.05, "norm": "running"}
-    quiet = federation(tiny("dfrd", base="fedavg", global_lr=1e-30, global_weight_decay=0.0, **plain))
+    quiet = federation(
+        tiny("dfrd", base="fedavg", global_lr=1e-30, global_weight_decay=0.0, **plain)
+    )
     fedavg = federation(tiny("fedavg"))
     list(quiet.rounds(2))
     list(fedavg.rounds(2))
@@ -287,7 +319,10 @@ def test_alone_it_needs_no_common_architecture_and_sends_nothing_down() -> None:
     before = experiment.server.model.state_dict()["head.weight"].clone()
     *_, record = experiment.rounds(2)
     assert record.traffic("down") == 0
-    assert record.clients[1]["bytes_up"] == nbytes(dict(experiment.engine.clients[1].model.state_dict())) + 80
+    assert (
+        record.clients[1]["bytes_up"]
+        == nbytes(dict(experiment.engine.clients[1].model.state_dict())) + 80
+    )
     assert not torch.equal(experiment.server.model.state_dict()["head.weight"], before)
 
 
@@ -332,9 +367,16 @@ def test_the_server_learns_from_the_clients_on_generated_images_alone() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "rate"),
-    [({}, 0.0025), ({"base": "none"}, 0.01), ({"global_lr": 0.5}, 0.5), (dict(DFRD.presets["paper"]), 0.01)],
+    [
+        ({}, 0.0025),
+        ({"base": "none"}, 0.01),
+        ({"global_lr": 0.5}, 0.5),
+        (dict(DFRD.presets["paper"]), 0.01),
+    ],
 )
-def test_the_rate_of_the_global_model(changes: Any, rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rate_of_the_global_model(
+    changes: Any, rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     used: list[float] = []
     monkeypatch.setattr(dfrd, "sgd", lambda lr, **settings: used.append(lr) or sgd(lr, **settings))
     list(federation(tiny("dfrd", **{**changes, "iterations": 2})).rounds(1))
@@ -362,7 +404,9 @@ def test_fine_tuning_mends_what_averaging_broke() -> None:
     algorithm.judge(server, generator, ensemble, tau, p)
     assert experiment.test is not None
     told = algorithm.evaluate_server(server, experiment.test)
-    assert min(accuracy(c.model, experiment.test) for c in experiment.engine.clients.values()) > 0.85
+    assert (
+        min(accuracy(c.model, experiment.test) for c in experiment.engine.clients.values()) > 0.85
+    )
     assert told["averaged"] < 0.5
     assert told["global"] > told["averaged"] + 0.15
     assert server.report["agreement"] > server.report["agreement_before"] + 0.15
@@ -388,7 +432,10 @@ def test_the_record_has_the_average_beside_what_was_made_of_it() -> None:
 def test_remarks_on_images_that_are_alike_and_on_a_rate_too_high() -> None:
     def rounds(variety: float, *pairs: tuple[float, float]) -> list[Round]:
         told = [{"averaged": a, "global": g, "variety": variety} for a, g in pairs]
-        return [Round(round=t, server=s, clients={}, bytes={}, seconds={}, failures=[]) for t, s in enumerate(told, 1)]
+        return [
+            Round(round=t, server=s, clients={}, bytes={}, seconds={}, failures=[])
+            for t, s in enumerate(told, 1)
+        ]
 
     assert DFRD().remarks([]) == []
     assert DFRD().remarks(rounds(0.8, (0.9, 0.8), (0.8, 0.9))) == []

@@ -28,7 +28,10 @@ from barter.ops.synthesis import Artist, Ensemble, diversity, named, painted
 from tests.conftest import federation, same, tiny
 
 SPEC = Spec(1, 8, 8, 2, (0.0,), (1.0,))
-TWO: dict[str, Any] = {"partition": Classes(per_client=5), "clients": 2}  # nobody has what the other has
+TWO: dict[str, Any] = {
+    "partition": Classes(per_client=5),
+    "clients": 2,
+}  # nobody has what the other has
 
 
 class Says(nn.Module):
@@ -92,12 +95,20 @@ def test_fedftgs_generator_loss_by_hand() -> None:
 
 
 def test_fedftg_seeks_where_the_average_moves_and_not_where_a_teacher_does() -> None:
-    generator, z, y, weights = decoder(5), torch.randn(4, 3), torch.tensor([0, 1, 0, 1]), torch.ones(1, 4)
+    generator, z, y, weights = (
+        decoder(5),
+        torch.randn(4, 3),
+        torch.tensor([0, 1, 0, 1]),
+        torch.ones(1, 4),
+    )
 
     def slope(teacher: float, student: float) -> float:
         given = ensemble(Says(0.0, 0.0, slope=teacher)), Says(9.0, 9.0, slope=student), SPEC
         loss = fedftg.hard_samples(generator, *given, 0.0, 0.0, z, y, weights)  # type: ignore[arg-type]
-        return sum(float(g.abs().sum()) for g in torch.autograd.grad(loss, list(generator.start.parameters())))
+        return sum(
+            float(g.abs().sum())
+            for g in torch.autograd.grad(loss, list(generator.start.parameters()))
+        )
 
     assert slope(teacher=2.0, student=0.0) == 0
     assert slope(teacher=0.0, student=2.0) > 0
@@ -122,7 +133,9 @@ def test_fedftg_that_does_not_tune_is_fedavg(monkeypatch: pytest.MonkeyPatch) ->
     assert same(weights_of(quiet), weights_of(fedavg)), "statistics of normalisation too"
 
 
-def test_fedftg_draws_classes_as_often_as_they_occur_and_asks_who_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fedftg_draws_classes_as_often_as_they_occur_and_asks_who_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     learn, told = FedFTG.learn, []
 
     def moody(self: FedFTG, client: Any, w: Any) -> Any:
@@ -157,7 +170,9 @@ def test_fedftgs_generator_goes_on_and_its_variety_is_reported() -> None:
     list(quiet.rounds(1))
     start = cast(Artist, quiet.server).generator["start.weight"].clone()
     list(quiet.rounds(2))
-    assert torch.equal(start, cast(Artist, quiet.server).generator["start.weight"]), "not drawn anew"
+    assert torch.equal(start, cast(Artist, quiet.server).generator["start.weight"]), (
+        "not drawn anew"
+    )
     list(experiment.rounds(2))
     assert not torch.equal(before["start.weight"], server.generator["start.weight"])
 
@@ -165,7 +180,13 @@ def test_fedftgs_generator_goes_on_and_its_variety_is_reported() -> None:
 @pytest.mark.slow
 def test_fedftgs_fine_tuning_mends_an_average_of_few_large_clients() -> None:
     def reached(rate: float) -> float:
-        settings = {"batch_size": 20, "iterations": 12, "samples": 32, "generator_steps": 2, "global_lr": rate}
+        settings = {
+            "batch_size": 20,
+            "iterations": 12,
+            "samples": 32,
+            "generator_steps": 2,
+            "global_lr": rate,
+        }
         (record,) = federation(tiny("fedftg", **settings), models="small-cnn").rounds(1)
         return record.server["global"]
 
@@ -190,12 +211,16 @@ def test_denses_loss_by_hand() -> None:
 
     assert value(Says(0.0, 1.0), 0.0) == pytest.approx(wrong + 0.5 * distance, rel=1e-3)
     divergence = p * math.log(p / (1 - p)) + (1 - p) * math.log((1 - p) / p)
-    assert value(Says(0.0, 1.0), 7.0) == pytest.approx(wrong + 0.5 * distance - 7 * divergence, rel=1e-3)
+    assert value(Says(0.0, 1.0), 7.0) == pytest.approx(
+        wrong + 0.5 * distance - 7 * divergence, rel=1e-3
+    )
     assert value(Says(0.1, 0.0), 7.0) == value(Says(0.1, 0.0), 0.0), "they see the same class"
     by_class = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     loss, _ = dense.sketch_loss(sketch, teachers, Says(1.0, 0.0), 0.0, 0.0, y, by_class)  # type: ignore[arg-type]
     q = 1 / (1 + math.exp(-2))
-    assert loss.item() == pytest.approx(-(math.log(q) + 2 * math.log(1 - q)) / 3, rel=1e-5), "each for its own class"
+    assert loss.item() == pytest.approx(-(math.log(q) + 2 * math.log(1 - q)) / 3, rel=1e-5), (
+        "each for its own class"
+    )
 
 
 def test_dense_keeps_the_batch_with_the_least_loss(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,20 +235,29 @@ def test_dense_keeps_the_batch_with_the_least_loss(monkeypatch: pytest.MonkeyPat
     list(experiment.rounds(1))
     server = cast(Archive, experiment.server)
     mean, std = server.spec.mean[0], server.spec.std[0]
-    assert (server.pixels[0] == round(255 * min(1.0, mean + std))).all(), "one deviation above the mean, as bytes"
+    assert (server.pixels[0] == round(255 * min(1.0, mean + std))).all(), (
+        "one deviation above the mean, as bytes"
+    )
 
 
 def test_denses_clients_train_once_and_the_server_goes_on() -> None:
     experiment = in_process(tiny("dense"))
     first, second = experiment.rounds(2)
-    assert first.clients[1]["bytes_up"] == nbytes(dict(experiment.engine.clients[1].model.state_dict())) + 80
+    assert (
+        first.clients[1]["bytes_up"]
+        == nbytes(dict(experiment.engine.clients[1].model.state_dict())) + 80
+    )
     assert first.traffic("down") == second.traffic("down") == second.traffic("up") == 0
-    assert [first.clients[k]["global"] for k in range(3)] == [second.clients[k]["global"] for k in range(3)]
+    assert [first.clients[k]["global"] for k in range(3)] == [
+        second.clients[k]["global"] for k in range(3)
+    ]
     before, pixels = weights_of(experiment), cast(Archive, experiment.server).pixels[0]
     list(experiment.rounds(3))
     assert not same(before, weights_of(experiment))
     later = cast(Archive, experiment.server).pixels[0]
-    assert (len(pixels), len(later)) == (24, 30), "six of a batch, two batches a round, no more than the pool holds"
+    assert (len(pixels), len(later)) == (24, 30), (
+        "six of a batch, two batches a round, no more than the pool holds"
+    )
     assert torch.equal(later[:18], pixels[6:]), "the oldest went"
 
 
@@ -244,7 +278,9 @@ def test_dense_asks_who_has_not_handed_in_a_model(monkeypatch: pytest.MonkeyPatc
     assert sorted(cast(Archive, experiment.server).teachers) == [0, 1, 2]
 
 
-def test_denses_models_count_alike_or_by_what_they_have_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_denses_models_count_alike_or_by_what_they_have_of_a_class(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told: list[Tensor] = []
     monkeypatch.setattr(DENSE, "distil", lambda self, server, teachers, shares: told.append(shares))
     for weighting in ("clients", "classes"):
@@ -256,7 +292,9 @@ def test_denses_models_count_alike_or_by_what_they_have_of_a_class(monkeypatch: 
 
 
 def test_dense_draws_what_somebody_has_for_a_network_of_its_own() -> None:
-    experiment = in_process(tiny("dense", student="small-mlp"), partition=Classes(per_client=2), models="small-cnn")
+    experiment = in_process(
+        tiny("dense", student="small-mlp"), partition=Classes(per_client=2), models="small-cnn"
+    )
     list(experiment.rounds(2))
     held = sum((c.data.class_counts() for c in experiment.engine.clients.values()), torch.zeros(10))
     assert (held == 0).any()
@@ -267,13 +305,17 @@ def test_dense_draws_what_somebody_has_for_a_network_of_its_own() -> None:
 
 
 def test_denses_images_look_inside_like_the_data() -> None:
-    experiment = in_process(tiny("dense", epochs=3, student="small-mlp"), models="small-cnn", clients=1)
+    experiment = in_process(
+        tiny("dense", epochs=3, student="small-mlp"), models="small-cnn", clients=1
+    )
     list(experiment.rounds(1))
 
     def distance(lam_bn: float) -> float:
         server = cast(Archive, experiment.server)
         server.pixels, server.labels = [], []
-        algorithm = cast(DENSE, tiny("dense", samples=20, generator_steps=15, lam_bn=lam_bn, generator_lr=0.01))
+        algorithm = cast(
+            DENSE, tiny("dense", samples=20, generator_steps=15, lam_bn=lam_bn, generator_lr=0.01)
+        )
         teachers = ensemble(experiment.engine.clients[0].model)
         with seeds.scope(0, "draw"):
             algorithm.draw(server, teachers, torch.ones(1, 10), torch.arange(10))
@@ -285,14 +327,26 @@ def test_denses_images_look_inside_like_the_data() -> None:
 
 
 def test_denses_server_learns_from_images_that_it_draws() -> None:
-    settings = {"epochs": 4, "passes": 8, "generator_steps": 5, "samples": 32, "distil_batch": 16, "pool": 1000}
-    (record,) = in_process(tiny("dense", **settings), models="small-mlp", clients=2, partition="iid").rounds(1)
+    settings = {
+        "epochs": 4,
+        "passes": 8,
+        "generator_steps": 5,
+        "samples": 32,
+        "distil_batch": 16,
+        "pool": 1000,
+    }
+    (record,) = in_process(
+        tiny("dense", **settings), models="small-mlp", clients=2, partition="iid"
+    ).rounds(1)
     assert record.server["global"] > 0.4
     assert record.server["variety"] > 0.1
 
 
 def test_the_sl_loss_by_hand() -> None:
-    one, other = torch.tensor([[0.0, math.log(3)], [0.0, 0.0]]), torch.tensor([[0.0, 0.0], [math.log(4), 0.0]])
+    one, other = (
+        torch.tensor([[0.0, math.log(3)], [0.0, 0.0]]),
+        torch.tensor([[0.0, 0.0], [math.log(4), 0.0]]),
+    )
     assert fedzkt.sl_loss(one, other).item() == pytest.approx((2 * 0.25 + 2 * 0.3) / 2)
     assert fedzkt.sl_loss(one + 5, other).item() == pytest.approx((2 * 0.25 + 2 * 0.3) / 2), (
         "of predictions, not logits"
@@ -301,21 +355,32 @@ def test_the_sl_loss_by_hand() -> None:
 
 def test_fedzkts_generator_wants_what_its_model_does_not() -> None:
     generator, z = decoder(3), torch.randn(4, 3)
-    teachers, model = ensemble(Says(4.0, 0.0), Says(0.0, 0.0, slope=1.0)), Says(0.0, math.log(3), slope=-1.0)
-    losses = [fedzkt.disagreement(generator, teachers, model, SPEC, sign, z) for sign in (-1.0, 1.0)]  # type: ignore[arg-type]
+    teachers, model = (
+        ensemble(Says(4.0, 0.0), Says(0.0, 0.0, slope=1.0)),
+        Says(0.0, math.log(3), slope=-1.0),
+    )
+    losses = [
+        fedzkt.disagreement(generator, teachers, model, SPEC, sign, z) for sign in (-1.0, 1.0)
+    ]  # type: ignore[arg-type]
     x = painted(generator, z, SPEC)
     together = torch.stack([teacher(x) for teacher in teachers.models]).mean(0)
-    assert losses[1].item() == pytest.approx(fedzkt.sl_loss(together, model(x)).item(), rel=1e-5), "of mean logits"
+    assert losses[1].item() == pytest.approx(fedzkt.sl_loss(together, model(x)).item(), rel=1e-5), (
+        "of mean logits"
+    )
     assert losses[0].item() == -losses[1].item()
     losses[1].backward()
-    assert all(parameter.grad is None for parameter in generator.parameters()), "the model learns, the generator draws"
+    assert all(parameter.grad is None for parameter in generator.parameters()), (
+        "the model learns, the generator draws"
+    )
     assert model.words.grad is not None
     losses[0].backward()
     assert all(parameter.grad is not None for parameter in generator.parameters())
 
 
 def test_fedzkts_clients_get_back_what_they_sent_if_they_are_taught_nothing() -> None:
-    experiment = in_process(tiny("fedzkt", global_lr=1e-30, momentum=0.0), models="small-cnn,small-mlp")
+    experiment = in_process(
+        tiny("fedzkt", global_lr=1e-30, momentum=0.0), models="small-cnn,small-mlp"
+    )
     (record,) = experiment.rounds(1)
     for metrics in record.clients.values():
         assert metrics["global"] == metrics["before_global"]
@@ -323,11 +388,15 @@ def test_fedzkts_clients_get_back_what_they_sent_if_they_are_taught_nothing() ->
         assert metrics["bytes_up"] == metrics["bytes_down"]
     taught = in_process(tiny("fedzkt"), models="small-cnn,small-mlp")
     list(taught.rounds(1))
-    for one, other in zip(experiment.engine.clients.values(), taught.engine.clients.values(), strict=True):
+    for one, other in zip(
+        experiment.engine.clients.values(), taught.engine.clients.values(), strict=True
+    ):
         mine, theirs = (dict(client.model.state_dict()) for client in (one, other))
         statistics = [at for at in mine if "running" in at]
         assert statistics
-        assert same({at: mine[at] for at in statistics}, {at: theirs[at] for at in statistics}), "its own data's"
+        assert same({at: mine[at] for at in statistics}, {at: theirs[at] for at in statistics}), (
+            "its own data's"
+        )
         assert not same(mine, theirs)
 
 
@@ -341,7 +410,9 @@ def test_fedzkts_clients_are_taught_one_by_one(monkeypatch: pytest.MonkeyPatch) 
     experiment = in_process(tiny("fedzkt", global_lr=1e-30, momentum=0.0), models="small-mlp")
     list(experiment.rounds(1))
     for k, client in experiment.engine.clients.items():
-        assert same(sent[k], dict(client.model.state_dict())), "not what a sibling of the same network got"
+        assert same(sent[k], dict(client.model.state_dict())), (
+            "not what a sibling of the same network got"
+        )
 
 
 def test_fedzkts_clients_are_held_near_what_they_received() -> None:
@@ -351,14 +422,23 @@ def test_fedzkts_clients_are_held_near_what_they_received() -> None:
         start = nn.utils.parameters_to_vector(client.model.parameters()).detach().clone()
         with seeds.scope(0, "learn"):
             algorithm.learn(client)
-        return float((nn.utils.parameters_to_vector(client.model.parameters()).detach() - start).norm())
+        return float(
+            (nn.utils.parameters_to_vector(client.model.parameters()).detach() - start).norm()
+        )
 
     assert gone(10.0) < 0.7 * gone(0.0)
 
 
 @pytest.mark.slow
 def test_fedzkt_brings_a_client_with_few_images_what_the_others_know() -> None:
-    settings = {"epochs": 4, "batch_size": 20, "iterations": 20, "client_steps": 40, "samples": 32, "noise": 32}
+    settings = {
+        "epochs": 4,
+        "batch_size": 20,
+        "iterations": 20,
+        "client_steps": 40,
+        "samples": 32,
+        "noise": 32,
+    }
     shares = [list(range(500)), list(range(500, 1000)), list(range(1000, 1015))]
     experiment = in_process(tiny("fedzkt", **settings), models="small-mlp", partition=shares)
     (record,) = experiment.rounds(1)
@@ -381,14 +461,22 @@ class Finds(nn.Module):
 def test_fediods_discriminators_by_hand() -> None:
     judge: Any = Finds(math.log(3))  # 3/4 for what is bright, 1/2 for what is black
     bright, black = torch.ones(3, 1, 8, 8), torch.zeros(3, 1, 8, 8)
-    assert fediod.realism(judge, bright).item() == pytest.approx(4 * -math.log(0.75)), "summed over parts"
+    assert fediod.realism(judge, bright).item() == pytest.approx(4 * -math.log(0.75)), (
+        "summed over parts"
+    )
     value = fediod.discrimination(judge, SPEC, (255 * bright).byte(), black)
-    assert value.item() == pytest.approx(4 * (-math.log(0.75) + math.log(2)) / 2), "the real ones come first"
+    assert value.item() == pytest.approx(4 * (-math.log(0.75) + math.log(2)) / 2), (
+        "the real ones come first"
+    )
 
 
 def test_what_fediods_generator_wishes_by_hand() -> None:
     said = torch.tensor([[[math.log(3), 0.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, math.log(7)]]])
-    known, shares, sizes = torch.zeros(2, 2), torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0.25, 0.75])
+    known, shares, sizes = (
+        torch.zeros(2, 2),
+        torch.tensor([[1.0, 0.0], [0.0, 1.0]]),
+        torch.tensor([0.25, 0.75]),
+    )
 
     def value(*weights: float) -> float:
         return fediod.wishes(said, known, shares, sizes, 1.0, weights).item()
@@ -406,26 +494,40 @@ def test_what_fediods_generator_wishes_by_hand() -> None:
         return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
 
     # Means over clients: 5/8 and 5/16 of the two images.
-    agree = divergence(5 / 8, 0.75) + divergence(5 / 8, 0.5) + divergence(5 / 16, 0.5) + divergence(5 / 16, 0.125)
+    agree = (
+        divergence(5 / 8, 0.75)
+        + divergence(5 / 8, 0.5)
+        + divergence(5 / 16, 0.5)
+        + divergence(5 / 16, 0.125)
+    )
     assert value(0, 0, 0, 1) == pytest.approx(agree / 4, rel=1e-5)
     # Together, each for its own class: (log 3, 0) and (0, log 7).
-    assert value(1, 0, 0, 0) == pytest.approx(-(divergence(0.75, 0.5) + divergence(0.125, 0.5)) / 2, rel=1e-5)
+    assert value(1, 0, 0, 0) == pytest.approx(
+        -(divergence(0.75, 0.5) + divergence(0.125, 0.5)) / 2, rel=1e-5
+    )
 
 
 def test_fediods_slopes_are_those_of_one_place() -> None:
     algorithm = cast(FedIOD, tiny("fediod", w_gan=0.7))
     experiment = in_process(algorithm, models="small-cnn,small-mlp")
     list(experiment.rounds(1))
-    server, judges = cast(Curator, experiment.server), cast("dict[int, Judge]", experiment.engine.clients)
+    server, judges = (
+        cast(Curator, experiment.server),
+        cast("dict[int, Judge]", experiment.engine.clients),
+    )
     generator = decoder_of(server, algorithm)
     with seeds.scope(0, "draw"):
         _, x = algorithm.draw(server, generator)
-        answers = Replies({k: algorithm.judge(judges[k], x) for k in judges}, dict.fromkeys(judges, 1), {})
+        answers = Replies(
+            {k: algorithm.judge(judges[k], x) for k in judges}, dict.fromkeys(judges, 1), {}
+        )
     images = x[0].clone().requires_grad_()
     said = torch.stack([judge.model.eval()(images) for judge in judges.values()])
     counts = torch.stack([judge.data.class_counts() for judge in judges.values()])
     sizes = counts.sum(1) / counts.sum()
-    whole = fediod.wishes(said, server.model.eval()(images), class_shares(counts), sizes, 1.0, (1.0, 1.0, 10.0, 1.0))
+    whole = fediod.wishes(
+        said, server.model.eval()(images), class_shares(counts), sizes, 1.0, (1.0, 1.0, 10.0, 1.0)
+    )
     for size, judge in zip(sizes, judges.values(), strict=True):
         whole = whole + 0.7 * size * fediod.realism(algorithm.discriminator(judge).train(), images)
     (expected,) = torch.autograd.grad(whole, images)
@@ -446,7 +548,9 @@ def test_fediods_generator_follows_the_slope() -> None:
     loss = fediod.imitation(generator, SPEC, z, slope)
     mine = torch.autograd.grad(loss, list(generator.parameters()))
     theirs = torch.autograd.grad(painted(generator, z, SPEC), list(generator.parameters()), slope)
-    assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(mine, theirs, strict=True))
+    assert all(
+        torch.allclose(one, other, atol=1e-5) for one, other in zip(mine, theirs, strict=True)
+    )
 
 
 def test_fediods_clients_train_once_and_show_no_weights() -> None:
@@ -455,16 +559,24 @@ def test_fediods_clients_train_once_and_show_no_weights() -> None:
     assert first.bytes["learn"] == {"up": 3 * 80, "down": 0}
     assert "learn" not in second.bytes
     for k, client in experiment.engine.clients.items():
-        assert first.clients[k]["global"] == second.clients[k]["global"] == first.clients[k]["before_global"]
+        assert (
+            first.clients[k]["global"]
+            == second.clients[k]["global"]
+            == first.clients[k]["before_global"]
+        )
         # Logits of two batches of six, and six slopes.
         assert second.clients[k]["bytes_up"] == 4 * (2 * 6 * 10 + 6 * 64)
         assert cast(Judge, client).batch == []
-    discriminators = [cast(Judge, client).discriminator for client in experiment.engine.clients.values()]
+    discriminators = [
+        cast(Judge, client).discriminator for client in experiment.engine.clients.values()
+    ]
     assert not same(discriminators[0], discriminators[1]), "each has its own"
     assert float(cast(Judge, experiment.engine.clients[0]).moments[0]["step"]) == 2, "two rounds"
 
 
-def test_fediods_failed_clients_are_neither_heard_nor_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fediods_failed_clients_are_neither_heard_nor_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     learn, asked = FedIOD.learn, []
 
     def moody(self: FedIOD, client: Any) -> Tensor:
@@ -484,7 +596,14 @@ def test_fediods_failed_clients_are_neither_heard_nor_forgotten(monkeypatch: pyt
 
 def test_fediod_teaches_the_server_all_classes() -> None:
     def drawn(balance: float) -> tuple[float, float]:
-        settings = {"epochs": 4, "iterations": 8, "global_steps": 4, "samples": 20, "noise": 16, "global_lr": 0.02}
+        settings = {
+            "epochs": 4,
+            "iterations": 8,
+            "global_steps": 4,
+            "samples": 20,
+            "noise": 16,
+            "global_lr": 0.02,
+        }
         algorithm = tiny("fediod", w_balance=balance, **settings)
         experiment = in_process(algorithm, models="small-mlp", clients=2, partition="iid")
         (record,) = experiment.rounds(1)

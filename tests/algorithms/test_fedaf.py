@@ -47,7 +47,9 @@ def test_equation_14_by_hand() -> None:
     logits = x @ np.array(a).T @ np.array(b).T
     entropy = -np.log(softmax(logits)[range(3), [0, 2, 2]]).mean()
     r = np.array([[0.5, 0.3, 0.2], [0.2, 0.6, 0.2], [0.1, 0.1, 0.8]])
-    t = softmax(np.stack([logits[0], (logits[1] + logits[2]) / 2]) / 4.0)  # classes 0 and 2, temperature 4
+    t = softmax(
+        np.stack([logits[0], (logits[1] + logits[2]) / 2]) / 4.0
+    )  # classes 0 and 2, temperature 4
     apart = 0.5 * ((r[[0, 2]] - t) * np.log(r[[0, 2]] / t)).sum(1)
     R = torch.tensor(r).float()
     for known, terms in (([1.0, 1.0, 1.0], apart), ([1.0, 1.0, 0.0], apart[:1])):
@@ -172,12 +174,19 @@ def test_collaboration_draws_what_is_sent_to_what_everybody_has() -> None:
     client, apart = clients[0], {}
     for weight in (0.0, FedAF().lambda_loc):
         given, u = given_away(client, shared, lambda_loc=weight)
-        apart[weight] = (u - shared["logits"][torch.isin(shared["classes"], given["classes"])]).square().mean().item()
+        apart[weight] = (
+            (u - shared["logits"][torch.isin(shared["classes"], given["classes"])])
+            .square()
+            .mean()
+            .item()
+        )
     own = local[0]["logits"][torch.isin(local[0]["classes"], given["classes"])]
     everybodys = shared["logits"][torch.isin(shared["classes"], given["classes"])]
     without, collaborating = apart.values()
     assert collaborating < 0.6 * without
-    assert collaborating < 0.6 * (own - everybodys).square().mean().item(), "nearer to all than the client's own images"
+    assert collaborating < 0.6 * (own - everybodys).square().mean().item(), (
+        "nearer to all than the client's own images"
+    )
 
 
 def test_knowledge_matching_holds_the_model_to_what_it_knew_of_the_originals() -> None:
@@ -189,12 +198,16 @@ def test_knowledge_matching_holds_the_model_to_what_it_knew_of_the_originals() -
     soft = torch.zeros(2, 10)
     soft[:, held] = torch.tensor([[0.6, 0.4], [0.4, 0.6]])  # two classes that look alike
     images = torch.cat([client.data.pixels[client.data.labels == c][:2] for c in held])
-    lots: Any = {0: {"classes": held, "sizes": torch.tensor([2, 2]), "images": images, "soft": soft}}
+    lots: Any = {
+        0: {"classes": held, "sizes": torch.tensor([2, 2]), "images": images, "soft": soft}
+    }
     gap = {}
     for weight in (0.0, FedAF().lambda_glob):
         server.model.load_state_dict(before)
         torch.manual_seed(0)
-        FedAF(server_epochs=60, lambda_glob=weight, tau=1.0).train(server, Replies(lots, {0: 1}, {}))
+        FedAF(server_epochs=60, lambda_glob=weight, tau=1.0).train(
+            server, Replies(lots, {0: 1}, {})
+        )
         means = server.model.eval()(prepared(images, server.spec, Augment())).view(2, 2, -1).mean(1)
         said = means.softmax(1)
         assert said.argmax(1).tolist() == held.tolist(), "the classes are learnt either way"
@@ -212,10 +225,14 @@ def test_the_record_says_what_the_terms_did_and_how_varied_images_are(name: str)
     for told in record.clients.values():
         assert ends | {"variety", "contrast", "own_variety", "own_contrast"} <= told.keys()
         assert told["matching_end"] < told["matching_start"]
-        assert 0.5 < told["variety"] / told["own_variety"] < 2, "real images, hardly changed by three steps"
+        assert 0.5 < told["variety"] / told["own_variety"] < 2, (
+            "real images, hardly changed by three steps"
+        )
         assert 0.5 < told["contrast"] / told["own_contrast"] < 2
     server = {"entropy"} | ({"knowledge"} if name == "fedaf" else set())
-    assert {f"{term}_{when}" for term in server for when in ("start", "end")} <= record.server.keys()
+    assert {
+        f"{term}_{when}" for term in server for when in ("start", "end")
+    } <= record.server.keys()
     assert record.server["entropy_end"] < record.server["entropy_start"]
 
 
@@ -228,14 +245,16 @@ def test_images_that_are_all_alike_are_spoken_of() -> None:
     assert client.report["variety"] == pytest.approx(client.report["own_variety"])
     assert client.report["contrast"] == pytest.approx(0, abs=1e-6), "there is one class"
     rounds = [
-        Round(t, {0: dict(client.report), 3: dict(client.report)}, {"condensed": 20.0}, {}, {}, []) for t in (1, 2)
+        Round(t, {0: dict(client.report), 3: dict(client.report)}, {"condensed": 20.0}, {}, {}, [])
+        for t in (1, 2)
     ]
     assert algorithm.remarks(rounds) == []
     algorithm.look(client, own.mean(0) + 0.09 * (own - own.mean(0)), torch.full((len(own),), label))
     rounds[1].clients[3].update(client.report)
     (remark,) = algorithm.remarks(rounds)
     assert re.match(
-        r"the condensed images of a class are all but the same at client 3: .*init_images.*image_lr", remark
+        r"the condensed images of a class are all but the same at client 3: .*init_images.*image_lr",
+        remark,
     )
     assert algorithm.remarks(rounds[:1]) == [], "as they were in the end"
     assert FedDM(ipc=1).remarks(rounds) == [], "of one image nothing follows"
@@ -244,17 +263,35 @@ def test_images_that_are_all_alike_are_spoken_of() -> None:
 def test_both_start_and_train_alike() -> None:
     """What differs between the results of the two is what differs between the methods."""
     af, dm = FedAF(), FedDM()
-    for field in ("ipc", "min_samples", "steps", "batch_size", "init_images", "server_epochs", "server_lr", "momentum"):
+    for field in (
+        "ipc",
+        "min_samples",
+        "steps",
+        "batch_size",
+        "init_images",
+        "server_epochs",
+        "server_lr",
+        "momentum",
+    ):
         assert getattr(af, field) == getattr(dm, field)
     assert af.clip is not None
     assert dm.clip is not None
-    farthest = [dm.image_lr * dm.clip / (1 - dm.image_momentum), af.image_lr * af.clip / (1 - af.momentum)]
+    farthest = [
+        dm.image_lr * dm.clip / (1 - dm.image_momentum),
+        af.image_lr * af.clip / (1 - af.momentum),
+    ]
     assert farthest == pytest.approx([4, 4]), "how far images may go in a step"
 
 
 def test_presets_are_the_papers() -> None:
     paper = FedAF.preset("paper")
-    assert (paper.ipc, paper.min_samples, paper.steps, paper.image_lr, paper.momentum) == (50, 50, 1000, 1.0, 0.9)
+    assert (paper.ipc, paper.min_samples, paper.steps, paper.image_lr, paper.momentum) == (
+        50,
+        50,
+        1000,
+        1.0,
+        0.9,
+    )
     assert (paper.lambda_loc, paper.lambda_glob, paper.gamma, paper.clip, paper.init_images) == (
         1e-4,
         0.01,
@@ -262,9 +299,21 @@ def test_presets_are_the_papers() -> None:
         None,
         5,
     )
-    assert (paper.server_epochs, paper.server_lr, paper.batch_size, paper.fraction) == (500, 1e-3, 256, 1.0)
+    assert (paper.server_epochs, paper.server_lr, paper.batch_size, paper.fraction) == (
+        500,
+        1e-3,
+        256,
+        1.0,
+    )
     dm = FedDM.preset("paper")
-    assert (dm.steps, dm.server_epochs, dm.image_lr, dm.clip, dm.rho, dm.init_images) == (1000, 500, 1.0, 2.0, 5.0, 1)
+    assert (dm.steps, dm.server_epochs, dm.image_lr, dm.clip, dm.rho, dm.init_images) == (
+        1000,
+        500,
+        1.0,
+        2.0,
+        5.0,
+        1,
+    )
 
 
 @pytest.mark.parametrize("name", ["fedaf", "feddm"])

@@ -32,7 +32,12 @@ from tests.conftest import federation, small_federation, tiny
 
 def layer(weight: Any, bias: Any = None, depth: float = 0.0) -> Layer:
     weight = torch.as_tensor(weight, dtype=torch.float32)
-    made: Layer = {"name": "it", "kind": "linear" if weight.ndim == 2 else "conv", "depth": depth, "weight": weight}
+    made: Layer = {
+        "name": "it",
+        "kind": "linear" if weight.ndim == 2 else "conv",
+        "depth": depth,
+        "weight": weight,
+    }
     if bias is not None:
         made["bias"] = torch.as_tensor(bias, dtype=torch.float32)
     return made
@@ -91,8 +96,13 @@ def test_the_counterpart_is_of_the_same_kind_at_the_nearest_depth() -> None:
     ]
     convolution, linear = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1)
     assert [counterpart(layer(convolution, depth=d), server) for d in (0, 0.4, 0.6, 1)] == [*"0011"]
-    assert [counterpart(layer(linear, depth=d), server) for d in (0, 0.2, 0.3, 0.7, 1)] == [*"22334"]
-    assert counterpart(layer(linear), {at: one for at, one in server.items() if one["kind"] == "conv"}) is None
+    assert [counterpart(layer(linear, depth=d), server) for d in (0, 0.2, 0.3, 0.7, 1)] == [
+        *"22334"
+    ]
+    assert (
+        counterpart(layer(linear), {at: one for at, one in server.items() if one["kind"] == "conv"})
+        is None
+    )
 
 
 def test_entropies_by_hand() -> None:
@@ -132,7 +142,9 @@ def test_equation_7_fills_with_zeros_or_keeps_what_it_does_not_cover() -> None:
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.booleans())
-def test_in_expectation_the_transfer_is_its_closed_form(a: int, b: int, c: int, d: int, convolution: bool) -> None:
+def test_in_expectation_the_transfer_is_its_closed_form(
+    a: int, b: int, c: int, d: int, convolution: bool
+) -> None:
     """E ‖(W_g - W_i) X‖² = ‖W_g - W_i‖² where X ~ N(0, I): the mean of many samples comes near."""
     torch.manual_seed(0)
     kernels = ((3, 3), (1, 1)) if convolution else ((), ())
@@ -141,7 +153,9 @@ def test_in_expectation_the_transfer_is_its_closed_form(a: int, b: int, c: int, 
     method = FedFree()
     size = (4000, max(b, d)) if not convolution else (400, max(b, d), 8, 8)
     sampled = method.discrepancy(w, g_bias, teacher, torch.randn(size))
-    assert sampled.sum().item() == pytest.approx(method.expected(w, g_bias, teacher).sum().item(), rel=0.15)
+    assert sampled.sum().item() == pytest.approx(
+        method.expected(w, g_bias, teacher).sum().item(), rel=0.15
+    )
 
 
 def test_the_analytic_form_is_a_moving_average() -> None:
@@ -184,10 +198,16 @@ def test_a_client_is_given_the_layer_with_the_largest_gain_or_none() -> None:
     experiment = federation(FedFree())
     server: Any = experiment.server
     assert isinstance(server, Bridge)
-    flat, uneven, even = torch.zeros(8, 1), torch.tensor([[0.0]] * 6 + [[1.0]] * 2), torch.linspace(0, 1, 8)[:, None]
+    flat, uneven, even = (
+        torch.zeros(8, 1),
+        torch.tensor([[0.0]] * 6 + [[1.0]] * 2),
+        torch.linspace(0, 1, 8)[:, None],
+    )
     server.layers = {str(i): layer(w, torch.zeros(8)) for i, w in enumerate((flat, uneven, even))}
     uploads: Replies[list[Layer]] = Replies(
-        {0: [layer(uneven)], 1: [layer(even)], 2: [layer(torch.zeros(1, 1, 1, 1))]}, dict.fromkeys(range(3), 1), {}
+        {0: [layer(uneven)], 1: [layer(even)], 2: [layer(torch.zeros(1, 1, 1, 1))]},
+        dict.fromkeys(range(3), 1),
+        {},
     )
     gifts = FedFree(bins=8, match="depth").align(server, uploads)
     assert gifts.keys() == {0}
@@ -206,7 +226,10 @@ def test_only_k_layers_go_up_and_one_comes_down(k: int) -> None:
         outputs = 4 * sum(sorted(len(one["weight"]) for one in layers_of(client.model))[-k:])
         assert sum(sizes[:k]) <= record.clients[i]["bytes_up"] <= sum(sizes[-k:]) + outputs
         assert record.clients[i]["given"] == k
-        assert record.clients[i]["bytes_down"] <= max(nbytes(one) for one in server.layers.values()) + words
+        assert (
+            record.clients[i]["bytes_down"]
+            <= max(nbytes(one) for one in server.layers.values()) + words
+        )
 
 
 def test_a_received_layer_arrives_where_it_was_taken_from() -> None:
@@ -238,7 +261,9 @@ def test_an_output_counts_as_much_as_training_changed_it() -> None:
     teachers += [{**layer([[4.0], [2.0]], [4.0, 2.0]), "credit": torch.tensor([1.0, 0.0])}]
     g = layer([[0.0], [5.0]], [0.0, 5.0])
     moved = FedFree().imitate(g, teachers)  # type: ignore[arg-type]
-    assert moved["weight"].tolist() == [[7.0], [5.0]], "(3 * 8 + 1 * 4) / 4; an output that nobody trained stays"
+    assert moved["weight"].tolist() == [[7.0], [5.0]], (
+        "(3 * 8 + 1 * 4) / 4; an output that nobody trained stays"
+    )
     assert moved["bias"].tolist() == [7.0, 5.0]
     half = FedFree(server_lr=0.25).imitate(g, teachers)  # type: ignore[arg-type]
     assert half["weight"].tolist() == [[3.5], [5.0]]
@@ -267,7 +292,9 @@ def test_the_servers_layer_is_the_mean_and_a_client_gets_it() -> None:
     server: Any = experiment.server
     one, two = torch.zeros(10, 256), torch.linspace(0, 2, 2560).view(10, 256)
     one[0, 0] = 3.0
-    uploads = Replies({0: [{**layer(one), "name": "head"}], 1: [{**layer(two), "name": "head"}]}, {0: 1, 1: 1}, {})
+    uploads = Replies(
+        {0: [{**layer(one), "name": "head"}], 1: [{**layer(two), "name": "head"}]}, {0: 1, 1: 1}, {}
+    )
     algorithm.share(server, uploads)
     assert torch.allclose(server.layers["small-mlp/head"]["weight"], (one + two) / 2)
     gifts = algorithm.align(server, uploads)
@@ -293,12 +320,16 @@ def test_of_a_head_a_client_takes_the_outputs_of_its_classes() -> None:
     assert (head.weight == 7).all()
 
 
-def test_clients_with_few_images_gain_from_each_others_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_with_few_images_gain_from_each_others_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of the same images, by the same training: with the exchange well above without it, on their own tests too."""
 
     def last() -> Round:
         algorithm = FedFree(epochs=3)
-        return list(small_federation(algorithm, clients=6, models="small-cnn", partition="iid").rounds(3))[-1]
+        return list(
+            small_federation(algorithm, clients=6, models="small-cnn", partition="iid").rounds(3)
+        )[-1]
 
     together = last()
     monkeypatch.setattr(FedFree, "align", lambda *_: {})

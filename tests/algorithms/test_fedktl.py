@@ -12,7 +12,16 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from barter.algorithms.fedktl import Aligner, FedKTL, Teacher, alignment, arcface, loss, mmd, own_task
+from barter.algorithms.fedktl import (
+    Aligner,
+    FedKTL,
+    Teacher,
+    alignment,
+    arcface,
+    loss,
+    mmd,
+    own_task,
+)
 from barter.core import seeds
 from barter.core.errors import ConfigError
 from barter.core.images import Augment, Spec
@@ -53,7 +62,9 @@ def test_corners_are_equally_far_apart() -> None:
     )
     old = nn.Linear(3, 4)
     network = framed(SplitClassifier(nn.Flatten(), old), 10.0)
-    assert torch.equal(cast(Tensor, network.state_dict()["head.weight"]), old.weight), "its projection is the old head"
+    assert torch.equal(cast(Tensor, network.state_dict()["head.weight"]), old.weight), (
+        "its projection is the old head"
+    )
 
 
 def test_the_own_tasks_loss_by_hand() -> None:
@@ -62,7 +73,9 @@ def test_the_own_tasks_loss_by_hand() -> None:
     value = arcface(cosines, labels, 2.0, 0.5)
     assert float(value) == pytest.approx(math.log(1 + math.exp(-2 * wider)), rel=1e-5)
     plain = F.cross_entropy(2 * cosines, labels)
-    assert torch.allclose(arcface(cosines, labels, 2.0, 0.0), plain), "without a margin, cross entropy"
+    assert torch.allclose(arcface(cosines, labels, 2.0, 0.0), plain), (
+        "without a margin, cross entropy"
+    )
     corner = torch.tensor([[1.0, -1.0]], requires_grad=True)
     (slope,) = torch.autograd.grad(arcface(corner, labels, 64.0, 0.5), corner)
     assert bool(slope.isfinite().all()), "at a corner too"
@@ -75,10 +88,14 @@ def test_the_whole_loss_is_the_own_task_and_the_mean_square() -> None:
     with torch.no_grad():
         projection.weight.copy_(torch.tensor([[2.0, 0.0]]))
         projection.bias.fill_(1.0)
-    white = torch.tensor([255, 0], dtype=torch.uint8).view(1, 1, 1, 2)  # features (1, 0), projected to 3
+    white = torch.tensor([255, 0], dtype=torch.uint8).view(
+        1, 1, 1, 2
+    )  # features (1, 0), projected to 3
     task = spec, Augment(), 8.0, 0.5
     own = own_task(model, *task, white, torch.tensor([1]))
-    whole = loss(model, projection, 7.0, *task, white, torch.tensor([1]), white, torch.tensor([[1.0]]))
+    whole = loss(
+        model, projection, 7.0, *task, white, torch.tensor([1]), white, torch.tensor([[1.0]])
+    )
     assert whole.item() == pytest.approx(own.item() + 7 * 4, rel=1e-5)
 
 
@@ -95,7 +112,9 @@ def test_alignment_pulls_to_the_own_centre() -> None:
         aligner.centres.copy_(torch.tensor([[0.0], [5.0]]))
     vectors, classes = torch.eye(2), torch.tensor([1, 0])
     codes = aligner.eval()(vectors)
-    with_it, without = (alignment(aligner, lam, vectors, classes, codes).item() for lam in (3.0, 0.0))
+    with_it, without = (
+        alignment(aligner, lam, vectors, classes, codes).item() for lam in (3.0, 0.0)
+    )
     squares = (codes.flatten() - torch.tensor([5.0, 0.0])).square().mean()
     assert with_it - without == pytest.approx(3 * squares.item(), rel=1e-4)
     assert without == pytest.approx(0.0, abs=1e-5)
@@ -117,13 +136,17 @@ def test_a_generators_own_latent_vectors_are_taken() -> None:
 
 
 def test_without_a_generator_it_is_said_what_one_is(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"trained already: a TorchScript file, or .*latent_dim.*between -1 and 1"):
+    with pytest.raises(
+        ConfigError, match=r"trained already: a TorchScript file, or .*latent_dim.*between -1 and 1"
+    ):
         list(federation(FedKTL()).rounds(1))
     with pytest.raises(ConfigError, match="generator='nowhere.pt': there is no such file"):
         pretrained("nowhere.pt", "", CPU)
     with pytest.raises(ConfigError, match="is a Linear without latent_dim"):
         pretrained("tests.algorithms.test_fedktl:nameless", "", CPU)
-    with pytest.raises(ConfigError, match="the generator 'tests.conftest:nobody' cannot be imported"):
+    with pytest.raises(
+        ConfigError, match="the generator 'tests.conftest:nobody' cannot be imported"
+    ):
         pretrained("tests.conftest:nobody", "", CPU)
     (tmp_path / "weights.pt").write_bytes(b"weights")
     with pytest.raises(ConfigError, match="weights.pt' is not TorchScript"):
@@ -132,7 +155,9 @@ def test_without_a_generator_it_is_said_what_one_is(tmp_path: Path) -> None:
     class ByHand(Classifier):
         feature_dim = 48
 
-    with pytest.raises(ConfigError, match="ByHand was split by hand, and its head cannot be replaced"):
+    with pytest.raises(
+        ConfigError, match="ByHand was split by hand, and its head cannot be replaced"
+    ):
         framed(ByHand(), 64.0)
 
 
@@ -148,11 +173,15 @@ class Painter(nn.Module):
         return painted
 
 
-def test_weights_of_a_generator_that_was_trained_come_from_a_safetensors_file(tmp_path: Path) -> None:
+def test_weights_of_a_generator_that_was_trained_come_from_a_safetensors_file(
+    tmp_path: Path,
+) -> None:
     place, file = "tests.algorithms.test_fedktl:Painter", tmp_path / "painter.safetensors"
     digits = load("digits").x_train.flatten(1) / 127.5 - 1
     _, lengths, axes = torch.linalg.svd(digits - digits.mean(0), full_matrices=False)
-    trained = axes[:16].T * lengths[:16] / len(digits) ** 0.5  # sixteen principal components, as far as digits reach
+    trained = (
+        axes[:16].T * lengths[:16] / len(digits) ** 0.5
+    )  # sixteen principal components, as far as digits reach
     save_file({"layer.weight": trained.contiguous(), "layer.bias": digits.mean(0)}, file)
 
     def strangeness(weights: str) -> float:
@@ -173,13 +202,18 @@ def test_weights_of_a_generator_that_was_trained_come_from_a_safetensors_file(tm
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_file_is_as_good_as_a_function(tmp_path: Path) -> None:
     torch.jit.script(Blots()).save(str(tmp_path / "blots.pt"))
-    one, other = (federation(tiny("fedktl", **changes)) for changes in ({}, {"generator": str(tmp_path / "blots.pt")}))
+    one, other = (
+        federation(tiny("fedktl", **changes))
+        for changes in ({}, {"generator": str(tmp_path / "blots.pt")})
+    )
     assert [list(e.rounds(1)) for e in (one, other)]
     assert same(state(one), state(other))
 
 
 def finished(rounds: int = 2, clients: int = 2, **changes: Any) -> tuple[Any, list[Any]]:
-    experiment = federation(tiny("fedktl", **changes), clients=clients, partition=Classes(per_client=3))
+    experiment = federation(
+        tiny("fedktl", **changes), clients=clients, partition=Classes(per_client=3)
+    )
     return experiment, list(experiment.rounds(rounds))
 
 
@@ -194,7 +228,9 @@ def test_a_round() -> None:
     sent = 3 * 3 * (8 + 4 * 10)  # three classes of each, and where they lie in ten dimensions
     projection = 4 * (48 * 5 + 5)
     assert first.bytes == {"learn": {"up": sent, "down": 0}}
-    assert second.bytes == {"learn": {"up": sent, "down": 3 * (len(held) * (64 + 4 * 5) + projection)}}
+    assert second.bytes == {
+        "learn": {"up": sent, "down": 3 * (len(held) * (64 + 4 * 5) + projection)}
+    }
     labels, pictures = experiment.algorithm.creations(server, lambda labels: labels >= 0)
     assert labels.tolist() == held
     assert pictures.shape == (len(held), 1, 8, 8)
@@ -208,7 +244,9 @@ def test_what_is_sent_is_of_after_training() -> None:
     features = model.features(client.data.batch(torch.arange(len(client.data))))
     places = F.normalize(F.linear(features, model.head.weight, model.head.bias)).detach()
     for y, vector in zip(sent["classes"].tolist(), sent["vectors"], strict=True):
-        assert torch.allclose(vector, F.normalize(places[client.data.labels == y].mean(0), dim=0), atol=1e-5)
+        assert torch.allclose(
+            vector, F.normalize(places[client.data.labels == y].mean(0), dim=0), atol=1e-5
+        )
 
 
 def test_every_round_begins_with_the_same_projection() -> None:
@@ -245,8 +283,12 @@ def test_the_server_brings_prototypes_to_where_the_generator_draws_from() -> Non
         aligner = Aligner(10, 5)
         aligner.load_state_dict(server.aligner)
         codes = aligner.eval()(table()["vectors"]).detach()
-        assert torch.allclose(centres[3], codes[table()["classes"] == 3].mean(0), atol=1e-5), "as they are in the end"
-        return float((centres.mean(0) - 2.0).abs().max()), float((codes - centres[table()["classes"]]).square().mean())
+        assert torch.allclose(centres[3], codes[table()["classes"] == 3].mean(0), atol=1e-5), (
+            "as they are in the end"
+        )
+        return float((centres.mean(0) - 2.0).abs().max()), float(
+            (codes - centres[table()["classes"]]).square().mean()
+        )
 
     far, _ = aligned(server_epochs=1)
     near, together = aligned(server_batch_size=10)
@@ -255,7 +297,9 @@ def test_the_server_brings_prototypes_to_where_the_generator_draws_from() -> Non
     assert together < apart
 
 
-def test_features_and_projection_learn_to_tell_what_images_were_drawn_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_and_projection_learn_to_tell_what_images_were_drawn_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     along, train = [], FedKTL.train
 
     def watching(self: FedKTL, client: Any, loss: Any, pairs: Any = (), trained: Any = ()) -> None:

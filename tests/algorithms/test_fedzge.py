@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from barter.algorithms.fedzge import FedZGE, distillation, diversity, equilibrium, fidelity, transferability
+from barter.algorithms.fedzge import (
+    FedZGE,
+    distillation,
+    diversity,
+    equilibrium,
+    fidelity,
+    transferability,
+)
 from barter.core.clients import Replies
 from barter.core.images import Spec
 from barter.core.payload import leaves
@@ -72,7 +79,9 @@ def test_bytes_are_those_of_table_8(preset: str) -> None:
 
     Several steps of the generator share the images; what clients tell of their data comes on top.
     """
-    chosen = FedZGE.preset(preset, {**TINY["fedzge"], "generator_steps": 1 if preset == "paper" else 2})
+    chosen = FedZGE.preset(
+        preset, {**TINY["fedzge"], "generator_steps": 1 if preset == "paper" else 2}
+    )
     experiment = federation(chosen, clients=3)
     (record,) = experiment.rounds(1)
     algorithm: Any = experiment.algorithm
@@ -88,9 +97,13 @@ def test_the_server_never_sees_a_weight(monkeypatch: pytest.MonkeyPatch) -> None
     seen: list[tuple[str, tuple[int, ...]]] = []
     carry = Wire.carry
 
-    def watched(self: Wire, tree: Any, method: str, client: int, direction: Any, device: Any = None) -> Any:
+    def watched(
+        self: Wire, tree: Any, method: str, client: int, direction: Any, device: Any = None
+    ) -> Any:
         if direction == "up" and method != "evaluate":
-            seen.extend((method, tuple(leaf.shape)) for _, leaf in leaves(tree) if isinstance(leaf, Tensor))
+            seen.extend(
+                (method, tuple(leaf.shape)) for _, leaf in leaves(tree) if isinstance(leaf, Tensor)
+            )
         return carry(self, tree, method, client, direction, device)
 
     monkeypatch.setattr(Wire, "carry", watched)
@@ -108,10 +121,17 @@ def test_the_opinion_is_weighted_by_images_or_by_who_knows_a_class() -> None:
     said = torch.tensor([[[1.0, 1.0]], [[5.0, 5.0]]])
     paper = FedZGE.preset("paper")
     assert paper.opinion(said, paper.shares(answers, told)).tolist() == [[2.0, 2.0]]
-    sure = torch.tensor([[[np.log(9.0), 0.0]], [[0.0, np.log(3.0)]]])  # probabilities 0.9, 0.1 and 0.25, 0.75
+    sure = torch.tensor(
+        [[[np.log(9.0), 0.0]], [[0.0, np.log(3.0)]]]
+    )  # probabilities 0.9, 0.1 and 0.25, 0.75
     own = FedZGE()
-    mixture = [30 / 35 * 0.9 + 5 / 35 * 0.25, 0.75]  # of the second class nobody but the second client knows
-    assert own.opinion(sure, own.shares(answers, told)).exp()[0].tolist() == pytest.approx(mixture, abs=1e-5)
+    mixture = [
+        30 / 35 * 0.9 + 5 / 35 * 0.25,
+        0.75,
+    ]  # of the second class nobody but the second client knows
+    assert own.opinion(sure, own.shares(answers, told)).exp()[0].tolist() == pytest.approx(
+        mixture, abs=1e-5
+    )
 
 
 def test_images_are_in_the_range_of_the_data_or_of_tanh() -> None:
@@ -136,7 +156,9 @@ def test_the_estimate_points_down_the_true_gradient(estimator: str) -> None:
     experiment = federation(tiny("fedzge"), models="small-mlp")
     server: Any = experiment.server
     clients = [c.model.eval() for c in experiment.engine.clients.values()]
-    algorithm: Any = FedZGE(queries=4000, noise=8, estimator=estimator, frequencies=None, canvas=False)  # type: ignore[arg-type]
+    algorithm: Any = FedZGE(
+        queries=4000, noise=8, estimator=estimator, frequencies=None, canvas=False
+    )  # type: ignore[arg-type]
     x, z, y = algorithm.drawn(server, algorithm.recalled(server), 6)
     x, shares = x.detach(), torch.full((len(clients), 10), 1 / len(clients))
     loss = partial(algorithm.loss, shares, z, y)
@@ -161,7 +183,9 @@ def test_what_clients_say_makes_the_generator_better(estimator: str) -> None:
     experiment = federation(tiny("local", max_epochs=20), models="small-mlp")
     experiment.step()
     clients = [client.model.eval() for client in experiment.engine.clients.values()]
-    algorithm: Any = FedZGE(queries=20, noise=8, estimator=estimator, canvas=False, generator_lr=0.01)  # type: ignore[arg-type]
+    algorithm: Any = FedZGE(
+        queries=20, noise=8, estimator=estimator, canvas=False, generator_lr=0.01
+    )  # type: ignore[arg-type]
     server: Any = federation(algorithm, models="small-mlp").server
     shares, generator = torch.full((len(clients), 10), 1 / len(clients)), algorithm.recalled(server)
     optimizer, found = algorithm.optimizer(server, generator), []
@@ -179,7 +203,14 @@ def test_what_clients_say_makes_the_generator_better(estimator: str) -> None:
 
 def trial(**fields: Any) -> tuple[float, float, float]:
     """Accuracies after two rounds: clients on all classes and on their own, the server's model."""
-    few = {"epochs": 3, "batch_size": 64, "samples": 200, "generator_steps": 1, "queries": 1, "local_steps": 20}
+    few = {
+        "epochs": 3,
+        "batch_size": 64,
+        "samples": 200,
+        "generator_steps": 1,
+        "queries": 1,
+        "local_steps": 20,
+    }
     experiment = federation(FedZGE(**{**few, **fields}), models="small-mlp")  # type: ignore[arg-type]
     *_, last = experiment.rounds(2)
     return last.mean("global"), last.mean("local"), last.server["global"]
@@ -237,6 +268,6 @@ def test_clients_keep_their_statistics_unless_told_otherwise() -> None:
         before = [b.clone() for b in client.model.buffers()]
         client.batch = [torch.randn(20, *client.data.spec.shape)]
         algorithm.distil(client, torch.randn(20, 10))
-        assert all(torch.equal(b, old) for b, old in zip(client.model.buffers(), before, strict=True)) == (
-            statistics == "own"
-        )
+        assert all(
+            torch.equal(b, old) for b, old in zip(client.model.buffers(), before, strict=True)
+        ) == (statistics == "own")

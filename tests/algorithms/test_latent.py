@@ -48,18 +48,28 @@ class Table(LatentGenerator):
 
 
 def test_the_generators_loss_by_hand() -> None:
-    weight = torch.tensor([[[math.log(3), 0.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]])  # 3/4 and 1/2 for class 0
+    weight = torch.tensor(
+        [[[math.log(3), 0.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]]
+    )  # 3/4 and 1/2 for class 0
     shares = torch.tensor([[0.25], [0.75]])
     y, noise = torch.tensor([0]), torch.zeros(1, 1)
-    value = fedgen.generator_loss(Table((1.0, 0.0), (0.0, 0.0)), 0.0, noise, y, shares, weight, torch.zeros(2, 2))
+    value = fedgen.generator_loss(
+        Table((1.0, 0.0), (0.0, 0.0)), 0.0, noise, y, shares, weight, torch.zeros(2, 2)
+    )
     assert float(value) == pytest.approx(0.25 * math.log(4 / 3) + 0.75 * math.log(2))
-    diverse = fedgen.generator_loss(Table((1.0, 0.0), (0.0, 0.0)), 2.0, noise, y, shares, weight, torch.zeros(2, 2))
-    assert float(diverse - value) == pytest.approx(2.0), "a single feature does not differ from itself"
+    diverse = fedgen.generator_loss(
+        Table((1.0, 0.0), (0.0, 0.0)), 2.0, noise, y, shares, weight, torch.zeros(2, 2)
+    )
+    assert float(diverse - value) == pytest.approx(2.0), (
+        "a single feature does not differ from itself"
+    )
 
 
 def test_diversity_by_means() -> None:
     z, noise = torch.tensor([[0.0, 0.0], [2.0, 4.0]]), torch.tensor([[0.0], [2.0]])
-    assert float(diversity(z, noise, norm=1)) == pytest.approx(math.exp(-2 * 3 * 4 / 4)), "two of four pairs, 3 times 4"
+    assert float(diversity(z, noise, norm=1)) == pytest.approx(math.exp(-2 * 3 * 4 / 4)), (
+        "two of four pairs, 3 times 4"
+    )
     assert float(diversity(z, noise)) == pytest.approx(math.exp(-2 * 10 * 4 / 4))
 
 
@@ -71,7 +81,9 @@ def test_the_clients_loss_by_hand() -> None:
     plain = math.log(1 + math.exp(-1))
     made = math.log(1 + 1 / 7)  # a feature of class 1, the only one that is known
     q = 1 / (1 + math.exp(-1))
-    divergence = 0.75 * math.log(0.75 / q) + 0.25 * math.log(0.25 / (1 - q))  # from the answer to a feature of class 0
+    divergence = 0.75 * math.log(0.75 / q) + 0.25 * math.log(
+        0.25 / (1 - q)
+    )  # from the answer to a feature of class 0
     assert float(value) == pytest.approx(plain + 0.5 * (3 * made + 5 * divergence), rel=1e-5)
 
 
@@ -84,7 +96,9 @@ def test_answers_to_features_are_targets_and_do_not_move() -> None:
     black = torch.zeros(1, 1, 1, 2, dtype=torch.uint8)
     rest = black, torch.tensor([0]), torch.tensor([0]), torch.tensor(1.0)
     generator = Table((math.log(3), 0.0), (0.0, 0.0))
-    with_it, without = (fedgen.loss(Tilted(), generator, SPEC, Augment(), 0.0, b, *rest) for b in (1.0, 0.0))
+    with_it, without = (
+        fedgen.loss(Tilted(), generator, SPEC, Augment(), 0.0, b, *rest) for b in (1.0, 0.0)
+    )
     (slope,) = torch.autograd.grad(with_it - without, tilt)
     assert torch.allclose(slope, torch.tensor([0.5 - 0.75, 0.5 - 0.25]), atol=1e-6), (
         "its own prediction less the target"
@@ -94,7 +108,9 @@ def test_answers_to_features_are_targets_and_do_not_move() -> None:
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[State, list[int], float]]:
     told, learn = [], FedGen.learn
 
-    def watching(self: FedGen, client: Any, head: State, generator: State, known: list[int], strength: float) -> Any:
+    def watching(
+        self: FedGen, client: Any, head: State, generator: State, known: list[int], strength: float
+    ) -> Any:
         told.append((dict(generator), known, strength))
         return learn(self, client, head, generator, known, strength)
 
@@ -148,22 +164,32 @@ def test_without_its_terms_it_is_lgfedavg() -> None:
 def test_the_generator_believes_those_who_know_a_class() -> None:
     server = Source(SPEC, {}, None, torch.device("cpu"))
     right = torch.tensor([[4.0, 0.0], [-4.0, 0.0]])
-    heads = {0: {"weight": right, "bias": torch.zeros(2)}, 1: {"weight": -right, "bias": torch.zeros(2)}}
+    heads = {
+        0: {"weight": right, "bias": torch.zeros(2)},
+        1: {"weight": -right, "bias": torch.zeros(2)},
+    }
     algorithm = FedGen(features=2, noise=4, hidden=16)
     with seeds.scope(0, "server"):
-        algorithm.improve(server, heads, torch.tensor([[9, 0], [0, 9]]))  # each knows one class, and says so of x > 0
+        algorithm.improve(
+            server, heads, torch.tensor([[9, 0], [0, 9]])
+        )  # each knows one class, and says so of x > 0
     assert server.known == [0, 1]
     assert server.report["generator_loss"] > 0
     generator = LatentGenerator.restored(server.generator, 2)
     drawn = generator(torch.rand(20, 4), torch.arange(20) % 2)
-    assert bool((drawn[:, 0] > 0).all()), "the other's opinion of a class it never saw does not count"
+    assert bool((drawn[:, 0] > 0).all()), (
+        "the other's opinion of a class it never saw does not count"
+    )
 
 
 def test_heads_learn_classes_that_a_client_never_saw() -> None:
     def named(**weights: float) -> float:
         changes = {"batch_size": 10, "hidden": 64, "generator_steps": 50, **weights}
         experiment = federation(
-            tiny("fedgen", **changes), clients=2, models="small-mlp", partition=Classes(per_client=5)
+            tiny("fedgen", **changes),
+            clients=2,
+            models="small-mlp",
+            partition=Classes(per_client=5),
         )
         *_, last = experiment.rounds(3)
         return last.mean("global")

@@ -52,7 +52,10 @@ def test_fmls_loss_by_hand_and_each_networks_part() -> None:
     assert value.item() == pytest.approx(mine + theirs, abs=1e-5)
     value.backward()
     # The slope of cross entropy with a target is prediction - target; of what the other is taught, nothing.
-    for network, p, target in ((own, 0.9, 0.25 * 1 + 0.75 * 0.4), (shared, 0.4, 0.75 * 1 + 0.25 * 0.9)):
+    for network, p, target in (
+        (own, 0.9, 0.25 * 1 + 0.75 * 0.4),
+        (shared, 0.4, 0.75 * 1 + 0.25 * 0.9),
+    ):
         assert network.said.grad is not None
         assert network.said.grad.tolist() == pytest.approx([p - target, target - p], abs=1e-5)
 
@@ -75,7 +78,9 @@ def test_in_fmls_defaults_predictions_count() -> None:
 def test_fmls_shared_model_without_predictions_is_fedavg() -> None:
     settings = {"lr": 0.05, "epochs": 1, "batch_size": 50}
     fedavg = federation(tiny("fedavg", lr=0.05), models="small-mlp")
-    mutual = federation(FML(shared="small-mlp", alpha=1.0, beta=1.0, momentum=0.0, **settings), models="small-5")
+    mutual = federation(
+        FML(shared="small-mlp", alpha=1.0, beta=1.0, momentum=0.0, **settings), models="small-5"
+    )
     for experiment in (fedavg, mutual):
         list(experiment.rounds(2))
     assert same(dict(fedavg.server.model.state_dict()), dict(mutual.server.model.state_dict()))
@@ -97,11 +102,18 @@ def test_fml_sends_the_shared_model_only_and_reports_it_beside(tmp_path: Path) -
 @pytest.mark.parametrize("kind", [FML, FedKD])
 def test_something_of_what_the_other_knows_arrives(kind: Any) -> None:
     labels = source("digits").y_train
-    low, high = torch.nonzero(labels < 5).flatten().tolist(), torch.nonzero(labels >= 5).flatten().tolist()
+    low, high = (
+        torch.nonzero(labels < 5).flatten().tolist(),
+        torch.nonzero(labels >= 5).flatten().tolist(),
+    )
 
     def credence(other: list[int]) -> float:
         """What the first client, which has low digits only, gives to high ones by their name."""
-        options: dict[str, Any] = {"partition": [low[:200], other[:200]], "clients": 2, "models": "small-cnn"}
+        options: dict[str, Any] = {
+            "partition": [low[:200], other[:200]],
+            "clients": 2,
+            "models": "small-cnn",
+        }
         experiment = federation(kind(shared="small-mlp", epochs=1, batch_size=16), **options)
         list(experiment.rounds(4))
         client = experiment.engine.clients[0]
@@ -110,7 +122,9 @@ def test_something_of_what_the_other_knows_arrives(kind: Any) -> None:
             said = client.model.eval()(test.batch(torch.arange(len(test)))).log_softmax(1)
         return float(said.gather(1, test.labels[:, None])[test.labels >= 5].mean())
 
-    assert credence(high) > credence(low[200:]) + 0.1, "if the other has high digits, rather than more of the low"
+    assert credence(high) > credence(low[200:]) + 0.1, (
+        "if the other has high digits, rather than more of the low"
+    )
 
 
 def test_fml_says_when_the_word_of_the_shared_network_counts_nothing() -> None:
@@ -148,7 +162,9 @@ def test_fedkds_changes_are_smaller_than_weights_both_ways() -> None:
     experiment = federation(tiny("fedkd"))
     first, second = experiment.rounds(2)
     weights = 3 * nbytes(experiment.server.model.state_dict())
-    assert first.bytes["learn"]["down"] == weights + 3 * 8, "once, with the share that is to be sent"
+    assert first.bytes["learn"]["down"] == weights + 3 * 8, (
+        "once, with the share that is to be sent"
+    )
     assert second.bytes["learn"]["down"] == 3 * 8
     for record in (first, second):
         assert 0 < record.bytes["learn"]["up"] < 0.8 * weights
@@ -179,7 +195,9 @@ def test_fedkds_heads_do_not_move_along_what_all_classes_share(average: str) -> 
     before = experiment.server.model.state_dict()["head.weight"].clone()
     list(experiment.rounds(1))
     change = experiment.server.model.state_dict()["head.weight"] - before
-    assert float(change.mean(0).norm()) < 1e-3 * float(change.norm())  # of Adam's steps a quarter is
+    assert float(change.mean(0).norm()) < 1e-3 * float(
+        change.norm()
+    )  # of Adam's steps a quarter is
 
 
 def test_the_share_of_energy_grows() -> None:
@@ -202,4 +220,7 @@ def test_who_missed_a_change_gets_the_weights(monkeypatch: pytest.MonkeyPatch) -
     assert len(first.failures) == 1
     weights = nbytes(experiment.server.model.state_dict())
     assert second.bytes["learn"]["down"] == weights + 3 * 8
-    assert same(cast(Mentor, experiment.engine.clients[1]).shared, dict(experiment.server.model.state_dict()))
+    assert same(
+        cast(Mentor, experiment.engine.clients[1]).shared,
+        dict(experiment.server.model.state_dict()),
+    )

@@ -26,17 +26,22 @@ AS_FEDAVG = {
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_with_all_of_the_network_it_is_fedavg(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = LocalEngine._path  # a turn's random stream has the method's name in it: here both have the same
+    path = (
+        LocalEngine._path
+    )  # a turn's random stream has the method's name in it: here both have the same
     monkeypatch.setattr(LocalEngine, "_path", lambda self, method, k: path(self, "update", k))
     partial, fedavg = (
-        federation(algorithm, models="small-resnet") for algorithm in (tiny(name, **AS_FEDAVG), tiny("fedavg"))
+        federation(algorithm, models="small-resnet")
+        for algorithm in (tiny(name, **AS_FEDAVG), tiny("fedavg"))
     )
     before = partial.server.model.state_dict()["head.weight"].clone()
     list(partial.rounds(2))
     list(fedavg.rounds(2))
     one, other = (e.server.model.state_dict() for e in (partial, fedavg))
     assert one.keys() == other.keys()
-    assert all(torch.allclose(one[at].float(), other[at].float(), rtol=1e-5, atol=1e-6) for at in one)
+    assert all(
+        torch.allclose(one[at].float(), other[at].float(), rtol=1e-5, atol=1e-6) for at in one
+    )
     assert not torch.allclose(one["head.weight"], before, atol=1e-2)
 
 
@@ -108,7 +113,9 @@ def test_counts_are_of_the_images_trained_on() -> None:
 def test_networks_that_cannot_be_cut_are_refused_before_training() -> None:
     with pytest.raises(ConfigError, match="VisionTransformer cannot be cut by width"):
         federation(HeteroFL(), models="vit-tiny")
-    with pytest.raises(ConfigError, match="FedRolex has one model for all and needs one architecture"):
+    with pytest.raises(
+        ConfigError, match="FedRolex has one model for all and needs one architecture"
+    ):
         federation(FedRolex(), models="small-5")
 
 
@@ -119,4 +126,7 @@ def test_the_server_has_a_model_of_full_width_with_any_statistics(norm: Any) -> 
     tracked = any("running" in at for at in experiment.server.model.state_dict())
     assert tracked == (norm != "batch")
     assert record.server["global"] > 0.15
-    assert not same(dict(experiment.server.model.state_dict()), dict(experiment.engine.clients[0].model.state_dict()))
+    assert not same(
+        dict(experiment.server.model.state_dict()),
+        dict(experiment.engine.clients[0].model.state_dict()),
+    )

@@ -59,7 +59,9 @@ def white(label: int) -> tuple[Tensor, Tensor]:
 
 def test_the_gradient_after_a_step_ahead_by_hand() -> None:
     w, alpha = 0.3, 0.5
-    v = sigmoid(w + alpha * sigmoid(-w))  # the step is on an image of class 0, the gradient on one of class 1
+    v = sigmoid(
+        w + alpha * sigmoid(-w)
+    )  # the step is on an image of class 0, the gradient on one of class 1
     for batches, expected in (
         ((*white(0), *white(1)), v),
         ((*white(0), *white(1), *white(0)), v - alpha * v * sigmoid(w) * sigmoid(-w)),
@@ -74,18 +76,28 @@ def test_the_hessian_is_estimated_rightly() -> None:
     torch.manual_seed(0)
     spec = Spec(1, 8, 8, 10, (0.5,), (0.5,))
     model = split(plain(spec)).double()
-    batches = [part for _ in range(2) for part in (torch.randint(256, (20, 1, 8, 8), dtype=torch.uint8), None)]
+    batches = [
+        part
+        for _ in range(2)
+        for part in (torch.randint(256, (20, 1, 8, 8), dtype=torch.uint8), None)
+    ]
     batches = [torch.randint(10, (20,)) if part is None else part for part in batches]
     x1, x2 = (perfedavg.prepared(part, spec, Augment()).double() for part in batches[::2])
     w = dict(model.named_parameters())
-    inner = torch.autograd.grad(F.cross_entropy(model(x1), batches[1]), list(w.values()), create_graph=True)
+    inner = torch.autograd.grad(
+        F.cross_entropy(model(x1), batches[1]), list(w.values()), create_graph=True
+    )
     there = {name: p - 0.5 * slope for (name, p), slope in zip(w.items(), inner, strict=True)}
     after = F.cross_entropy(torch.func.functional_call(model, there, (x2,)), batches[3])
     exact = torch.cat([slope.flatten() for slope in torch.autograd.grad(after, list(w.values()))])
     found = []
     for given in ([*batches, *batches[:2]], batches):
         value = perfedavg.ahead(model.float(), 0.5, 1e-2, spec, Augment(), *given)
-        found.append(torch.cat([slope.flatten() for slope in torch.autograd.grad(value, list(model.parameters()))]))
+        found.append(
+            torch.cat(
+                [slope.flatten() for slope in torch.autograd.grad(value, list(model.parameters()))]
+            )
+        )
     hf, fo = (float((part - exact).norm() / exact.norm()) for part in found)
     assert hf < 0.02
     assert fo > 5 * hf, "without the Hessian it is another gradient"
@@ -108,7 +120,9 @@ def test_without_a_step_ahead_it_trains_as_fedavg_does_on_every_second_batch() -
     batches = perfedavg.several(client.data, 100, 2)
     for _ in range(8):  # 15 batches, two at a time
         _, _, pixels, labels = next(batches)
-        loss = F.cross_entropy(model(perfedavg.prepared(pixels, client.data.spec, Augment())), labels)
+        loss = F.cross_entropy(
+            model(perfedavg.prepared(pixels, client.data.spec, Augment())), labels
+        )
         slopes = torch.autograd.grad(loss, list(model.parameters()))
         with torch.no_grad():
             for p, slope in zip(model.parameters(), slopes, strict=True):
@@ -118,9 +132,13 @@ def test_without_a_step_ahead_it_trains_as_fedavg_does_on_every_second_batch() -
 
 
 @pytest.mark.parametrize("hessian_free", [False, True])
-def test_an_epoch_is_a_pass_over_the_data(hessian_free: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_epoch_is_a_pass_over_the_data(
+    hessian_free: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken: list[int] = []
-    monkeypatch.setattr(perfedavg, "alternate", lambda client, courses, steps, recipe: taken.append(steps))
+    monkeypatch.setattr(
+        perfedavg, "alternate", lambda client, courses, steps, recipe: taken.append(steps)
+    )
     algorithm = PerFedAvg(epochs=2, batch_size=100, hessian_free=hessian_free)
     _, (client,) = client_of(algorithm, clients=1)
     algorithm.train(client)
@@ -144,20 +162,27 @@ def test_a_clients_model_is_one_step_from_everybodys(monkeypatch: pytest.MonkeyP
         starts.clear()
         record = experiment.step()
         assert len(starts) == 2
-        assert all(same(start, before) for start in starts), "training starts from everybody's model, not the own"
+        assert all(same(start, before) for start in starts), (
+            "training starts from everybody's model, not the own"
+        )
         server = experiment.server.model
         assert same(dict(server.state_dict()), cast(Caster, experiment.server).average)
         for k, client in enumerate(clients):
             assert same(client.start, dict(server.state_dict()))
             model = copy.deepcopy(server)
             x = client.data.batch(torch.arange(len(client.data)))
-            slopes = torch.autograd.grad(F.cross_entropy(model(x), client.data.labels), list(model.parameters()))
+            slopes = torch.autograd.grad(
+                F.cross_entropy(model(x), client.data.labels), list(model.parameters())
+            )
             rows = zip(client.model.parameters(), model.parameters(), slopes, strict=True)
             assert all(torch.allclose(own, w - 0.3 * slope, atol=1e-5) for own, w, slope in rows)
             assert record.clients[k]["local"] == accuracy(client.model, client.tests["local"])
             assert record.clients[k]["unadapted_global"] == record.server["global"]
         weights = nbytes(before)
-        assert record.bytes["client_update"] == {"up": 2 * weights, "down": 2 * weights if t == 1 else 0}
+        assert record.bytes["client_update"] == {
+            "up": 2 * weights,
+            "down": 2 * weights if t == 1 else 0,
+        }
         assert record.bytes["receive"] == {"up": 0, "down": 3 * weights}
 
 
@@ -173,13 +198,18 @@ def test_perfedavg_finds_a_better_start_than_fedavg(monkeypatch: pytest.MonkeyPa
     def end(alpha: float) -> float:
         model = OneWeight(0.0)
         for _ in range(300):
-            values = [perfedavg.ahead(model, alpha, 1e-2, TWO, Augment(), *white(k), *white(k)) for k in (0, 1)]
+            values = [
+                perfedavg.ahead(model, alpha, 1e-2, TWO, Augment(), *white(k), *white(k))
+                for k in (0, 1)
+            ]
             (slope,) = torch.autograd.grad(torch.stack(values).mean(), [model.w])
             model.w.data -= 0.1 * slope
         return float(model.w.detach())
 
     def left(w: float) -> float:
-        return sum(float(a[k]) / 2 * ((1 - 0.2 * float(a[k])) * (w - float(c[k]))) ** 2 for k in (0, 1))
+        return sum(
+            float(a[k]) / 2 * ((1 - 0.2 * float(a[k])) * (w - float(c[k]))) ** 2 for k in (0, 1)
+        )
 
     fedavg, ours = end(0.0), end(0.2)
     assert fedavg == pytest.approx(4 / 5, abs=1e-3)
@@ -190,7 +220,9 @@ def test_perfedavg_finds_a_better_start_than_fedavg(monkeypatch: pytest.MonkeyPa
 def test_a_step_of_its_own_makes_the_common_model_a_clients() -> None:
     """Two clients that call the same digits by different names."""
     settings: dict[str, Any] = {"epochs": 4, "batch_size": 50, "lr": 0.1, "alpha": 0.2}
-    experiment = federation(tiny("perfedavg", **settings), clients=2, partition="iid", models=[plain])
+    experiment = federation(
+        tiny("perfedavg", **settings), clients=2, partition="iid", models=[plain]
+    )
     for images in (experiment.engine.clients[1].data, experiment.engine.clients[1].tests["local"]):
         images.labels.copy_(9 - images.labels)
     *_, record = experiment.rounds(6)
@@ -198,7 +230,14 @@ def test_a_step_of_its_own_makes_the_common_model_a_clients() -> None:
 
 
 def test_layers_are_modules_with_weights() -> None:
-    names = ["body.1.weight", "body.1.bias", "body.2.weight", "body.2.running_mean", "head.weight", "head.bias"]
+    names = [
+        "body.1.weight",
+        "body.1.bias",
+        "body.2.weight",
+        "body.2.running_mean",
+        "head.weight",
+        "head.bias",
+    ]
     assert pfedla.by_layer(names) == [names[:2], names[2:4], names[4:]]
 
 
@@ -227,15 +266,21 @@ def hyper_by_hand(last: list[float]) -> pfedla.HyperNetwork:
 
 def test_a_step_of_a_hypernetwork_by_hand() -> None:
     hyper, own, known = hyper_by_hand([1.0, 0.5]), torch.tensor([1.0, 0.0]), torch.ones(2)
-    assert torch.allclose(hyper(own, known), torch.tensor([[2 / 3, 1 / 3]]), atol=1e-6)  # of 2 and 1
+    assert torch.allclose(
+        hyper(own, known), torch.tensor([[2 / 3, 1 / 3]]), atol=1e-6
+    )  # of 2 and 1
     dots = torch.tensor([[3.0, 0.0]])  # ⟨θ_j, Δθ⟩: the first model lies where the training went
     assert float(pfedla.gain(hyper, own, known, dots).detach()) == pytest.approx(-2.0, abs=1e-5)
     Trainer.of(hyper, sgd(0.3)).step(partial(pfedla.gain, hyper), own, known, dots)
     # ∂(3 a / (a + b)) at (2, 1) is (3 · 1, -3 · 2) / 3², and each times the last hidden 2 for the weights.
     moved = torch.tensor([[1.0], [0.5]]) + 0.3 * 2 * torch.tensor([[1 / 3], [-2 / 3]])
     assert torch.allclose(hyper.body[6].weight.detach(), moved, atol=1e-5)
-    assert torch.allclose(hyper.body[6].bias.detach(), 0.3 * torch.tensor([1 / 3, -2 / 3]), atol=1e-5)
-    assert torch.allclose(hyper.embedding.detach(), torch.tensor([2.0]), atol=1e-4)  # 1/3 · 1 - 2/3 · 1/2 = 0
+    assert torch.allclose(
+        hyper.body[6].bias.detach(), 0.3 * torch.tensor([1 / 3, -2 / 3]), atol=1e-5
+    )
+    assert torch.allclose(
+        hyper.embedding.detach(), torch.tensor([2.0]), atol=1e-4
+    )  # 1/3 · 1 - 2/3 · 1/2 = 0
 
 
 def test_where_nothing_is_left_the_clients_own_layer_is_taken() -> None:
@@ -245,7 +290,9 @@ def test_where_nothing_is_left_the_clients_own_layer_is_taken() -> None:
     assert torch.equal(missing, torch.tensor([[0.0, 1.0]])), "who has not trained yet is not mixed"
 
 
-def test_pfedla_sends_mixes_and_learns_along_what_training_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pfedla_sends_mixes_and_learns_along_what_training_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     experiment = federation(tiny("pfedla", fraction=0.7))
     server = cast(Mixer, experiment.server)
     down: dict[int, Any] = {}
@@ -254,7 +301,9 @@ def test_pfedla_sends_mixes_and_learns_along_what_training_changed(monkeypatch: 
 
     def tapped(tree: Any, method: str, client: int, direction: Any, device: Any = None) -> Any:
         if method == "client_update":
-            (up if direction == "up" else down)[client] = isolate(tree if direction == "up" else tree[0])
+            (up if direction == "up" else down)[client] = isolate(
+                tree if direction == "up" else tree[0]
+            )
         return carry(tree, method, client, direction, device)
 
     experiment.engine.wire.carry = tapped  # type: ignore[method-assign]
@@ -288,7 +337,9 @@ def test_pfedla_sends_mixes_and_learns_along_what_training_changed(monkeypatch: 
             for i, layer in enumerate(server.layers):
                 for name in layer:
                     mix = sum(alpha[i, j].double() * before[j][name].double() for j in before)
-                    wanted = mix if before[k][name].is_floating_point() else cast(Tensor, mix).round()
+                    wanted = (
+                        mix if before[k][name].is_floating_point() else cast(Tensor, mix).round()
+                    )
                     assert torch.allclose(down[k][name].double(), cast(Tensor, wanted), atol=1e-5)
                 for j in before:
                     names = [name for name in layer if name.endswith(("weight", "bias"))]
@@ -301,7 +352,10 @@ def test_pfedla_sends_mixes_and_learns_along_what_training_changed(monkeypatch: 
 
 
 def test_pfedla_of_one_client_is_its_own_training() -> None:
-    experiment, alone = federation(tiny("pfedla"), clients=1), federation(tiny("fedavg", lr=0.01), clients=1)
+    experiment, alone = (
+        federation(tiny("pfedla"), clients=1),
+        federation(tiny("fedavg", lr=0.01), clients=1),
+    )
     list(experiment.rounds(2))
     list(alone.rounds(2))
     assert same(*(dict(e.engine.clients[0].model.state_dict()) for e in (experiment, alone)))
@@ -309,7 +363,9 @@ def test_pfedla_of_one_client_is_its_own_training() -> None:
 
 def test_pfedla_takes_from_those_that_learn_the_same() -> None:
     """Clients 0 and 1 call digits alike, client 2 otherwise: whose models the first one mixes in."""
-    experiment = federation(tiny("pfedla", epochs=2, lr=0.1, hyper_lr=0.2), partition="iid", models=[plain])
+    experiment = federation(
+        tiny("pfedla", epochs=2, lr=0.1, hyper_lr=0.2), partition="iid", models=[plain]
+    )
     for images in (experiment.engine.clients[2].data, experiment.engine.clients[2].tests["local"]):
         images.labels.copy_(9 - images.labels)
     server, clients = cast(Mixer, experiment.server), Clients(experiment.engine, range(3))

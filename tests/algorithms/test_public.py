@@ -37,7 +37,9 @@ def in_process(algorithm: Any, **options: Any) -> Experiment:
     return experiment
 
 
-def heard(monkeypatch: pytest.MonkeyPatch, kind: type[PublicDistillation]) -> list[tuple[Tensor, Tensor]]:
+def heard(
+    monkeypatch: pytest.MonkeyPatch, kind: type[PublicDistillation]
+) -> list[tuple[Tensor, Tensor]]:
     """Have clients only hear, and not learn; the places and the targets that they are sent."""
     told: list[tuple[Tensor, Tensor]] = []
 
@@ -74,7 +76,9 @@ def test_classes_may_count_by_who_has_them(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.allclose(target, torch.where(first, one, other), atol=1e-5)
 
 
-def test_fedmds_clients_begin_with_public_data_and_revisit_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fedmds_clients_begin_with_public_data_and_revisit_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[tuple[int, int]] = []
 
     def noted(client: Any, *, data: Any = None, epochs: int, **_: Any) -> None:
@@ -96,9 +100,19 @@ def test_fedmd_helps_clients_with_few_images() -> None:
     few = digits.x_train[:90], digits.y_train[:90], digits.x_test, digits.y_test
 
     def reached(samples: int) -> float:
-        settings = {"public_epochs": 0, "private_epochs": 20, "distil_epochs": 5, "distil_batch": 100, "epochs": 1}
+        settings = {
+            "public_epochs": 0,
+            "private_epochs": 20,
+            "distil_epochs": 5,
+            "distil_batch": 100,
+            "epochs": 1,
+        }
         algorithm = FedMD(samples=samples, lr=3e-3, **settings)
-        options = {"data": Data(source=few, public="digits"), "partition": "iid", "models": "small-mlp,small-cnn"}
+        options = {
+            "data": Data(source=few, public="digits"),
+            "partition": "iid",
+            "models": "small-mlp,small-cnn",
+        }
         return list(federation(algorithm, **options).rounds(2))[-1].mean("global")
 
     assert reached(1000) > reached(2) + 0.02
@@ -117,7 +131,9 @@ def test_labels_of_other_classes_are_refused_where_they_are_needed() -> None:
         federation(tiny("dsfl"), data=Data())
 
 
-def test_dsfl_sharpens_the_mean_of_probabilities_for_clients_and_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dsfl_sharpens_the_mean_of_probabilities_for_clients_and_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told = heard(monkeypatch, DSFL)
     experiment = in_process(tiny("dsfl"))
     before = {at: w.clone() for at, w in experiment.server.model.state_dict().items()}
@@ -139,15 +155,23 @@ def test_without_a_temperature_dsfl_is_simple_aggregation(monkeypatch: pytest.Mo
 
 def test_dsfl_brings_what_others_know_and_more_of_it_if_the_mean_is_sharpened() -> None:
     settings = {"epochs": 3, "samples": 500, "distil_epochs": 3}
-    (era,), (sa,) = (federation(DSFL(temperature=t, **settings), **TWO).rounds(1) for t in (0.1, None))
+    (era,), (sa,) = (
+        federation(DSFL(temperature=t, **settings), **TWO).rounds(1) for t in (0.1, None)
+    )
     assert era.mean("global") > era.mean("before_global") + 0.15
     assert era.server["global"] > sa.server["global"]
 
 
 def test_mhats_loss_by_hand() -> None:
-    logits, mean, labels = torch.tensor([[0.9, 0.1]]).log(), torch.tensor([[0.5, 0.5]]), torch.tensor([1])
+    logits, mean, labels = (
+        torch.tensor([[0.9, 0.1]]).log(),
+        torch.tensor([[0.5, 0.5]]),
+        torch.tensor([1]),
+    )
     half = -0.5 * math.log(0.9) - 0.5 * math.log(0.1)
-    assert auxiliary_loss(3.0, logits, mean, labels).item() == pytest.approx(-math.log(0.1) + 3 * half)
+    assert auxiliary_loss(3.0, logits, mean, labels).item() == pytest.approx(
+        -math.log(0.1) + 3 * half
+    )
 
 
 def test_mhats_clients_hear_what_the_auxiliary_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,13 +230,18 @@ def test_feddf_lets_one_architecture_learn_what_only_the_other_knows() -> None:
         test = client.tests["global"]
         foreign = (client.data.class_counts() == 0)[test.labels]
         said = client.model.eval()(test.batch(torch.arange(len(test)))).argmax(1)
-        assert float((said == test.labels)[foreign].double().mean()) > 0.1, "alone it would name none of them"
+        assert float((said == test.labels)[foreign].double().mean()) > 0.1, (
+            "alone it would name none of them"
+        )
     assert record.mean("global") > record.mean("before_global") + 0.1
 
 
 def test_feddf_leaves_an_architecture_alone_that_nobody_trained() -> None:
     experiment = in_process(tiny("feddf", fraction=0.3), models="small-mlp,small-cnn,small-mlp")
-    before = [{at: w.clone() for at, w in c.model.state_dict().items()} for c in experiment.engine.clients.values()]
+    before = [
+        {at: w.clone() for at, w in c.model.state_dict().items()}
+        for c in experiment.engine.clients.values()
+    ]
     (record,) = experiment.rounds(1)
     (active,) = [k for k, told in record.clients.items() if told["bytes_up"]]
     kinds = ["mlp", "cnn", "mlp"]

@@ -21,7 +21,7 @@ from barter.attacks.labels import prior
 from barter.attacks.measures import share_error
 from barter.attacks.overheard import clients_of, overheard, split_test
 from barter.attacks.result import Result
-from barter.cli import main
+from barter.cli.app import main
 from barter.compute.threads import threaded
 from barter.core import seeds
 from barter.core.errors import ConfigError
@@ -35,9 +35,18 @@ from tests.conftest import tiny
 MEANS = {"learn.embeddings": "means clip=4 noise=1"}
 
 
-def made(folder: Path, name: str = "dffke", privacy: dict[str, str] | None = None, **changes: Any) -> Path:
-    algorithm, models = tiny(name, **changes), "small-mlp,small-cnn" if name == "dffke" else "small-mlp"
-    options: dict[str, Any] = {"clients": 2, "models": models, "privacy": Privacy(parts=privacy or {})}
+def made(
+    folder: Path, name: str = "dffke", privacy: dict[str, str] | None = None, **changes: Any
+) -> Path:
+    algorithm, models = (
+        tiny(name, **changes),
+        "small-mlp,small-cnn" if name == "dffke" else "small-mlp",
+    )
+    options: dict[str, Any] = {
+        "clients": 2,
+        "models": models,
+        "privacy": Privacy(parts=privacy or {}),
+    }
     for _ in Experiment(algorithm, out=folder, threads=1, device="cpu", **options).rounds(1):
         pass
     return folder
@@ -50,7 +59,13 @@ def by_name(results: list[Result], question: str) -> dict[str, dict[str, float]]
 @pytest.fixture(autouse=True, scope="module")
 def _little_work() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"IMAGES": 6, "PUBLIC": 60, "COPIES": 60, "EPOCHS": 8, "DESCENT": 60}.items():
+        for name, value in {
+            "IMAGES": 6,
+            "PUBLIC": 60,
+            "COPIES": 60,
+            "EPOCHS": 8,
+            "DESCENT": 60,
+        }.items():
             patch.setattr(inverting, name, value)
         yield
 
@@ -65,14 +80,24 @@ def attacked(run: Path) -> list[Result]:
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     results, paths = attack(run, 2, Silence())
     assert paths == [run / "attack.json", run / "attack.png"]
-    assert all(path.read_bytes() == before[path] for path in run.rglob("*") if path.is_file() and path not in paths)
+    assert all(
+        path.read_bytes() == before[path]
+        for path in run.rglob("*")
+        if path.is_file() and path not in paths
+    )
     return results
 
 
-def test_what_left_unprotected_gives_images_members_and_labels_away(run: Path, attacked: list[Result]) -> None:
+def test_what_left_unprotected_gives_images_members_and_labels_away(
+    run: Path, attacked: list[Result]
+) -> None:
     results = attacked
-    pictures, members, labels = (by_name(results, question) for question in ("inversion", "membership", "labels"))
-    assert pictures["descent from there"]["psnr"] > pictures["nearest image of the class"]["psnr"] + 3
+    pictures, members, labels = (
+        by_name(results, question) for question in ("inversion", "membership", "labels")
+    )
+    assert (
+        pictures["descent from there"]["psnr"] > pictures["nearest image of the class"]["psnr"] + 3
+    )
     assert pictures["descent from there"]["found"] > 0.8
     assert pictures["mean of the class"]["found"] < 0.3
     assert set(members) == {
@@ -92,7 +117,10 @@ def test_what_left_unprotected_gives_images_members_and_labels_away(run: Path, a
 def test_what_is_heard_is_what_left(tmp_path: Path, run: Path) -> None:
     bare, hidden = (
         overheard(Experiment.revisited(folder, unlimited=True))[0]
-        for folder in (run, made(tmp_path / "run", privacy={"learn.embeddings": "withhold"}, parts=0))
+        for folder in (
+            run,
+            made(tmp_path / "run", privacy={"learn.embeddings": "withhold"}, parts=0),
+        )
     )
     assert bare.answers.keys() == {"learn", "teach", "exchange"}
     assert bare.answers["exchange"] is None, "what comes down is not what was told"
@@ -106,7 +134,12 @@ def test_heard_networks_are_the_clients_and_rows_belong_to_their_images(run: Pat
     experiment = Experiment.revisited(run)
     told = overheard(experiment)
     for k, client in clients_of(experiment).items():
-        network, rows, labels, places = told[k].network, told[k].rows, told[k].labels, told[k].places
+        network, rows, labels, places = (
+            told[k].network,
+            told[k].rows,
+            told[k].labels,
+            told[k].places,
+        )
         assert network is not None
         assert rows is not None
         assert labels is not None
@@ -128,7 +161,11 @@ def test_means_of_classes_are_attacked_as_such(tmp_path: Path) -> None:
 def test_a_spent_budget_does_not_stop_the_attack(tmp_path: Path) -> None:
     parts = {"learn.embeddings": "gaussian clip=4", "learn.labels": "withhold"}
     privacy = Privacy(epsilon=1, parts=parts)
-    list(Experiment(tiny("dffke", parts=0), clients=2, out=tmp_path / "run", privacy=privacy, rounds=1).rounds(1))
+    list(
+        Experiment(
+            tiny("dffke", parts=0), clients=2, out=tmp_path / "run", privacy=privacy, rounds=1
+        ).rounds(1)
+    )
     results, _ = attack(tmp_path / "run", 0, Silence())
     assert by_name(results, "labels")["learn.labels"]["right"] < 0.5
 
@@ -142,13 +179,17 @@ def test_a_spent_budget_does_not_stop_the_attack(tmp_path: Path) -> None:
         ("fedproto", "membership", "no client told its network's weights"),
     ],
 )
-def test_what_a_method_does_not_tell_is_said(tmp_path: Path, name: str, question: str, words: str) -> None:
+def test_what_a_method_does_not_tell_is_said(
+    tmp_path: Path, name: str, question: str, words: str
+) -> None:
     results, paths = attack(made(tmp_path / "run", name), 2, Silence())
     assert any(words in result.note for result in results if result.question == question)
     assert [path.name for path in paths] == ["attack.json"]
 
 
-def test_no_attack_takes_more_threads_than_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_attack_takes_more_threads_than_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     used = set()
 
     def noting(*given: Any) -> Any:
@@ -167,7 +208,10 @@ def test_counts_tell_all_and_prototypes_which_classes_there_are(tmp_path: Path) 
     run = made(tmp_path / "counts", "fedftg")
     assert by_name(attack(run, 0, Silence())[0], "labels")["learn.counts"]["distance"] == 0
     told = attack(made(tmp_path / "means", "fedproto"), 0, Silence())[0]
-    held = [client.data.class_counts() for client in clients_of(Experiment.revisited(tmp_path / "means")).values()]
+    held = [
+        client.data.class_counts()
+        for client in clients_of(Experiment.revisited(tmp_path / "means")).values()
+    ]
     exact = [share_error((counts > 0).long(), counts) for counts in held]
     assert by_name(told, "labels")["learn.classes"]["distance"] == pytest.approx(sum(exact) / 2)
 
@@ -201,7 +245,9 @@ def test_a_network_that_sees_one_class_everywhere_takes_it_for_frequent() -> Non
         (["attack", "nowhere"], "nowhere is not the folder of a run"),
     ],
 )
-def test_mistakes(run: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(
+    run: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(run) if argument == "RUN" else argument for argument in arguments]) == 2
     assert words in " ".join(capsys.readouterr().err.split())
 
@@ -218,16 +264,26 @@ def test_the_command_finds_the_same_again_and_shows_it(
 ) -> None:
     assert main(["attack", str(run), "--shadows", "0"]) == 0
     after = json.loads((run / "attack.json").read_text())["results"]
-    before = [json.loads(json.dumps(asdict(result))) for result in attacked if "RMIA" not in result.attack]
+    before = [
+        json.loads(json.dumps(asdict(result))) for result in attacked if "RMIA" not in result.attack
+    ]
     assert after == before
     text = " ".join(capsys.readouterr().out.split())
-    for words in ("round 2, overheard", "descent from there", "loss threshold, weights", "learn.labels", "attack.png"):
+    for words in (
+        "round 2, overheard",
+        "descent from there",
+        "loss threshold, weights",
+        "learn.labels",
+        "attack.png",
+    ):
         assert words in text
 
 
 def test_predictions_are_found_beside_the_images_that_were_asked_about() -> None:
     told = {"ask": {"said": torch.eye(3)[torch.tensor([0, 2, 1, 2])], "counts": torch.zeros(3)}}
-    assert predictions(told, {"ask": (torch.tensor([4, 5, 6]),)}, 3) is None, "three images, four predictions"
+    assert predictions(told, {"ask": (torch.tensor([4, 5, 6]),)}, 3) is None, (
+        "three images, four predictions"
+    )
     assert predictions(told, {"other": (torch.tensor([4, 5, 6, 7]),)}, 3) is None
     found = predictions(told, {"ask": (torch.tensor([4, 5, 6, 7]),)}, 3)
     assert found is not None
@@ -239,7 +295,10 @@ def test_a_network_learnt_from_predictions_predicts_alike_elsewhere(run: Path) -
     experiment = Experiment.revisited(run)
     public, others = split_test(experiment)
     client = clients_of(experiment)[0]
-    truth = [predict(client.model.eval(), images.batch, torch.arange(len(images))) for images in (public, others)]
+    truth = [
+        predict(client.model.eval(), images.batch, torch.arange(len(images)))
+        for images in (public, others)
+    ]
     with seeds.scope(0, "extraction"):
         network = extracted(client.model, public, torch.arange(len(public)), truth[0])
     again = predict(network, others.batch, torch.arange(len(others)))
@@ -247,9 +306,17 @@ def test_a_network_learnt_from_predictions_predicts_alike_elsewhere(run: Path) -
     assert not all(map(torch.equal, network.parameters(), client.model.parameters()))
 
 
-def test_who_sends_predictions_alone_is_attacked_by_a_network_learnt_from_them(tmp_path: Path) -> None:
+def test_who_sends_predictions_alone_is_attacked_by_a_network_learnt_from_them(
+    tmp_path: Path,
+) -> None:
     data = Data(source="digits", public="digits")
-    options: dict[str, Any] = {"clients": 2, "models": "small-mlp", "threads": 1, "device": "cpu", "data": data}
+    options: dict[str, Any] = {
+        "clients": 2,
+        "models": "small-mlp",
+        "threads": 1,
+        "device": "cpu",
+        "data": data,
+    }
     for _ in Experiment(tiny("fedmd"), out=tmp_path / "run", **options).rounds(1):
         pass
     results, _ = attack(tmp_path / "run", 2, Silence())
@@ -269,7 +336,9 @@ def test_images_that_are_given_away_are_held_beside_private_ones(tmp_path: Path)
     assert told.given is not None
     data = clients_of(experiment)[0].data
     own = data.batch(torch.arange(len(data))).flatten(1)
-    assert float(torch.cdist(told.given.flatten(1), own).min(1).values.max()) < 0.1, "bytes of originals"
+    assert float(torch.cdist(told.given.flatten(1), own).min(1).values.max()) < 0.1, (
+        "bytes of originals"
+    )
     results = attack(folder, 0, Silence())[0]
     assert by_name(results, "membership")["nearest of the images given away"]["tpr_0.1%"] > 0
 
@@ -279,4 +348,6 @@ def test_numbers_that_tell_nothing_are_not_read_as_classes(run: Path) -> None:
     told = overheard(experiment)
     told[0].answers["teach"][0]["index"] = torch.arange(10)  # as many places as there are classes
     public, _ = split_test(experiment)
-    assert not any("teach.index" in result.attack for result in read_labels(experiment, told, public))
+    assert not any(
+        "teach.index" in result.attack for result in read_labels(experiment, told, public)
+    )

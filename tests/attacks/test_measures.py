@@ -56,7 +56,9 @@ def test_true_positives_are_those_above_all_but_a_few_others() -> None:
     members = torch.tensor([98.0, 98.5, 99.5, 0.0])
     assert true_positives(members, others, 0.01) == 0.5  # one of the others may be above
     assert true_positives(members, others, 0.001) == 0.25  # none
-    assert true_positives(torch.zeros(4), torch.zeros(100), 0.01) == 0.0  # equal scores tell nothing
+    assert (
+        true_positives(torch.zeros(4), torch.zeros(100), 0.01) == 0.0
+    )  # equal scores tell nothing
     assert true_positives(members, others, 1.0) == 1.0
 
 

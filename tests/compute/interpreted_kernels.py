@@ -33,7 +33,9 @@ def integers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("act", ACTS)
 def test_normalisation_is_torchs(act: str, training: bool) -> None:
-    for shape in SHAPES if act == "none" else SHAPES[:2]:  # how pixels are cut into tiles does not depend on it
+    for shape in (
+        SHAPES if act == "none" else SHAPES[:2]
+    ):  # how pixels are cut into tiles does not depend on it
         assert normalised(launch, shape, act, False, training, ("cpu", torch.float32)) < 5e-6
 
 
@@ -67,7 +69,9 @@ def test_an_infinite_gradient_that_does_not_pass_leaves_nothing() -> None:
 
 def test_a_large_mean_does_not_cost_the_variance() -> None:
     x = images(64, 8, 4, 4) + 1000
-    y = launch.batch_norm(x, None, None, None, None, torch.zeros(1, dtype=torch.int32), (True, 0.0, 1e-5, "none", 0.0))
+    y = launch.batch_norm(
+        x, None, None, None, None, torch.zeros(1, dtype=torch.int32), (True, 0.0, 1e-5, "none", 0.0)
+    )
     assert far(y, F.batch_norm(x.double(), None, None, training=True)) < 1e-4
 
 

@@ -30,7 +30,11 @@ LAST = torch.channels_last
 
 def images(*shape: int, seed: int = 0, like: Any = None) -> Tensor:
     drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-    return drawn.to(like).contiguous(memory_format=LAST) if like else drawn.contiguous(memory_format=LAST)
+    return (
+        drawn.to(like).contiguous(memory_format=LAST)
+        if like
+        else drawn.contiguous(memory_format=LAST)
+    )
 
 
 def far(one: Tensor | None, other: Tensor | None) -> float:
@@ -39,14 +43,18 @@ def far(one: Tensor | None, other: Tensor | None) -> float:
     return float((one.double() - other.double()).norm() / (other.double().norm() + 1e-12))
 
 
-def normalised(launch: ModuleType, shape: tuple[int, ...], act: str, added: bool, training: bool, like: Any) -> float:
+def normalised(
+    launch: ModuleType, shape: tuple[int, ...], act: str, added: bool, training: bool, like: Any
+) -> float:
     """How far values, gradients and statistics are from those of torch in double precision, at most."""
     norm = nn.BatchNorm2d(shape[1]).to(like[0]).train(training)
     for i, tensor in enumerate([norm.weight, norm.bias, norm.running_mean]):
         assert tensor is not None
         tensor.data.copy_(torch.randn(shape[1], generator=torch.Generator().manual_seed(i)))
     assert norm.running_var is not None
-    norm.running_var.copy_(0.5 + 1.5 * torch.rand(shape[1], generator=torch.Generator().manual_seed(3)))
+    norm.running_var.copy_(
+        0.5 + 1.5 * torch.rand(shape[1], generator=torch.Generator().manual_seed(3))
+    )
     if not training:
         norm.requires_grad_(False)
     truth = copy.deepcopy(norm).double()
@@ -59,7 +67,9 @@ def normalised(launch: ModuleType, shape: tuple[int, ...], act: str, added: bool
     tracked = norm.running_mean, norm.running_var, norm.num_batches_tracked
     arrived = torch.zeros(8, dtype=torch.int32, device=like[0])
     settings = training, 0.1, 1e-5, act, 0.2
-    y = launch.batch_norm(mine, norm.weight, norm.bias, also if added else None, tracked, arrived, settings)
+    y = launch.batch_norm(
+        mine, norm.weight, norm.bias, also if added else None, tracked, arrived, settings
+    )
     y.backward(dy)
     theirs, other = x.double().requires_grad_(), r.double().requires_grad_()
     z = activated(truth(theirs) + other if added else truth(theirs), (act, 0.2))
@@ -98,7 +108,9 @@ def interpreted() -> int:
     """Triton decides when it is imported whether to interpret: it is imported again, in a process of its own."""
     os.environ["TRITON_INTERPRET"] = "1"
     ours = ("barter.compute.kernels", "barter.compute.launch")
-    for name in [name for name in sys.modules if name in ours or re.match(r"triton(?!\._C)\b", name)]:
+    for name in [
+        name for name in sys.modules if name in ours or re.match(r"triton(?!\._C)\b", name)
+    ]:
         del sys.modules[name]
     for name in ours:
         vars(barter.models).pop(name.rpartition(".")[2], None)
@@ -108,7 +120,9 @@ def interpreted() -> int:
 
 def test_kernels_as_triton_interprets_them(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    assert status(forked(interpreted, tmp_path / "said")) == 0, (tmp_path / "said").read_text()[-3000:]
+    assert status(forked(interpreted, tmp_path / "said")) == 0, (tmp_path / "said").read_text()[
+        -3000:
+    ]
 
 
 def test_every_kernel_compiles_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,13 +133,20 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path, monkeypatch: pytest.Mon
 
     from barter.compute import kernels
 
-    tile = {"UNIT": 8, "BM": 16, "BC": 16}  # smaller than in use: a larger one takes five times as long, not more code
+    tile = {
+        "UNIT": 8,
+        "BM": 16,
+        "BC": 16,
+    }  # smaller than in use: a larger one takes five times as long, not more code
     window = {"K": 3, "STRIDE": 2, "PAD": 1}
     work = [(kernels.statistics, {"STAGES": 3, "TRACKED": True})]
     for act in ("none", "relu", "silu"):
         work += [
             (kernels.forward, {"ACT": act, "AFFINE": act != "none", "ADDED": act == "relu"}),
-            (kernels.backward_sums, {"STAGES": 3, "ACT": act, "AFFINE": True, "ADDED": act == "relu"}),
+            (
+                kernels.backward_sums,
+                {"STAGES": 3, "ACT": act, "AFFINE": True, "ADDED": act == "relu"},
+            ),
             (kernels.backward, {"ACT": act, "AFFINE": True, "TRAIN": act != "none"}),
         ]
     work += [(kernels.max_pool, window), (kernels.max_pool_backward, window)]
@@ -133,7 +154,10 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path, monkeypatch: pytest.Mon
     pointers |= dict.fromkeys(["x_ptr", "y_ptr", "dy_ptr", "dx_ptr", "g_ptr", "added_ptr"], "*bf16")
     for kernel, settings in work:
         constants = {**tile, **settings}
-        kinds = {name: pointers.get(name, "*fp32" if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
+        kinds = {
+            name: pointers.get(name, "*fp32" if name.endswith("_ptr") else "i32")
+            for name in kernel.arg_names
+        }
         kinds |= {name: "fp32" for name in ("eps", "momentum", "slope") if name in kinds}
         kinds |= dict.fromkeys(constants, "constexpr")
         source = ASTSource(kernel, kinds, constexprs=constants)
@@ -174,7 +198,9 @@ def test_hooks_see_what_they_saw() -> None:
 def test_hooks_in_a_block_see_what_they_saw(at: str) -> None:
     seen: list[Tensor] = []
     plain = torchvision.models.resnet18(num_classes=10).eval()
-    plain.get_submodule(at).register_forward_hook(lambda module, inputs, output: seen.append(output.clone()))
+    plain.get_submodule(at).register_forward_hook(
+        lambda module, inputs, output: seen.append(output.clone())
+    )
     other = fuse(copy.deepcopy(plain))
     x = images(2, 3, 32, 32)
     with torch.no_grad():
@@ -191,7 +217,9 @@ class Other(nn.BatchNorm2d):
 @pytest.mark.parametrize("change", ["silu", "norm", "no norm"])
 def test_blocks_that_were_changed_stay_as_they_are(change: str) -> None:
     torch.manual_seed(0)
-    plain = torchvision.models.resnet18(num_classes=10, norm_layer=Other if change == "norm" else None)
+    plain = torchvision.models.resnet18(
+        num_classes=10, norm_layer=Other if change == "norm" else None
+    )
     for part in [part for part in plain.modules() if hasattr(part, "relu")]:
         if change == "silu":
             part.relu = nn.SiLU()
@@ -203,7 +231,11 @@ def test_blocks_that_were_changed_stay_as_they_are(change: str) -> None:
 
 def test_what_the_kernels_cannot_do_is_left_to_torch() -> None:
     def fits(norm: nn.BatchNorm2d, **changes: Any) -> bool:
-        contiguous = {"is_contiguous": lambda memory_format: True, "dim": lambda: 4, "numel": lambda: 256}
+        contiguous = {
+            "is_contiguous": lambda memory_format: True,
+            "dim": lambda: 4,
+            "numel": lambda: 256,
+        }
         shape = torch.Size((4, 8, 4, 2))
         x: Any = SimpleNamespace(
             is_cuda=True, device=norm.weight.device, dtype=torch.float32, shape=shape, **contiguous
@@ -254,15 +286,23 @@ def test_kernels_on_a_gpu(precision: torch.dtype) -> None:
             assert normalised(launch, shape, "silu", False, training, like) < near
             assert normalised(launch, shape, "relu", True, training, like) < near
     pooled(launch, (3, 2, 1, False), like)
-    x = torch.ones(100, 64, 112, 112, device="cuda", dtype=precision).contiguous(memory_format=LAST).requires_grad_()
-    y = launch.max_pool(x, 3, 2, 1, (56, 56))  # more rows of tiles than a grid has in its second dimension
+    x = (
+        torch.ones(100, 64, 112, 112, device="cuda", dtype=precision)
+        .contiguous(memory_format=LAST)
+        .requires_grad_()
+    )
+    y = launch.max_pool(
+        x, 3, 2, 1, (56, 56)
+    )  # more rows of tiles than a grid has in its second dimension
     y.backward(torch.ones_like(y))
     assert x.grad is not None
     assert float(x.grad.float().sum()) == y.numel()
 
 
 @cuda
-@pytest.mark.parametrize("name", ["resnet18", "resnet50", "googlenet", "mobilenet-v3-small", "small-resnet"])
+@pytest.mark.parametrize(
+    "name", ["resnet18", "resnet50", "googlenet", "mobilenet-v3-small", "small-resnet"]
+)
 def test_a_fused_step_is_the_plain_step(name: str) -> None:
     spec = Spec(3, 64, 64, 10, (0.5,) * 3, (0.5,) * 3)
     torch.manual_seed(0)
@@ -292,28 +332,60 @@ def test_a_fused_step_is_the_plain_step(name: str) -> None:
 def test_a_first_layer_by_blocks_is_the_same_layer(channels: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, channels, 10, 14, dtype=torch.float64).requires_grad_()
-    weight = torch.randn(5, channels, 7, 7, dtype=torch.float64).contiguous(memory_format=LAST).requires_grad_()
-    bias, cotangent = torch.randn(5, dtype=torch.float64).requires_grad_(), torch.randn(2, 5, 5, 7, dtype=torch.float64)
+    weight = (
+        torch.randn(5, channels, 7, 7, dtype=torch.float64)
+        .contiguous(memory_format=LAST)
+        .requires_grad_()
+    )
+    bias, cotangent = (
+        torch.randn(5, dtype=torch.float64).requires_grad_(),
+        torch.randn(2, 5, 5, 7, dtype=torch.float64),
+    )
     ways = [
         F.conv2d(x, weight, bias, 2, 3),
         fused.by_blocks(x, weight, bias, torch.float64),
         fused.by_blocks(x.contiguous(memory_format=LAST), weight, bias, torch.float64),
     ]
-    slopes = [torch.autograd.grad(way, (x, weight, bias), cotangent, create_graph=True) for way in ways]
+    slopes = [
+        torch.autograd.grad(way, (x, weight, bias), cotangent, create_graph=True) for way in ways
+    ]
     for way, found in zip(ways[1:], slopes[1:], strict=True):
         assert torch.allclose(way, ways[0], rtol=0, atol=1e-12)
-        assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(found, slopes[0], strict=True))
-    again = [torch.autograd.grad(s[0].square().sum(), weight)[0] for s in slopes]  # zeroth-order and matching methods
+        assert all(
+            torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(found, slopes[0], strict=True)
+        )
+    again = [
+        torch.autograd.grad(s[0].square().sum(), weight)[0] for s in slopes
+    ]  # zeroth-order and matching methods
     assert all(torch.allclose(g, again[0], rtol=0, atol=1e-9) for g in again)
 
 
 def test_only_the_first_layer_of_a_resnet_goes_by_blocks() -> None:
     spec = Spec(3, 64, 64, 10, (0.5,) * 3, (0.5,) * 3)
-    stems = [name for name, part in fuse(build("resnet18", spec)).named_modules() if isinstance(part, fused._Stem)]
+    stems = [
+        name
+        for name, part in fuse(build("resnet18", spec)).named_modules()
+        if isinstance(part, fused._Stem)
+    ]
     assert [name.rsplit(".", 1)[-1] for name in stems] == ["conv1"]
-    assert not any(isinstance(part, fused._Stem) for part in fuse(build("resnet18-3x3", spec)).modules())
-    for changed in ({"padding_mode": "reflect"}, {"dilation": 2}, {"stride": 1}, {"padding": 2}, {"in_channels": 5}):
-        options: Any = {"in_channels": 3, "out_channels": 8, "kernel_size": 7, "stride": 2, "padding": 3, **changed}
+    assert not any(
+        isinstance(part, fused._Stem) for part in fuse(build("resnet18-3x3", spec)).modules()
+    )
+    for changed in (
+        {"padding_mode": "reflect"},
+        {"dilation": 2},
+        {"stride": 1},
+        {"padding": 2},
+        {"in_channels": 5},
+    ):
+        options: Any = {
+            "in_channels": 3,
+            "out_channels": 8,
+            "kernel_size": 7,
+            "stride": 2,
+            "padding": 3,
+            **changed,
+        }
         assert not isinstance(fuse(nn.Conv2d(**options)), fused._Stem)
 
 

@@ -25,7 +25,9 @@ def lane(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A lane that keeps a network, without a device."""
     made: dict[Any, Any] = {}
     kept = nn.Linear(2, 1).eval()
-    lane = SimpleNamespace(modules={"kept": kept}, forward=lambda key, make: made.setdefault(key, make()), made=made)
+    lane = SimpleNamespace(
+        modules={"kept": kept}, forward=lambda key, make: made.setdefault(key, make()), made=made
+    )
     monkeypatch.setattr(lanes, "current", lambda: lane)
     return lane
 
@@ -49,12 +51,16 @@ def test_anything_else_is_asked_step_by_step(lane: Any) -> None:
     watch.remove()
     kept.train()
     assert Forward.of(kept) is None, "what fills up a batch would be learnt from"
-    lane.modules["by batch"] = by_batch = nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False)).eval()
+    lane.modules["by batch"] = by_batch = nn.Sequential(
+        nn.BatchNorm1d(2, track_running_stats=False)
+    ).eval()
     assert Forward.of(by_batch) is None, "or looked at"
     assert not lane.made
 
 
-def test_a_closure_that_is_not_filled_yet_is_no_obstacle(lane: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closure_that_is_not_filled_yet_is_no_obstacle(
+    lane: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def early(x: Tensor) -> Tensor:
         return later(x)  # type: ignore[no-any-return]
 
@@ -71,7 +77,9 @@ def test_predictions_by_a_graph_are_those_without(images: int) -> None:
     lane = Lane(device, 2**30)
     x = torch.randn(images, 3, 16, 16, device=device)
     torch.manual_seed(0)
-    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 5))
+    network = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 5)
+    )
     index = torch.arange(images, device=device).flip(0)
     with lane.open():
         kept = lanes.keep("network", network.to(device).eval())
@@ -87,4 +95,6 @@ def test_predictions_by_a_graph_are_those_without(images: int) -> None:
         with torch.no_grad():
             kept[0].weight.mul_(2)  # type: ignore[operator, union-attr]
             plain = kept(x[index])
-        assert torch.allclose(predict(kept, lambda part: x[part], index), plain, atol=1e-4), "weights of today"
+        assert torch.allclose(predict(kept, lambda part: x[part], index), plain, atol=1e-4), (
+            "weights of today"
+        )

@@ -8,7 +8,7 @@ from barter.compute.parking import Parking
 from barter.core.errors import ConfigError
 from barter.core.nodes import Client
 from barter.experiment import Experiment
-from barter.machine import memory_within
+from barter.setup.hardware import memory_within
 from tests.conftest import federation
 
 

@@ -7,7 +7,7 @@ from barter import Local
 from barter.compute import precision
 from barter.core.errors import ConfigError
 from barter.experiment import Experiment
-from barter.machine import precision_named
+from barter.setup.hardware import precision_named
 
 
 def test_the_cpu_computes_in_fp32() -> None:
@@ -21,7 +21,11 @@ def test_the_cpu_computes_in_fp32() -> None:
 
 
 def test_a_precision_holds_inside_and_no_longer() -> None:
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, precision.current()
+    before = (
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+        precision.current(),
+    )
     with precision.using("tf32"):
         assert precision.current() == "tf32"
         assert torch.backends.cuda.matmul.allow_tf32
@@ -30,7 +34,11 @@ def test_a_precision_holds_inside_and_no_longer() -> None:
         with precision.using("fp32"):
             assert not torch.backends.cudnn.allow_tf32
         assert torch.backends.cudnn.allow_tf32
-    assert before == (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, precision.current())
+    assert before == (
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+        precision.current(),
+    )
 
 
 def test_autocast_is_for_bf16_on_cuda_only() -> None:

@@ -16,7 +16,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Four cores that are idle, of five that there are."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: CORES)
-    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda process: set(range(CORES)), raising=False)
+    monkeypatch.setattr(
+        threads.os, "sched_getaffinity", lambda process: set(range(CORES)), raising=False
+    )
     monkeypatch.setattr(threads, "STAT", tmp_path / "stat")
     monkeypatch.setattr(threads, "CGROUP", tmp_path)
     others(tmp_path, monkeypatch, [0] * CORES)
@@ -27,16 +29,26 @@ def others(machine: Path, monkeypatch: pytest.MonkeyPatch, busy: list[int]) -> N
     """From now on others use so many percent of each core."""
 
     def stat(time: int) -> str:
-        cores = [f"cpu{i} {b * time} 0 0 {(100 - b) * time} 0 0 0 0 0 0" for i, b in enumerate([*busy, 100])]
+        cores = [
+            f"cpu{i} {b * time} 0 0 {(100 - b) * time} 0 0 0 0 0 0"
+            for i, b in enumerate([*busy, 100])
+        ]
         return "\n".join(["cpu  1 2 3 4 5 6 7 8 9 10", *cores, "intr 5 6", f"cpufreq {time}"])
 
     (machine / "stat").write_text(stat(3))
-    monkeypatch.setattr(threads.time, "sleep", lambda seconds: (machine / "stat").write_text(stat(4)))
+    monkeypatch.setattr(
+        threads.time, "sleep", lambda seconds: (machine / "stat").write_text(stat(4))
+    )
 
 
 def test_as_many_threads_as_free_cores(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert free() == 4
-    for busy, left in (([20, 10, 0, 0], 4), ([100, 0, 0, 0], 3), ([90, 80, 80, 60], 1), ([100] * 4, 1)):
+    for busy, left in (
+        ([20, 10, 0, 0], 4),
+        ([100, 0, 0, 0], 3),
+        ([90, 80, 80, 60], 1),
+        ([100] * 4, 1),
+    ):
         others(machine, monkeypatch, busy)
         assert free() == left, busy
 
@@ -60,7 +72,9 @@ def test_the_users_word_counts(machine: Path, monkeypatch: pytest.MonkeyPatch) -
     assert free() == 4
 
 
-def test_without_a_measurement_the_load_counts(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_measurement_the_load_counts(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (machine / "stat").unlink()
     monkeypatch.setattr(threads.os, "cpu_count", lambda: 4)
     monkeypatch.setattr(threads.os, "getloadavg", lambda: (1.2, 9.0, 9.0))

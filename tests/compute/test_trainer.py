@@ -47,12 +47,20 @@ def test_partials_and_methods_are_known_by_value() -> None:
     model: Any = nn.Linear(2, 1)
 
     def taught(algorithm: DFFKE, augment: Augment) -> Subject:
-        return Subject([torch.rand(3, 2)], partial(shown, SPEC, augment), partial(algorithm.exchange_loss, model))
+        return Subject(
+            [torch.rand(3, 2)],
+            partial(shown, SPEC, augment),
+            partial(algorithm.exchange_loss, model),
+        )
 
     for make in (
         lambda: partial(classification, model, Spec(1, 8, 8, 10, (0.5,), (0.5,)), Augment(2, True)),
-        lambda: joint(model, [taught(DFFKE(share=0.5), Augment(2, True)), taught(DFFKE(), Augment())], 4)[0],
-        lambda: partial(drawn_loss, model, SPEC, (Viewer(model, model),), (model,), Terms(differ="kl")),
+        lambda: joint(
+            model, [taught(DFFKE(share=0.5), Augment(2, True)), taught(DFFKE(), Augment())], 4
+        )[0],
+        lambda: partial(
+            drawn_loss, model, SPEC, (Viewer(model, model),), (model,), Terms(differ="kl")
+        ),
     ):
         assert identity(make()) == identity(make())
         assert not objection(make())
@@ -145,11 +153,21 @@ def test_a_client_learns_from_so_many_peers_in_an_iteration(
         return original(self, model, *batch)  # type: ignore[arg-type]
 
     monkeypatch.setattr(DFFKE, "exchange_loss", counted)
-    options = {"mixed": mixed, "peers": peers, "exchange_epochs": 3, "exchange_steps": 0, "max_epochs": 1}
+    options = {
+        "mixed": mixed,
+        "peers": peers,
+        "exchange_epochs": 3,
+        "exchange_steps": 0,
+        "max_epochs": 1,
+    }
     options["batch_size"] = 250  # so that an epoch is one step
     list(small_federation(tiny("dffke", **options), clients=4).rounds(2))
-    fresh, both = (2, 3 * 2) if mixed else (peers, 2 * peers)  # mixed, steps are on as much of each kind of image
-    assert len(steps) == 4 * 3 * (fresh + both), "private and fresh in round 1; remembered as well in round 2"
+    fresh, both = (
+        (2, 3 * 2) if mixed else (peers, 2 * peers)
+    )  # mixed, steps are on as much of each kind of image
+    assert len(steps) == 4 * 3 * (fresh + both), (
+        "private and fresh in round 1; remembered as well in round 2"
+    )
 
 
 class Point(nn.Module):
@@ -179,7 +197,9 @@ def test_an_anchor_adds_its_pull_to_the_gradient(clip: float | None) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_clipping_keeps_the_direction_and_bounds_the_length(dtype: torch.dtype, momentum: float) -> None:
+def test_clipping_keeps_the_direction_and_bounds_the_length(
+    dtype: torch.dtype, momentum: float
+) -> None:
     weight = nn.Linear(2, 1, bias=False).to(dtype)
     nn.init.zeros_(weight.weight)
     trainer = Trainer([weight], sgd(1.0, momentum, clip=0.5))
@@ -203,7 +223,9 @@ def test_adam_clips_too() -> None:
         trainer = Trainer([weight], adam(0.1, clip=clip))
         trainer.step(lambda x: (weight.weight * x).sum(), torch.tensor([[4.0]]))
         moments.append(float(trainer.moments()[0]["exp_avg"]))
-    assert moments == pytest.approx([0.4, 0.05]), "a tenth of the slope, and of what clipping leaves of it"
+    assert moments == pytest.approx([0.4, 0.05]), (
+        "a tenth of the slope, and of what clipping leaves of it"
+    )
 
 
 def test_an_anchor_holds_where_it_was_dropped() -> None:
@@ -211,7 +233,9 @@ def test_an_anchor_holds_where_it_was_dropped() -> None:
     trainer = Trainer.of(point, sgd(0.2), Anchor(point.parameters(), 3.0))
     for _ in range(200):
         trainer.step(point.bowl, torch.tensor(1.0))
-    assert torch.allclose(point.w.detach(), torch.tensor([(1 + 3 * 3) / 4, 0.0])), "between the bowl's least and it"
+    assert torch.allclose(point.w.detach(), torch.tensor([(1 + 3 * 3) / 4, 0.0])), (
+        "between the bowl's least and it"
+    )
 
 
 def test_an_optimizer_that_is_remembered_goes_on() -> None:

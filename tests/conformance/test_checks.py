@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from barter import Algorithm, Client, Clients, Server, conformance
-from barter.cli import main
-from barter.conformance import CHECKS, Trial, problem
+from barter import Algorithm, Client, Clients, Server
+from barter.cli.app import main
 from barter.core.params import Count
 from barter.core.payload import State
 from barter.ops.fit import fit, sgd
+from barter.testing import conformance
+from barter.testing.conformance import CHECKS, Trial, problem
 from tests.conftest import tiny
 
 
@@ -167,17 +168,41 @@ class Hides(Trusts):
 @pytest.mark.parametrize(
     ("kind", "check", "message"),
     [
-        (Forgets, "resumes", "annotated on its class, with a default\\): clients.0.model.* differs, by up to"),
-        (Gambles, "follows_the_seed", "draw with torch only\\): clients.0.model.* differs, by up to"),
+        (
+            Forgets,
+            "resumes",
+            "annotated on its class, with a default\\): clients.0.model.* differs, by up to",
+        ),
+        (
+            Gambles,
+            "follows_the_seed",
+            "draw with torch only\\): clients.0.model.* differs, by up to",
+        ),
         (Whispers, "ignores_the_order", "share something that does not cross\\?\\): clients.0"),
         (Whispers, "runs_side_by_side", "something that is not its client's"),
         (Conceals, "crosses_what_it_says", "learn: 72 bytes go up, crosses says 'down: a number'"),
         (Promises, "survives_the_wire", "learn is a Tensor, asked for was dict"),
-        (Breaks, "runs", "client 0 failed in 'learn', round 1: ValueError: too tired.*test_checks.py\", line"),
+        (
+            Breaks,
+            "runs",
+            "client 0 failed in 'learn', round 1: ValueError: too tired.*test_checks.py\", line",
+        ),
         (Sends, "runs", "a barter.core.nodes.Client cannot travel"),
-        (Trusts, "bears_a_liar", "whose answer is .* to 'rows': .*stack expects each tensor to be equal size"),
-        (Passes, "bears_a_liar", "whose answer is .* to 'rows': 0 of 3 clients answered 'take', 2 must"),
-        (Poisons, "bears_a_liar", "whose answer is .* to 'rows': state.server.model.* holds NaN or infinity"),
+        (
+            Trusts,
+            "bears_a_liar",
+            "whose answer is .* to 'rows': .*stack expects each tensor to be equal size",
+        ),
+        (
+            Passes,
+            "bears_a_liar",
+            "whose answer is .* to 'rows': 0 of 3 clients answered 'take', 2 must",
+        ),
+        (
+            Poisons,
+            "bears_a_liar",
+            "whose answer is .* to 'rows': state.server.model.* holds NaN or infinity",
+        ),
         (Hides, "bears_a_liar", "whose answer is .* to 'rows': no failure of 'rows' says so"),
         (Silent, "is_documented", "mystery has no comment behind it"),
     ],

@@ -40,13 +40,17 @@ def finished(experiment: Experiment, rounds: int = 2) -> dict[str, Any]:
 
 def captured(engine: LocalEngine) -> list[Captured]:
     everywhere = [*engine.lanes, *([engine.home] if engine.home else [])]
-    steps = [step for lane in everywhere for t in lane.trainers.values() for step in t.steps.values()]
+    steps = [
+        step for lane in everywhere for t in lane.trainers.values() for step in t.steps.values()
+    ]
     return [step for step in steps if isinstance(step, Captured)]
 
 
 def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
     """How far two states are apart, relative to their size."""
-    pairs = [(v, other[at]) for at, v in one.items() if isinstance(v, Tensor) and v.is_floating_point()]
+    pairs = [
+        (v, other[at]) for at, v in one.items() if isinstance(v, Tensor) and v.is_floating_point()
+    ]
     apart = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
     return float((apart / sum(float(a.double().square().sum()) for a, _ in pairs)) ** 0.5)
 
@@ -77,7 +81,9 @@ def test_a_run_takes_over_the_tracks_of_those_that_are_gone() -> None:
         list(experiment.rounds(1))
         gc.collect()
         held.append(torch.cuda.memory_allocated())
-    assert held[-1] - max(held[:4]) < 8 * 2**25, "with tracks of their own, six runs leave two dozen workspaces"
+    assert held[-1] - max(held[:4]) < 8 * 2**25, (
+        "with tracks of their own, six runs leave two dozen workspaces"
+    )
 
 
 def test_parking_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +99,10 @@ def test_parking_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Parking, "crowded", lambda self: True)
     parked = finished(on_cuda(name))
     assert seen.count("cpu") == len(seen) > 3
-    assert same({at: _host(v) for at, v in on_the_device.items()}, {at: _host(v) for at, v in parked.items()})
+    assert same(
+        {at: _host(v) for at, v in on_the_device.items()},
+        {at: _host(v) for at, v in parked.items()},
+    )
 
 
 def _host(value: Any) -> Any:
@@ -116,7 +125,9 @@ def test_bf16_is_the_default_and_weights_stay_fp32(name: str) -> None:
     assert experiment.precision == "bf16"
     default, full = finished(experiment), finished(on_cuda(name, precision="fp32"))
     held = {at: v for at, v in default.items() if isinstance(v, Tensor) and v.is_floating_point()}
-    assert {v.dtype for at, v in held.items() if ".buffer[" not in at} == {torch.float32}, "images may be half"
+    assert {v.dtype for at, v in held.items() if ".buffer[" not in at} == {torch.float32}, (
+        "images may be half"
+    )
     assert not same(default, full)
     assert distance(default, full) < 0.5
 
@@ -147,7 +158,12 @@ def test_dropout_draws_from_the_seed_streams(monkeypatch: pytest.MonkeyPatch) ->
         torch.manual_seed(0)
         return finished(on_cuda("local", models=Dropping(), precision="fp32", **options))
 
-    one, again, three, other = run(streams=1), run(streams=1), run(streams=3), run(streams=1, seed=5)
+    one, again, three, other = (
+        run(streams=1),
+        run(streams=1),
+        run(streams=3),
+        run(streams=1, seed=5),
+    )
     assert same(one, again)
     assert same(one, three)
     assert not same(one, other)
@@ -175,7 +191,9 @@ def test_a_loss_that_cannot_be_captured_runs_eagerly_and_says_why_once() -> None
             values = [trainer.step(looks, x).item() for _ in range(6)]
         assert len(said) == 1
         assert len(set(values)) == 6
-        assert place.generator.get_offset() == 6 * 4, "a failed capture takes nothing from the stream"
+        assert place.generator.get_offset() == 6 * 4, (
+            "a failed capture takes nothing from the stream"
+        )
 
         class Party:
             weight = 2.0
@@ -240,7 +258,9 @@ def test_parties_are_isolated() -> None:
         assert sent.sum().item() == 5
 
 
-def test_a_failing_client_is_one_failure_and_an_interrupt_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_client_is_one_failure_and_an_interrupt_stops_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from barter.algorithms.local import Local
 
     original = Local.learn

@@ -11,9 +11,9 @@ from functools import cache
 import pytest
 
 from barter import ALGORITHMS
-from barter.conformance import CHECKS, Trial, few_digits
 from barter.core.params import describe
 from barter.engines import local
+from barter.testing.conformance import CHECKS, Trial, few_digits
 from tests.conftest import NEEDED, TINY, federation, tiny
 
 
@@ -21,7 +21,16 @@ def test_the_suite_covers_the_registry() -> None:
     assert TINY.keys() == ALGORITHMS.keys()
 
 
-LONG = {"dffke", "dense", "fediod", "dfrd", "fedzkt", "fedmd", "feddf", "fedftg"}  # ten seconds and more by default
+LONG = {
+    "dffke",
+    "dense",
+    "fediod",
+    "dfrd",
+    "fedzkt",
+    "fedmd",
+    "feddf",
+    "fedftg",
+}  # ten seconds and more by default
 
 
 @pytest.mark.parametrize(
@@ -44,9 +53,24 @@ def trial(name: str) -> Trial:
     return Trial(tiny(name))
 
 
-NEVER_ALONE = {"central", "fedaf", "feddm"}  # others' data come first, or clients train no network of their own
+NEVER_ALONE = {
+    "central",
+    "fedaf",
+    "feddm",
+}  # others' data come first, or clients train no network of their own
 # What is known before each exchange, not before the first alone.
-EACH_ROUND = {"dffke", "fedbn", "fedfree", "fedzge", "fedzkt", "perfedavg", "fedmd", "dsfl", "mhat", "feddf"}
+EACH_ROUND = {
+    "dffke",
+    "fedbn",
+    "fedfree",
+    "fedzge",
+    "fedzkt",
+    "perfedavg",
+    "fedmd",
+    "dsfl",
+    "mhat",
+    "feddf",
+}
 
 
 def test_says_what_clients_knew_alone(name: str) -> None:
@@ -56,15 +80,23 @@ def test_says_what_clients_knew_alone(name: str) -> None:
         said = {key for key in first[k] if key.startswith("before_")}
         assert said == (set() if name in NEVER_ALONE else {"before_global", "before_local"})
         assert ("before_global" in second[k]) == own_word
-        if said and not own_word:  # until the next round begins, the client's network is the one it trained alone
+        if (
+            said and not own_word
+        ):  # until the next round begins, the client's network is the one it trained alone
             told = first[k]
             for key in ("global", "local"):
-                assert told[f"before_{key}"] == told.get(f"head_{key}", told[key]), "by the head, if that is told apart"
+                assert told[f"before_{key}"] == told.get(f"head_{key}", told[key]), (
+                    "by the head, if that is told apart"
+                )
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=[check.__name__ for check in CHECKS])
-def test_keeps_to_what_all_do(name: str, check: Callable[[Trial], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "FORK_SECONDS", 0)  # also a short turn is taken in a process of its own
+def test_keeps_to_what_all_do(
+    name: str, check: Callable[[Trial], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        local, "FORK_SECONDS", 0
+    )  # also a short turn is taken in a process of its own
     check(trial(name))
 
 

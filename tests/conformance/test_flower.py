@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from barter.config import Config
 from barter.core.payload import isolate, leaves, nbytes
 from barter.experiment import Experiment
 from barter.flower import engine
 from barter.flower.deploy import SPARE, conduct
 from barter.runs.journal import Journal
+from barter.setup.config import Config
 from tests.conftest import digits_file, federation, same, tiny
 from tests.flower.grid import LoopbackGrid, site
 
@@ -33,7 +33,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def sites(tmp_path: Path) -> list[Any]:
-    return [site(tmp_path / f"memory-{k}", name=f"site-{k}", share=k, device="cpu") for k in range(3)]
+    return [
+        site(tmp_path / f"memory-{k}", name=f"site-{k}", share=k, device="cpu") for k in range(3)
+    ]
 
 
 def everything(experiment: Experiment, grid: LoopbackGrid) -> dict[str, Any]:
@@ -41,7 +43,9 @@ def everything(experiment: Experiment, grid: LoopbackGrid) -> dict[str, Any]:
     return dict(leaves(isolate({"server": experiment.server.memory(), "clients": members})))
 
 
-def test_a_run_on_flower_is_the_same_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_flower_is_the_same_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first round begins with sites that know nothing, the second with what they wrote down, the third goes on."""
     local = federation(tiny(name), digits_file(tmp_path))
     records = [(r.round, r.clients, r.server, r.bytes) for r in local.rounds(ROUNDS)]
@@ -49,9 +53,19 @@ def test_a_run_on_flower_is_the_same_run(name: str, tmp_path: Path, monkeypatch:
 
     first = LoopbackGrid(sites(tmp_path), monkeypatch)
     data = local.config.data
-    config = Config(algorithm=tiny(name), data=data, clients=3, models=local.config.models, rounds=ROUNDS, device="cpu")
+    config = Config(
+        algorithm=tiny(name),
+        data=data,
+        clients=3,
+        models=local.config.models,
+        rounds=ROUNDS,
+        device="cpu",
+    )
     largest = tmp_path / "largest"
-    last = list(config.algorithm.crosses)[-1], "evaluate"  # clients that are asked once have only the latter in round 2
+    last = (
+        list(config.algorithm.crosses)[-1],
+        "evaluate",
+    )  # clients that are asked once have only the latter in round 2
 
     def until_the_last_call(node: int, request: dict[str, Any], answer: Any) -> Any:
         reply = answer()
@@ -66,16 +80,26 @@ def test_a_run_on_flower_is_the_same_run(name: str, tmp_path: Path, monkeypatch:
     first.deliver = until_the_last_call
     with pytest.raises(KeyboardInterrupt):
         conduct(first, config, tmp_path / "run", Journal(tmp_path / "journal"), largest)
-    again = LoopbackGrid(sites(tmp_path), monkeypatch)  # and so do the sites: what they know is on disk
+    again = LoopbackGrid(
+        sites(tmp_path), monkeypatch
+    )  # and so do the sites: what they know is on disk
     remote = conduct(again, config, tmp_path / "run", Journal(tmp_path / "journal"))
     assert remote.folder is not None
     assert [(r.round, r.clients, r.server, r.bytes) for r in remote.folder.records()] == records
     assert same(everything(remote, again), dict(leaves(isolate(straight))))
     called = {request["method"] for _, request in first.asked if "method" in request}
-    assert config.algorithm.crosses.keys() - called == ({"train"} if name == "dffke" else set()), "which says nothing"
+    assert config.algorithm.crosses.keys() - called == ({"train"} if name == "dffke" else set()), (
+        "which says nothing"
+    )
     # Fewest messages: evaluation rides on a reply, and is asked for by itself only where a client had nothing to do.
-    asked = [(node, request) for node, request in first.asked if request.get("round") == 1] + again.asked
-    calls = Counter((request["round"], node, request["method"]) for node, request in asked if "method" in request)
+    asked = [
+        (node, request) for node, request in first.asked if request.get("round") == 1
+    ] + again.asked
+    calls = Counter(
+        (request["round"], node, request["method"])
+        for node, request in asked
+        if "method" in request
+    )
     idle = {(r, 100 + k) for r in range(1, ROUNDS + 1) for k in range(3)}
     idle -= {(r, node) for r, node, method in calls if method != "evaluate"}
     assert {(r, node) for r, node, method in calls if method == "evaluate"} == idle

@@ -23,34 +23,85 @@ MAY_IMPORT = {
     "algorithms": {"algorithms", "models", "ops", "core", "compute"},
     "privacy": {"privacy", "core"},
     "engines": {"engines", "privacy", "core", "compute"},
-    "config": {"catalogue", "core", "data", "algorithms", "privacy"},
-    "machine": {"config", "core", "compute"},
-    "parties": {"config", "data", "models", "core"},
-    "assembly": {"parties", "machine", "config", "engines", "privacy", "runs", "data", "models", "core", "compute"},
-    "experiment": {"assembly", "machine", "config", "engines", "privacy", "runs", "data", "models", "core", "compute"},
-    "lies": {"engines", "core"},
-    "conformance": {"lies", "experiment", "engines", "data", "core", "compute"},
-    "kept": {"parties", "config", "runs", "data", "models", "core"},
-    "export": {"kept", "core", "version"},
-    "gallery": {"config", "experiment", "engines", "runs", "core"},
-    "attacks": {"attacks", "experiment", "config", "engines", "privacy", "runs", "ops", "models", "core", "compute"},
-    "request": {"config", "core"},
-    "comparison": {"request", "config", "runs", "data", "core"},
-    "report": {"privacy", "parties", "report", "comparison", "gallery", "config", "runs", "data", "core", "version"},
-    "flower": {"flower", "experiment", "assembly", "parties", "machine", "config"}
-    | {"engines", "privacy", "runs", "data", "core", "compute"},
-    "commands": {"commands", "config", "runs", "data", "core", "compute"}
-    | {"experiment", "machine", "privacy", "parties", "comparison", "conformance", "export", "gallery", "kept"}
-    | {"attacks", "request"},
-    "catalogue": {"models"},
-    "cli": {"catalogue", "commands", "options", "core", "version"},
-    "options": set(),
-    "__init__": {"experiment", "kept", "algorithms", "core", "version"},
+    "setup": {
+        "setup",
+        "algorithms",
+        "engines",
+        "privacy",
+        "runs",
+        "data",
+        "models",
+        "core",
+        "compute",
+    },
+    "experiment": {"setup", "engines", "privacy", "runs", "data", "models", "core", "compute"},
+    "testing": {"testing", "experiment", "engines", "data", "core", "compute"},
+    "trained": {"trained", "setup", "runs", "data", "models", "core", "version"},
+    "attacks": {
+        "attacks",
+        "experiment",
+        "setup",
+        "engines",
+        "privacy",
+        "runs",
+        "ops",
+        "models",
+        "core",
+        "compute",
+    },
+    "compare": {"compare", "setup", "runs", "data", "core"},
+    "report": {
+        "report",
+        "compare",
+        "experiment",
+        "setup",
+        "engines",
+        "privacy",
+        "runs",
+        "data",
+        "core",
+        "version",
+    },
+    "flower": {
+        "flower",
+        "experiment",
+        "setup",
+        "engines",
+        "privacy",
+        "runs",
+        "data",
+        "core",
+        "compute",
+    },
+    "cli": {
+        "cli",
+        "report",
+        "compare",
+        "trained",
+        "testing",
+        "attacks",
+        "experiment",
+        "setup",
+        "privacy",
+    }
+    | {"runs", "data", "core", "compute", "version"},
+    "__init__": {"experiment", "trained", "algorithms", "core", "version"},
     "__main__": {"cli"},
     "version": set(),
 }
+TOP = {
+    "__init__.py",
+    "__main__.py",
+    "experiment.py",
+    "version.py",
+}  # modules that belong to no package
 MAY_USE = {"compute": {"torch", "torchvision", "triton"}, "core": {"torch", "typing_extensions"}}
-OPTIONAL = {"flwr": "flower", "cryptography": "flower", "starlette": "flower", "triton": "compute"}  # and in which room
+OPTIONAL = {
+    "flwr": "flower",
+    "cryptography": "flower",
+    "starlette": "flower",
+    "triton": "compute",
+}  # and in which room
 
 
 def imports(path: Path) -> set[str]:
@@ -69,25 +120,45 @@ def test_layers() -> None:
         layer = path.relative_to(ROOT).parts[0].removesuffix(".py")
         for module in imports(path):
             if module.split(".")[0] == "barter" and module != "barter":
-                assert module.split(".")[1] in MAY_IMPORT[layer], f"{path.relative_to(ROOT)} imports {module}"
+                assert module.split(".")[1] in MAY_IMPORT[layer], (
+                    f"{path.relative_to(ROOT)} imports {module}"
+                )
+
+
+def test_modules_belong_to_packages() -> None:
+    assert {path.name for path in ROOT.glob("*.py")} == TOP
 
 
 @pytest.mark.parametrize("room", MAY_USE)
 def test_the_lowest_rooms_use_little_of_others(room: str) -> None:
     for path in (ROOT / room).glob("*.py"):
-        foreign = {m.split(".")[0] for m in imports(path)} - set(sys.stdlib_module_names) - MAY_USE[room] - {"barter"}
+        foreign = (
+            {m.split(".")[0] for m in imports(path)}
+            - set(sys.stdlib_module_names)
+            - MAY_USE[room]
+            - {"barter"}
+        )
         assert not foreign, f"{path.name} imports {foreign}"
 
 
 def test_rooms_have_an_order() -> None:
     """Whom a file imports can be loaded before it: nobody imports in a circle, not even inside of a function."""
-    files = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in ROOT.rglob("*.py")}
+    files = {
+        ".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path
+        for path in ROOT.rglob("*.py")
+    }
     needs = {name: imports(path) | named(path) for name, path in files.items()}
     rooms = {name: name.split(".")[1] for name in files if name.count(".")}
     for graph in (
-        {name: {other for other in found if other in files and other != name} for name, found in needs.items()},
         {
-            room: {rooms[m] for name in rooms if rooms[name] == room for m in needs[name] if m in rooms} - {room}
+            name: {other for other in found if other in files and other != name}
+            for name, found in needs.items()
+        },
+        {
+            room: {
+                rooms[m] for name in rooms if rooms[name] == room for m in needs[name] if m in rooms
+            }
+            - {room}
             for room in rooms.values()
         },
     ):
@@ -96,14 +167,18 @@ def test_rooms_have_an_order() -> None:
 
 def named(path: Path) -> set[str]:
     """Modules that are imported as names of their package."""
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    nodes = [
+        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)
+    ]
     return {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
 
 
 def test_what_is_optional_is_used_in_one_room() -> None:
     for path in ROOT.rglob("*.py"):
         for module in {m.split(".")[0] for m in imports(path)} & set(OPTIONAL):
-            assert path.relative_to(ROOT).parts[0] == OPTIONAL[module], f"{path.relative_to(ROOT)} imports {module}"
+            assert path.relative_to(ROOT).parts[0] == OPTIONAL[module], (
+                f"{path.relative_to(ROOT)} imports {module}"
+            )
 
 
 def test_public_names() -> None:
@@ -126,9 +201,19 @@ def test_no_print_no_pickle_no_eval() -> None:
 def test_of_others_pickles_nothing_but_arrays_is_read() -> None:
     """There is one place that reads them at all: through a class that looks up what makes arrays and nothing else."""
     tree = ast.parse((ROOT / "data" / "splits.py").read_text())
-    named = [n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "pickle"]
+    named = [
+        n.attr
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "pickle"
+    ]
     assert set(named) == {"Unpickler", "UnpicklingError"}
     (reader,) = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
     assert [ast.unparse(base) for base in reader.bases] == ["pickle.Unpickler"]
     assert {module.partition(".")[0] for module, _ in HARMLESS} == {"numpy"}
-    assert {name for _, name in HARMLESS} == {"_reconstruct", "scalar", "ndarray", "dtype", "_frombuffer"}
+    assert {name for _, name in HARMLESS} == {
+        "_reconstruct",
+        "scalar",
+        "ndarray",
+        "dtype",
+        "_frombuffer",
+    }

@@ -15,13 +15,20 @@ from barter.engines.base import BaseEngine
 from barter.privacy.settings import Privacy
 from tests.conftest import TINY, small_federation, tiny
 
-NOISY = Privacy(parts={"learn.embeddings": "means clip=1 noise=1", "teach.logits": "laplace clip=1 noise=50"})
+NOISY = Privacy(
+    parts={"learn.embeddings": "means clip=1 noise=1", "teach.logits": "laplace clip=1 noise=50"}
+)
 # Algorithm, method, what is set otherwise, and how many times as large as the largest answer the limit may be.
 VARIANTS: list[tuple[str, str, dict[str, Any], float]] = [
     ("dffke", "teach", {"memory": 0, "transfer": "public"}, 5),
     ("dffke", "teach", {"memory": 1, "embeddings": "noise"}, 3),
     ("dffke", "teach", {"embedding_loss": True, "participation": 0.7, "transfer": "decoder"}, 3),
-    ("dffke", "teach", {**ALGORITHMS["dffke"].presets["paper"], **TINY["dffke"]}, 10),  # rounds without end
+    (
+        "dffke",
+        "teach",
+        {**ALGORITHMS["dffke"].presets["paper"], **TINY["dffke"]},
+        10,
+    ),  # rounds without end
     ("dffke", "teach", {**ALGORITHMS["dffke"].presets["code"], **TINY["dffke"]}, 3),
     ("fedfree", "learn", {}, 2),
     ("fedfree", "learn", {"layers": 1}, 2),
@@ -30,17 +37,26 @@ VARIANTS: list[tuple[str, str, dict[str, Any], float]] = [
     ("fedfree", "learn", {**ALGORITHMS["fedfree"].presets["paper"]}, 2),
     ("fedkd", "learn", {}, 10),
     ("fedkd", "learn", {"energy_start": 1.0, "energy_end": 1.0}, 1.1),
-    ("fedkd", "learn", {"energy_start": 0.01, "energy_end": 0.01, "shared": "small-cnn", "fraction": 0.5}, 100),
+    (
+        "fedkd",
+        "learn",
+        {"energy_start": 0.01, "energy_end": 0.01, "shared": "small-cnn", "fraction": 0.5},
+        100,
+    ),
     ("central", "give", {}, 1),
 ]
 
 
-def told(monkeypatch: pytest.MonkeyPatch, wanted: str) -> list[tuple[BaseEngine, Payload, int, tuple[Any, ...]]]:
+def told(
+    monkeypatch: pytest.MonkeyPatch, wanted: str
+) -> list[tuple[BaseEngine, Payload, int, tuple[Any, ...]]]:
     """The answers to a method, as they arrive: where, what, whose, and to what."""
     found: list[tuple[BaseEngine, Payload, int, tuple[Any, ...]]] = []
     arrived = BaseEngine.arrived
 
-    def noted(self: BaseEngine, answer: Payload, method: str, client: int, sent: tuple[Any, ...]) -> Payload:
+    def noted(
+        self: BaseEngine, answer: Payload, method: str, client: int, sent: tuple[Any, ...]
+    ) -> Payload:
         if method == wanted and self.server is not None:
             found.append((self, answer, client, sent))
         return arrived(self, answer, method, client, sent)
@@ -49,7 +65,9 @@ def told(monkeypatch: pytest.MonkeyPatch, wanted: str) -> list[tuple[BaseEngine,
     return found
 
 
-def require_room(found: list[tuple[BaseEngine, Payload, int, tuple[Any, ...]]], method: str, loose: float) -> None:
+def require_room(
+    found: list[tuple[BaseEngine, Payload, int, tuple[Any, ...]]], method: str, loose: float
+) -> None:
     assert found
     ratios = []
     for engine, answer, client, sent in found:
@@ -61,7 +79,9 @@ def require_room(found: list[tuple[BaseEngine, Payload, int, tuple[Any, ...]]], 
         ratios.append(most / nbytes(answer))
         if isinstance(answer, list):
             more = answer * (most // nbytes(answer) + 1)
-            with pytest.raises(PayloadError, match=rf"^{method} has \d+ bytes, asked for were at most {most}$"):
+            with pytest.raises(
+                PayloadError, match=rf"^{method} has \d+ bytes, asked for were at most {most}$"
+            ):
                 require(more, engine.algorithm, method, sent, known)
     assert min(ratios) <= loose
 

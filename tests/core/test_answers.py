@@ -57,7 +57,10 @@ class Sample(TypedDict):
 
 
 # What is noted of the first is forgotten when it is the second.
-Either: TypeAlias = tuple[Annotated[Tensor, Labels("n")], int] | tuple[Annotated[Tensor, Counts("n", most=1000)], str]
+Either: TypeAlias = (
+    tuple[Annotated[Tensor, Labels("n")], int]
+    | tuple[Annotated[Tensor, Counts("n", most=1000)], str]
+)
 
 
 class Methods:
@@ -84,7 +87,9 @@ class Methods:
     def wild(self, client: Any) -> Any: ...
     def state(self, client: Any) -> State: ...  # type: ignore[empty-body]
     def shared(self, client: Any) -> Annotated[State, Weights("server")]: ...  # type: ignore[empty-body]
-    def head(self, client: Any) -> Annotated[State, Entries({"weight": ("classes", "features")})]: ...  # type: ignore[empty-body]
+    def head(
+        self, client: Any
+    ) -> Annotated[State, Entries({"weight": ("classes", "features")})]: ...  # type: ignore[empty-body]
     def rows(self, client: Any) -> Annotated[Rows, Named("vector", "features")]: ...  # type: ignore[empty-body]
     def listed(self, client: Any) -> list[Annotated[Rows, Named("vector", 1)]]: ...  # type: ignore[empty-body]
     def lot(self, client: Any) -> Lot: ...  # type: ignore[empty-body]
@@ -136,9 +141,21 @@ FULL = {"examples": 3, "embeddings": torch.zeros(7, 5)}
         ("rows", rows(4)),
         ("rows", rows(0)),
         ("listed", [rows(2, 1), rows(3, 1)]),
-        ("lot", {"sizes": torch.tensor([2, 0]), "images": torch.zeros(2, 1, 2, 3, dtype=torch.uint8)}),
-        ("lot", {"sizes": torch.zeros(0).long(), "images": torch.zeros(0, 1, 2, 3, dtype=torch.uint8)}),
-        ("lots", [{"sizes": torch.ones(n).long(), "images": torch.zeros(n, 1, 2, 3).byte()} for n in (2, 3)]),
+        (
+            "lot",
+            {"sizes": torch.tensor([2, 0]), "images": torch.zeros(2, 1, 2, 3, dtype=torch.uint8)},
+        ),
+        (
+            "lot",
+            {"sizes": torch.zeros(0).long(), "images": torch.zeros(0, 1, 2, 3, dtype=torch.uint8)},
+        ),
+        (
+            "lots",
+            [
+                {"sizes": torch.ones(n).long(), "images": torch.zeros(n, 1, 2, 3).byte()}
+                for n in (2, 3)
+            ],
+        ),
         ("sample", {"examples": 2, "labels": torch.tensor([0, 1])}),
         ("sample", {"labels": torch.tensor([0, 1]), "examples": 2}),
         ("either", (torch.tensor([3]), 7)),
@@ -169,17 +186,37 @@ def test_what_was_asked_for_passes(method: str, tree: Any) -> None:
         ("offer", {**FULL, "examples": "3"}, "offer.examples is a str, asked for was int"),
         ("offer", {**FULL, "examples": True}, "offer.examples is a bool, asked for was int"),
         ("offer", {**FULL, "examples": 2**39}, r"offer.examples is 5.498e\+11, not from 0 to 10"),
-        ("offer", {**FULL, "examples": 10**400}, "offer.examples: a whole number of more than 64 bits"),
+        (
+            "offer",
+            {**FULL, "examples": 10**400},
+            "offer.examples: a whole number of more than 64 bits",
+        ),
         ("offer", {**FULL, "examples": -1}, "offer.examples is -1, not from 0 to 10"),
-        ("offer", {**FULL, "weights": {"a": 1}}, "offer.weights is not the client's weights: a, n, w too much"),
+        (
+            "offer",
+            {**FULL, "weights": {"a": 1}},
+            "offer.weights is not the client's weights: a, n, w too much",
+        ),
         ("offer", {**FULL, "weights": {1: X}}, "key is a int, asked for was str"),
-        ("offer", {**FULL, "weights": {}}, "offer.weights is not the client's weights: n, w too much or missing"),
-        ("offer", {**FULL, "embeddings": torch.zeros(7, 6)}, r"embeddings is float32 \(7, 6\), .* float32 \(7, 5\)"),
+        (
+            "offer",
+            {**FULL, "weights": {}},
+            "offer.weights is not the client's weights: n, w too much or missing",
+        ),
+        (
+            "offer",
+            {**FULL, "embeddings": torch.zeros(7, 6)},
+            r"embeddings is float32 \(7, 6\), .* float32 \(7, 5\)",
+        ),
         ("pair", [X, 1.5], "pair is a list"),
         ("pair", (X,), "pair is a tuple"),
         ("pair", (X.double(), 1.5), r"pair\[0\] is float64 \(2,\), asked for was float32"),
         ("pair", (X.half(), 1.5), r"pair\[0\] is float16"),
-        ("pair", (X + 1e30, 1.5), r"pair\[0\]: the least of its numbers is 1e\+30, not from -1000000 to 1000000"),
+        (
+            "pair",
+            (X + 1e30, 1.5),
+            r"pair\[0\]: the least of its numbers is 1e\+30, not from -1000000 to 1000000",
+        ),
         ("pair", (X - math.inf, 1.5), r"pair\[0\] holds NaN or infinity"),
         ("pair", (X * math.nan, 1.5), r"pair\[0\] holds NaN or infinity"),
         ("pair", (X, math.nan), r"pair\[1\] holds NaN or infinity"),
@@ -199,16 +236,48 @@ def test_what_was_asked_for_passes(method: str, tree: Any) -> None:
         ),
         ("state", {**NETWORK, "w": torch.zeros(2, 3).double()}, "state.w is float64"),
         ("state", {**NETWORK, "w": "much"}, "state.w is a str, asked for was Tensor"),
-        ("state", {**NETWORK, "zz": X}, "state is not the client's weights: zz too much or missing"),
-        ("state", {"w": torch.zeros(2, 3)}, "state is not the client's weights: n too much or missing"),
-        ("state", {**NETWORK, "w": torch.full((2, 3), 2e6)}, "state.w: the least of its numbers is 2000000"),
+        (
+            "state",
+            {**NETWORK, "zz": X},
+            "state is not the client's weights: zz too much or missing",
+        ),
+        (
+            "state",
+            {"w": torch.zeros(2, 3)},
+            "state is not the client's weights: n too much or missing",
+        ),
+        (
+            "state",
+            {**NETWORK, "w": torch.full((2, 3), 2e6)},
+            "state.w: the least of its numbers is 2000000",
+        ),
         ("shared", NETWORK, "shared is not the server's weights: n, v, w too much or missing"),
-        ("head", {"weight": torch.zeros(4, 4)}, r"head.weight is float32 \(4, 4\), asked for was float32 \(4, 5\)"),
+        (
+            "head",
+            {"weight": torch.zeros(4, 4)},
+            r"head.weight is float32 \(4, 4\), asked for was float32 \(4, 5\)",
+        ),
         ("head", {"bias": torch.zeros(4)}, "bias, weight too much or missing"),
-        ("rows", rows(3, classes=torch.arange(4)), r"rows.vectors is float32 \(3, 5\), asked for was float32 \(4, 5\)"),
-        ("rows", rows(2, classes=torch.tensor([3, 4])), "rows.classes: the most of its numbers is 4, not from 0 to 3"),
-        ("rows", rows(2, classes=torch.tensor([1, 1])), "rows.classes: a step of its numbers is 0, not from 1"),
-        ("rows", rows(2, classes=torch.zeros(2)), r"rows.classes is float32 \(2,\), asked for was int64"),
+        (
+            "rows",
+            rows(3, classes=torch.arange(4)),
+            r"rows.vectors is float32 \(3, 5\), asked for was float32 \(4, 5\)",
+        ),
+        (
+            "rows",
+            rows(2, classes=torch.tensor([3, 4])),
+            "rows.classes: the most of its numbers is 4, not from 0 to 3",
+        ),
+        (
+            "rows",
+            rows(2, classes=torch.tensor([1, 1])),
+            "rows.classes: a step of its numbers is 0, not from 1",
+        ),
+        (
+            "rows",
+            rows(2, classes=torch.zeros(2)),
+            r"rows.classes is float32 \(2,\), asked for was int64",
+        ),
         ("listed", [rows(2, 1), rows(3)], r"listed\[1\].vectors is float32 \(3, 5\)"),
         (
             "lot",
@@ -225,17 +294,53 @@ def test_what_was_asked_for_passes(method: str, tree: Any) -> None:
             {"sizes": torch.tensor([3, -1]), "images": torch.zeros(2, 1, 2, 3, dtype=torch.uint8)},
             "lot.sizes: the least of its numbers is -1",
         ),
-        ("sample", {"examples": 3, "labels": torch.tensor([0, 1])}, r"sample.labels is int64 \(2,\), .* int64 \(3\)"),
-        ("sample", {"labels": torch.tensor([0, 1]), "examples": 3}, "sample.examples is 3, and of n there are 2"),
-        ("either", (torch.tensor([500]), 7), r"either\[0\]: the least of its numbers is 500, not from 0 to 3"),
-        ("labels", torch.tensor([999999]), "labels: the least of its numbers is 999999, not from 0 to 3"),
-        ("labels", torch.tensor([-1, 0]), "labels: the least of its numbers is -1, not from 0 to 3"),
+        (
+            "sample",
+            {"examples": 3, "labels": torch.tensor([0, 1])},
+            r"sample.labels is int64 \(2,\), .* int64 \(3\)",
+        ),
+        (
+            "sample",
+            {"labels": torch.tensor([0, 1]), "examples": 3},
+            "sample.examples is 3, and of n there are 2",
+        ),
+        (
+            "either",
+            (torch.tensor([500]), 7),
+            r"either\[0\]: the least of its numbers is 500, not from 0 to 3",
+        ),
+        (
+            "labels",
+            torch.tensor([999999]),
+            "labels: the least of its numbers is 999999, not from 0 to 3",
+        ),
+        (
+            "labels",
+            torch.tensor([-1, 0]),
+            "labels: the least of its numbers is -1, not from 0 to 3",
+        ),
         ("labels", torch.tensor(1), r"labels is int64 \(\), asked for was int64 \(n\)"),
-        ("counts", torch.tensor([10, 11, 0, 0]), "counts: the sum of its numbers is 21, not from 0 to 20"),
+        (
+            "counts",
+            torch.tensor([10, 11, 0, 0]),
+            "counts: the sum of its numbers is 21, not from 0 to 20",
+        ),
         ("told", torch.tensor([1, 2, 3, 4]), r"told is int64 \(4,\), asked for was int64 empty"),
-        ("said", torch.zeros(6, 4, 4), r"said is float32 \(6, 4, 4\), asked for was float32 \(6, 3, 4\)"),
-        ("layer", torch.zeros(()), r"layer is float32 \(\), asked for was float32 \(outputs, ...\)"),
-        ("square", torch.zeros(2, 2), r"square is float32 \(2, 2\), asked for was float32 \(3, 3\)"),
+        (
+            "said",
+            torch.zeros(6, 4, 4),
+            r"said is float32 \(6, 4, 4\), asked for was float32 \(6, 3, 4\)",
+        ),
+        (
+            "layer",
+            torch.zeros(()),
+            r"layer is float32 \(\), asked for was float32 \(outputs, ...\)",
+        ),
+        (
+            "square",
+            torch.zeros(2, 2),
+            r"square is float32 \(2, 2\), asked for was float32 \(3, 3\)",
+        ),
         ("parts", [X, X, X], "^parts has 24 bytes, asked for were at most 20$"),
         ("factors", [X] * 5, "^factors has 40 bytes, asked for were at most 32$"),
         ("scores", {"a\nb": 0.5}, "scores: key is"),
@@ -249,12 +354,34 @@ def test_what_was_not_asked_for_is_refused(method: str, tree: Any, said: str) ->
 @pytest.mark.parametrize(
     ("method", "most"),
     [
-        *(("nothing", 0), ("told", 0), ("word", 200), ("state", 4 * 6 + 8), ("shared", 8 * 4), ("head", 4 * 4 * 5)),
-        *(("rows", 8 * 4 + 4 * 4 * 5), ("sample", 200 + 8 * 10), ("counts", 8 * 4), ("said", 4 * 6 * 3 * 4)),
+        *(
+            ("nothing", 0),
+            ("told", 0),
+            ("word", 200),
+            ("state", 4 * 6 + 8),
+            ("shared", 8 * 4),
+            ("head", 4 * 4 * 5),
+        ),
+        *(
+            ("rows", 8 * 4 + 4 * 4 * 5),
+            ("sample", 200 + 8 * 10),
+            ("counts", 8 * 4),
+            ("said", 4 * 6 * 3 * 4),
+        ),
         *(("square", 4 * 3 * 3), ("parts", 20), ("factors", 8 * 4)),
         *(
             (name, None)
-            for name in ("anything", "many", "maybe", "pair", "listed", "lots", "labels", "layer", "scores")
+            for name in (
+                "anything",
+                "many",
+                "maybe",
+                "pair",
+                "listed",
+                "lots",
+                "labels",
+                "layer",
+                "scores",
+            )
         ),
         *((name, None) for name in ("offer", "lot", "hidden", "either")),
     ],
@@ -262,7 +389,9 @@ def test_what_was_not_asked_for_is_refused(method: str, tree: Any, said: str) ->
 def test_how_large_an_answer_can_be(method: str, most: int | None) -> None:
     assert most_bytes(Methods(), method, SENT.get(method, ()), KNOWN) == most
     if method in ("state", "shared", "factors"):
-        assert most_bytes(Methods(), method, (), Known(SPEC, 10)) is None, "of a network that nobody knows"
+        assert most_bytes(Methods(), method, (), Known(SPEC, 10)) is None, (
+            "of a network that nobody knows"
+        )
 
 
 def test_a_key_is_there_when_the_algorithm_says_so() -> None:

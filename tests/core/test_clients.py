@@ -71,7 +71,12 @@ def test_replies_know_the_numbers_of_examples() -> None:
 
 def test_a_group_is_a_sequence_of_ids() -> None:
     clients = group()
-    assert (list(clients), len(clients), clients[1], list(clients[1:3])) == ([0, 1, 2, 3], 4, 1, [1, 2])
+    assert (list(clients), len(clients), clients[1], list(clients[1:3])) == (
+        [0, 1, 2, 3],
+        4,
+        1,
+        [1, 2],
+    )
 
 
 def test_samples_are_shares_and_depend_on_the_round_only() -> None:
@@ -89,7 +94,9 @@ def test_samples_are_shares_and_depend_on_the_round_only() -> None:
 
 
 def test_by_default_all_must_answer() -> None:
-    with pytest.raises(ClientError, match=r"3 of 4 clients answered 'fail', 4 must: client 2.*no luck") as caught:
+    with pytest.raises(
+        ClientError, match=r"3 of 4 clients answered 'fail', 4 must: client 2.*no luck"
+    ) as caught:
         group().run(CHAT.fail, 2)
     assert "RuntimeError: no luck" in caught.value.__notes__[0]
     assert "Traceback" in caught.value.__notes__[0]
@@ -100,7 +107,12 @@ def test_the_run_goes_on_while_enough_answer() -> None:
     replies = clients.run(CHAT.fail, 2)
     assert replies == {0: 0, 1: 1, 3: 3}
     failure = replies.failures[2]
-    assert (failure.client, failure.method, failure.round, failure.error) == (2, "fail", 0, "RuntimeError: no luck")
+    assert (failure.client, failure.method, failure.round, failure.error) == (
+        2,
+        "fail",
+        0,
+        "RuntimeError: no luck",
+    )
     with pytest.raises(ClientError, match="1 of 2"):
         clients.only([2, 3]).run(CHAT.fail, 2)
 
@@ -158,7 +170,9 @@ def test_an_answer_that_the_server_can_make_nothing_of_is_its_clients_failure() 
     assert found.failures[1].error == "ZeroDivisionError: integer division or modulo by zero"
     assert "in halved" in found.failures[1].traceback
     assert engine.failures == [found.failures[1]], "and in the round's record"
-    with pytest.raises(ClientError, match="2 of 4 clients answered 'greet', 3 must: client 1 failed in 'greet'"):
+    with pytest.raises(
+        ClientError, match="2 of 4 clients answered 'greet', 3 must: client 1 failed in 'greet'"
+    ):
         found.each(lambda client, number: 1 // (number - 14))
 
 

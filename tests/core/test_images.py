@@ -8,14 +8,21 @@ from barter.core.images import Augment, Images, Spec, augmented
 def numbered(n: int, side: int, augment: Augment, size: int | None = None) -> Images:
     """Images whose every pixel says where it stands."""
     spec = Spec(1, size or side, size or side, 3, (0.0,), (1.0,))
-    pixels = torch.arange(1, side * side + 1, dtype=torch.uint8).view(1, 1, side, side).expand(n, -1, -1, -1).clone()
+    pixels = (
+        torch.arange(1, side * side + 1, dtype=torch.uint8)
+        .view(1, 1, side, side)
+        .expand(n, -1, -1, -1)
+        .clone()
+    )
     return Images(pixels, torch.arange(n) % 3, spec, augment)
 
 
 def test_normalisation_by_hand() -> None:
     spec = Spec(2, 1, 1, 2, (0.5, 0.2), (0.25, 0.1))
     images = Images(torch.tensor([[[[255]], [[51]]]], dtype=torch.uint8), torch.tensor([1]), spec)
-    assert torch.allclose(images.batch(torch.tensor([0])).flatten(), torch.tensor([2.0, 0.0]), atol=1e-6)
+    assert torch.allclose(
+        images.batch(torch.tensor([0])).flatten(), torch.tensor([2.0, 0.0]), atol=1e-6
+    )
     assert images.class_counts().tolist() == [0, 1]
 
 
@@ -46,7 +53,12 @@ def test_test_images_are_never_augmented() -> None:
 
 
 def test_images_come_in_the_size_the_task_asks_for() -> None:
-    assert numbered(2, 4, Augment(crop=1), size=8).batch(torch.arange(2), augmented=True).shape == (2, 1, 8, 8)
+    assert numbered(2, 4, Augment(crop=1), size=8).batch(torch.arange(2), augmented=True).shape == (
+        2,
+        1,
+        8,
+        8,
+    )
 
 
 def test_images_that_are_floats_already_are_shifted_over_zeros() -> None:
@@ -55,9 +67,15 @@ def test_images_that_are_floats_already_are_shifted_over_zeros() -> None:
     batch = augmented(picture.expand(200, -1, -1, -1), Augment(crop=1, flip=True))
     assert (batch.shape, batch.dtype) == ((200, 2, 3, 4), torch.float32)
     padded = [torch.nn.functional.pad(side, [1] * 4) for side in (picture, picture.flip(-1))]
-    shifts = [side[:, dy : dy + 3, dx : dx + 4] for side in padded for dy in range(3) for dx in range(3)]
-    found = [[at for at, shift in enumerate(shifts) if torch.equal(image, shift)] for image in batch]
-    assert all(len(at) == 1 for at in found), "every image is one of them, and nothing but zeros comes in"
+    shifts = [
+        side[:, dy : dy + 3, dx : dx + 4] for side in padded for dy in range(3) for dx in range(3)
+    ]
+    found = [
+        [at for at, shift in enumerate(shifts) if torch.equal(image, shift)] for image in batch
+    ]
+    assert all(len(at) == 1 for at in found), (
+        "every image is one of them, and nothing but zeros comes in"
+    )
     assert {at for (at,) in found} == set(range(18))
 
 

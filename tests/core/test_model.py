@@ -10,11 +10,16 @@ from barter.core.errors import ConfigError
 from barter.core.model import verify_split
 
 
-@pytest.mark.parametrize("make", [tv.vgg11, tv.densenet121, tv.squeezenet1_0, tv.regnet_y_400mf, tv.convnext_tiny])
+@pytest.mark.parametrize(
+    "make", [tv.vgg11, tv.densenet121, tv.squeezenet1_0, tv.regnet_y_400mf, tv.convnext_tiny]
+)
 def test_models_outside_the_zoo_split_or_say_why(make: object) -> None:
     module = make(num_classes=7).eval()  # type: ignore[operator]
     if module.__class__.__name__ == "SqueezeNet":
-        with pytest.raises(ConfigError, match=r"(?s)SqueezeNet has no Linear layer.*class Mine\(barter\.Classifier\)"):
+        with pytest.raises(
+            ConfigError,
+            match=r"(?s)SqueezeNet has no Linear layer.*class Mine\(barter\.Classifier\)",
+        ):
             barter.split(module)
         return
     classifier = barter.split(module).eval()
@@ -52,7 +57,10 @@ class Bypass(nn.Module):
         (nn.Conv2d(1, 1, 1), "no Linear layer"),
         (nn.Linear(4, 2), "single Linear"),
         (Bypass(), "bypasses"),
-        (nn.Sequential(nn.Flatten(), nn.Linear(9, 3), nn.ReLU(), nn.Linear(3, 2)), "cannot be split"),
+        (
+            nn.Sequential(nn.Flatten(), nn.Linear(9, 3), nn.ReLU(), nn.Linear(3, 2)),
+            "cannot be split",
+        ),
     ],
 )
 def test_what_cannot_be_split_says_how_to_write_it_by_hand(module: nn.Module, message: str) -> None:
@@ -79,5 +87,7 @@ def test_a_classifier_by_hand_needs_two_methods() -> None:
 
 def test_a_module_for_another_number_of_classes_is_refused() -> None:
     module = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 5))
-    with pytest.raises(ConfigError, match=r"gives \(5,\) outputs per image, the task has 10 classes"):
+    with pytest.raises(
+        ConfigError, match=r"gives \(5,\) outputs per image, the task has 10 classes"
+    ):
         verify_split(module, barter.split(module), (1, 2, 2), 10)

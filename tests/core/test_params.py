@@ -58,7 +58,12 @@ def test_bad_values_say_what_is_right(values: dict[str, Any], message: str) -> N
 
 def test_fields_describe_themselves() -> None:
     share, rounds, limit, mode, *_ = describe(Knobs)
-    assert (share.name, share.kind, share.default, share.meaning) == ("share", "float > 0 and <= 1", 0.5, "ρ: how much")
+    assert (share.name, share.kind, share.default, share.meaning) == (
+        "share",
+        "float > 0 and <= 1",
+        0.5,
+        "ρ: how much",
+    )
     assert rounds.meaning == "T: how often"
     assert limit.meaning == "at most, if there is one, so many"
     assert mode.meaning == "which way"
@@ -66,4 +71,7 @@ def test_fields_describe_themselves() -> None:
 
 def test_the_neighbour_may_live_in_a_table() -> None:
     assert did_you_mean("share", ["algorithm.share", "rounds"]) == "did you mean 'algorithm.share'?"
-    assert did_you_mean("algorithm.shar", ["algorithm.share", "rounds"]) == "did you mean 'algorithm.share'?"
+    assert (
+        did_you_mean("algorithm.shar", ["algorithm.share", "rounds"])
+        == "did you mean 'algorithm.share'?"
+    )

@@ -24,9 +24,18 @@ def _tensor(dtype: torch.dtype, shape: list[int], seed: int) -> torch.Tensor:
 
 
 tensors = st.builds(
-    _tensor, st.sampled_from(list(DTYPES.values())), st.lists(st.integers(0, 4), max_size=3), st.integers(0, 99)
+    _tensor,
+    st.sampled_from(list(DTYPES.values())),
+    st.lists(st.integers(0, 4), max_size=3),
+    st.integers(0, 99),
 )
-plain = st.one_of(st.none(), st.booleans(), st.integers(-(2**63), 2**63 - 1), st.text(), st.floats(allow_nan=False))
+plain = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**63 - 1),
+    st.text(),
+    st.floats(allow_nan=False),
+)
 trees = st.recursive(
     st.one_of(tensors, plain),
     lambda inner: st.one_of(
@@ -40,9 +49,15 @@ trees = st.recursive(
 
 def equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        return (
+            isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        )
     if isinstance(one, dict):
-        return isinstance(other, dict) and list(one) == list(other) and all(equal(one[k], other[k]) for k in one)
+        return (
+            isinstance(other, dict)
+            and list(one) == list(other)
+            and all(equal(one[k], other[k]) for k in one)
+        )
     if isinstance(one, list | tuple):
         return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
     return type(one) is type(other) and one == other
@@ -102,7 +117,11 @@ def test_a_slice_does_not_keep_the_whole_alive() -> None:
 
 
 def test_bytes_by_hand() -> None:
-    tree = {"a": torch.zeros(2, 3), "b": [torch.zeros(5, dtype=torch.uint8), 7, 0.5], "c": ("é", True, None)}
+    tree = {
+        "a": torch.zeros(2, 3),
+        "b": [torch.zeros(5, dtype=torch.uint8), 7, 0.5],
+        "c": ("é", True, None),
+    }
     assert nbytes(tree) == 2 * 3 * 4 + 5 + 8 + 8 + 2 + 1 + 0
 
 

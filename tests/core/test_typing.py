@@ -58,9 +58,13 @@ def test_mypy_refuses_wrong_remote_calls(tmp_path: Path) -> None:
     # From the project's folder: what its last check knows of torch and of barter is not found out again.
     command = [sys.executable, "-m", "mypy", "--strict", str(path)]
     environment = {**os.environ, "MYPYPATH": str(ROOT / "src")}
-    output = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment).stdout
+    output = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment
+    ).stdout
     errors = [line for line in output.splitlines() if ": error:" in line]
     for number, (call, reason) in enumerate(WRONG.items(), start=len(SOURCE.splitlines()) + 1):
-        assert any(f"mine.py:{number}: error:" in e and reason in e for e in errors), f"{call} was accepted:\n{output}"
+        assert any(f"mine.py:{number}: error:" in e and reason in e for e in errors), (
+            f"{call} was accepted:\n{output}"
+        )
     right = [e for e in errors if int(e.split(":")[1]) <= len(SOURCE.splitlines())]
     assert not right, "mypy refuses right calls:\n" + "\n".join(right)

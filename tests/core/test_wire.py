@@ -21,7 +21,9 @@ def test_counts_by_method_client_and_direction() -> None:
     assert not wire.take_bytes()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), torch.tensor([1.0, math.nan]), torch.tensor(-math.inf)])
+@pytest.mark.parametrize(
+    "bad", [float("nan"), float("inf"), torch.tensor([1.0, math.nan]), torch.tensor(-math.inf)]
+)
 def test_nonsense_is_refused_and_located(bad: Any) -> None:
     with pytest.raises(PayloadError, match=r"learn\.w\[1\] holds NaN or infinity"):
         Wire().carry({"v": torch.ones(2), "w": [torch.ones(1), bad]}, "learn", 0, "down")

@@ -14,12 +14,12 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import TensorDataset
 
 from barter import Experiment
-from barter.config import read, resolve, with_settings
 from barter.core.errors import CheckpointError, ConfigError
 from barter.data.dataset import from_python
 from barter.data.partition import Dirichlet, Domains, Indices, Listed, Partition
 from barter.data.sources import load
 from barter.data.task import Data, make_task
+from barter.setup.config import read, resolve, with_settings
 from tests.conftest import federation, same, state, tiny
 
 CPU = torch.device("cpu")
@@ -93,7 +93,9 @@ def test_every_client_with_data_of_its_own() -> None:
     assert [len(images) for images in experiment.task.train] == [30, 40, 50]
     for k, images in enumerate(experiment.task.train):
         assert torch.equal(images.pixels, torch.from_numpy(each[k][0]).permute(0, 3, 1, 2))
-        assert torch.equal(experiment.task.local_tests[k].pixels, torch.from_numpy(each[k][2]).permute(0, 3, 1, 2))
+        assert torch.equal(
+            experiment.task.local_tests[k].pixels, torch.from_numpy(each[k][2]).permute(0, 3, 1, 2)
+        )
     assert len(experiment.task.global_test) == 24
     assert next(experiment.rounds(1)).round == 1
     pooled = federation(tiny("local"), data=each, partition="dirichlet", clients=2)
@@ -129,9 +131,17 @@ def test_runs_on_data_from_python_go_on_there_and_only_with_the_same(tmp_path: P
     list(first.rounds(1))
     assert first.folder is not None
     first.folder.release()
-    for changed, key in (({"data": arrays(40) + arrays(8)}, "data"), ({"partition": lists[::-1]}, "partition.lists")):
+    for changed, key in (
+        ({"data": arrays(40) + arrays(8)}, "data"),
+        ({"partition": lists[::-1]}, "partition.lists"),
+    ):
         with pytest.raises(CheckpointError, match=f"another configuration: {key}"):
-            federation(tiny("local"), **{"data": given, **options, **changed}, out=tmp_path / "run", resume=True)
+            federation(
+                tiny("local"),
+                **{"data": given, **options, **changed},
+                out=tmp_path / "run",
+                resume=True,
+            )
     with pytest.raises(ConfigError, match="data were given in Python"):
         Experiment.from_config(resolve(read(tmp_path / "run" / "config.toml")))
     second = federation(tiny("local"), data=given, **options, out=tmp_path / "run", resume=True)
@@ -153,14 +163,25 @@ class EveryOther(Partition):
 
     first: int = 0  # who begins
 
-    def split(self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator) -> list[Indices]:
-        return [np.arange(len(labels))[(k + self.first) % clients :: clients] for k in range(clients)]
+    def split(
+        self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator
+    ) -> list[Indices]:
+        return [
+            np.arange(len(labels))[(k + self.first) % clients :: clients] for k in range(clients)
+        ]
 
 
 def test_functions_and_partitions_by_name(tmp_path: Path) -> None:
-    settings = [f"data.source={__name__}:clients", "partition.name=domains", "clients=2", "algorithm.name=local"]
+    settings = [
+        f"data.source={__name__}:clients",
+        "partition.name=domains",
+        "clients=2",
+        "algorithm.name=local",
+    ]
     config = resolve(with_settings({}, settings))
-    assert [len(images) for images in make_task(config.data, config.partition, 2, 0, CPU).train] == [22, 22]
+    assert [
+        len(images) for images in make_task(config.data, config.partition, 2, 0, CPU).train
+    ] == [22, 22]
     assert len(load(f"{__name__}:mine").y_train) == 32
     for source, message in (
         (
@@ -175,13 +196,17 @@ def test_functions_and_partitions_by_name(tmp_path: Path) -> None:
             load(source)
 
     here = f"{__name__}:EveryOther"
-    config = resolve(with_settings({}, [f"partition.name={here}", "partition.first=1", "algorithm.name=local"]))
+    config = resolve(
+        with_settings({}, [f"partition.name={here}", "partition.first=1", "algorithm.name=local"])
+    )
     assert config.partition == EveryOther(first=1)
     first = federation(tiny("local"), partition=EveryOther(first=1), out=tmp_path / "run", rounds=2)
     list(first.rounds(1))
     assert first.folder is not None
     first.folder.release()
-    resumed = Experiment.from_config(resolve(read(tmp_path / "run" / "config.toml")), tmp_path / "run", resume=True)
+    resumed = Experiment.from_config(
+        resolve(read(tmp_path / "run" / "config.toml")), tmp_path / "run", resume=True
+    )
     assert resumed.round == 1
     for name, message in (
         (f"{__name__}:CPU", "is no Partition with a split of its own"),
@@ -190,14 +215,20 @@ def test_functions_and_partitions_by_name(tmp_path: Path) -> None:
         ("nowhere:Mine", "partition 'nowhere:Mine' cannot be imported"),
     ):
         with pytest.raises(ConfigError, match=message):
-            Experiment.from_config(resolve(with_settings({}, [f"partition.name={name}", "algorithm.name=local"])))
+            Experiment.from_config(
+                resolve(with_settings({}, [f"partition.name={name}", "algorithm.name=local"]))
+            )
 
 
 def test_images_are_mirrored_where_somebody_says_so() -> None:
     x, y = arrays(40)
 
     def flips(**options: Any) -> tuple[int, bool]:
-        augment = make_task(Data(source=(x, y), **options), Dirichlet(alpha=10.0), 2, 0, CPU).train[0].augment
+        augment = (
+            make_task(Data(source=(x, y), **options), Dirichlet(alpha=10.0), 2, 0, CPU)
+            .train[0]
+            .augment
+        )
         return augment.crop, augment.flip
 
     assert flips() == (1, False)

@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from barter.core.errors import ConfigError
-from barter.data.partition import PARTITIONS, Classes, Dirichlet, Domains, Dominant, Iid, Partition, Quantity
+from barter.data.partition import (
+    PARTITIONS,
+    Classes,
+    Dirichlet,
+    Domains,
+    Dominant,
+    Iid,
+    Partition,
+    Quantity,
+)
 
 
 def labels(n: int, classes: int, seed: int = 0) -> Any:
@@ -22,7 +31,9 @@ def nowhere(n: int) -> Any:
 
 partitions: st.SearchStrategy[Partition] = st.one_of(
     st.just(Iid()),
-    st.builds(Dirichlet, alpha=st.floats(1e-3, 100), balanced=st.booleans(), min_samples=st.integers(1, 3)),
+    st.builds(
+        Dirichlet, alpha=st.floats(1e-3, 100), balanced=st.booleans(), min_samples=st.integers(1, 3)
+    ),
     st.builds(Classes, per_client=st.integers(1, 10)),
     st.builds(Dominant, ratio=st.sampled_from(["8:1:1", "6:2:2"])),
     st.builds(Quantity, alpha=st.floats(1e-2, 10), min_samples=st.integers(1, 5)),
@@ -82,7 +93,9 @@ def test_balanced_clients_are_of_one_size() -> None:
         (Iid(min_samples=10), 20, 100),
     ],
 )
-def test_a_split_that_cannot_be_met_ends_within_a_second(rule: Partition, clients: int, n: int) -> None:
+def test_a_split_that_cannot_be_met_ends_within_a_second(
+    rule: Partition, clients: int, n: int
+) -> None:
     start = time.perf_counter()
     with pytest.raises(ConfigError, match=r"min_samples") as caught:
         rule(labels(n, 10), nowhere(n), clients, 0)
@@ -104,7 +117,9 @@ def test_classes_per_client() -> None:
 def test_dominant_ratios_are_met(ratio: Any) -> None:
     y = labels(10_000, 10)
     for part in Dominant(ratio=ratio)(y, nowhere(10_000), 10, 0):
-        shares = sorted(np.bincount(y[part], minlength=10)[np.bincount(y[part], minlength=10) > 0] / len(part))
+        shares = sorted(
+            np.bincount(y[part], minlength=10)[np.bincount(y[part], minlength=10) > 0] / len(part)
+        )
         assert shares[::-1] == pytest.approx([int(r) / 10 for r in ratio.split(":")], abs=0.01)
 
 
@@ -127,6 +142,8 @@ def test_domains_are_kept_apart() -> None:
 
 
 def test_bad_values_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"partition\.alpha=0\.0: must be float > 0 \(α: concentration"):
+    with pytest.raises(
+        ConfigError, match=r"partition\.alpha=0\.0: must be float > 0 \(α: concentration"
+    ):
         Dirichlet(alpha=0.0)
     assert all(kind.summary for kind in PARTITIONS.values())

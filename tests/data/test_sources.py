@@ -61,7 +61,11 @@ def test_npz(tmp_path: Path) -> None:
         ({"classes": np.array(["a", "b"])}, "y_train holds class number 3, but there are 2 names"),
         ({"domains": np.array(["a", "b"])}, "lacks domain_test, domain_train"),
         (
-            {"domains": np.array(["a"]), "domain_train": np.arange(20) % 2, "domain_test": np.zeros(8, int)},
+            {
+                "domains": np.array(["a"]),
+                "domain_train": np.arange(20) % 2,
+                "domain_test": np.zeros(8, int),
+            },
             "domain_train holds domain number 1, but there are 1 names",
         ),
         ({"x_train": np.zeros((20, 6, 5, 3))}, "float64"),
@@ -81,7 +85,11 @@ def test_npz_with_names_and_domains_and_without_a_test_part(tmp_path: Path) -> N
     names = {"classes": np.array(list("abcd")), "domains": np.array(["day", "night"])}
     numbers = {"domain_train": np.arange(20) // 10, "domain_test": np.arange(8) // 4}
     whole = load(save(tmp_path / "a.npz", **names, **numbers))
-    assert (whole.classes, whole.domains, whole.held_out) == (["a", "b", "c", "d"], ["day", "night"], False)
+    assert (whole.classes, whole.domains, whole.held_out) == (
+        ["a", "b", "c", "d"],
+        ["day", "night"],
+        False,
+    )
     assert whole.domain_test.tolist() == [0] * 4 + [1] * 4
     numbers.pop("domain_test")
     parts = load(save(tmp_path / "b.npz", **names, **numbers, x_test=None, y_test=None))
@@ -103,7 +111,9 @@ def test_folder_with_and_without_a_test_part(tmp_path: Path) -> None:
     for kind in ("cat", "dog"):
         for i in range(10):
             picture(tmp_path / "flat" / kind / f"{i}.png", shade=i)
-            picture(tmp_path / "parts" / ("test" if i < 3 else "train") / kind / f"{i}.png", shade=i)
+            picture(
+                tmp_path / "parts" / ("test" if i < 3 else "train") / kind / f"{i}.png", shade=i
+            )
     flat = load(f"folder:{tmp_path / 'flat'}", size=16)
     assert flat.classes == ["cat", "dog"]
     assert flat.x_train.shape == (16, 3, 16, 16)
@@ -121,13 +131,22 @@ def test_the_parts_of_a_folder_are_no_classes(tmp_path: Path) -> None:
     assert len(load(f"folder:{tmp_path}").y_test) == 4, "test/ is the test part where there is one"
     shutil.rmtree(tmp_path / "test")
     validated = load(f"folder:{tmp_path}")
-    assert (validated.classes, len(validated.y_train), len(validated.y_test)) == (["cat", "dog"], 20, 6)
+    assert (validated.classes, len(validated.y_train), len(validated.y_test)) == (
+        ["cat", "dog"],
+        20,
+        6,
+    )
     shutil.move(tmp_path / "val", tmp_path / "extra")
     with pytest.raises(ConfigError, match="holds train/ and extra/ beside it"):
         load(f"folder:{tmp_path}")
     shutil.rmtree(tmp_path / "extra")
     alone = load(f"folder:{tmp_path}")
-    assert (alone.classes, len(alone.y_train), len(alone.y_test), alone.held_out) == (["cat", "dog"], 16, 4, True)
+    assert (alone.classes, len(alone.y_train), len(alone.y_test), alone.held_out) == (
+        ["cat", "dog"],
+        16,
+        4,
+        True,
+    )
     shutil.move(tmp_path / "train", tmp_path / "val")
     with pytest.raises(ConfigError, match="holds val/ and no train/"):
         load(f"folder:{tmp_path}")
@@ -171,11 +190,17 @@ def test_folders_that_are_wrong(tmp_path: Path) -> None:
 def test_tiny_imagenet_layout(tmp_path: Path) -> None:
     for wnid in ("n01", "n02"):
         for i in range(3):
-            picture(tmp_path / "tiny-imagenet-200" / "train" / wnid / "images" / f"{wnid}_{i}.JPEG", 50, (64, 64))
+            picture(
+                tmp_path / "tiny-imagenet-200" / "train" / wnid / "images" / f"{wnid}_{i}.JPEG",
+                50,
+                (64, 64),
+            )
     val = tmp_path / "tiny-imagenet-200" / "val"
     for i in range(4):
         picture(val / "images" / f"val_{i}.JPEG", 90, (64, 64))
-    (val / "val_annotations.txt").write_text("".join(f"val_{i}.JPEG\tn0{i % 2 + 1}\t0\t0\t62\t62\n" for i in range(4)))
+    (val / "val_annotations.txt").write_text(
+        "".join(f"val_{i}.JPEG\tn0{i % 2 + 1}\t0\t0\t62\t62\n" for i in range(4))
+    )
     data = load("tiny-imagenet", root=str(tmp_path))
     assert data.x_train.shape == (6, 3, 64, 64)
     assert data.y_train.tolist() == [0, 0, 0, 1, 1, 1]
@@ -188,7 +213,9 @@ def idx(path: Path, array: Any) -> None:
     path.write_bytes(header + array.astype(np.uint8).tobytes())
 
 
-@pytest.mark.parametrize(("name", "folder"), [("mnist", "MNIST"), ("fashion-mnist", "FashionMNIST")])
+@pytest.mark.parametrize(
+    ("name", "folder"), [("mnist", "MNIST"), ("fashion-mnist", "FashionMNIST")]
+)
 def test_mnist_through_torchvision(tmp_path: Path, name: str, folder: str) -> None:
     x, y = np.arange(5 * 28 * 28).reshape(5, 28, 28) % 256, np.arange(5)
     for part, n in (("train", 5), ("t10k", 3)):
@@ -212,11 +239,15 @@ def test_emnist_stands_upright(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100"])
-def test_cifar_through_torchvision(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cifar_through_torchvision(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torchvision import datasets
 
     kind = datasets.CIFAR10 if name == "cifar10" else datasets.CIFAR100
-    monkeypatch.setattr(datasets.CIFAR10, "_check_integrity", lambda self: True)  # small files have other checksums
+    monkeypatch.setattr(
+        datasets.CIFAR10, "_check_integrity", lambda self: True
+    )  # small files have other checksums
     monkeypatch.setattr(datasets.cifar, "check_integrity", lambda *_: True)
     folder = tmp_path / kind.base_folder
     folder.mkdir()
@@ -240,7 +271,10 @@ def test_svhn_and_food_through_torchvision(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(datasets.SVHN, "_check_integrity", lambda self: True)
     for part, n in (("train", 6), ("test", 4)):
         x = np.arange(32 * 32 * 3 * n).reshape(32, 32, 3, n) % 256
-        savemat(tmp_path / f"{part}_32x32.mat", {"X": x.astype(np.uint8), "y": np.arange(1, n + 1)[:, None]})
+        savemat(
+            tmp_path / f"{part}_32x32.mat",
+            {"X": x.astype(np.uint8), "y": np.arange(1, n + 1)[:, None]},
+        )
     svhn = load("svhn", root=str(tmp_path))
     assert svhn.x_train.shape == (6, 3, 32, 32)
     assert svhn.x_test[1, 2, 5, 7].item() == x[5, 7, 2, 1]

@@ -11,11 +11,11 @@ import torch
 from typer.testing import CliRunner
 
 from barter import Experiment, Local
-from barter.cli import app
-from barter.config import resolve
+from barter.cli.app import app
 from barter.core.errors import ConfigError
 from barter.data.sources import load
 from barter.data.task import Data
+from barter.setup.config import resolve
 
 
 def images(n: int, seed: int = 0) -> np.ndarray[Any, Any]:
@@ -34,13 +34,26 @@ def save(path: Path, **changes: Any) -> Path:
 
 def test_a_split_that_was_saved_is_the_run_that_it_was_saved_from(tmp_path: Path) -> None:
     split = tmp_path / "split"
-    settings = ["--set", "clients=3", "--set", "seed=4", "--out", str(tmp_path / "p.png"), "--save", str(split)]
+    settings = [
+        "--set",
+        "clients=3",
+        "--set",
+        "seed=4",
+        "--out",
+        str(tmp_path / "p.png"),
+        "--save",
+        str(split),
+    ]
     said = CliRunner().invoke(app, ["show", "partition", *settings])
     assert said.exit_code == 0, said.output
     assert f"data.source=clients:{split}" in said.output.replace("\n", "")
     straight = Experiment(Local(max_epochs=2), clients=3, seed=4, device="cpu")
     again = Experiment(
-        Local(max_epochs=2), data=f"clients:{split}", models=straight.config.models, seed=4, device="cpu"
+        Local(max_epochs=2),
+        data=f"clients:{split}",
+        models=straight.config.models,
+        seed=4,
+        device="cpu",
     )
     assert again.config.clients == 3
     for one, other in zip(straight.task.train, again.task.train, strict=True):
@@ -60,11 +73,15 @@ def test_a_split_that_was_saved_is_the_run_that_it_was_saved_from(tmp_path: Path
 @pytest.mark.parametrize("scale", ["bytes", "0 to 1", "-1 to 1"])
 def test_files_as_other_libraries_write_them(tmp_path: Path, scale: str) -> None:
     """An object under one name, images with channels first, often already normalised by half and half."""
-    made = {"bytes": lambda x: x, "0 to 1": lambda x: x / 255, "-1 to 1": lambda x: x / 127.5 - 1}[scale]
+    made = {"bytes": lambda x: x, "0 to 1": lambda x: x / 255, "-1 to 1": lambda x: x / 127.5 - 1}[
+        scale
+    ]
     for part, n in (("train", 8), ("test", 4)):
         for k in range(2):
             (tmp_path / part).mkdir(exist_ok=True)
-            x = np.asarray(made(images(n, seed=k)), dtype=np.uint8 if scale == "bytes" else np.float32)
+            x = np.asarray(
+                made(images(n, seed=k)), dtype=np.uint8 if scale == "bytes" else np.float32
+            )
             held = {"x": x.transpose(0, 3, 1, 2), "y": np.arange(n) % 4}
             np.savez_compressed(tmp_path / part / f"{k}.npz", data=np.array(held, dtype=object))
     data = load(f"clients:{tmp_path}")
@@ -79,7 +96,9 @@ def test_files_as_other_libraries_write_them(tmp_path: Path, scale: str) -> None
 def test_a_bright_file_is_on_the_scale_of_the_others(tmp_path: Path) -> None:
     """Of images from -1 on, those without a dark pixel look as if they began at 0."""
     save(tmp_path, x=np.full((4, 6, 5, 3), -1, dtype=np.float32), y=np.arange(4))
-    np.savez(tmp_path / "train" / "1.npz", x=np.full((4, 6, 5, 3), 0.6, dtype=np.float32), y=np.arange(4))
+    np.savez(
+        tmp_path / "train" / "1.npz", x=np.full((4, 6, 5, 3), 0.6, dtype=np.float32), y=np.arange(4)
+    )
     bright = load(f"clients:{tmp_path}").x_train[4:]
     assert bright.unique().tolist() == [204], "(0.6 + 1) / 2 of 255"
 
@@ -87,7 +106,9 @@ def test_a_bright_file_is_on_the_scale_of_the_others(tmp_path: Path) -> None:
 def test_every_client_is_tested_on_its_own_file(tmp_path: Path) -> None:
     save(tmp_path)
     np.savez(tmp_path / "test" / "1.npz", x=images(3, seed=9), y=np.array([2, 2, 1]))
-    experiment = Experiment(Local(max_epochs=1), data=Data(source=f"clients:{tmp_path}", size=8), device="cpu")
+    experiment = Experiment(
+        Local(max_epochs=1), data=Data(source=f"clients:{tmp_path}", size=8), device="cpu"
+    )
     assert experiment.task.local_tests[1].labels.tolist() == [2, 2, 1]
     assert [len(test) for test in experiment.task.local_tests] == [4, 3]
     assert len(experiment.task.global_test) == 7
@@ -101,12 +122,16 @@ class Trap:
 TRAPPED = Path("trapped")
 
 
-def test_nothing_that_a_file_asks_for_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_that_a_file_asks_for_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "split")
     held = np.array({"x": images(8), "y": np.arange(8), "more": Trap()}, dtype=object)
     np.savez(tmp_path / "split" / "train" / "0.npz", data=held)
-    with pytest.raises(ConfigError, match=r"objects that are not read.*np\.savez\(path, x=d\['x'\], y=d\['y'\]\)"):
+    with pytest.raises(
+        ConfigError, match=r"objects that are not read.*np\.savez\(path, x=d\['x'\], y=d\['y'\]\)"
+    ):
         load(f"clients:{tmp_path / 'split'}")
     assert not TRAPPED.exists()
     np.load(tmp_path / "split" / "train" / "0.npz", allow_pickle=True)["data"].item()
@@ -138,7 +163,10 @@ def test_what_is_not_a_split_is_refused(tmp_path: Path) -> None:
         ({"x": images(4), "y": np.array([0, 1.7, 2, 3])}, "classes are whole numbers"),
     ):
         other = save(tmp_path / message[:3])
-        np.savez(other / "train" / "0.npz", **({"y": np.arange(4)} | changes if "x" in changes else changes))
+        np.savez(
+            other / "train" / "0.npz",
+            **({"y": np.arange(4)} | changes if "x" in changes else changes),
+        )
         with pytest.raises(ConfigError, match=message):
             load(f"clients:{other}")
     (other / "train" / "0.npz").write_bytes(b"no archive")

@@ -29,7 +29,9 @@ def test_training_data_are_split_and_the_test_set_is_whole() -> None:
 
 
 def test_the_split_depends_on_the_seed_alone() -> None:
-    one, again, other = (make_task(Data(), Dirichlet(), 5, seed, CPU).class_table() for seed in (0, 0, 1))
+    one, again, other = (
+        make_task(Data(), Dirichlet(), 5, seed, CPU).class_table() for seed in (0, 0, 1)
+    )
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
 
@@ -50,7 +52,9 @@ def test_size_augmentation_and_public_data() -> None:
     assert task.train[0].augment.crop == 0
     assert task.public is not None
     assert len(task.public) == 1433
-    assert make_task(Data(), Iid(), 2, 0, CPU).train[0].augment == type(task.train[0].augment)(crop=1, flip=False)
+    assert make_task(Data(), Iid(), 2, 0, CPU).train[0].augment == type(task.train[0].augment)(
+        crop=1, flip=False
+    )
 
 
 def test_public_data_of_another_kind_are_refused(tmp_path: object) -> None:

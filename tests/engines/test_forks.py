@@ -26,7 +26,10 @@ from tests.forked import forked, status, until
 
 
 def work_of(
-    jobs: dict[int, Any], known: list[torch.Tensor] | None = None, width: int = 2, timeout: float | None = None
+    jobs: dict[int, Any],
+    known: list[torch.Tensor] | None = None,
+    width: int = 2,
+    timeout: float | None = None,
 ) -> dict[int, Any]:
     told: list[float] = []
     turns = {k: Job(work, known or []) for k, work in jobs.items()}
@@ -81,7 +84,9 @@ def test_a_view_that_was_written_to_comes_home_written() -> None:
 
 
 def test_a_process_that_dies_is_named() -> None:
-    home = work_of({0: lambda: os.kill(os.getpid(), signal.SIGKILL), 1: lambda: 5, 2: lambda: os._exit(3)})
+    home = work_of(
+        {0: lambda: os.kill(os.getpid(), signal.SIGKILL), 1: lambda: 5, 2: lambda: os._exit(3)}
+    )
     assert home[0] == (None, "its process was ended by SIGKILL")
     assert home[1] == (5, "")
     assert home[2] == (None, "its process ended with 3")
@@ -93,7 +98,9 @@ def test_processes_die_with_the_one_they_came_from(tmp_path: Path) -> None:
         time.sleep(60)
 
     parent = forked(lambda: len(work_of({0: turn, 1: turn})), tmp_path / "said")
-    turns = until(lambda: len(found := [int(p.name) for p in tmp_path.glob("[0-9]*")]) == 2 and found)
+    turns = until(
+        lambda: len(found := [int(p.name) for p in tmp_path.glob("[0-9]*")]) == 2 and found
+    )
     os.kill(parent, signal.SIGKILL)
     assert status(parent) == -signal.SIGKILL
     until(lambda: not any(goes_on(pid) for pid in turns))
@@ -188,14 +195,18 @@ def test_memory_that_is_freed_and_taken_again_is_not_fetched_from_the_system_eac
     assert home < pages / 5
 
 
-def test_a_payload_that_may_not_go_down_is_that_clients_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_payload_that_may_not_go_down_is_that_clients_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Tell(Algorithm[Server, Client]):
         """The second client is told nonsense."""
 
         crosses = {"hear": "down: a number"}
 
         def round(self, server: Server, clients: Clients, t: int) -> None:
-            clients.scatter(self.hear, {k: torch.tensor(float("nan" if k == 1 else k)) for k in clients})
+            clients.scatter(
+                self.hear, {k: torch.tensor(float("nan" if k == 1 else k)) for k in clients}
+            )
 
         def hear(self, client: Client, number: torch.Tensor) -> None:
             client.report["heard"] = float(number)
@@ -293,14 +304,18 @@ class Hang(Algorithm[Server, Client]):
 
 def test_a_client_that_hangs_is_that_clients_failure(caplog: pytest.LogCaptureFixture) -> None:
     experiment = federation(Hang(), clients=3, min_clients=1, timeout=2, threads=2)
-    rounds = list(experiment.rounds(3))  # quick turns have processes too: who can hang is not known before
+    rounds = list(
+        experiment.rounds(3)
+    )  # quick turns have processes too: who can hang is not known before
     why = "client 1 failed in 'ask', round 2: it was not done within 2 s, the run's timeout"
     assert [r.failures for r in rounds] == [[], [why], []]
     assert [r.clients[0]["asked"] for r in rounds] == [1, 2, 3]
     assert not caplog.messages
 
 
-def test_where_turns_have_no_processes_a_timeout_is_said_not_to_hold(caplog: pytest.LogCaptureFixture) -> None:
+def test_where_turns_have_no_processes_a_timeout_is_said_not_to_hold(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     federation(Hang(), clients=3, timeout=0.5, threads=1)
     (said,) = caplog.messages
     assert "timeout=0.5" in said
@@ -327,5 +342,7 @@ print(sorted(side_by_side(jobs, 2, lambda _: None, lambda _: None, timeout=60)))
 def test_turns_compute_after_this_process_did_so_with_several_threads() -> None:
     """ARM's libraries waited for threads that a forked process does not have."""
     free = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
-    told = subprocess.run([sys.executable, "-c", AFTER_THREADS], env=free, capture_output=True, text=True, check=True)
+    told = subprocess.run(
+        [sys.executable, "-c", AFTER_THREADS], env=free, capture_output=True, text=True, check=True
+    )
     assert told.stdout.strip() == "[(0, None, ''), (1, None, ''), (2, None, '')]"

@@ -40,7 +40,14 @@ class Notes:
 def test_every_phase_is_shown_from_nothing_to_all() -> None:
     notes = Notes()
     (record,) = federation(tiny("dffke"), monitor=notes).rounds(1)
-    assert [name for name, _, _ in notes.phases] == ["learn", "unify", "decoder", "teach", "exchange", "evaluate"]
+    assert [name for name, _, _ in notes.phases] == [
+        "learn",
+        "unify",
+        "decoder",
+        "teach",
+        "exchange",
+        "evaluate",
+    ]
     for name, total, done in notes.phases:
         assert done == pytest.approx(total), name
     assert record.seconds.keys() == {name for name, _, _ in notes.phases} | {"round"}
@@ -84,7 +91,9 @@ def test_knowing_alone_costs_nothing_but_an_evaluation(monkeypatch: pytest.Monke
     (first, _) = unmeasured.rounds(2)
     assert "before_global" not in first.clients[0]
     assert same(state(measured), state(unmeasured))
-    modes = ([m.training for m in e.engine.clients[0].model.modules()] for e in (measured, unmeasured))
+    modes = (
+        [m.training for m in e.engine.clients[0].model.modules()] for e in (measured, unmeasured)
+    )
     assert next(modes) == next(modes)
 
 
@@ -97,14 +106,18 @@ def test_a_client_counts_for_ten_times_the_one_in_the_middle_at_most(
     assert engine.counting([0, 2]) == {0: 30, 2: 500}
     assert engine.counting([1, 2]) == {1: 50, 2: 500}
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert warning == "client 2 says that it has 549755813888 images: in means it counts as one of 500"
+    assert (
+        warning == "client 2 says that it has 549755813888 images: in means it counts as one of 500"
+    )
     said[2] = 500
     assert engine.counting([2]) == {2: 500}
     asked = Clients(engine, [2]).run(experiment.algorithm.evaluate)
     assert asked.num_examples == {2: 500}
 
 
-def test_classes_that_a_client_claims_count_for_no_more_than_its_images(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_that_a_client_claims_count_for_no_more_than_its_images(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     experiment = small_federation(tiny("fedftg"))
     engine, classes = experiment.engine, experiment.task.spec.classes
     said, weights = {0: 30, 1: 50, 2: 10**6}, experiment.server.model.state_dict()
@@ -115,11 +128,15 @@ def test_classes_that_a_client_claims_count_for_no_more_than_its_images(monkeypa
         claimed = torch.tensor([*counts] + [0] * (classes - len(counts)))
         answer = {"weights": weights, "counts": claimed}
         arrived = engine.arrived(answer, "learn", client, (weights,))
-        assert all(torch.equal(weights[name], tensor) for name, tensor in arrived["weights"].items())
+        assert all(
+            torch.equal(weights[name], tensor) for name, tensor in arrived["weights"].items()
+        )
         assert arrived["counts"].dtype == torch.int64
         return arrived["counts"].tolist()[: len(counts) + 1]
 
     assert told(1, 40, 9, 1) == [40, 9, 1, 0]
-    assert told(2, 900_000, 99_999, 1) == [450, 50, 1, 0], "500 images count of it, and a class stays one that it has"
+    assert told(2, 900_000, 99_999, 1) == [450, 50, 1, 0], (
+        "500 images count of it, and a class stays one that it has"
+    )
     with pytest.raises(PayloadError, match="the sum of its numbers is 51, not from 0 to 50"):
         told(1, 51)

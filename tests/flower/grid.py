@@ -13,12 +13,12 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-from barter.flower import deploy, front
+from barter.flower import client_app, deploy
 from barter.flower.codec import decode, encode
 from barter.flower.engine import PROGRESS
 from barter.flower.frames import Frame
+from barter.flower.handshake import Setup, make_site
 from barter.flower.site import Site
-from barter.flower.sites import Setup, make_site
 
 
 class Nobody:
@@ -34,16 +34,20 @@ class LoopbackGrid(Grid):
     def __init__(self, sites: Iterable[Site], monkeypatch: pytest.MonkeyPatch) -> None:
         self.sites = {100 + i: site for i, site in enumerate(sites)}
         self.offline: set[int] = set()
-        self.deliver: Callable[[int, dict[str, Any], Callable[[], Any]], Any] = lambda node, request, answer: answer()
-        self.progress: Callable[[int], Any] = lambda node: None  # what a node says while its call goes on
+        self.deliver: Callable[[int, dict[str, Any], Callable[[], Any]], Any] = (
+            lambda node, request, answer: answer()
+        )
+        self.progress: Callable[[int], Any] = lambda node: (
+            None
+        )  # what a node says while its call goes on
         self.replies: dict[str, Message] = {}
         self.asked: list[tuple[int, dict[str, Any]]] = []
         self.sent = 0
         for name, value in {"_run_id": 1, "_node_id": 1, "_task_id": 1}.items():
             monkeypatch.setattr(TaskIdentity, name, value)
         monkeypatch.setattr(deploy, "POLL_SECONDS", 0)  # all sites are here
-        monkeypatch.setattr(front, "ask", self._hand_over)
-        monkeypatch.setattr(front.atexit, "register", lambda function: function)
+        monkeypatch.setattr(client_app, "ask", self._hand_over)
+        monkeypatch.setattr(client_app.atexit, "register", lambda function: function)
 
     def _hand_over(self, door: Path, frame: Frame, deadline: float) -> tuple[Frame, Nobody]:
         node, request = int(door.name), decode(frame)
@@ -64,9 +68,11 @@ class LoopbackGrid(Grid):
             context = Context(1, node, {"socket": f"/{node}"}, RecordDict(), {})
             try:
                 if message.metadata.message_type == PROGRESS:
-                    reply = Message(front.to_records(encode(self.progress(node))), reply_to=message)
+                    reply = Message(
+                        client_app.to_records(encode(self.progress(node))), reply_to=message
+                    )
                 else:
-                    reply = front.app(message, context)
+                    reply = client_app.app(message, context)
             except Code as code:
                 reply = Message(Error(code.number, "made by Flower"), reply_to=message)
             except Silent:

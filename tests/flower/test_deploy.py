@@ -23,11 +23,11 @@ from cryptography import x509
 from flwr.app import Context, RecordDict
 from rich.console import Console
 
-from barter.cli import main
-from barter.config import read, resolve
+from barter.cli.app import main
 from barter.flower import deploy, loopback
 from barter.flower.supervise import FLOWER, load_setup
 from barter.runs.progress import Watcher
+from barter.setup.config import read, resolve
 from tests.flower.grid import LoopbackGrid
 from tests.forked import forked, status
 
@@ -35,12 +35,19 @@ INIT = ["flower", "init"]
 SITES = ["--sites", "north, south", "--address", "fl.example.org:8443"]
 
 
-def test_init_writes_all_that_a_deployment_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_writes_all_that_a_deployment_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "d"
     assert main([*INIT, str(folder), *SITES, "--algorithm", "fedzge", "--set", "rounds=7"]) == 0
     assert "README.md says how to go on" in capsys.readouterr().out
     run = resolve(read(folder / "run.toml"))
-    assert (type(run.algorithm).__name__, run.rounds, run.clients, run.engine) == ("FedZGE", 7, 2, "flower")
+    assert (type(run.algorithm).__name__, run.rounds, run.clients, run.engine) == (
+        "FedZGE",
+        7,
+        2,
+        "flower",
+    )
     assert run.data.source == "sites"
     app = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
     assert app["config"]["folder"] == str(folder)
@@ -91,14 +98,20 @@ def test_what_flower_bundles_holds_nothing_of_the_folder(tmp_path: Path) -> None
 
 def test_sites_may_share_the_data_of_the_run(tmp_path: Path) -> None:
     assert main([*INIT, str(tmp_path / "d"), *SITES, "--set", "data.source=digits"]) == 0
-    assert [load_setup(tmp_path / "d" / "sites" / name / "site.toml").share for name in ("north", "south")] == [0, 1]
+    assert [
+        load_setup(tmp_path / "d" / "sites" / name / "site.toml").share
+        for name in ("north", "south")
+    ] == [0, 1]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ([*INIT, "d", "--sites", "a,b", "--address", "example.org"], "write HOST:PORT"),
-        ([*INIT, "d", "--sites", "a", "--address", "::1:8443"], "an address of version 6 stands in brackets"),
+        (
+            [*INIT, "d", "--sites", "a", "--address", "::1:8443"],
+            "an address of version 6 stands in brackets",
+        ),
         ([*INIT, "d", "--sites", "a,a", "--address", "h:1"], "each needs one of its own"),
         ([*INIT, "d", "--sites", "a,b/c", "--address", "h:1"], "site name 'b/c': use letters"),
         ([*INIT, ".", "--sites", "a", "--address", "h:1"], "exists and is not empty"),
@@ -109,8 +122,14 @@ def test_sites_may_share_the_data_of_the_run(tmp_path: Path) -> None:
         (["site", "keyless.toml"], "ca.crt is missing: copy the site's whole folder"),
         (["site", "misled.toml"], "address 'here': write HOST:PORT"),
         (["site", "nameless.toml"], "site name 'a b': use letters"),
-        (["run", "--set", "data.source=sites"], "every site brings its own data, which takes --engine flower"),
-        (["run", "--engine", "flower", "--set", "data.source=sites"], "every site brings its own data"),
+        (
+            ["run", "--set", "data.source=sites"],
+            "every site brings its own data, which takes --engine flower",
+        ),
+        (
+            ["run", "--engine", "flower", "--set", "data.source=sites"],
+            "every site brings its own data",
+        ),
     ],
 )
 def test_nonsense(
@@ -129,7 +148,9 @@ def test_nonsense(
     assert said in capsys.readouterr().err
 
 
-def test_without_openssl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_openssl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "bin").mkdir()
     for tool in ("sh", "mkdir", "rm"):
         (tmp_path / "bin" / tool).symlink_to(f"/bin/{tool}")
@@ -143,7 +164,10 @@ def test_who_is_killed_while_a_run_is_set_up_can_begin_it_again(
     tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until the very last file, a run has not begun; when it has, all that it needs is there."""
-    out, config = tmp_path / "run", resolve({"clients": 2, "data": {"source": "digits"}, "engine": "flower"})
+    out, config = (
+        tmp_path / "run",
+        resolve({"clients": 2, "data": {"source": "digits"}, "engine": "flower"}),
+    )
     monkeypatch.setattr(loopback, "Coordinator", Reached)
 
     def killed() -> int:
@@ -158,14 +182,24 @@ def test_who_is_killed_while_a_run_is_set_up_can_begin_it_again(
         loopback.run_here(config, out, Watcher(Console(), 1), resume=False)
         return 0
 
-    assert status(forked(killed, tmp_path / "said")) == -signal.SIGKILL, (tmp_path / "said").read_text()
+    assert status(forked(killed, tmp_path / "said")) == -signal.SIGKILL, (
+        tmp_path / "said"
+    ).read_text()
     assert not (out / "config.toml").exists()
     with pytest.raises(Reached):
         loopback.run_here(config, out, Watcher(Console(), 1), resume=False)
-    assert sorted(home.name for home in (out / "flower" / "sites").iterdir()) == ["client-0", "client-1"]
+    assert sorted(home.name for home in (out / "flower" / "sites").iterdir()) == [
+        "client-0",
+        "client-1",
+    ]
     assert all((home / "key.pub").is_file() for home in (out / "flower" / "sites").iterdir())
     assert (out / "config.toml").is_file()
-    assert sorted(path.name for path in out.iterdir()) == [".lock", "checkpoints", "config.toml", "flower"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        ".lock",
+        "checkpoints",
+        "config.toml",
+        "flower",
+    ]
 
 
 class Reached(Exception):
@@ -179,14 +213,18 @@ class Reached(Exception):
 def test_a_deployment_is_there_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(deploy, "_template", lambda name: "exit 1" if name.endswith(".sh") else name)
+    monkeypatch.setattr(
+        deploy, "_template", lambda name: "exit 1" if name.endswith(".sh") else name
+    )
     assert main([*INIT, str(tmp_path / "d"), *SITES]) == 2
     assert "certificates.sh failed" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("room", [True, False])
-def test_what_stops_the_server_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool) -> None:
+def test_what_stops_the_server_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool
+) -> None:
     folder = tmp_path / "d"
     deploy.init(folder, resolve({"clients": 1}), [{"name": "a", "share": 0}], "127.0.0.1:1")
 
@@ -196,7 +234,9 @@ def test_what_stops_the_server_is_told_in_one_line(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(deploy, "conduct", conduct)
     monkeypatch.setattr(deploy, "_end_with", lambda parent: None)
     if not room:
-        monkeypatch.setattr(deploy, "refused", lambda folder: f"{folder} cannot be written: No space left on device")
+        monkeypatch.setattr(
+            deploy, "refused", lambda folder: f"{folder} cannot be written: No space left on device"
+        )
     context = Context(1, 1, {}, RecordDict(), {"folder": str(folder), "out": str(tmp_path / "run")})
     with pytest.raises(ValueError):
         deploy.main(LoopbackGrid([], monkeypatch), context)
@@ -204,10 +244,14 @@ def test_what_stops_the_server_is_told_in_one_line(tmp_path: Path, monkeypatch: 
     why = place if room else f"{folder} cannot be written: No space left on device"
     kind, said = json.loads((folder / "journal.jsonl").read_text().splitlines()[-1])
     assert kind == "error"
-    assert re.fullmatch(f"the server stopped: {why}; finished rounds are kept, start again to continue", said)
+    assert re.fullmatch(
+        f"the server stopped: {why}; finished rounds are kept, start again to continue", said
+    )
 
 
-def test_a_server_whose_superlink_is_gone_ends_whatever_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_whose_superlink_is_gone_ends_whatever_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(deploy, "ORPHAN", 0.0)
     here, there = os.pipe()
     if (superlink := os.fork()) == 0:

@@ -15,14 +15,14 @@ pytest.importorskip("flwr")
 from flwr.app import Message
 from flwr.proto.node_pb2 import NodeInfo
 
-from barter.config import Config
 from barter.core.errors import BarterError, ClientError, ConfigError
 from barter.core.payload import isolate, leaves, nbytes
 from barter.experiment import Experiment
 from barter.flower import deploy, engine
+from barter.flower.client_app import in_bulk
 from barter.flower.deploy import conduct
-from barter.flower.front import in_bulk
 from barter.runs.journal import Journal
+from barter.setup.config import Config
 from tests.conftest import same, tiny
 from tests.flower.grid import Code, LoopbackGrid, Silent, site
 
@@ -32,15 +32,25 @@ Run = Callable[..., Experiment]
 @pytest.fixture
 def grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoopbackGrid:
     monkeypatch.setattr(engine, "POLL_SECONDS", 0.01)
-    sites = [site(tmp_path / f"memory-{k}", name=f"site-{k}", share=k, device="cpu") for k in range(3)]
+    sites = [
+        site(tmp_path / f"memory-{k}", name=f"site-{k}", share=k, device="cpu") for k in range(3)
+    ]
     return LoopbackGrid(sites, monkeypatch)
 
 
 @pytest.fixture
 def run(grid: LoopbackGrid, tmp_path: Path) -> Run:
     def conducted(rounds: int = 1, **options: Any) -> Experiment:
-        fields = {"algorithm": tiny("fedavg"), "clients": 3, "models": "small-mlp", "device": "cpu", **options}
-        return conduct(grid, Config(rounds=rounds, **fields), tmp_path / "run", Journal(tmp_path / "journal"))
+        fields = {
+            "algorithm": tiny("fedavg"),
+            "clients": 3,
+            "models": "small-mlp",
+            "device": "cpu",
+            **options,
+        }
+        return conduct(
+            grid, Config(rounds=rounds, **fields), tmp_path / "run", Journal(tmp_path / "journal")
+        )
 
     return conducted
 
@@ -69,7 +79,9 @@ def failed(code: int, *, done: bool) -> Callable[[Callable[[], Any]], Any]:
 
 
 @pytest.mark.parametrize("done", [False, True])
-def test_who_is_lost_on_the_way_is_asked_again_and_trains_once(grid: LoopbackGrid, run: Run, done: bool) -> None:
+def test_who_is_lost_on_the_way_is_asked_again_and_trains_once(
+    grid: LoopbackGrid, run: Run, done: bool
+) -> None:
     calls = once(grid, 101, failed(8, done=done))
     work: list[str] = []
     settle = grid.sites[101].settle
@@ -101,12 +113,17 @@ def test_a_site_that_stays_away_is_a_failure_that_names_it(grid: LoopbackGrid, r
     assert experiment.folder is not None
     one, two, three = experiment.folder.records()
     assert one.failures == []
-    assert two.failures[0] == "client 2 failed in 'client_update', round 2: site site-2: the site went offline"
+    assert (
+        two.failures[0]
+        == "client 2 failed in 'client_update', round 2: site site-2: the site went offline"
+    )
     assert "site-2: the site is offline" in three.failures[0]
     assert sorted(k for k, metrics in three.clients.items() if "global" in metrics) == [0, 1]
 
 
-@pytest.mark.parametrize("bad", [{"error": "ValueError: no coffee", "traceback": ""}, {"answer": 10**400}])
+@pytest.mark.parametrize(
+    "bad", [{"error": "ValueError: no coffee", "traceback": ""}, {"answer": 10**400}]
+)
 def test_an_error_is_no_answer_and_who_is_away_for_a_moment_is_waited_for(
     grid: LoopbackGrid, run: Run, monkeypatch: pytest.MonkeyPatch, bad: dict[str, Any]
 ) -> None:
@@ -157,7 +174,10 @@ def test_a_site_that_hangs_costs_its_time_once_in_a_round(
     first, *others = one.failures
     assert first.endswith(f"site site-1: no answer in time{said}")
     assert [line.split("'")[1] for line in others] == ["receive", "evaluate"]
-    assert all(line.endswith("site site-1: it did not answer in time before in this round") for line in others)
+    assert all(
+        line.endswith("site site-1: it did not answer in time before in this round")
+        for line in others
+    )
     assert two.failures == []
 
 
@@ -221,7 +241,9 @@ def test_who_waits_for_sites_looks_once_in_a_second(
     assert len(pauses) < 250
 
 
-def test_what_all_are_told_is_encoded_once(grid: LoopbackGrid, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_all_are_told_is_encoded_once(
+    grid: LoopbackGrid, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent, push, made = [], grid.push_messages, []
     monkeypatch.setattr(engine, "in_bulk", lambda blobs: (made.append(blobs), in_bulk(blobs))[1])
 
@@ -241,7 +263,9 @@ def test_what_all_are_told_is_encoded_once(grid: LoopbackGrid, run: Run, monkeyp
     assert all(same(dict(leaves(other)), dict(leaves(down[0]))) for other in down)
 
 
-def test_how_large_answers_can_be_is_said_before_they_are_asked_for(grid: LoopbackGrid, tmp_path: Path) -> None:
+def test_how_large_answers_can_be_is_said_before_they_are_asked_for(
+    grid: LoopbackGrid, tmp_path: Path
+) -> None:
     largest, seen = tmp_path / "largest", list[tuple[str, str]]()
 
     def deliver(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
@@ -250,14 +274,25 @@ def test_how_large_answers_can_be_is_said_before_they_are_asked_for(grid: Loopba
         return answer()
 
     grid.deliver = deliver
-    fields: dict[str, Any] = {"algorithm": tiny("fedfree"), "clients": 3, "models": "small-mlp", "device": "cpu"}
-    conduct(grid, Config(rounds=1, **fields), tmp_path / "run", Journal(tmp_path / "journal"), largest)
+    fields: dict[str, Any] = {
+        "algorithm": tiny("fedfree"),
+        "clients": 3,
+        "models": "small-mlp",
+        "device": "cpu",
+    }
+    conduct(
+        grid, Config(rounds=1, **fields), tmp_path / "run", Journal(tmp_path / "journal"), largest
+    )
     assert {method for method, _ in seen} == {"learn", "receive"}
-    assert all(10**6 < int(most) < 1.2e6 for method, most in seen if method == "learn"), "a few layers"
+    assert all(10**6 < int(most) < 1.2e6 for method, most in seen if method == "learn"), (
+        "a few layers"
+    )
     assert all(most == str(10**6) for method, most in seen if method == "receive"), "nothing"
     seen.clear()
     fields["algorithm"] = tiny("fedavg", fraction=0.4)
-    experiment = conduct(grid, Config(rounds=1, **fields), tmp_path / "other", Journal(tmp_path / "journal"), largest)
+    experiment = conduct(
+        grid, Config(rounds=1, **fields), tmp_path / "other", Journal(tmp_path / "journal"), largest
+    )
     size = nbytes(dict(experiment.server.model.state_dict()))
     assert set(seen) == {("client_update", str(2 * size + 10**6)), ("evaluate", str(10**6))}
 
@@ -284,7 +319,9 @@ def test_too_few_answers_end_the_run_and_lose_nothing(grid: LoopbackGrid, run: R
         return answer()
 
     grid.deliver = silent
-    with pytest.raises(ClientError, match=r"2 of 3 clients answered.*site-0: no answer in time, which is 0.5 s"):
+    with pytest.raises(
+        ClientError, match=r"2 of 3 clients answered.*site-0: no answer in time, which is 0.5 s"
+    ):
         run(2, timeout=0.5)
     grid.deliver = lambda node, request, answer: answer()
     again = run(2, timeout=60.0)
@@ -301,7 +338,9 @@ def test_too_few_answers_end_the_run_and_lose_nothing(grid: LoopbackGrid, run: R
         (lambda w: dict.fromkeys(w, "x"), "is a str, asked for was Tensor"),
     ],
 )
-def test_bad_answers_are_failures(grid: LoopbackGrid, run: Run, spoiled: Callable[[Any], Any], said: str) -> None:
+def test_bad_answers_are_failures(
+    grid: LoopbackGrid, run: Run, spoiled: Callable[[Any], Any], said: str
+) -> None:
     once(grid, 101, lambda answer: {**(reply := answer()), "answer": spoiled(reply["answer"])})
     experiment = run(2, min_clients=1)
     assert experiment.folder is not None
@@ -312,7 +351,11 @@ def test_bad_answers_are_failures(grid: LoopbackGrid, run: Run, spoiled: Callabl
 
 
 def test_what_a_site_raises_comes_with_its_traceback(grid: LoopbackGrid, run: Run) -> None:
-    once(grid, 100, lambda answer: {"error": "ValueError: no coffee", "traceback": "Traceback of the site"})
+    once(
+        grid,
+        100,
+        lambda answer: {"error": "ValueError: no coffee", "traceback": "Traceback of the site"},
+    )
     with pytest.raises(ClientError, match=r"site site-0: ValueError: no coffee") as caught:
         run()
     assert caught.value.__notes__ == ["Traceback of the site"]
@@ -323,11 +366,15 @@ def test_an_error_of_the_front_is_a_failure(grid: LoopbackGrid, run: Run) -> Non
         raise ConnectionError("the site's worker is not there")
 
     once(grid, 100, dead)
-    with pytest.raises(ClientError, match=r"Flower's error 2: ConnectionError: the site's worker is not there"):
+    with pytest.raises(
+        ClientError, match=r"Flower's error 2: ConnectionError: the site's worker is not there"
+    ):
         run()
 
 
-def test_a_site_that_comes_back_under_another_number_is_found_by_name(grid: LoopbackGrid, run: Run) -> None:
+def test_a_site_that_comes_back_under_another_number_is_found_by_name(
+    grid: LoopbackGrid, run: Run
+) -> None:
     def moved(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
         if node == 101 and request["ask"] == "call" and request["round"] == 2:
             grid.sites[207] = grid.sites.pop(101)
@@ -340,7 +387,9 @@ def test_a_site_that_comes_back_under_another_number_is_found_by_name(grid: Loop
     assert [r.failures for r in experiment.folder.records()] == [[], [], []]
 
 
-def test_a_site_is_who_its_key_says(grid: LoopbackGrid, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_site_is_who_its_key_says(
+    grid: LoopbackGrid, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = {100: "site-0", 101: "site-1", 102: "site-2", 300: "site-3"}
 
     def nodes() -> Iterable[NodeInfo]:
@@ -348,7 +397,9 @@ def test_a_site_is_who_its_key_says(grid: LoopbackGrid, run: Run, monkeypatch: p
 
     def claimed(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
         if node == 101 and request["ask"] == "call" and request["round"] == 2:
-            grid.sites[300] = grid.sites[101]  # somebody who calls himself site-1, with a key of his own
+            grid.sites[300] = grid.sites[
+                101
+            ]  # somebody who calls himself site-1, with a key of his own
             grid.offline.add(101)
             raise Code(5)
         assert node != 300 or request["ask"] == "hello"
@@ -358,15 +409,23 @@ def test_a_site_is_who_its_key_says(grid: LoopbackGrid, run: Run, monkeypatch: p
     grid.deliver = claimed
     experiment = run(3, min_clients=2)
     assert experiment.folder is not None
-    assert ["site-1" in "".join(r.failures) for r in experiment.folder.records()] == [False, True, True]
+    assert ["site-1" in "".join(r.failures) for r in experiment.folder.records()] == [
+        False,
+        True,
+        True,
+    ]
     grid.offline.clear()
     del grid.sites[300]
     keys[101] = "site-7"
-    with pytest.raises(BarterError, match="the site whose key is that of site-7 says that it is 'site-1'"):
+    with pytest.raises(
+        BarterError, match="the site whose key is that of site-7 says that it is 'site-1'"
+    ):
         run(4, min_clients=3)
 
 
-def test_a_run_goes_on_without_a_site_that_stays_away(grid: LoopbackGrid, run: Run, monkeypatch: Any) -> None:
+def test_a_run_goes_on_without_a_site_that_stays_away(
+    grid: LoopbackGrid, run: Run, monkeypatch: Any
+) -> None:
     monkeypatch.setattr("barter.flower.deploy.PATIENCE", 0.1)
     run(1, min_clients=2)
     grid.offline.add(100)
@@ -380,7 +439,9 @@ def test_a_run_goes_on_without_a_site_that_stays_away(grid: LoopbackGrid, run: R
 def test_a_site_that_is_not_what_it_was(grid: LoopbackGrid, run: Run, tmp_path: Path) -> None:
     run(1)
     grid.sites[102] = site(tmp_path / "other", name="somebody", share=2, device="cpu")
-    with pytest.raises(ConfigError, match="site somebody is not what it was when the run began, or was not there"):
+    with pytest.raises(
+        ConfigError, match="site somebody is not what it was when the run began, or was not there"
+    ):
         run(2)
 
 
@@ -435,22 +496,39 @@ def interrupted(grid: LoopbackGrid, run: Run, round: int, absent: int | None = N
 
 
 def memories(grid: LoopbackGrid) -> dict[str, Any]:
-    return {f"{n}": v for node, s in grid.sites.items() for n, v in leaves(isolate(s.client.memory()), str(node))}
+    return {
+        f"{n}": v
+        for node, s in grid.sites.items()
+        for n, v in leaves(isolate(s.client.memory()), str(node))
+    }
 
 
-def test_interrupted_twice_in_one_round(grid: LoopbackGrid, run: Run, tmp_path: Path, monkeypatch: Any) -> None:
+def test_interrupted_twice_in_one_round(
+    grid: LoopbackGrid, run: Run, tmp_path: Path, monkeypatch: Any
+) -> None:
     interrupted(grid, run, 2)
     interrupted(grid, run, 2)
     interrupted(grid, run, 3)
     run(3, min_clients=2)
-    others = [site(tmp_path / f"other-{k}", name=f"site-{k}", share=k, device="cpu") for k in range(3)]
+    others = [
+        site(tmp_path / f"other-{k}", name=f"site-{k}", share=k, device="cpu") for k in range(3)
+    ]
     straight = LoopbackGrid(others, monkeypatch)
-    config = Config(rounds=3, algorithm=tiny("fedavg"), clients=3, models="small-mlp", device="cpu", min_clients=2)
+    config = Config(
+        rounds=3,
+        algorithm=tiny("fedavg"),
+        clients=3,
+        models="small-mlp",
+        device="cpu",
+        min_clients=2,
+    )
     conduct(straight, config, tmp_path / "straight", Journal(tmp_path / "journal"))
     assert same(memories(grid), memories(straight))
 
 
-def test_what_the_server_took_back_does_not_come_again(grid: LoopbackGrid, run: Run, monkeypatch: Any) -> None:
+def test_what_the_server_took_back_does_not_come_again(
+    grid: LoopbackGrid, run: Run, monkeypatch: Any
+) -> None:
     monkeypatch.setattr("barter.flower.deploy.PATIENCE", 0.1)
     run(1, min_clients=2)
     before = isolate(grid.sites[102].client.memory())
@@ -478,9 +556,15 @@ def test_what_the_server_took_back_does_not_come_again(grid: LoopbackGrid, run: 
         ({"share": 0}, "a share of the run's that no other has"),
         ({"share": 3}, "site site-2 wants share 3, the run has 3, from 0 on"),
         ({"model": "small-cnn"}, "FedAvg has one model for all and needs one architecture"),
-        ({"model": "nowhere:net"}, "site site-2 and cannot: code that a site names is not run here unless `models`"),
+        (
+            {"model": "nowhere:net"},
+            "site site-2 and cannot: code that a site names is not run here unless `models`",
+        ),
         ({"model": "resnet99"}, "unknown model 'resnet99'"),
-        ({"share": None, "data": "npz:/no/such.npz"}, "site site-2 cannot take part: npz:/no/such.npz"),
+        (
+            {"share": None, "data": "npz:/no/such.npz"},
+            "site site-2 cannot take part: npz:/no/such.npz",
+        ),
     ],
 )
 def test_what_does_not_fit_together_is_said_before_the_first_round(

@@ -36,17 +36,31 @@ def tensors(draw: Callable[[Any], Any]) -> torch.Tensor:
 
 trees = st.recursive(
     st.one_of(
-        tensors(), st.none(), st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), st.text()
+        tensors(),
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**63), 2**63 - 1),
+        st.floats(allow_nan=False),
+        st.text(),
     ),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
 
 def equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
-        laid_out = one.stride() == other.stride() or min(one.shape, default=0) < 2  # where there is one way only
-        return one.dtype == other.dtype and one.shape == other.shape and laid_out and torch.equal(one, other)
+        laid_out = (
+            one.stride() == other.stride() or min(one.shape, default=0) < 2
+        )  # where there is one way only
+        return (
+            one.dtype == other.dtype
+            and one.shape == other.shape
+            and laid_out
+            and torch.equal(one, other)
+        )
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
     if isinstance(one, list):
@@ -84,7 +98,9 @@ def door(tmp_path: Path) -> Path:
 
 def serving(door: Path, answer: Callable[[Frame], Frame]) -> list[str]:
     lost: list[str] = []
-    threading.Thread(target=serve, args=(door, answer, lambda: lost.append("lost")), daemon=True).start()
+    threading.Thread(
+        target=serve, args=(door, answer, lambda: lost.append("lost")), daemon=True
+    ).start()
     while not door.exists():
         time.sleep(0.01)
     return lost
@@ -132,7 +148,7 @@ def test_nobody_is_there(door: Path) -> None:
         ask(door, Frame("x", {}), time.monotonic() + 0.6)
 
 
-@pytest.mark.parametrize("module", ["front", "node"])
+@pytest.mark.parametrize("module", ["client_app", "node"])
 def test_what_stands_between_flower_and_a_worker_loads_no_torch(module: str) -> None:
     pytest.importorskip("flwr")
     code = f"import sys, barter.flower.{module}; assert 'torch' not in sys.modules, 'torch'"

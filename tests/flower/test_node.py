@@ -23,13 +23,13 @@ from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
 
 from barter.core.errors import PayloadError
-from barter.flower import inside, node, supervise
+from barter.flower import flwr_internals, node, supervise
+from barter.flower.client_app import IN_A_PIECE, from_records, to_records
 from barter.flower.codec import decode, encode
+from barter.flower.flwr_internals import Fleet, strange
 from barter.flower.frames import Blob, Frame
-from barter.flower.front import IN_A_PIECE, from_records, to_records
-from barter.flower.inside import Fleet, strange
-from barter.flower.pulse import Turn, pause
-from barter.flower.sites import Setup
+from barter.flower.handshake import Setup
+from barter.flower.heartbeat import Turn, pause
 from tests.flower.test_frames import serving
 from tests.forked import forked, status, until
 
@@ -60,7 +60,9 @@ class Link:
         return message.metadata.message_id
 
     def fleet(self) -> Fleet:
-        return Fleet((7, self._receive, self._take, None, None, self._pull, self._push, self._confirm))
+        return Fleet(
+            (7, self._receive, self._take, None, None, self._pull, self._push, self._confirm)
+        )
 
     def _receive(self) -> tuple[Message, Any] | None:
         if self.closed:
@@ -76,7 +78,7 @@ class Link:
         self.confirmed.append(id)
 
     def _take(self, reply: Message, tree: Any, seconds: float) -> tuple[set[str], str]:
-        ids = [part.object_id for part in inside.iterate_object_tree(tree)]
+        ids = [part.object_id for part in flwr_internals.iterate_object_tree(tree)]
         self.replies.append((reply, ids))
         return set(ids) - self.known, "session"
 
@@ -102,7 +104,7 @@ def test_a_message_comes_whole_and_its_reply_goes_whole(link: Link) -> None:
     ((head, ids),) = link.replies
     assert (head.metadata.reply_to_message_id, head.metadata.src_node_id) == (id, 7)
     assert set(link.pushed) == set(ids)
-    arrived = inside.inflate_object_from_contents(head.metadata.message_id, link.pushed)
+    arrived = flwr_internals.inflate_object_from_contents(head.metadata.message_id, link.pushed)
     assert isinstance(arrived, Message)
     assert decode(from_records(arrived.content)) == {"b": 3}
 
@@ -127,7 +129,9 @@ def test_a_message_that_does_not_arrive_whole_is_asked_for_again(link: Link) -> 
     assert link.confirmed == []
 
 
-@pytest.mark.parametrize("error", [ConnectionError("no such run"), RunNotRunningException("no such run")])
+@pytest.mark.parametrize(
+    "error", [ConnectionError("no such run"), RunNotRunningException("no such run")]
+)
 def test_a_reply_that_nobody_takes_is_not_the_end(
     link: Link, caplog: pytest.LogCaptureFixture, error: BaseException
 ) -> None:
@@ -166,7 +170,9 @@ def test_a_node_asks_the_worker_and_says_why_there_is_no_answer(link: Link, tmp_
     assert lost == [], "the worker hears of the end of every call"
 
 
-def test_a_node_without_a_heartbeat_ends(tmp_path: Path, link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_without_a_heartbeat_ends(
+    tmp_path: Path, link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
     @contextmanager
     def connect(*_: object) -> Iterator[Fleet]:
         def heartbeat() -> None:
@@ -182,7 +188,9 @@ def test_a_node_without_a_heartbeat_ends(tmp_path: Path, link: Link, monkeypatch
         return 7
 
     monkeypatch.setattr(node, "connect", connect)
-    monkeypatch.setattr(sys, "argv", ["node", "--superlink", "127.0.0.1:1", "--door", str(tmp_path / "door")])
+    monkeypatch.setattr(
+        sys, "argv", ["node", "--superlink", "127.0.0.1:1", "--door", str(tmp_path / "door")]
+    )
     assert status(forked(ended, tmp_path / "said")) == 7
 
 
@@ -220,7 +228,11 @@ def test_what_is_no_frame_is_refused(tree: dict[str, Any], bulk: dict[str, Any])
 def test_others_are_heard_while_a_call_goes_on(
     link: Link, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, second, go = link.send(to_records(Frame("1", {}))), link.send(to_records(Frame("2", {}))), threading.Event()
+    first, second, go = (
+        link.send(to_records(Frame("1", {}))),
+        link.send(to_records(Frame("2", {}))),
+        threading.Event(),
+    )
 
     def answer(message: Message, door: Path) -> Message:
         if message.metadata.message_id == first:
@@ -239,9 +251,11 @@ def test_others_are_heard_while_a_call_goes_on(
     assert [reply.metadata.reply_to_message_id for reply, _ in link.replies] == [second, first]
 
 
-def test_the_node_says_how_far_its_worker_is(link: Link, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_node_says_how_far_its_worker_is(
+    link: Link, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [100.0]
-    monkeypatch.setattr("barter.flower.pulse.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("barter.flower.heartbeat.time.monotonic", lambda: now[0])
     turn = Turn(tmp_path / "turn")
 
     def said() -> Any:
@@ -266,11 +280,13 @@ def test_the_node_says_how_far_its_worker_is(link: Link, tmp_path: Path, monkeyp
     Turn(tmp_path / "nowhere" / "turn").begin()  # a disk that takes nothing is no reason to stop
 
 
-def test_a_reply_that_is_announced_and_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_that_is_announced_and_does_not_come_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from flwr.superlink.grid import http_grid
 
     monkeypatch.setattr(http_grid, "pull_objects", http_grid.pull_objects)
-    inside.hurry(2.0)
+    flwr_internals.hurry(2.0)
     begin, here = time.monotonic(), {"a": b"1"}
 
     def pull(id: str) -> bytes:
@@ -280,7 +296,10 @@ def test_a_reply_that_is_announced_and_does_not_come_is_not_waited_for(monkeypat
             raise ObjectUnavailableError(id)
         return here[id]
 
-    assert http_grid.pull_objects(object_ids=["a", "late"], pull_object_fn=pull) == {"a": b"1", "late": b"2"}
+    assert http_grid.pull_objects(object_ids=["a", "late"], pull_object_fn=pull) == {
+        "a": b"1",
+        "late": b"2",
+    }
     begin = time.monotonic()
     with pytest.raises(ObjectPullError, match="nothing came for 0.5 s"):
         http_grid.pull_objects(object_ids=["a", "never"], pull_object_fn=pull)
@@ -288,16 +307,18 @@ def test_a_reply_that_is_announced_and_does_not_come_is_not_waited_for(monkeypat
 
 
 def test_who_has_nothing_to_do_looks_less_and_less_often() -> None:
-    assert [pause(idle) for idle in (0.0, 0.5, 3.0, 10.0, 3600.0)] == pytest.approx([0.05, 0.05, 0.3, 1.0, 1.0])
+    assert [pause(idle) for idle in (0.0, 0.5, 3.0, 10.0, 3600.0)] == pytest.approx(
+        [0.05, 0.05, 0.3, 1.0, 1.0]
+    )
 
 
 def test_the_flower_that_is_installed_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     assert strange() == ""
-    monkeypatch.setattr(inside, "push_objects", lambda objects: None)
+    monkeypatch.setattr(flwr_internals, "push_objects", lambda objects: None)
     assert strange().endswith(": <lambda> does not take push_object_fn, object_ids_to_push")
-    monkeypatch.setattr(inside, "MISSING", "cannot import name 'push_objects'")
+    monkeypatch.setattr(flwr_internals, "MISSING", "cannot import name 'push_objects'")
     assert strange().endswith("cannot import name 'push_objects'")
-    monkeypatch.setattr(inside, "version", lambda name: "1.50.1")
+    monkeypatch.setattr(flwr_internals, "version", lambda name: "1.50.1")
     assert strange() == "flwr 1.50.1 was not tried, those that were are 1.41.x and 1.42.x"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from barter.cli import main
+from barter.cli.app import main
 from barter.core.payload import isolate, leaves
 from barter.flower.supervise import FLOWER, free_port
 from barter.runs import checkpoint
@@ -30,7 +30,9 @@ CPU = torch.device("cpu")
 def remembered(folder: Path) -> Any:
     """What the sites of a deployment remember, by name."""
     found = {path.parts[-4]: path for path in folder.glob("sites/*/memory/*/now.safetensors")}
-    found |= {f"client-{path.parts[-3]}": path for path in folder.glob("memory/*/*/now.safetensors")}
+    found |= {
+        f"client-{path.parts[-3]}": path for path in folder.glob("memory/*/*/now.safetensors")
+    }
     return {name: checkpoint.read(path, CPU)[0]["memory"] for name, path in sorted(found.items())}
 
 
@@ -49,9 +51,25 @@ def test_a_run_on_this_machine_is_the_run_of_one_process(
     if place:
         pytest.importorskip("ray")
     fields = {f"algorithm.{key}": json.dumps(value) for key, value in TINY[name].items()}
-    chosen = {"algorithm.name": name, "clients": clients, "rounds": 2, "data.source": digits_file(tmp_path), **fields}
+    chosen = {
+        "algorithm.name": name,
+        "clients": clients,
+        "rounds": 2,
+        "data.source": digits_file(tmp_path),
+        **fields,
+    }
     settings = [f"--set={key}={value}" for key, value in chosen.items()]
-    command = ["run", "--engine", "flower", *place, "--device", "cpu", "--out", str(tmp_path / "run"), *settings]
+    command = [
+        "run",
+        "--engine",
+        "flower",
+        *place,
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path / "run"),
+        *settings,
+    ]
     assert main(command) == 0
     local = federation(tiny(name), clients=clients, models="small-5", data=digits_file(tmp_path))
     list(local.rounds(2))
@@ -59,7 +77,9 @@ def test_a_run_on_this_machine_is_the_run_of_one_process(
     assert remote is not None
     assert same(dict(leaves(remote[1]["server"])), dict(leaves(isolate(local.server.memory()))))
     members = {f"client-{k}": memory for k, memory in local.engine.memory().items()}
-    assert same(dict(leaves(remembered(tmp_path / "run" / "flower"))), dict(leaves(isolate(members))))
+    assert same(
+        dict(leaves(remembered(tmp_path / "run" / "flower"))), dict(leaves(isolate(members)))
+    )
     assert not left_behind(tmp_path)
 
 
@@ -70,8 +90,16 @@ def left_behind(folder: Path, patience: float = 20) -> list[str]:
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                if f"FLWR_HOME={folder}".encode() in (path / "environ").read_bytes() and int(path.name) != os.getpid():
-                    found.append((path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+                if (
+                    f"FLWR_HOME={folder}".encode() in (path / "environ").read_bytes()
+                    and int(path.name) != os.getpid()
+                ):
+                    found.append(
+                        (path / "cmdline")
+                        .read_bytes()
+                        .replace(b"\0", b" ")
+                        .decode(errors="replace")
+                    )
         if not found or time.monotonic() > deadline:
             return found
         time.sleep(0.5)
@@ -84,7 +112,11 @@ def processes(folder: Path, *words: str) -> list[int]:
         with suppress(OSError):
             command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
             ours = f"FLWR_HOME={folder}".encode() in path.with_name("environ").read_bytes()
-            if ours and all(word in command for word in words) and int(path.parent.name) != os.getpid():
+            if (
+                ours
+                and all(word in command for word in words)
+                and int(path.parent.name) != os.getpid()
+            ):
                 found.append(int(path.parent.name))
     return found
 
@@ -145,8 +177,18 @@ class Deployment:
     def __init__(self, folder: Path, sites: int, **settings: Any) -> None:
         self.folder, self.names = folder / "d", [f"s{k}" for k in range(sites)]
         (folder / "faulty.py").write_text(FAULTY)
-        self.env = {**os.environ, **FLOWER, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-        chosen = {"data.source": "digits", "models": "small-mlp", "device": "cpu", "timeout": 60, **settings}
+        self.env = {
+            **os.environ,
+            **FLOWER,
+            "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        }
+        chosen = {
+            "data.source": "digits",
+            "models": "small-mlp",
+            "device": "cpu",
+            "timeout": 60,
+            **settings,
+        }
         flags = [f"--set={key}={value}" for key, value in chosen.items()]
         address = f"127.0.0.1:{free_port()}"
         names = ",".join(self.names)
@@ -157,7 +199,9 @@ class Deployment:
     def barter(self, *arguments: str) -> subprocess.Popen[bytes]:
         log = (self.folder.parent / "log").open("ab")
         command = [sys.executable, "-m", "barter", *arguments]
-        return subprocess.Popen(command, env=self.env, cwd=self.folder.parent, stdout=log, stderr=log)
+        return subprocess.Popen(
+            command, env=self.env, cwd=self.folder.parent, stdout=log, stderr=log
+        )
 
     def fault(self, site: str, **turns: str) -> None:
         lines = "".join(f"{turn.removeprefix('t')} {what}\n" for turn, what in turns.items())
@@ -175,7 +219,9 @@ class Deployment:
         self.running[name] = self.barter("site", str(self.home(name) / "site.toml"))
 
     def coordinator(self) -> None:
-        self.running["coordinator"] = self.barter("flower", "start", str(self.folder), "--host", "127.0.0.1")
+        self.running["coordinator"] = self.barter(
+            "flower", "start", str(self.folder), "--host", "127.0.0.1"
+        )
 
     def finish(self, seconds: float = 400) -> list[Any]:
         assert self.running["coordinator"].wait(seconds) == 0, self.log
@@ -229,10 +275,14 @@ def test_bad_answers_are_failures_of_their_site(deploy: Callable[..., Deployment
     d.start()
     failures = [r.failures for r in d.finish()]
     for found, said in zip(
-        failures, ["NaN", "the coffee is out", "the client's is", "is a list", "no answer in time"], strict=False
+        failures,
+        ["NaN", "the coffee is out", "the client's is", "is a list", "no answer in time"],
+        strict=False,
     ):
         line, *others = found
-        assert bool(others) == (said == "no answer in time"), "who hangs is not evaluated in that round either"
+        assert bool(others) == (said == "no answer in time"), (
+            "who hangs is not evaluated in that round either"
+        )
         assert "site s1" in line
         assert said in line
     assert failures[-1] == []  # it was ended, started again, and takes part
@@ -244,13 +294,20 @@ def test_a_site_computes_no_longer_than_it_consents_to(deploy: Callable[..., Dep
     with (d.home("s1") / "site.toml").open("a") as setup:
         setup.write("[consent]\nseconds = 4\n")
     for name in d.names:
-        d.fault(name, t2="sleep60" if name == "s1" else "sleep6")  # who has not said so may take longer
+        d.fault(
+            name, t2="sleep60" if name == "s1" else "sleep6"
+        )  # who has not said so may take longer
     d.start()
     first, second, third = d.finish()
     assert first.failures == third.failures == []
     assert len(second.failures) == 1
-    assert "site s1: site s1 computes for 4 s (consent.seconds) in a call, and they are spent" in second.failures[0]
-    assert (d.home("s1") / "turns").read_text().split() == ["1", "2", "2"], "it was begun once, and not again"
+    assert (
+        "site s1: site s1 computes for 4 s (consent.seconds) in a call, and they are spent"
+        in second.failures[0]
+    )
+    assert (d.home("s1") / "turns").read_text().split() == ["1", "2", "2"], (
+        "it was begun once, and not again"
+    )
     assert second.seconds["round"] < 60
 
 
@@ -265,13 +322,18 @@ def test_a_killed_node_comes_back(deploy: Callable[..., Deployment]) -> None:
     d.until(lambda: any(r.failures for r in records(d.folder / "run")), 200)
     broken = next(r for r in records(d.folder / "run") if r.failures)
     assert "site s2" in broken.failures[0]
-    back = d.until(lambda: [r for r in records(d.folder / "run") if r.round > broken.round and not r.failures], 300)
+    back = d.until(
+        lambda: [r for r in records(d.folder / "run") if r.round > broken.round and not r.failures],
+        300,
+    )
     assert back[0].clients[2]["bytes_up"] > 0
     assert d.turns("s2") == sum(r.clients[2]["bytes_up"] > 0 for r in records(d.folder / "run")) + 1
 
 
 @pytest.mark.slow
-def test_a_killed_client_process_is_asked_again_and_not_trained_twice(deploy: Callable[..., Deployment]) -> None:
+def test_a_killed_client_process_is_asked_again_and_not_trained_twice(
+    deploy: Callable[..., Deployment],
+) -> None:
     d = deploy(2, rounds=4, timeout=300)
     for name in d.names:
         with (d.home(name) / "site.toml").open("a") as setup:
@@ -303,8 +365,10 @@ def test_a_killed_worker_starts_again_from_its_memory(deploy: Callable[..., Depl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["flwr-serverapp", "barter.flower.gate"])
-def test_a_killed_coordinator_goes_on_where_it_was(deploy: Callable[..., Deployment], victim: str) -> None:
+@pytest.mark.parametrize("victim", ["flwr-serverapp", "barter.flower.gateway"])
+def test_a_killed_coordinator_goes_on_where_it_was(
+    deploy: Callable[..., Deployment], victim: str
+) -> None:
     d = deploy(2, rounds=4, timeout=300)
     d.fault("s1", t3="sleep5")
     d.start()
@@ -328,7 +392,10 @@ def test_strangers_are_refused(deploy: Callable[..., Deployment], tmp_path: Path
     d = deploy(2, rounds=1)
     (tmp_path / "other").mkdir()
     other = Deployment(tmp_path / "other", 1)
-    for site, stolen in (("s0", "key"), ("s1", "ca.crt")):  # a key nobody registered; a coordinator nobody vouches for
+    for site, stolen in (
+        ("s0", "key"),
+        ("s1", "ca.crt"),
+    ):  # a key nobody registered; a coordinator nobody vouches for
         (d.home(site) / stolen).write_bytes((other.home("s0") / stolen).read_bytes())
     d.start()
     assert d.running["coordinator"].wait(600) != 0

@@ -11,20 +11,23 @@ import pytest
 import torch
 from torch import nn
 
-from barter.config import Config, to_toml
 from barter.core.errors import ConfigError
 from barter.core.images import Spec
 from barter.data.task import Data
 from barter.flower.consent import Consent
-from barter.flower.sites import Hello, Setup, agree, introduce, make_site
+from barter.flower.handshake import Hello, Setup, agree, introduce, make_site
 from barter.runs.journal import Journal
+from barter.setup.config import Config, to_toml
 from tests.conftest import tiny
 
 
 def own_network(spec: Spec) -> nn.Module:
     """A site's own code."""
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(spec.channels * spec.height * spec.width, 9), nn.Tanh(), nn.Linear(9, spec.classes)
+        nn.Flatten(),
+        nn.Linear(spec.channels * spec.height * spec.width, 9),
+        nn.Tanh(),
+        nn.Linear(9, spec.classes),
     )
 
 
@@ -45,7 +48,13 @@ def hello(name: str = "a", **changes: Any) -> Hello:
 
 def config(**changes: Any) -> Config:
     return Config(
-        **{"algorithm": tiny("dffke"), "clients": 2, "data": Data(source="sites"), "device": "cpu", **changes}
+        **{
+            "algorithm": tiny("dffke"),
+            "clients": 2,
+            "data": Data(source="sites"),
+            "device": "cpu",
+            **changes,
+        }
     )
 
 
@@ -53,7 +62,11 @@ def test_pixel_statistics_are_those_of_all_images_together() -> None:
     one, two = torch.rand(30, dtype=torch.float64), torch.rand(90, dtype=torch.float64) ** 3
     both = torch.cat([one, two])
     hellos = [
-        hello(n, examples=len(x), spec=Spec(1, 8, 8, 3, (float(x.mean()),), (float(x.std(correction=0)),)))
+        hello(
+            n,
+            examples=len(x),
+            spec=Spec(1, 8, 8, 3, (float(x.mean()),), (float(x.std(correction=0)),)),
+        )
         for n, x in (("a", one), ("b", two))
     ]
     spec, ids = agree(config(), hellos[::-1])
@@ -66,9 +79,15 @@ def test_pixel_statistics_are_those_of_all_images_together() -> None:
     ("other", "said"),
     [
         (hello("a"), "two sites are called 'a'"),
-        (hello("b", spec=Spec(1, 8, 8, 4, (0.5,), (0.25,)), classes=tuple("0123")), "a has 3 .* b has 4"),
+        (
+            hello("b", spec=Spec(1, 8, 8, 4, (0.5,), (0.25,)), classes=tuple("0123")),
+            "a has 3 .* b has 4",
+        ),
         (hello("b", classes=("cat", "dog", "owl")), "disagree on the classes.*cat, dog, owl"),
-        (hello("b", spec=Spec(3, 8, 8, 3, (0.5,) * 3, (0.25,) * 3)), r"a has \(1, 8, 8\), b \(3, 8, 8\)"),
+        (
+            hello("b", spec=Spec(3, 8, 8, 3, (0.5,) * 3, (0.25,) * 3)),
+            r"a has \(1, 8, 8\), b \(3, 8, 8\)",
+        ),
         (hello("b", share=1), "a own, b 1"),
     ],
 )
@@ -90,7 +109,15 @@ def test_hello_survives_the_wire() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"examples": "x"}, {"examples": -5}, {"examples": 10**15}, {"name": 7}, {"share": -1}, {"classes": [1]}]
+    "change",
+    [
+        {"examples": "x"},
+        {"examples": -5},
+        {"examples": 10**15},
+        {"name": 7},
+        {"share": -1},
+        {"classes": [1]},
+    ],
 )
 def test_a_hello_that_cannot_be(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="values that cannot be"):
@@ -120,17 +147,28 @@ def test_a_share_of_data_that_the_run_does_not_have() -> None:
         introduce(Setup(name="a", share=0), to_toml(config()))
 
 
-def test_sites_with_data_and_networks_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sites_with_data_and_networks_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("flwr")
     from barter.flower import engine
     from barter.flower.deploy import conduct
     from tests.flower.grid import LoopbackGrid, site
 
     monkeypatch.setattr(engine, "POLL_SECONDS", 0)
-    sources = [images(tmp_path / f"{n}.npz", bright=bright, seed=bright) for n, bright in (("a", 256), ("b", 128))]
+    sources = [
+        images(tmp_path / f"{n}.npz", bright=bright, seed=bright)
+        for n, bright in (("a", 256), ("b", 128))
+    ]
     sites = [
         site(tmp_path / "ma", name="a", data=sources[0], model="small-cnn", device="cpu"),
-        site(tmp_path / "mb", name="b", data=sources[1], model="tests.flower.test_sites:own_network", device="cpu"),
+        site(
+            tmp_path / "mb",
+            name="b",
+            data=sources[1],
+            model="tests.flower.test_sites:own_network",
+            device="cpu",
+        ),
     ]
     grid = LoopbackGrid(sites, monkeypatch)
     run = config(
@@ -140,7 +178,9 @@ def test_sites_with_data_and_networks_of_their_own(tmp_path: Path, monkeypatch: 
     assert experiment.folder is not None
     for record in experiment.folder.records():
         assert record.failures == []
-        assert all("local" in metrics and "global" not in metrics for metrics in record.clients.values())
+        assert all(
+            "local" in metrics and "global" not in metrics for metrics in record.clients.values()
+        )
     # Nothing of a site's data is known to the server but what it said in its hello and what DFFKE sends.
     assert experiment.test is None
     assert experiment.server.spec.mean[0] == pytest.approx((127.5 + 63.5) / 2 / 255, abs=0.01)
@@ -150,9 +190,15 @@ def test_sites_with_data_and_networks_of_their_own(tmp_path: Path, monkeypatch: 
 def test_a_site_takes_part_in_what_it_consents_to() -> None:
     careful = Consent(algorithms=["fedavg", "dffke"], methods=["client_update"])  # type: ignore[arg-type]
     careful.require("a", config(algorithm=tiny("fedavg")), own_data=True)
-    with pytest.raises(ConfigError, match="site a does not take part in fedprox: consent.algorithms has fedavg, dffke"):
+    with pytest.raises(
+        ConfigError,
+        match="site a does not take part in fedprox: consent.algorithms has fedavg, dffke",
+    ):
         careful.require("a", config(algorithm=tiny("fedprox")), own_data=True)
-    with pytest.raises(ConfigError, match="site a does not answer learn, train, teach, exchange, which dffke asks for"):
+    with pytest.raises(
+        ConfigError,
+        match="site a does not answer learn, train, teach, exchange, which dffke asks for",
+    ):
         careful.require("a", config(), own_data=True)
 
 
@@ -161,16 +207,21 @@ def test_central_is_to_be_named_by_whoever_has_data_of_its_own(tmp_path: Path) -
     source = images(tmp_path / "a.npz", bright=100)
     for asked in (toml, toml.replace('"central"', '"barter.algorithms.central:Central"')):
         with pytest.raises(
-            ConfigError, match="site a does not take part in central, which asks for every private image"
+            ConfigError,
+            match="site a does not take part in central, which asks for every private image",
         ):
             introduce(Setup(name="a", data=source), asked)
     named = Setup(name="a", data=source, consent=Consent(algorithms=("central",)))
     assert introduce(named, toml)["name"] == "a"
-    Consent().require("a", config(algorithm=tiny("central")), own_data=False)  # a share of the run's data is the run's
+    Consent().require(
+        "a", config(algorithm=tiny("central")), own_data=False
+    )  # a share of the run's data is the run's
 
 
 def test_nothing_is_imported_of_what_is_not_consented_to() -> None:
-    toml = to_toml(config(algorithm=tiny("fedavg"))).replace('"fedavg"', '"tests.flower.never_imported:It"')
+    toml = to_toml(config(algorithm=tiny("fedavg"))).replace(
+        '"fedavg"', '"tests.flower.never_imported:It"'
+    )
     picky = Setup(name="a", data="digits", consent=Consent(algorithms=("fedavg",)))
     with pytest.raises(ConfigError, match="does not take part in tests.flower.never_imported:It"):
         introduce(picky, toml)
@@ -181,12 +232,23 @@ def test_nothing_is_imported_of_what_is_not_consented_to() -> None:
 def test_how_much_a_site_does() -> None:
     Consent().require_size("a", torch.zeros(10**6))
     Consent(megabytes=4).require_size("a", [torch.zeros(10**6)])
-    with pytest.raises(ConfigError, match=r"site a was sent 4.0 MB, and takes 3.9 \(consent.megabytes\) in a call"):
+    with pytest.raises(
+        ConfigError, match=r"site a was sent 4.0 MB, and takes 3.9 \(consent.megabytes\) in a call"
+    ):
         Consent(megabytes=3.9).require_size("a", [torch.zeros(10**6)])
-    for seconds, spent, left in ((None, 99.0, 60.0), (5, 0.0, 5), (5, 3.0, 2), (90, 0.0, 60), (90, 60.0, 30)):
+    for seconds, spent, left in (
+        (None, 99.0, 60.0),
+        (5, 0.0, 5),
+        (5, 3.0, 2),
+        (90, 0.0, 60),
+        (90, 60.0, 30),
+    ):
         assert Consent(seconds=seconds).within("a", 60.0, spent) == left
     assert Consent(seconds=5).within("a", float("nan"), 0.0) == 5
-    with pytest.raises(ConfigError, match=r"site a computes for 5 s \(consent.seconds\) in a call, and they are spent"):
+    with pytest.raises(
+        ConfigError,
+        match=r"site a computes for 5 s \(consent.seconds\) in a call, and they are spent",
+    ):
         Consent(seconds=5).within("a", 60.0, 5.0)
 
 
@@ -208,12 +270,30 @@ def test_consent_stands_in_the_sites_file(tmp_path: Path) -> None:
 
 
 def test_a_site_holds_on_to_its_consent_when_it_is_asked(tmp_path: Path) -> None:
-    toml = to_toml(config(algorithm=tiny("fedavg"), data=Data(source="digits"), clients=3, models="small-mlp"))
-    member = make_site(Setup(name="a", share=0, device="cpu", consent=Consent(megabytes=0.1)), tmp_path)
+    toml = to_toml(
+        config(algorithm=tiny("fedavg"), data=Data(source="digits"), clients=3, models="small-mlp")
+    )
+    member = make_site(
+        Setup(name="a", share=0, device="cpu", consent=Consent(megabytes=0.1)), tmp_path
+    )
     spec = introduce(Setup(name="a", share=0), toml)["spec"]
-    about = {"run": "0" * 16, "attempt": "1", "history": [], "config": toml, "spec": spec, "client": 0}
+    about = {
+        "run": "0" * 16,
+        "attempt": "1",
+        "history": [],
+        "config": toml,
+        "spec": spec,
+        "client": 0,
+    }
     session = {**about, "architecture": "small-mlp"}
-    call = {"ask": "call", "session": session, "round": 1, "before": 0, "evaluate": False, "alone": True}
+    call = {
+        "ask": "call",
+        "session": session,
+        "round": 1,
+        "before": 0,
+        "evaluate": False,
+        "alone": True,
+    }
     large = {"w": torch.zeros(10**5)}
     said = member.answer({**call, "method": "client_update", "args": (large,)})["error"]
     assert said == "site a was sent 0.4 MB, and takes 0.1 (consent.megabytes) in a call"
@@ -221,5 +301,7 @@ def test_a_site_holds_on_to_its_consent_when_it_is_asked(tmp_path: Path) -> None
     assert said == "'train' is not answered: it is none of the methods that are said to cross"
     other = {**session, "config": toml.replace('name = "fedavg"', 'name = "fedprox"')}
     picky = make_site(Setup(name="a", share=0, consent=Consent(algorithms=("fedavg",))), tmp_path)
-    said = picky.answer({**call, "session": other, "method": "client_update", "args": ({},)})["error"]
+    said = picky.answer({**call, "session": other, "method": "client_update", "args": ({},)})[
+        "error"
+    ]
     assert said.startswith("site a does not take part in fedprox")

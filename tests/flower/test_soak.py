@@ -24,11 +24,11 @@ from typing import Any
 import pytest
 
 from barter.algorithms import ALGORITHMS
-from barter.config import read, resolve
 from barter.core.payload import isolate, leaves
 from barter.experiment import Experiment
 from barter.flower.supervise import FLOWER, free_port
 from barter.runs.folder import last_checkpoint, records, rounds_done
+from barter.setup.config import read, resolve
 from tests.conftest import TINY, digits_file, same
 from tests.flower.test_processes import left_behind, processes, remembered
 
@@ -88,22 +88,42 @@ globals().update({kind.__name__: soaked(kind) for kind in ALGORITHMS.values()})
 class Soak:
     """A deployment as its users start it, and whoever harms it."""
 
-    def __init__(self, place: Path, algorithm: str, least: int, rounds: int, rng: random.Random) -> None:
+    def __init__(
+        self, place: Path, algorithm: str, least: int, rounds: int, rng: random.Random
+    ) -> None:
         self.place, self.folder, self.rng = place, place / "d", rng
         (place / "tmp").mkdir(parents=True)
         (place / "soaked.py").write_text(SOAKED)
         python = f"{place}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         self.env = {**os.environ, **FLOWER, "PYTHONPATH": python, "TMPDIR": str(place / "tmp")}
         fields = {f"algorithm.{key}": value for key, value in TINY[algorithm].items()}
-        chosen = {"rounds": rounds, "min_clients": least, "timeout": 60, "device": "cpu", "threads": 1, **fields}
+        chosen = {
+            "rounds": rounds,
+            "min_clients": least,
+            "timeout": 60,
+            "device": "cpu",
+            "threads": 1,
+            **fields,
+        }
         chosen |= {"data.source": digits_file(place), "partition.name": "iid"}
         chosen |= {"models": "small-mlp"} if algorithm == "fedavg" else {}
         flags = [f"--set={key}={value}" for key, value in chosen.items()]
         names = [f"s{k}" for k in range(SITES)]
         address = f"127.0.0.1:{free_port()}"
-        command = ["flower", "init", str(self.folder), "--sites", ",".join(names), "--address", address]
+        command = [
+            "flower",
+            "init",
+            str(self.folder),
+            "--sites",
+            ",".join(names),
+            "--address",
+            address,
+        ]
         assert (
-            self.barter("log", *command, "--algorithm", f"soaked:{ALGORITHMS[algorithm].__name__}", *flags).wait() == 0
+            self.barter(
+                "log", *command, "--algorithm", f"soaked:{ALGORITHMS[algorithm].__name__}", *flags
+            ).wait()
+            == 0
         ), self.said
         self.commands = {name: ["site", str(self.home(name) / "site.toml")] for name in names}
         self.commands["coordinator"] = ["flower", "start", str(self.folder), "--host", "127.0.0.1"]
@@ -122,7 +142,10 @@ class Soak:
     @property
     def said(self) -> str:
         logs = [*self.place.glob("log*"), *self.folder.glob("logs/*")]
-        tails = [f"{path.name}:\n" + "\n".join(path.read_text(errors="replace").splitlines()[-15:]) for path in logs]
+        tails = [
+            f"{path.name}:\n" + "\n".join(path.read_text(errors="replace").splitlines()[-15:])
+            for path in logs
+        ]
         return "\n".join([f"{rounds_done(self.folder / 'run')} rounds; {self.harmed}", *tails])
 
     def tend(self) -> bool:
@@ -153,11 +176,17 @@ class Soak:
                 os.kill(victim, signal.SIGSTOP)
                 self.later(seconds, lambda: os.kill(victim, signal.SIGCONT))
             elif kind == "full":
-                _, most = resource.prlimit(victim, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-                self.later(seconds, lambda: resource.prlimit(victim, resource.RLIMIT_FSIZE, (most, most)))
+                _, most = resource.prlimit(
+                    victim, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY)
+                )
+                self.later(
+                    seconds, lambda: resource.prlimit(victim, resource.RLIMIT_FSIZE, (most, most))
+                )
             else:
                 site = self.rng.choice([name for name in self.commands if name != "coordinator"])
-                (self.home(site) / "fault").write_text(self.rng.choice(("nan", "raise", "tree", "shape", "exit")))
+                (self.home(site) / "fault").write_text(
+                    self.rng.choice(("nan", "raise", "tree", "shape", "exit"))
+                )
 
     def later(self, seconds: float, act: Callable[[], object]) -> None:
         def mended() -> None:
@@ -225,7 +254,11 @@ def test_a_harmed_federation_ends_as_a_calm_one(
     config = resolve(read(soak.folder / "run.toml"))
     assert [record.round for record in rounds] == list(range(1, config.rounds + 1)), soak.said
     assert not left_behind(soak.folder), "no process is left"
-    left = [path for path in soak.place.rglob("*") if path.suffix in (".tmp", ".new") or path.parent.name == "tmp"]
+    left = [
+        path
+        for path in soak.place.rglob("*")
+        if path.suffix in (".tmp", ".new") or path.parent.name == "tmp"
+    ]
     assert not left, "no temporary file is left"
     failures = [line for record in rounds for line in record.failures]
     assert LEAST[algorithm] < SITES or not failures

@@ -16,13 +16,13 @@ import pytest
 pytest.importorskip("flwr")
 
 from barter.core.errors import ConfigError
-from barter.flower.pulse import Pulse, overdue, since
+from barter.flower.heartbeat import Pulse, overdue, since
 from barter.flower.supervise import Watched, _rooms
 from tests.forked import forked, status, until
 
 WORKER = """
 import ctypes, os, pathlib, signal, sys, time
-from barter.flower.pulse import Pulse
+from barter.flower.heartbeat import Pulse
 
 home = pathlib.Path(sys.argv[1])
 pulse = Pulse(home / "pulse", silence=1.0)
@@ -69,7 +69,10 @@ def test_who_is_not_heard_of_is_ended_and_started_again(
     until(tended, 20)
     assert before.poll() is not None, "the old one is gone"
     (said,) = caplog.messages
-    assert said == "worker is silent for longer than it may be: it is ended and starts again from the disk"
+    assert (
+        said
+        == "worker is silent for longer than it may be: it is ended and starts again from the disk"
+    )
     settled = time.monotonic() + 1.2
     until(lambda: tended() and time.monotonic() > settled)
     assert len(caplog.messages) == 1, "a new one is not judged by what the old one said"
@@ -83,8 +86,12 @@ def test_who_never_begins_is_ended_too(watched: Callable[[str], Watched]) -> Non
     until(lambda: (worker.tend(), worker.process is not before)[1])
 
 
-def test_a_call_may_take_the_time_that_it_has(watched: Callable[[str], Watched], tmp_path: Path) -> None:
-    worker = watched("with pulse.call(30): ctypes.PyDLL(None).sleep(2)\n(home / 'done').touch()\ntime.sleep(60)")
+def test_a_call_may_take_the_time_that_it_has(
+    watched: Callable[[str], Watched], tmp_path: Path
+) -> None:
+    worker = watched(
+        "with pulse.call(30): ctypes.PyDLL(None).sleep(2)\n(home / 'done').touch()\ntime.sleep(60)"
+    )
     worker.tend()
     before = worker.process
     until(lambda: (worker.tend(), (tmp_path / "done").exists())[1], 20)
@@ -92,7 +99,9 @@ def test_a_call_may_take_the_time_that_it_has(watched: Callable[[str], Watched],
 
 
 def test_who_cannot_be_started_is_tried_again(
-    watched: Callable[[str], Watched], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    watched: Callable[[str], Watched],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     worker = watched("time.sleep(60)")
     with monkeypatch.context() as patch:
@@ -100,15 +109,19 @@ def test_who_cannot_be_started_is_tried_again(
         patch.setattr("barter.flower.supervise.allow", full)
         worker.tend()
         worker.tend()
-    assert caplog.messages == ["worker cannot be started: [Errno 28] No space left on device; once more in 0.3 s"]
+    assert caplog.messages == [
+        "worker cannot be started: [Errno 28] No space left on device; once more in 0.3 s"
+    ]
     assert worker.process is None
     until(lambda: (worker.tend(), worker.process is not None)[1])
 
 
-def test_a_sign_of_life_that_finds_no_room_ends_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sign_of_life_that_finds_no_room_ends_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pulse, ran = Pulse(tmp_path / "pulse"), []
     with monkeypatch.context() as patch:
-        patch.setattr("barter.flower.pulse.allow", full)
+        patch.setattr("barter.flower.heartbeat.allow", full)
         with pulse.call(1.0):
             ran.append("call")
     assert ran == ["call"]
@@ -129,7 +142,9 @@ def full(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_site_that_was_killed_leaves_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_site_that_was_killed_leaves_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home, temporary = tmp_path / "home", tmp_path / "tmp"
     home.mkdir()
     temporary.mkdir()

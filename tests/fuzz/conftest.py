@@ -18,7 +18,10 @@ log = logging.getLogger("fuzz")
 @pytest.fixture
 def cases(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Cases:
     """Sources of chance: so many that are always the same, or other ones for as long as the command line says."""
-    seconds, seed = request.config.getoption("--fuzz-seconds"), request.config.getoption("--fuzz-seed")
+    seconds, seed = (
+        request.config.getoption("--fuzz-seconds"),
+        request.config.getoption("--fuzz-seed"),
+    )
 
     def each(count: int) -> Iterator[random.Random]:
         end = time.monotonic() + (seconds or 0.0)

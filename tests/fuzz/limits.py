@@ -31,7 +31,9 @@ def damaged(rng: random.Random, data: bytes) -> bytes:
             case 0:
                 out[at : at + 1] = bytes([rng.randrange(256)])
             case 1:
-                out[at : at + width] = (rng.choice(EDGES) % 256**width).to_bytes(width, rng.choice(("little", "big")))
+                out[at : at + width] = (rng.choice(EDGES) % 256**width).to_bytes(
+                    width, rng.choice(("little", "big"))
+                )
             case 2:
                 del out[at : at + rng.randrange(1, 64)]
             case 3:
@@ -75,4 +77,6 @@ def one_line(*, starved: bool = False) -> Iterator[None]:
     if caught is not None:
         assert len(str(caught).splitlines()) == 1, str(caught)
         assert len(str(caught)) < 12_000, "the reason, not the file"
-        assert starved or not isinstance(caught.__cause__, MemoryError), f"memory was asked for before: {caught}"
+        assert starved or not isinstance(caught.__cause__, MemoryError), (
+            f"memory was asked for before: {caught}"
+        )

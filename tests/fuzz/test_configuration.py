@@ -11,13 +11,28 @@ import pytest
 import tomli_w
 
 from barter.algorithms import ALGORITHMS
-from barter.config import known_keys, plain, read, resolve, to_toml, with_settings
 from barter.core.errors import ConfigError
 from barter.flower.consent import Consent
+from barter.setup.config import known_keys, plain, read, resolve, to_toml, with_settings
 from tests.conftest import NEEDED
 from tests.fuzz.limits import EDGES, Cases, damaged, one_line
 
-WORDS = ("", "none", "auto", "dffke", "paper", "iid", "\ud800", "\0", "a" * 5000, "é", "../..", "x:y", ":", "clients:/")
+WORDS = (
+    "",
+    "none",
+    "auto",
+    "dffke",
+    "paper",
+    "iid",
+    "\ud800",
+    "\0",
+    "a" * 5000,
+    "é",
+    "../..",
+    "x:y",
+    ":",
+    "clients:/",
+)
 STRANGE: tuple[Any, ...] = (
     *EDGES,
     *WORDS,
@@ -42,7 +57,9 @@ def changed(rng: random.Random, tree: dict[str, Any]) -> dict[str, Any]:
 
 def test_values(cases: Cases) -> None:
     """What is taken can be written down, and is the same again."""
-    whole = [plain(resolve({"algorithm": {"name": name, **NEEDED.get(name, {})}})) for name in ALGORITHMS]
+    whole = [
+        plain(resolve({"algorithm": {"name": name, **NEEDED.get(name, {})}})) for name in ALGORITHMS
+    ]
     for rng in cases(250):
         tree = changed(rng, rng.choice(whole))
         with one_line():
@@ -81,7 +98,9 @@ def test_deep_files_are_refused(tmp_path: Path) -> None:
 def test_endless_keys_are_refused_at_once(part: str, line: str, tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text(line.format(".".join([part] * 20_000)))
-    with pytest.raises(ConfigError, match=r"c\.toml is not TOML: a key of more than a hundred parts$"):
+    with pytest.raises(
+        ConfigError, match=r"c\.toml is not TOML: a key of more than a hundred parts$"
+    ):
         read(path)
     with pytest.raises(ValueError, match="a key of more than a hundred parts"):
         Consent().require_code("a", path.read_text())

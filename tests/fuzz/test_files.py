@@ -26,14 +26,40 @@ from tests.conftest import same
 from tests.fuzz.limits import EDGES, Cases, damaged, one_line
 
 CPU = torch.device("cpu")
-KINDS = ("|u1", "<u1", "<i8", ">i8", "<u8", "<f4", "<c8", "|b1", "<U3", "|S2", "|O", "|V4", "<M8[s]", "|V0", "<i4")
+KINDS = (
+    "|u1",
+    "<u1",
+    "<i8",
+    ">i8",
+    "<u8",
+    "<f4",
+    "<c8",
+    "|b1",
+    "<U3",
+    "|S2",
+    "|O",
+    "|V4",
+    "<M8[s]",
+    "|V0",
+    "<i4",
+)
 
 
 def arrays(rng: random.Random) -> dict[str, Any]:
     """Arrays as they should be, some of which are not."""
     x, y = np.arange(12 * 36, dtype=np.uint8).reshape(12, 4, 3, 3), np.arange(12) % 3
-    whole = {"x_train": x, "y_train": y, "x_test": x[:6], "y_test": y[:6], "classes": np.array(["a", "b", "c"])}
-    whole |= {"domains": np.array(["day", "night"]), "domain_train": y % 2, "domain_test": y[:6] % 2}
+    whole = {
+        "x_train": x,
+        "y_train": y,
+        "x_test": x[:6],
+        "y_test": y[:6],
+        "classes": np.array(["a", "b", "c"]),
+    }
+    whole |= {
+        "domains": np.array(["day", "night"]),
+        "domain_train": y % 2,
+        "domain_test": y[:6] % 2,
+    }
     for name in rng.sample(sorted(whole), rng.randrange(3)):
         match rng.randrange(4):
             case 0:
@@ -42,11 +68,20 @@ def arrays(rng: random.Random) -> dict[str, Any]:
                 kind = rng.choice([kind for kind in KINDS if kind != "|O"])
                 whole[name] = np.zeros([rng.randrange(4) for _ in range(rng.randrange(6))], kind)
             case 2:
-                kinds = ("O", "S1", "U1") if whole[name].dtype.kind == "U" else ("u8", "i1", "f8", "O", "S1")
+                kinds = (
+                    ("O", "S1", "U1")
+                    if whole[name].dtype.kind == "U"
+                    else ("u8", "i1", "f8", "O", "S1")
+                )
                 whole[name] = whole[name].astype(rng.choice(kinds))
             case _:
                 whole[f"{name}s"] = whole.pop(name)
-    if "y_train" in whole and whole["y_train"].size and whole["y_train"].dtype == np.int64 and not rng.randrange(4):
+    if (
+        "y_train" in whole
+        and whole["y_train"].size
+        and whole["y_train"].dtype == np.int64
+        and not rng.randrange(4)
+    ):
         whole["y_train"][0] = rng.choice((-1, 2**62, 7))
     return whole
 
@@ -54,7 +89,9 @@ def arrays(rng: random.Random) -> dict[str, Any]:
 def npz(rng: random.Random) -> bytes:
     """An archive of such arrays, some with headers of their own, the whole of it damaged or not."""
     out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED))) as archive:
+    with zipfile.ZipFile(
+        out, "w", rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED))
+    ) as archive:
         for name, array in arrays(rng).items():
             held = io.BytesIO()
             np.lib.format.write_array(held, np.asarray(array))
@@ -62,7 +99,12 @@ def npz(rng: random.Random) -> bytes:
             if not rng.randrange(8):
                 shape = tuple(rng.choice((*EDGES, -1, 3)) for _ in range(rng.randrange(5)))
                 head = f"{{'descr': '{rng.choice(KINDS)}', 'fortran_order': False, 'shape': {shape}}}\n".encode()
-                data = b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head + rng.randbytes(rng.randrange(99))
+                data = (
+                    b"\x93NUMPY\x01\x00"
+                    + len(head).to_bytes(2, "little")
+                    + head
+                    + rng.randbytes(rng.randrange(99))
+                )
             elif not rng.randrange(8):
                 data = damaged(rng, data)
             archive.writestr(f"{name}.npy", data)
@@ -104,7 +146,9 @@ def test_pictures(cases: Cases, tmp_path: Path, kind: str) -> None:
     whole = []
     for mode in ("RGB", "L", "P", "CMYK") if kind == "jpeg" else ("RGB", "L", "P"):
         out = io.BytesIO()
-        picture = Image.effect_noise((24, 24), 90).convert("L" if kind == "jpeg" and mode == "P" else mode)
+        picture = Image.effect_noise((24, 24), 90).convert(
+            "L" if kind == "jpeg" and mode == "P" else mode
+        )
         picture.save(out, "PNG" if kind == "webp" and mode == "P" else kind.upper())
         whole.append(out.getvalue())
     for rng in cases(40):
@@ -115,7 +159,10 @@ def test_pictures(cases: Cases, tmp_path: Path, kind: str) -> None:
 
 def test_checkpoints(cases: Cases, tmp_path: Path) -> None:
     """One that was damaged is refused, or is read as it was written: there is no third way."""
-    path, state = tmp_path / "c.safetensors", {"w": torch.arange(40.0), "n": [1, None, "a"], "b": torch.ones(3, 2)}
+    path, state = (
+        tmp_path / "c.safetensors",
+        {"w": torch.arange(40.0), "n": [1, None, "a"], "b": torch.ones(3, 2)},
+    )
     checkpoint.write(path, state, {"round": "3"})
     whole = path.read_bytes()
     for rng in cases(400):
@@ -138,7 +185,9 @@ LINE = {
 
 def swapped(rng: random.Random, tree: Any) -> Any:
     """The tree with one of its values in another one's place."""
-    strange = rng.choice((None, [], {}, "x", -1, 2**70, float("nan"), [[]], {"up": None}, {"0": {}}, True))
+    strange = rng.choice(
+        (None, [], {}, "x", -1, 2**70, float("nan"), [[]], {"up": None}, {"0": {}}, True)
+    )
     if not isinstance(tree, dict) or not tree or not rng.randrange(3):
         return strange
     key = rng.choice(sorted(tree))

@@ -63,7 +63,12 @@ def test_headers(cases: Cases) -> None:
     frame = encode(TREE)
     for rng in cases(600):
         header = json.dumps(swapped(rng, json.loads(frame.header)))
-        understood(Frame(header if rng.randrange(3) else damaged(rng, header.encode()).decode("latin-1"), frame.blobs))
+        understood(
+            Frame(
+                header if rng.randrange(3) else damaged(rng, header.encode()).decode("latin-1"),
+                frame.blobs,
+            )
+        )
 
 
 def test_tensors(cases: Cases) -> None:
@@ -71,9 +76,15 @@ def test_tensors(cases: Cases) -> None:
     for rng in cases(600):
         blobs: dict[str, Blob] = dict(frame.blobs)
         name = rng.choice(sorted(blobs))
-        shape: tuple[Any, ...] = tuple(rng.choice((*EDGES, -1, 3, 0)) for _ in range(rng.randrange(5)))
-        dtype = rng.choice(("float32", "bool", "object", "complex64", "", "bfloat16", blobs[name].dtype))
-        blobs[name] = Blob(dtype, shape, rng.choice((blobs[name].data, b"", rng.randbytes(rng.randrange(40)))))
+        shape: tuple[Any, ...] = tuple(
+            rng.choice((*EDGES, -1, 3, 0)) for _ in range(rng.randrange(5))
+        )
+        dtype = rng.choice(
+            ("float32", "bool", "object", "complex64", "", "bfloat16", blobs[name].dtype)
+        )
+        blobs[name] = Blob(
+            dtype, shape, rng.choice((blobs[name].data, b"", rng.randbytes(rng.randrange(40))))
+        )
         understood(Frame(frame.header, blobs))
 
 

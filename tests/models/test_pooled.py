@@ -20,17 +20,27 @@ SPEC = Spec(1, 8, 8, 10, (0.5,), (0.25,))
 @given(st.integers(1, 70), st.integers(1, 70))
 def test_pooling_is_torchs(before: int, after: int) -> None:
     x = torch.linspace(-1, 2, 3 * before).reshape(3, before).double()
-    assert torch.allclose(Pool(before, after).double()(x), nn.AdaptiveAvgPool1d(after)(x), atol=1e-6)
+    assert torch.allclose(
+        Pool(before, after).double()(x), nn.AdaptiveAvgPool1d(after)(x), atol=1e-6
+    )
 
 
 def test_a_network_gets_the_width_and_a_head_for_it() -> None:
     network = build("small-cnn", SPEC)
     before, images = network.feature_dim, torch.randn(4, 1, 8, 8)
     wide = pooled(network, 3 * before)
-    assert (wide.feature_dim, wide.features(images).shape, wide(images).shape) == (3 * before, (4, 3 * before), (4, 10))
+    assert (wide.feature_dim, wide.features(images).shape, wide(images).shape) == (
+        3 * before,
+        (4, 3 * before),
+        (4, 10),
+    )
     wide.eval()
-    assert torch.allclose(wide.features(images)[:, ::3], network.eval().features(images)), "three times each"
-    assert not any("matrix" in name for name in wide.state_dict()), "nothing but weights is kept or sent"
+    assert torch.allclose(wide.features(images)[:, ::3], network.eval().features(images)), (
+        "three times each"
+    )
+    assert not any("matrix" in name for name in wide.state_dict()), (
+        "nothing but weights is kept or sent"
+    )
     assert pooled(network, before) is network
 
 
@@ -42,6 +52,7 @@ def test_a_network_that_was_split_by_hand_says_what_to_do() -> None:
             return x.flatten(1)[:, :7]
 
     with pytest.raises(
-        ConfigError, match="Mine has 7 .* a Linear layer.* or with feature_dim = 9, or give the method features=7"
+        ConfigError,
+        match="Mine has 7 .* a Linear layer.* or with feature_dim = 9, or give the method features=7",
     ):
         pooled(Mine(), 9)

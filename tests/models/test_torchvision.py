@@ -18,7 +18,11 @@ from barter.core.errors import ConfigError
 from barter.data.task import Data
 from tests.conftest import same, state, tiny
 
-LARGER = {"alexnet": 64, "maxvit_t": 224, "vit_h_14": 28}  # images that smaller ones cannot be: all others take 32
+LARGER = {
+    "alexnet": 64,
+    "maxvit_t": 224,
+    "vit_h_14": 28,
+}  # images that smaller ones cannot be: all others take 32
 WITHOUT_AUXILIARY = {"googlenet": 32, "inception_v3": 75}
 
 
@@ -29,7 +33,13 @@ def made(name: str, side: int, **options: Any) -> nn.Module:
 
 
 def federation(
-    algorithm: Algorithm[Any, Any], name: str, side: int, folder: Path, *, resume: bool = False, **options: Any
+    algorithm: Algorithm[Any, Any],
+    name: str,
+    side: int,
+    folder: Path,
+    *,
+    resume: bool = False,
+    **options: Any,
 ) -> Experiment:
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 256, (12, 4, 4, 3), dtype=np.uint8), np.arange(12) % 3
@@ -79,8 +89,12 @@ def test_layers_that_ask_for_their_version_get_it(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("name", "side"), [("googlenet", 32), ("inception_v3", 299)])
-def test_auxiliary_classifiers_are_refused_with_the_way_out(name: str, side: int, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Outputs instead of logits while it is trained.*aux_logits=False"):
+def test_auxiliary_classifiers_are_refused_with_the_way_out(
+    name: str, side: int, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"Outputs instead of logits while it is trained.*aux_logits=False"
+    ):
         federation(tiny("local", **STEP), name, side, tmp_path, init_weights=False)
 
 

@@ -36,14 +36,18 @@ def test_a_resnet_at_a_sixteenth_has_a_two_hundred_and_fiftieth_of_the_parameter
 
 @pytest.mark.parametrize("rate", [0.0, 1.5, -1.0])
 def test_a_rate_is_a_share(rate: float) -> None:
-    with pytest.raises(ConfigError, match=f"rate={rate}: a part of a network's width is > 0 and <= 1"):
+    with pytest.raises(
+        ConfigError, match=f"rate={rate}: a part of a network's width is > 0 and <= 1"
+    ):
         narrowed(build("small-cnn", SPEC), rate)
 
 
 def test_groups_that_are_neither_one_nor_all_are_refused() -> None:
     network = build("small-cnn", SPEC)
     network.body[2][0] = nn.Conv2d(32, 32, 3, padding=1, groups=4)  # type: ignore[union-attr, operator, index]
-    with pytest.raises(ConfigError, match="a convolution of 4 groups cannot be cut by width; use another network"):
+    with pytest.raises(
+        ConfigError, match="a convolution of 4 groups cannot be cut by width; use another network"
+    ):
         narrowed(network, 0.5)
 
 

@@ -60,7 +60,9 @@ def test_small_models_take_small_images(name: str, side: int) -> None:
     assert build(name, spec(1, side))(torch.randn(2, 1, side, side)).shape == (2, 10)
 
 
-@pytest.mark.parametrize(("name", "side"), [("cnn", 8), ("googlenet", 8), ("convnet", 4), ("vit-tiny", 30)])
+@pytest.mark.parametrize(
+    ("name", "side"), [("cnn", 8), ("googlenet", 8), ("convnet", 4), ("vit-tiny", 30)]
+)
 def test_an_input_that_does_not_fit_says_so(name: str, side: int) -> None:
     with pytest.raises(ConfigError, match=f"{name}.*{side}x{side}"):
         build(name, spec(3, side))

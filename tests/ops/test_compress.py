@@ -16,7 +16,9 @@ def test_energy_is_of_squares_and_one_value_always_stays() -> None:
 
 
 def test_a_head_with_a_flat_spectrum_does_not_vanish() -> None:
-    head = torch.linalg.qr(torch.randn(40, 10, generator=torch.Generator().manual_seed(0)))[0].T.contiguous()
+    head = torch.linalg.qr(torch.randn(40, 10, generator=torch.Generator().manual_seed(0)))[
+        0
+    ].T.contiguous()
     for energy in (0.5, 0.95, 0.98, 1.0):
         back = restored(compressed({"head": head}, energy), {"head": head})["head"]
         assert float(back.square().sum()) >= energy * float(head.square().sum()) - 1e-4
@@ -25,8 +27,15 @@ def test_a_head_with_a_flat_spectrum_does_not_vanish() -> None:
 def test_what_is_of_low_rank_travels_in_fewer_bytes_and_comes_back() -> None:
     draw = torch.Generator().manual_seed(0)
     matrix = torch.randn(30, 1, generator=draw) @ torch.randn(1, 20, generator=draw)
-    kernel = (torch.randn(16, 1, generator=draw) @ torch.randn(1, 72, generator=draw)).view(16, 8, 3, 3)
-    state = {"m": matrix, "k": kernel.to(memory_format=torch.channels_last), "b": torch.randn(5), "n": torch.tensor(7)}
+    kernel = (torch.randn(16, 1, generator=draw) @ torch.randn(1, 72, generator=draw)).view(
+        16, 8, 3, 3
+    )
+    state = {
+        "m": matrix,
+        "k": kernel.to(memory_format=torch.channels_last),
+        "b": torch.randn(5),
+        "n": torch.tensor(7),
+    }
     packed = compressed(state, 0.98)
     assert nbytes(packed) == 4 * (30 + 20 + 16 + 72 + 5) + 8
     back = restored(packed, state)
@@ -43,12 +52,19 @@ def test_what_would_grow_travels_as_it_is() -> None:
 
 def test_an_update_of_another_network_is_refused() -> None:
     packed = compressed({"w": torch.ones(40, 30), "b": torch.ones(3)}, 0.95)
-    with pytest.raises(PayloadError, match=r"another network: w is \(40, 1\) of torch.float32, \(1, 30\)"):
+    with pytest.raises(
+        PayloadError, match=r"another network: w is \(40, 1\) of torch.float32, \(1, 30\)"
+    ):
         restored(packed, {"w": torch.ones(30, 30), "b": torch.ones(3)})
     with pytest.raises(PayloadError, match="has 2 tensors, the network 1"):
         restored(packed, {"w": torch.ones(40, 30)})
     like = {"w": torch.ones(40, 30), "b": torch.ones(3)}
-    for part in ([], [torch.ones(40, 30).double()], [torch.ones(40, 31), torch.ones(31, 30)], [torch.ones(())] * 2):
+    for part in (
+        [],
+        [torch.ones(40, 30).double()],
+        [torch.ones(40, 31), torch.ones(31, 30)],
+        [torch.ones(())] * 2,
+    ):
         with pytest.raises(PayloadError, match="another network: w is"):
             restored([part, packed[1]], like)
 

@@ -55,7 +55,9 @@ def test_class_means_by_hand() -> None:
 
 
 @given(st.integers(1, 6), st.integers(2, 12), st.integers(0, 100))
-def test_sliced_wasserstein_of_single_points_is_its_closed_form(sets: int, dimensions: int, seed: int) -> None:
+def test_sliced_wasserstein_of_single_points_is_its_closed_form(
+    sets: int, dimensions: int, seed: int
+) -> None:
     torch.manual_seed(seed)
     u, v = torch.randn(sets, 1, dimensions), torch.randn(sets, 1, dimensions)
     closed = sliced_wasserstein(u, v, None)
@@ -140,7 +142,9 @@ def test_a_network_is_redrawn_but_not_its_statistics() -> None:
     before = model[0].weight.clone()
     redrawn(model)
     assert not torch.equal(model[0].weight, before)
-    assert model[0].weight.abs().max() <= 1 / math.sqrt(4) + 1e-6, "from the distribution it started from"
+    assert model[0].weight.abs().max() <= 1 / math.sqrt(4) + 1e-6, (
+        "from the distribution it started from"
+    )
     assert norm.weight.tolist() == [1, 1, 1]
     assert norm.running_mean.tolist() == [5, 5, 5]  # type: ignore[union-attr, operator]
 
@@ -148,14 +152,19 @@ def test_a_network_is_redrawn_but_not_its_statistics() -> None:
 def test_the_matching_loss_by_hand() -> None:
     seen_through = Linear([[1.0, 0.0], [0.0, 2.0]], [[1.0, 1.0], [0.0, 1.0], [0.0, 0.0]])
     model = Linear([[1.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]])
-    canvas = Canvas(torch.tensor([[[[1.0, 1.0]]], [[[3.0, 1.0]]]]))  # two images of one class: mean (2, 1)
+    canvas = Canvas(
+        torch.tensor([[[[1.0, 1.0]]], [[[3.0, 1.0]]]])
+    )  # two images of one class: mean (2, 1)
     pixels = torch.tensor([[[[255, 0]]]], dtype=torch.uint8)  # normalised (2, -2)
     one, half = torch.ones(1, 1), torch.full((1, 2), 0.5)
     v, known = torch.tensor([[1.0, 2.0, 0.0]]), torch.ones(1)
 
     def terms(logits: bool, weight: float, known: Tensor = known) -> list[float]:
         given = pixels, one, half, v, known
-        return [x.item() for x in matching_loss(canvas, seen_through, model, SPEC, logits, weight, None, *given)]
+        return [
+            x.item()
+            for x in matching_loss(canvas, seen_through, model, SPEC, logits, weight, None, *given)
+        ]
 
     # Features: condensed (2, 2), real (2, -4). Logits: condensed (4, 2, 0), real (-2, -4, 0).
     assert terms(False, 0.0) == pytest.approx([36, 36])
@@ -169,7 +178,9 @@ def test_the_matching_loss_by_hand() -> None:
 def test_the_terms_of_a_loss_at_both_ends() -> None:
     told = [torch.tensor([3.0, 4.0]), torch.tensor([1.0, 2.0])]
     assert ends(["a", "b"], told) == {"a_start": 3, "b_start": 4, "a_end": 1, "b_end": 2}
-    assert ends(["a", "b"], [torch.tensor([3.0])]) == {"a_start": 3, "a_end": 3}, "one step, and a term that is off"
+    assert ends(["a", "b"], [torch.tensor([3.0])]) == {"a_start": 3, "a_end": 3}, (
+        "one step, and a term that is off"
+    )
 
 
 def test_condensed_images_have_the_mean_features_of_the_originals() -> None:
@@ -185,7 +196,9 @@ def test_condensed_images_have_the_mean_features_of_the_originals() -> None:
             real = averaging(client.data.labels, classes) @ model.features(
                 client.data.batch(torch.arange(len(client.data)))
             )
-            return float((averaging(labels, classes) @ model.features(images) - real).square().sum())
+            return float(
+                (averaging(labels, classes) @ model.features(images) - real).square().sum()
+            )
 
     options = {"steps": 40, "batch_size": 10**6, "recipe": sgd(0.5, 0.9)}
     made, terms = condense(client, start, sizes, **options, sampled=lambda model: None)  # type: ignore[arg-type]
@@ -201,7 +214,9 @@ def test_pixels_stay_between_black_and_white() -> None:
     client = federation(Local(max_epochs=1)).engine.clients[0]
     sizes = portions(client.data, 2, 1)
     start = mean_images(client.data, sizes, of=1)
-    made, _ = condense(client, start, sizes, steps=5, batch_size=50, recipe=sgd(50.0), sampled=lambda model: None)
+    made, _ = condense(
+        client, start, sizes, steps=5, batch_size=50, recipe=sgd(50.0), sampled=lambda model: None
+    )
     sent = prepared(quantised(made, client.data.spec), client.data.spec, Augment())
     assert not torch.allclose(made, start, atol=0.1), "they were moved"
     assert torch.allclose(made, sent, atol=0.51 / 255 / min(client.data.spec.std))

@@ -38,13 +38,17 @@ def test_average_is_weighted_by_examples_and_keeps_types() -> None:
 
 def test_average_of_equals_is_the_same() -> None:
     state = {"w": torch.randn(5)}
-    assert torch.equal(average(Replies({0: state, 1: state, 2: state}, {0: 1, 1: 2, 2: 5}, {}))["w"], state["w"])
+    assert torch.equal(
+        average(Replies({0: state, 1: state, 2: state}, {0: 1, 1: 2, 2: 5}, {}))["w"], state["w"]
+    )
 
 
 def test_a_median_is_the_middle_of_each_entry_by_itself() -> None:
     three = torch.tensor([[1.0, 9.0], [2.0, -7.0], [1e6, 0.0]])
     assert median(three).tolist() == [2.0, 0.0]
-    assert median(torch.cat([three, torch.tensor([[4.0, 1.0]])])).tolist() == [3.0, 0.5], "the mean of two"
+    assert median(torch.cat([three, torch.tensor([[4.0, 1.0]])])).tolist() == [3.0, 0.5], (
+        "the mean of two"
+    )
     assert median(three[:1]).tolist() == [1.0, 9.0]
 
 
@@ -60,7 +64,10 @@ def test_a_trimmed_mean_leaves_out_both_ends_of_each_entry() -> None:
 
 def test_robust_averages_count_all_alike_and_keep_types() -> None:
     states = Replies(
-        {k: {"w": torch.tensor([w]), "n": torch.tensor(n)} for k, w, n in ((0, 1.0, 3), (1, 2.0, 4), (2, -1e6, 900))},
+        {
+            k: {"w": torch.tensor([w]), "n": torch.tensor(n)}
+            for k, w, n in ((0, 1.0, 3), (1, 2.0, 4), (2, -1e6, 900))
+        },
         {0: 1, 1: 1, 2: 10**6},
         {},
     )

@@ -26,7 +26,9 @@ SPEC = Spec(1, 1, 2, 3, (0.0,), (1.0,))
 
 
 def images(*labels: int) -> Images:
-    return Images(torch.full((len(labels), 1, 1, 2), 255, dtype=torch.uint8), torch.tensor(labels), SPEC)
+    return Images(
+        torch.full((len(labels), 1, 1, 2), 255, dtype=torch.uint8), torch.tensor(labels), SPEC
+    )
 
 
 def test_consensus_is_a_mean_in_which_classes_may_count_by_who_has_them() -> None:
@@ -40,22 +42,34 @@ def test_consensus_is_a_mean_in_which_classes_may_count_by_who_has_them() -> Non
 def test_a_mixture_trusts_those_who_know_a_class() -> None:
     said = torch.tensor([[[math.log(9.0), 0.0]], [[0.0, math.log(3.0)]]])  # 0.9, 0.1 and 0.25, 0.75
     shares = torch.tensor([[0.75, 0.0], [0.25, 1.0]])
-    assert mixed(said, shares).exp()[0].tolist() == pytest.approx([0.75 * 0.9 + 0.25 * 0.25, 0.75], abs=1e-5)
-    loud = torch.stack([said[0] * 100, said[1]])  # a network with large logits is sure, and no more than that
-    assert mixed(loud, shares).exp()[0].tolist() == pytest.approx([0.75 + 0.25 * 0.25, 0.75], abs=1e-5)
+    assert mixed(said, shares).exp()[0].tolist() == pytest.approx(
+        [0.75 * 0.9 + 0.25 * 0.25, 0.75], abs=1e-5
+    )
+    loud = torch.stack(
+        [said[0] * 100, said[1]]
+    )  # a network with large logits is sure, and no more than that
+    assert mixed(loud, shares).exp()[0].tolist() == pytest.approx(
+        [0.75 + 0.25 * 0.25, 0.75], abs=1e-5
+    )
     assert mixed(torch.stack([said, loud]), shares).shape == (2, 1, 2)
 
 
 def test_era_by_hand() -> None:
     p = torch.tensor([[0.75, 0.25]])
-    assert sharpened(p, 0.1)[0, 0].item() == pytest.approx(1 / (1 + math.exp(-5))), "a softmax of probabilities"
-    assert sharpened(p, 1.0)[0, 0].item() == pytest.approx(1 / (1 + math.exp(-0.5))), "at T = 1 less sure than before"
+    assert sharpened(p, 0.1)[0, 0].item() == pytest.approx(1 / (1 + math.exp(-5))), (
+        "a softmax of probabilities"
+    )
+    assert sharpened(p, 1.0)[0, 0].item() == pytest.approx(1 / (1 + math.exp(-0.5))), (
+        "at T = 1 less sure than before"
+    )
 
 
 def test_losses_by_hand_and_their_direction() -> None:
     p, q = torch.tensor([[0.9, 0.1]]), torch.tensor([[0.5, 0.5]])
     assert soft_loss(q.log(), p).item() == pytest.approx(math.log(2))
-    assert logit_loss(q.log(), p.log()).item() == pytest.approx(0.9 * math.log(1.8) + 0.1 * math.log(0.2))
+    assert logit_loss(q.log(), p.log()).item() == pytest.approx(
+        0.9 * math.log(1.8) + 0.1 * math.log(0.2)
+    )
 
 
 def test_labels_that_cannot_be_the_tasks_are_refused() -> None:
@@ -83,6 +97,10 @@ def test_distilling_is_descent_on_the_chosen_images() -> None:
     def square(logits: Tensor, wanted: Tensor) -> Tensor:
         return (logits - wanted).square().sum(1).mean()
 
-    distil(model, data, torch.tensor([2, 0]), [target], square, batch_size=8, recipe=sgd(0.5), steps=1)
+    distil(
+        model, data, torch.tensor([2, 0]), [target], square, batch_size=8, recipe=sgd(0.5), steps=1
+    )
     assert model.head.bias.tolist() == [0.5, 0.0, 0.5]
-    assert model.head.weight.tolist() == [[0.0, 0.0], [0.0, 0.0], [0.5, 0.5]], "targets are in the order of places"
+    assert model.head.weight.tolist() == [[0.0, 0.0], [0.0, 0.0], [0.5, 0.5]], (
+        "targets are in the order of places"
+    )

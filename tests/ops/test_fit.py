@@ -31,7 +31,9 @@ from tests.conftest import federation
 
 
 @given(st.integers(1, 60), st.integers(1, 40), st.integers(0, 5))
-def test_batches_have_one_shape_and_an_epoch_sees_every_sample(n: int, size: int, seed: int) -> None:
+def test_batches_have_one_shape_and_an_epoch_sees_every_sample(
+    n: int, size: int, seed: int
+) -> None:
     torch.manual_seed(seed)
     length = epoch_length(n, size)
     stream = index_batches(n, size, torch.device("cpu"))
@@ -75,7 +77,11 @@ def test_a_loss_of_ones_own_is_trained_on() -> None:
         return nn.functional.cross_entropy(logits, 9 - labels)
 
     fitted = []
-    for loss in (nn.functional.cross_entropy, reversed_labels, nn.CrossEntropyLoss(label_smoothing=0.5)):
+    for loss in (
+        nn.functional.cross_entropy,
+        reversed_labels,
+        nn.CrossEntropyLoss(label_smoothing=0.5),
+    ):
         client = federation(Local(), clients=1, models="small-mlp").engine.clients[0]  # type: ignore[attr-defined]
         fitted.append(fit(client, epochs=3, batch_size=50, recipe=adam(1e-2), loss=loss))
     assert fitted[0].accuracy > 0.8
@@ -83,7 +89,9 @@ def test_a_loss_of_ones_own_is_trained_on() -> None:
     assert fitted[2].loss > fitted[0].loss + 0.5
 
 
-def test_others_are_trained_along_with_the_clients_network_and_every_step_is_given_its_own() -> None:
+def test_others_are_trained_along_with_the_clients_network_and_every_step_is_given_its_own() -> (
+    None
+):
     client = federation(Local(), models="small-mlp").engine.clients[0]
     along, given = nn.Linear(1, 1, bias=False), []
     before = along.weight.item()
@@ -110,9 +118,13 @@ def test_subjects_of_one_course_share_a_pass_and_its_statistics() -> None:
     norm, head = nn.BatchNorm1d(1, affine=False, momentum=1.0), nn.Linear(1, 1, bias=False)
     nn.init.constant_(head.weight, 2.0)
     model = SplitClassifier(norm, head)
-    one = Subject([torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)], torch.clone, partial(squared, model))
+    one = Subject(
+        [torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)], torch.clone, partial(squared, model)
+    )
     rows = [torch.tensor([[5.0], [7.0]]), torch.ones(2, 1)]
-    two = Subject(rows, partial(torch.mul, torch.tensor(2.0)), partial(squared, model), (torch.tensor(2.0),))
+    two = Subject(
+        rows, partial(torch.mul, torch.tensor(2.0)), partial(squared, model), (torch.tensor(2.0),)
+    )
     loss, batches = joint(model.train(), [one, two], 4)
     value = loss(*next(batches))
     assert norm.running_mean is not None
@@ -130,9 +142,14 @@ def test_subjects_of_one_course_share_a_pass_and_its_statistics() -> None:
 
 def test_a_batch_holds_as_much_of_each_subject() -> None:
     model = SplitClassifier(nn.Identity(), nn.Linear(1, 1))
-    subjects = [Subject([torch.rand(n, 1), torch.rand(n, 1)], torch.clone, partial(squared, model)) for n in (50, 7, 3)]
+    subjects = [
+        Subject([torch.rand(n, 1), torch.rand(n, 1)], torch.clone, partial(squared, model))
+        for n in (50, 7, 3)
+    ]
     _, batches = joint(model, subjects, 30)
-    assert [len(tensor) for tensor in next(batches)] == [10, 10, 7, 7, 3, 3], "a small one is there as a whole"
+    assert [len(tensor) for tensor in next(batches)] == [10, 10, 7, 7, 3, 3], (
+        "a small one is there as a whole"
+    )
 
 
 def test_the_server_trains_on_rows() -> None:
@@ -145,7 +162,9 @@ def test_the_server_trains_on_rows() -> None:
         return factor * module.weight.sum()
 
     beside = iter([(torch.tensor(1.0),), (torch.tensor(3.0),)])
-    fit_rows(server, "rows", module, loss, rows, epochs=2, batch_size=5, recipe=sgd(1.0), beside=beside)
+    fit_rows(
+        server, "rows", module, loss, rows, epochs=2, batch_size=5, recipe=sgd(1.0), beside=beside
+    )
     assert module.weight.item() == -4.0, "two epochs of one step"
 
 

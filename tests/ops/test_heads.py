@@ -16,19 +16,26 @@ from tests.conftest import federation, tiny
 
 
 def test_a_head_goes_from_one_network_to_another() -> None:
-    one, other = (SplitClassifier(body, nn.Linear(4, 3)) for body in (nn.Flatten(), nn.Sequential(nn.Linear(9, 4))))
+    one, other = (
+        SplitClassifier(body, nn.Linear(4, 3))
+        for body in (nn.Flatten(), nn.Sequential(nn.Linear(9, 4)))
+    )
     before = one.head.weight.clone()
     put_on(one, {})
     assert torch.equal(one.head.weight, before), "there was none yet"
     put_on(one, head_state(other))
     assert torch.equal(one.head.weight, other.head.weight)
     assert torch.equal(one.head.bias, other.head.bias)
-    assert sorted(head_state(other)) == ["bias", "weight"], "the head's, not the body's linear layer"
+    assert sorted(head_state(other)) == ["bias", "weight"], (
+        "the head's, not the body's linear layer"
+    )
 
 
 def test_networks_without_such_a_head_are_refused() -> None:
     def bare(spec: Spec) -> nn.Module:
-        return nn.Sequential(nn.Flatten(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10, bias=False))
+        return nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10, bias=False)
+        )
 
     with pytest.raises(ConfigError, match=r"nn.Linear\(48, classes\) with a bias.*use fedproto"):
         federation(tiny("lgfedavg"), models=[bare])
@@ -57,7 +64,9 @@ def test_what_all_classes_share_is_taken_off_a_change_and_no_prediction_notices(
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     # All ten rows go down along one direction, and each a little along one of its own.
     own = 0.3 * torch.randn(10, 8)
-    change = {name: torch.zeros_like(tensor) for name, tensor in before.items()} | {"head.weight": own - 20.0}
+    change = {name: torch.zeros_like(tensor) for name, tensor in before.items()} | {
+        "head.weight": own - 20.0
+    }
 
     def told(moved: dict[str, torch.Tensor]) -> torch.Tensor:
         network.load_state_dict({name: tensor + moved[name] for name, tensor in before.items()})
@@ -68,6 +77,14 @@ def test_what_all_classes_share_is_taken_off_a_change_and_no_prediction_notices(
         assert torch.allclose(felt(change, network)["head.weight"], own - own.mean(0), atol=1e-5)
         by_hand = Handmade()
         assert felt(change, by_hand) is change, "who knows what it does with its weights"
-        plain, better = (restored(compressed(c, 0.95), change) for c in (change, felt(change, network)))
-        assert torch.linalg.matrix_rank(plain["head.weight"]) == 1, "what is common drowns what is not"
-        assert float((told(better) - told(change)).abs().max()) < 0.1 < float((told(plain) - told(change)).abs().max())
+        plain, better = (
+            restored(compressed(c, 0.95), change) for c in (change, felt(change, network))
+        )
+        assert torch.linalg.matrix_rank(plain["head.weight"]) == 1, (
+            "what is common drowns what is not"
+        )
+        assert (
+            float((told(better) - told(change)).abs().max())
+            < 0.1
+            < float((told(plain) - told(change)).abs().max())
+        )

@@ -49,7 +49,9 @@ def test_shares_by_hand() -> None:
 def test_shares_are_shares_and_follow_the_counts(counts: list[int]) -> None:
     shares = log_shares(images(*counts)).exp()
     assert float(shares.sum()) == pytest.approx(1)
-    assert shares.argsort(stable=True).tolist() == torch.tensor(counts).argsort(stable=True).tolist()
+    assert (
+        shares.argsort(stable=True).tolist() == torch.tensor(counts).argsort(stable=True).tolist()
+    )
 
 
 def test_a_network_that_sees_nothing_learns_no_shares() -> None:
@@ -66,11 +68,16 @@ def test_a_network_that_sees_nothing_learns_no_shares() -> None:
 
 
 def test_a_loss_of_adjusted_logits_by_hand() -> None:
-    model, batch = Constant(1.0, 2.0, 0.0), (torch.zeros(2, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1]))
+    model, batch = (
+        Constant(1.0, 2.0, 0.0),
+        (torch.zeros(2, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1])),
+    )
     numbers = torch.tensor([2.0, 0.0, 0.0])
     for adjust, logits, right in ((torch.add, [3.0, 2.0, 0.0], 1), (torch.mul, [2.0, 0.0, 0.0], 1)):
         loss, hits = classification(model, SPEC, Augment(), *batch, numbers, adjust=adjust)
-        assert loss.item() == pytest.approx(float(F.cross_entropy(torch.tensor([logits] * 2), batch[1])))
+        assert loss.item() == pytest.approx(
+            float(F.cross_entropy(torch.tensor([logits] * 2), batch[1]))
+        )
         assert int(hits) == right, "the first, where the network alone names the second"
     assert int(classification(model, SPEC, Augment(), *batch)[1]) == 1
 
@@ -83,10 +90,14 @@ def test_only_the_clients_own_test_knows_what_is_frequent_at_home() -> None:
     assert accuracy(client.model, tests["global"], torch.tensor([0.0, 0.0, 9.0])) == 0.5
 
 
-def test_a_client_of_dffke_adds_what_is_frequent_at_home_on_its_own_test_and_not_where_it_teaches() -> None:
+def test_a_client_of_dffke_adds_what_is_frequent_at_home_on_its_own_test_and_not_where_it_teaches() -> (
+    None
+):
     method = tiny("dffke")
     client = small_federation(method).engine.clients[0]
     model, shown = client.model, torch.rand(4, *client.data.spec.shape)
     assert torch.equal(method.say(client, shown)["logits"], model.eval()(shown))
     assert type(method)(balanced=False).at_home(client) is None
-    assert method.evaluate(client)["local"] == accuracy(model, client.tests["local"], log_shares(client.data))
+    assert method.evaluate(client)["local"] == accuracy(
+        model, client.tests["local"], log_shares(client.data)
+    )

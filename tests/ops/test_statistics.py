@@ -22,7 +22,9 @@ def normalising() -> tuple[SplitClassifier, nn.BatchNorm1d]:
 
 
 def numbers(n: int) -> Images:
-    pixels = torch.randint(0, 255, (n, 1, 2, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    pixels = torch.randint(
+        0, 255, (n, 1, 2, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     return Images(pixels, torch.zeros(n, dtype=torch.long), SPEC)
 
 
@@ -60,7 +62,9 @@ def test_weights_stay_and_layers_without_statistics_too() -> None:
     assert plain.momentum == 0.1
 
 
-POINTS = torch.tensor([[2.0, 0.0], [-2.0, 0.0], [0.0, 1.0], [0.0, -1.0]], dtype=torch.float64)  # variances 2 and 1/2
+POINTS = torch.tensor(
+    [[2.0, 0.0], [-2.0, 0.0], [0.0, 1.0], [0.0, -1.0]], dtype=torch.float64
+)  # variances 2 and 1/2
 SHIFT = torch.tensor([3.0, -1.0], dtype=torch.float64)
 
 
@@ -93,7 +97,11 @@ def clouds(draw: st.DrawFn) -> Tensor:
     n, d = draw(st.integers(2, 30)), draw(st.integers(1, 6))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     x = torch.randn(n, d, dtype=torch.float64, generator=generator)
-    sizes = draw(st.lists(st.floats(0.0, 10.0), min_size=d, max_size=d).filter(lambda sizes: max(sizes) > 0.1))
+    sizes = draw(
+        st.lists(st.floats(0.0, 10.0), min_size=d, max_size=d).filter(
+            lambda sizes: max(sizes) > 0.1
+        )
+    )
     mixing = torch.randn(d, d, dtype=torch.float64, generator=generator)
     return x * torch.tensor(sizes, dtype=torch.float64) @ mixing + draw(st.floats(-5, 5))
 

@@ -41,7 +41,12 @@ def test_budgets_of_ten_clients(rho: int, shares: list[int]) -> None:
 
 def test_channels_by_hand() -> None:
     assert channels(5, 2, "static", 7).tolist() == [0, 1]
-    assert [channels(5, 2, "rolling", t).tolist() for t in (1, 2, 3, 6)] == [[0, 1], [4, 0], [3, 4], [0, 1]]
+    assert [channels(5, 2, "rolling", t).tolist() for t in (1, 2, 3, 6)] == [
+        [0, 1],
+        [4, 0],
+        [3, 4],
+        [0, 1],
+    ]
 
 
 @given(st.integers(1, 40), st.data(), st.sampled_from(RULES), st.integers(1, 100))
@@ -75,7 +80,10 @@ def test_all_positions_of_a_channel_go_together() -> None:
 
 
 def test_the_average_over_those_that_have_it_by_hand() -> None:
-    full = {"head.weight": torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), "steps": torch.tensor(7)}
+    full = {
+        "head.weight": torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]),
+        "steps": torch.tensor(7),
+    }
     every, row = torch.arange(3), torch.arange(2)
     where = {
         0: {"head.weight": (row, every[:2]), "steps": ()},
@@ -138,16 +146,24 @@ def test_a_part_that_mixes_up_channels_is_refused() -> None:
             return self.head(features)
 
     full = Crossed()
-    with pytest.raises(ConfigError, match="Crossed cannot be cut by width: its parts mix up the channels; use a plain"):
+    with pytest.raises(
+        ConfigError,
+        match="Crossed cannot be cut by width: its parts mix up the channels; use a plain",
+    ):
         verify(full, narrowed(full, 0.5), SPEC)
 
 
 def test_concatenations_and_transformers_are_refused() -> None:
     large = Spec(3, 32, 32, 10, (0.5,) * 3, (0.5,) * 3)
-    with pytest.raises(ConfigError, match="GoogLeNet cannot be cut by width: .* has 256 inputs, and no layer before"):
+    with pytest.raises(
+        ConfigError,
+        match="GoogLeNet cannot be cut by width: .* has 256 inputs, and no layer before",
+    ):
         narrowed(build("googlenet", large), 0.5)
     transformer = build("vit-tiny", large)
-    with pytest.raises(ConfigError, match=r"VisionTransformer cannot be cut by width \(.*use a plain or residual"):
+    with pytest.raises(
+        ConfigError, match=r"VisionTransformer cannot be cut by width \(.*use a plain or residual"
+    ):
         verify(transformer, narrowed(transformer, 0.5), large)
 
 

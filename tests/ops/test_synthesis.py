@@ -33,15 +33,22 @@ from barter.ops.synthesis import (
 )
 from tests.conftest import federation, tiny
 
-P, Q = torch.tensor([[0.0, math.log(3)], [0.0, 0.0]]), torch.tensor([[0.0, 0.0], [math.log(3), 0.0]])
+P, Q = (
+    torch.tensor([[0.0, math.log(3)], [0.0, 0.0]]),
+    torch.tensor([[0.0, 0.0], [math.log(3), 0.0]]),
+)
 
 
 def test_divergences_by_hand() -> None:
-    one = 0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.5)  # KL of (1/4, 3/4) from (1/2, 1/2)
+    one = 0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(
+        0.75 / 0.5
+    )  # KL of (1/4, 3/4) from (1/2, 1/2)
     other = 0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25)
     assert kl_each(P, Q).tolist() == pytest.approx([one, other])
     assert kl(P, Q).item() == pytest.approx((one + other) / 2)
-    assert tempered(2.0, 2 * Q, 2 * P).item() == pytest.approx(4 * (one + other) / 2), "the teacher comes last"
+    assert tempered(2.0, 2 * Q, 2 * P).item() == pytest.approx(4 * (one + other) / 2), (
+        "the teacher comes last"
+    )
 
 
 def test_each_client_is_asked_by_what_it_knows() -> None:
@@ -63,21 +70,30 @@ def test_variety_by_hand() -> None:
 
 
 def test_collapsed_generators_are_seen() -> None:
-    real, y = torch.randn(100, 1, 4, 4, generator=torch.Generator().manual_seed(0)), torch.arange(100) % 10
+    real, y = (
+        torch.randn(100, 1, 4, 4, generator=torch.Generator().manual_seed(0)),
+        torch.arange(100) % 10,
+    )
     one_for_each, one_for_all = real[:10][y], real[:1].expand(100, -1, -1, -1)
     assert variety(one_for_each, y)["variety"] == pytest.approx(0, abs=1e-6)
     assert variety(one_for_each, y)["contrast"] > 0.5
     same = variety(one_for_all, y)
     assert (same["variety"], same["contrast"]) == pytest.approx((0, 0), abs=1e-6)
-    assert variety(real, y)["variety"] == pytest.approx(1, rel=0.1), "of noise with the data's deviation"
+    assert variety(real, y)["variety"] == pytest.approx(1, rel=0.1), (
+        "of noise with the data's deviation"
+    )
     assert variety(real[:10], y[:10])["variety"] == 0, "of single images nothing follows"
 
 
 def test_diversity_among_images_of_a_class_by_hand() -> None:
     x, h = torch.tensor([[0.0, 0.0], [2.0, 0.0], [7.0, 1.0]]), torch.tensor([[1.0], [4.0], [0.0]])
     # Of the pairs of one class there is one, twice: mean squares 2 and 9.
-    assert diversity(x, h, torch.tensor([3, 3, 1])).item() == pytest.approx(math.exp(-2 * 9), rel=1e-3)
-    assert diversity(x, h, torch.arange(3)).item() == 1, "without such pairs there is nothing to gain"
+    assert diversity(x, h, torch.tensor([3, 3, 1])).item() == pytest.approx(
+        math.exp(-2 * 9), rel=1e-3
+    )
+    assert diversity(x, h, torch.arange(3)).item() == 1, (
+        "without such pairs there is nothing to gain"
+    )
 
 
 @pytest.mark.parametrize("within", [False, True])
@@ -108,7 +124,9 @@ def test_a_spectrum_pooled_is_that_of_all_images() -> None:
     whole = spectrum(torch.cat([one, other]))
     assert torch.allclose(pooled([spectrum(one), spectrum(other)], [30, 10]), whole, atol=1e-5)
     flat = spectrum(torch.full((2, 1, 4, 4), 0.5))
-    assert flat[0, 0, 0, 0].item() == pytest.approx(0.5 * 4), "the lowest frequency is the mean, times the side"
+    assert flat[0, 0, 0, 0].item() == pytest.approx(0.5 * 4), (
+        "the lowest frequency is the mean, times the side"
+    )
     assert flat.abs().sum().item() == pytest.approx(2.0, abs=1e-5)
 
 
@@ -134,16 +152,32 @@ def test_a_run_whose_generator_collapsed_says_so() -> None:
     (remark,) = collapsed(ended(0.04), "raise beta_div")
     assert "0.040 standard deviations" in remark
     assert remark.endswith("; raise beta_div")
-    assert collapsed(ended(0.06), "") == collapsed([], "") == collapsed([SimpleNamespace(server={})], "") == []  # type: ignore[list-item]
+    assert (
+        collapsed(ended(0.06), "")
+        == collapsed([], "")
+        == collapsed([SimpleNamespace(server={})], "")
+        == []
+    )  # type: ignore[list-item]
     for name in ("dense", "dfrd", "fedftg", "fediod", "fedzge", "fedzkt"):
         assert len(tiny(name).remarks(ended(0.0))) == 1, name
 
 
 def test_networks_are_compared_with_their_statistics() -> None:
-    network = nn.Sequential(nn.BatchNorm2d(2), nn.Flatten(), nn.BatchNorm1d(2), nn.BatchNorm1d(2, affine=False)).eval()
-    for layer, mean, var in ((0, [1.0, 0.0], [1.0, 4.0]), (2, [0.0, 0.0], [1.0, 1.0]), (3, [0.0, 0.0], [1.0, 1.0])):
-        network[layer].running_mean, network[layer].running_var = torch.tensor(mean), torch.tensor(var)  # type: ignore[assignment]
-    x = torch.tensor([[1.0, 3.0], [1.0, -1.0]])[:, :, None, None].requires_grad_()  # means 1 and 1, variances 0 and 4
+    network = nn.Sequential(
+        nn.BatchNorm2d(2), nn.Flatten(), nn.BatchNorm1d(2), nn.BatchNorm1d(2, affine=False)
+    ).eval()
+    for layer, mean, var in (
+        (0, [1.0, 0.0], [1.0, 4.0]),
+        (2, [0.0, 0.0], [1.0, 1.0]),
+        (3, [0.0, 0.0], [1.0, 1.0]),
+    ):
+        network[layer].running_mean, network[layer].running_var = (
+            torch.tensor(mean),
+            torch.tensor(var),
+        )  # type: ignore[assignment]
+    x = torch.tensor([[1.0, 3.0], [1.0, -1.0]])[
+        :, :, None, None
+    ].requires_grad_()  # means 1 and 1, variances 0 and 4
     with compared(network) as found:
         network(x)
     assert found[0].item() == pytest.approx(1 + 1), "a mean is 1 off, and a variance is"
@@ -162,14 +196,19 @@ def test_images_count_by_their_weights_where_these_are_given() -> None:
     x = torch.tensor([[1.0], [5.0], [100.0]])
     with compared(layer, torch.tensor([3.0, 1.0, 0.0])) as found:
         layer(x)
-    assert found[0].item() == pytest.approx(2 + 2), "1, 1, 1 and 5 have the mean 2 and the variance 3"
+    assert found[0].item() == pytest.approx(2 + 2), (
+        "1, 1, 1 and 5 have the mean 2 and the variance 3"
+    )
 
 
 def test_to_each_client_images_are_strange_that_it_should_know() -> None:
     first, second = nn.BatchNorm1d(1).eval(), nn.BatchNorm1d(1).eval()
     second.running_mean, second.running_var = torch.tensor([9.0]), torch.tensor([0.0])
     ensemble = Ensemble([first, second])  # type: ignore[list-item]
-    x, known = torch.tensor([[3.0], [9.0], [9.0], [9.0]]), torch.tensor([[1.0, 0, 0, 0], [0, 1.0, 1.0, 1.0]])
+    x, known = (
+        torch.tensor([[3.0], [9.0], [9.0], [9.0]]),
+        torch.tensor([[1.0, 0, 0, 0], [0, 1.0, 1.0, 1.0]]),
+    )
     opinion, strangeness = ensemble.inspected(x, known)
     assert torch.allclose(opinion, ensemble(x, known))
     # To the first, which knows a quarter, an image is 3 off and does not vary; to the second all are as they should be.
@@ -179,7 +218,9 @@ def test_to_each_client_images_are_strange_that_it_should_know() -> None:
 
 
 def test_networks_that_keep_no_statistics_are_not_compared() -> None:
-    with compared(nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 2))) as found:
+    with compared(
+        nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 2))
+    ) as found:
         pass
     assert found == []
 
@@ -213,7 +254,10 @@ def test_players_take_turns_and_the_student_is_frozen_meanwhile(training: bool) 
         return student.w * z
 
     one, other = [torch.tensor(2.0)], [torch.tensor(3.0)]
-    players = Player(artist, sgd(0.1), seek, lambda: one, 2), Player(student, sgd(0.1), learn, lambda: other, 1)
+    players = (
+        Player(artist, sgd(0.1), seek, lambda: one, 2),
+        Player(student, sgd(0.1), learn, lambda: other, 1),
+    )
     duel(server, *players, 2, training=training)
     assert "".join(moves) == "ggsggs"
     assert artist.w.item() == pytest.approx(-0.1 * 2 * 4)
@@ -239,13 +283,17 @@ def test_optimizers_may_be_new_in_each_turn() -> None:
 def test_the_ensemble_is_what_came_back_and_frozen() -> None:
     experiment = federation(tiny("dfrd", base="none"), models="small-mlp,small-cnn")
     clients = experiment.engine.clients
-    ensemble = assembled(experiment.server, {k: dict(clients[k].model.state_dict()) for k in (1, 2)})
+    ensemble = assembled(
+        experiment.server, {k: dict(clients[k].model.state_dict()) for k in (1, 2)}
+    )
     x = clients[0].data.batch(torch.arange(4))
     said = ensemble.said(x)
     assert isinstance(ensemble, Ensemble)
     for row, k in zip(said, (1, 2), strict=True):
         assert torch.equal(row, clients[k].model.eval()(x))
     weights = torch.tensor([[1.0, 0.0, 0.5, 0.25], [0.0, 1.0, 0.5, 0.75]])
-    expected = torch.stack([said[0, 0], said[1, 1], said[:, 2].mean(0), 0.25 * said[0, 3] + 0.75 * said[1, 3]])
+    expected = torch.stack(
+        [said[0, 0], said[1, 1], said[:, 2].mean(0), 0.25 * said[0, 3] + 0.75 * said[1, 3]]
+    )
     assert torch.allclose(ensemble(x, weights), expected)
     assert not any(p.requires_grad for p in ensemble.parameters())

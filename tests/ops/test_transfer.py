@@ -15,7 +15,11 @@ from barter.ops.transfer import Entry, Lesson, Page, drawn, newest, review, soun
 
 def entry(t: int, sizes: dict[int, int]) -> Entry:
     """A round whose codes say of whom they are: round, client, place."""
-    return {"round": t, "codes": {k: named(t, k, torch.arange(n)) for k, n in sizes.items()}, "decoder": {}}
+    return {
+        "round": t,
+        "codes": {k: named(t, k, torch.arange(n)) for k, n in sizes.items()},
+        "decoder": {},
+    }
 
 
 def named(t: int, owner: int, places: Tensor) -> Tensor:
@@ -66,7 +70,9 @@ def book(sizes: list[dict[int, int]]) -> list[Entry]:
 
 
 @given(histories, st.integers(0, 3), st.integers(0, 80), st.integers(0, 9))
-def test_a_review_is_so_many_of_ones_own_images(sizes: list[dict[int, int]], owner: int, asked: int, seed: int) -> None:
+def test_a_review_is_so_many_of_ones_own_images(
+    sizes: list[dict[int, int]], owner: int, asked: int, seed: int
+) -> None:
     torch.manual_seed(seed)
     entries = book(sizes)
     pages = review(entries, owner, asked)
@@ -106,13 +112,21 @@ def test_images_come_page_by_page_and_are_drawn_round_by_round(
 ) -> None:
     torch.manual_seed(seed)
     entries = book(sizes)
-    there = [(one["round"], owner, len(codes)) for one in entries for owner, codes in one["codes"].items()]
+    there = [
+        (one["round"], owner, len(codes))
+        for one in entries
+        for owner, codes in one["codes"].items()
+    ]
     pages: list[Page] = []
     expected: list[Tensor] = []
     for t, owner, n in data.draw(st.lists(st.sampled_from(there), max_size=8)):
-        part = data.draw(st.none() | st.lists(st.integers(0, n - 1), min_size=1, max_size=n, unique=True))
+        part = data.draw(
+            st.none() | st.lists(st.integers(0, n - 1), min_size=1, max_size=n, unique=True)
+        )
         pages.append((t, owner, None if part is None else torch.tensor(part)))
-        expected.append(named(t, owner, torch.arange(n) if part is None else torch.tensor(part)) / 2)
+        expected.append(
+            named(t, owner, torch.arange(n) if part is None else torch.tensor(part)) / 2
+        )
     calls: list[int] = []
 
     def draw(entry: Entry, codes: Tensor) -> Tensor:
@@ -123,21 +137,33 @@ def test_images_come_page_by_page_and_are_drawn_round_by_round(
     images = drawn(entries, pages, draw)
     assert len(images) == len(pages)
     assert all(torch.equal(one, other) for one, other in zip(images, expected, strict=True))
-    assert calls == sorted({t for t, _, _ in pages}), "each round in one go, and no round for nothing"
+    assert calls == sorted({t for t, _, _ in pages}), (
+        "each round in one go, and no round for nothing"
+    )
 
 
 def test_images_by_hand() -> None:
     entries = [entry(1, {0: 3, 1: 2}), entry(2, {0: 1})]
     pages: list[Page] = [(2, 0, None), (1, 1, None), (1, 0, torch.tensor([2, 0]))]
     images = drawn(entries, pages, halved)
-    assert [(2 * x).tolist() for x in images] == [[[2, 0, 0]], [[1, 1, 0], [1, 1, 1]], [[1, 0, 2], [1, 0, 0]]]
+    assert [(2 * x).tolist() for x in images] == [
+        [[2, 0, 0]],
+        [[1, 1, 0], [1, 1, 1]],
+        [[1, 0, 2], [1, 0, 0]],
+    ]
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 40), st.integers(0, 9))
-def test_batches_keep_rows_together_and_an_epoch_sees_each(lengths: list[int], size: int, seed: int) -> None:
+def test_batches_keep_rows_together_and_an_epoch_sees_each(
+    lengths: list[int], size: int, seed: int
+) -> None:
     torch.manual_seed(seed)
     n = sum(lengths)
-    columns = torch.arange(n), torch.arange(n)[:, None] * torch.tensor([10.0, 100.0]), -torch.arange(n)
+    columns = (
+        torch.arange(n),
+        torch.arange(n)[:, None] * torch.tensor([10.0, 100.0]),
+        -torch.arange(n),
+    )
     rows = list(zip(*(torch.split(column, lengths) for column in columns), strict=True))
     stream = batches(rows, size)
     for _ in range(2):

@@ -34,19 +34,27 @@ def test_parts_by_hand() -> None:
     """Of 8 pixels a side, a part of two by two takes 5: those from 0 or from 3 on, drawn out to 8 pixels again."""
     ramp = torch.arange(8.0).expand(8, 8)
     rows, columns = ramp.T[None, None], ramp[None, None]
-    drawn_out = (torch.arange(8) + 0.5) * 5 / 8 - 0.5  # where the middle of each new pixel lies, in old ones
+    drawn_out = (
+        torch.arange(8) + 0.5
+    ) * 5 / 8 - 0.5  # where the middle of each new pixel lies, in old ones
     for view, (low, left) in enumerate([(0, 0), (0, 3), (3, 0), (3, 3)], 1):
         for image, start, axis in ((rows, low, 2), (columns, left, 3)):
             part = seen(image.contiguous(), torch.tensor([view]), 2, spec(8))
-            expected = (start + drawn_out).clamp(0, 7)  # at the edge of the image its last pixel goes on
+            expected = (start + drawn_out).clamp(
+                0, 7
+            )  # at the edge of the image its last pixel goes on
             assert torch.allclose(part.select(5 - axis, 0).flatten(), expected, atol=1e-5)
 
 
 def test_nothing_outside_of_a_part_matters_to_it() -> None:
     image = torch.randn(1, 1, 16, 16, requires_grad=True)
-    seen(image, torch.tensor([4]), 2, spec(16)).sum().backward()  # the last: 10 pixels from the 7th on
+    seen(
+        image, torch.tensor([4]), 2, spec(16)
+    ).sum().backward()  # the last: 10 pixels from the 7th on
     assert image.grad is not None
-    assert (image.grad[0, 0].abs() > 0).nonzero().amin(0).tolist() == [5, 5], "with one more that is blended in"
+    assert (image.grad[0, 0].abs() > 0).nonzero().amin(0).tolist() == [5, 5], (
+        "with one more that is blended in"
+    )
     assert (image.grad[0, 0, 6:, 6:] > 0).all()
 
 
@@ -99,7 +107,9 @@ def test_embeddings_of_parts_are_those_of_what_is_seen_of_them() -> None:
     for view in range(5):
         looked = seen(data.batch(index), torch.full((3,), view), 2, data.spec)
         assert torch.equal(made[:, view], model.features(looked))
-    assert torch.equal(of_view(made, torch.tensor([4, 0, 1])), torch.stack([made[0, 4], made[1, 0], made[2, 1]]))
+    assert torch.equal(
+        of_view(made, torch.tensor([4, 0, 1])), torch.stack([made[0, 4], made[1, 0], made[2, 1]])
+    )
     assert torch.allclose(made[:, 0], torch.zeros(()), atol=1e-6), "all wholes are alike"
     assert made[:, 1].std() > 0.1
 
@@ -112,8 +122,12 @@ def test_parts_tell_the_decoder_where_things_are(parts: int) -> None:
     server = federation(tiny("dffke")).server
     server.spec = data.spec
     schedule = Schedule(1, 40, 8, mixed=True)
-    state, _ = fit_decoder(server, {}, {0: Viewer(model, same)}, codes, codes, adam(1e-2), schedule, Terms())
+    state, _ = fit_decoder(
+        server, {}, {0: Viewer(model, same)}, codes, codes, adam(1e-2), schedule, Terms()
+    )
     drawn = Decoder.restored(state, data.spec, parts)(codes[0]).flatten(1)
     private = data.batch(torch.arange(8)).flatten(1)
-    likeness = F.cosine_similarity(drawn - drawn.mean(1, keepdim=True), private - private.mean(1, keepdim=True)).mean()
+    likeness = F.cosine_similarity(
+        drawn - drawn.mean(1, keepdim=True), private - private.mean(1, keepdim=True)
+    ).mean()
     assert likeness > 0.8 if parts else likeness.abs() < 0.1

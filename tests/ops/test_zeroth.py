@@ -77,5 +77,7 @@ def test_logit_differences_are_less_noisy_than_one_for_the_batch() -> None:
     losses = torch.stack([torch.nn.functional.cross_entropy(p @ w, y) for p in points])
     scalar = loss_estimate(u, losses - loss.detach(), 1e-2, "sphere")
     sampled = directional(u, points @ w, out.detach(), cotangent, 1e-2, "sphere")
-    similarity = [torch.cosine_similarity(e.flatten(), exact.flatten(), 0).item() for e in (scalar, sampled)]
+    similarity = [
+        torch.cosine_similarity(e.flatten(), exact.flatten(), 0).item() for e in (scalar, sampled)
+    ]
     assert similarity[1] > 3 * abs(similarity[0])

@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from barter.core.errors import ConfigError
-from barter.privacy.account import STEP, Gaussian, Pure, Sampled, calibrated, calibrated_steps, spent
+from barter.privacy.account import (
+    STEP,
+    Gaussian,
+    Pure,
+    Sampled,
+    calibrated,
+    calibrated_steps,
+    spent,
+)
 
 REPLACE = dp_accounting.NeighboringRelation.REPLACE_ONE
 DELTA = 1e-5
@@ -20,7 +28,9 @@ noises = st.floats(0.3, 200.0)
 counts = st.integers(1, 300)
 
 
-@pytest.mark.parametrize(("count", "epsilon"), [(1, 0.687), (10, 2.594), (50, 6.882), (100, 10.718), (300, 22.527)])
+@pytest.mark.parametrize(
+    ("count", "epsilon"), [(1, 0.687), (10, 2.594), (50, 6.882), (100, 10.718), (300, 22.527)]
+)
 def test_the_noise_that_is_called_epsilon_1_costs_more(count: int, epsilon: float) -> None:
     """σ = √(2 ln(1.25 / δ)) Δ for ε = 1 and δ = 1 / 5000; the distance Δ is 2 C."""
     noise = 2 * math.sqrt(2 * math.log(1.25 * 5000))
@@ -29,7 +39,13 @@ def test_the_noise_that_is_called_epsilon_1_costs_more(count: int, epsilon: floa
 
 @pytest.mark.parametrize(
     ("delta", "count", "epsilon", "sigma"),
-    [(2e-4, 1, 1, 3.010), (2e-4, 50, 1, 21.28), (2e-4, 50, 8, 3.711), (1e-5, 1, 1, 3.731), (1e-5, 50, 8, 4.244)],
+    [
+        (2e-4, 1, 1, 3.010),
+        (2e-4, 50, 1, 21.28),
+        (2e-4, 50, 8, 3.711),
+        (1e-5, 1, 1, 3.731),
+        (1e-5, 50, 8, 4.244),
+    ],
 )
 def test_the_least_noise(delta: float, count: int, epsilon: float, sigma: float) -> None:
     assert calibrated(epsilon, delta, count) / 2 == pytest.approx(sigma, rel=3e-4)
@@ -48,9 +64,15 @@ def test_calibration_is_the_inverse(epsilon: float, count: int) -> None:
 
 
 @given(noises, counts, st.floats(1.01, 3.0))
-def test_more_noise_costs_less_and_more_releases_cost_more(noise: float, count: int, factor: float) -> None:
+def test_more_noise_costs_less_and_more_releases_cost_more(
+    noise: float, count: int, factor: float
+) -> None:
     now = spent({Gaussian(noise): count}, DELTA)
-    assert spent({Gaussian(factor * noise): count}, DELTA) <= now <= spent({Gaussian(noise): count + 1}, DELTA)
+    assert (
+        spent({Gaussian(factor * noise): count}, DELTA)
+        <= now
+        <= spent({Gaussian(noise): count + 1}, DELTA)
+    )
     assert spent({Gaussian(noise): count}, DELTA / 10) >= now
     assert spent({Gaussian(noise): count, Gaussian(2 * noise): 4}, DELTA) == pytest.approx(
         spent({Gaussian(noise): count + 1}, DELTA), rel=1e-9
@@ -59,18 +81,29 @@ def test_more_noise_costs_less_and_more_releases_cost_more(noise: float, count: 
 
 @settings(max_examples=8)
 @given(st.floats(4.0, 40.0), st.integers(1, 10), st.floats(0.05, 1.0))
-def test_mixtures_cost_more_than_their_parts_and_less_than_their_sum(noise: float, count: int, each: float) -> None:
+def test_mixtures_cost_more_than_their_parts_and_less_than_their_sum(
+    noise: float, count: int, each: float
+) -> None:
     gaussian, pure = {Gaussian(noise): count}, {Pure(each): count}
-    one, other, both = spent(gaussian, DELTA), spent(pure, DELTA), spent({**gaussian, **pure}, DELTA)
+    one, other, both = (
+        spent(gaussian, DELTA),
+        spent(pure, DELTA),
+        spent({**gaussian, **pure}, DELTA),
+    )
     assert max(one, other) <= both + 2e-3
     assert both <= one + count * each + 1e-9
 
 
 def test_a_step_on_a_sample_costs_what_another_accountant_says() -> None:
     found = spent({Sampled(1.5, 0.02): 50}, DELTA)
-    for step, tolerance in ((STEP, 1e-6), (STEP / 10, 1e-3)):  # on the same grid, and on a finer one
+    for step, tolerance in (
+        (STEP, 1e-6),
+        (STEP / 10, 1e-3),
+    ):  # on the same grid, and on a finer one
         accountant = dp_accounting.pld.PLDAccountant(REPLACE, value_discretization_interval=step)
-        accountant.compose(dp_accounting.PoissonSampledDpEvent(0.02, dp_accounting.GaussianDpEvent(1.5)), 50)
+        accountant.compose(
+            dp_accounting.PoissonSampledDpEvent(0.02, dp_accounting.GaussianDpEvent(1.5)), 50
+        )
         assert found == pytest.approx(accountant.get_epsilon(DELTA), rel=tolerance)
 
 
@@ -88,7 +121,9 @@ def by_opacus(kind: str, noise: float, rate: float, steps: int) -> float:
 @pytest.mark.parametrize(("noise", "steps"), [(8.0, 10), (20.0, 100)])
 def test_steps_on_all_images_cost_what_opacus_says(noise: float, steps: int) -> None:
     found = spent({Sampled(noise, 1.0): steps}, DELTA)
-    assert found == pytest.approx(by_opacus("PRVAccountant", noise / 2, 1.0, steps), abs=PRV_ERROR + 1e-3)
+    assert found == pytest.approx(
+        by_opacus("PRVAccountant", noise / 2, 1.0, steps), abs=PRV_ERROR + 1e-3
+    )
     assert found <= by_opacus("RDPAccountant", noise / 2, 1.0, steps)
 
 
@@ -97,15 +132,21 @@ def test_steps_on_all_images_cost_what_opacus_says(noise: float, steps: int) -> 
 def test_steps_on_samples_cost_what_opacus_says(noise: float, rate: float, steps: int) -> None:
     one = pld.from_gaussian_mechanism(noise, sampling_prob=rate, value_discretization_interval=STEP)
     added = one.self_compose(steps).get_epsilon_for_delta(DELTA)
-    assert added == pytest.approx(by_opacus("PRVAccountant", noise, rate, steps), abs=PRV_ERROR + 1e-3)
+    assert added == pytest.approx(
+        by_opacus("PRVAccountant", noise, rate, steps), abs=PRV_ERROR + 1e-3
+    )
     found = spent(
         {Sampled(noise, rate): steps}, DELTA
     )  # to replace is more than to add, less than to move twice as far
     assert added < found < by_opacus("PRVAccountant", noise / 2, rate, steps)
 
 
-@pytest.mark.parametrize(("epsilon", "rate", "steps"), [(8.0, 0.145, 140), (1.0, 0.145, 140), (3.0, 1.0, 20)])
-def test_noise_of_steps_is_the_least_that_keeps_within(epsilon: float, rate: float, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("epsilon", "rate", "steps"), [(8.0, 0.145, 140), (1.0, 0.145, 140), (3.0, 1.0, 20)]
+)
+def test_noise_of_steps_is_the_least_that_keeps_within(
+    epsilon: float, rate: float, steps: int
+) -> None:
     noise = calibrated_steps(epsilon, DELTA, rate, steps)
     assert epsilon - 1e-3 < spent({Sampled(noise, rate): steps}, DELTA) <= epsilon
 
@@ -122,7 +163,9 @@ def test_more_steps_larger_samples_and_less_epsilon_need_more_noise() -> None:
 def test_pure_is_no_less_than_randomised_response(classes: int) -> None:
     epsilon, count = 0.7, 8
     keep = 1 / (1 + (classes - 1) * math.exp(-epsilon))
-    exact = pld.from_randomized_response((1 - keep) * classes / (classes - 1), classes).self_compose(count)
+    exact = pld.from_randomized_response(
+        (1 - keep) * classes / (classes - 1), classes
+    ).self_compose(count)
     found = spent({Pure(epsilon): count}, DELTA)
     assert exact.get_epsilon_for_delta(DELTA) <= found + 1e-3
     assert found <= count * epsilon
@@ -132,7 +175,9 @@ def test_calibration_beside_others() -> None:
     others = {Pure(0.3): 3}
     noise = calibrated(4.0, DELTA, 3, others)
     assert 3.95 < spent({**others, Gaussian(noise): 3}, DELTA) <= 4.0
-    with pytest.raises(ConfigError, match=r"privacy.epsilon=0.5: parts whose noise is given cost 0.9 already"):
+    with pytest.raises(
+        ConfigError, match=r"privacy.epsilon=0.5: parts whose noise is given cost 0.9 already"
+    ):
         calibrated(0.5, DELTA, 3, others)
 
 

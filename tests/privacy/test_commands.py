@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from barter.cli import main
+from barter.cli.app import main
 from barter.privacy import Privacy
 from barter.privacy.show import conclusion
 from tests.conftest import small_federation, tiny
@@ -51,10 +51,15 @@ def test_a_run_ends_with_its_statement_and_stops_when_the_budget_is_spent(
     assert "given the client&#x27;s network" in page
 
 
-def test_other_runs_say_that_nothing_is_protected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_runs_say_that_nothing_is_protected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     local = ["--algorithm", "local", "--set", "rounds=1", "--set", "algorithm.max_epochs=1"]
     text = said(capsys, "run", "--out", str(tmp_path / "run"), *local)
-    assert f"nothing is protected: `barter privacy {tmp_path / 'run'}` says what left the clients" in text
+    assert (
+        f"nothing is protected: `barter privacy {tmp_path / 'run'}` says what left the clients"
+        in text
+    )
     text = said(capsys, "privacy", str(tmp_path / "run"))
     assert "Why: mean and deviation of pixels, results of evaluation left as computed." in text
     assert "Sites with `epsilon` in their site.toml withhold this" in text
@@ -65,7 +70,10 @@ def test_other_runs_say_that_nothing_is_protected(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ('privacy.parts={"learn.weight" = "withhold"}', "DFFKE sends no 'learn.weight': did you mean 'learn.weights'?"),
+        (
+            'privacy.parts={"learn.weight" = "withhold"}',
+            "DFFKE sends no 'learn.weight': did you mean 'learn.weights'?",
+        ),
         ('privacy.parts={"learn.labels" = "gaussian"}', "gaussian needs clip=..."),
         (
             'privacy.parts={"learn.labels" = "gaussian clip=1 noise=1"}',
@@ -87,7 +95,16 @@ def test_a_method_that_cannot_train_in_private_is_told_so_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     training = ["--set", "privacy.training=clip=1 noise=1", "--set", "clients=2"]
-    text = said(capsys, "run", "--out", str(tmp_path / "run"), "--algorithm", "fedproto", *training, status=1)
+    text = said(
+        capsys,
+        "run",
+        "--out",
+        str(tmp_path / "run"),
+        "--algorithm",
+        "fedproto",
+        *training,
+        status=1,
+    )
     assert "privacy.training: this method as configured looks at private images" in text
     assert "Traceback" not in text
 

@@ -22,7 +22,11 @@ PARTS = {
 @pytest.mark.parametrize("streams", [1, 3])
 def test_answers_are_protected_on_any_number_of_streams(streams: int) -> None:
     experiment = federation(
-        tiny("dffke"), device="cuda", streams=streams, rounds=2, privacy=Privacy(epsilon=50, parts=PARTS)
+        tiny("dffke"),
+        device="cuda",
+        streams=streams,
+        rounds=2,
+        privacy=Privacy(epsilon=50, parts=PARTS),
     )
     list(experiment.rounds(2))
     statement = experiment.privacy()
@@ -32,7 +36,12 @@ def test_answers_are_protected_on_any_number_of_streams(streams: int) -> None:
 
 def test_private_training_is_the_same_on_any_number_of_streams() -> None:
     runs = [
-        federation(tiny("fedavg"), device="cuda", streams=streams, privacy=Privacy(training="clip=1 noise=1"))
+        federation(
+            tiny("fedavg"),
+            device="cuda",
+            streams=streams,
+            privacy=Privacy(training="clip=1 noise=1"),
+        )
         for streams in (1, 3)
     ]
     for experiment in runs:
@@ -43,7 +52,11 @@ def test_private_training_is_the_same_on_any_number_of_streams() -> None:
 
 @pytest.mark.parametrize("name", ["fedprox", "dffke"])
 def test_methods_train_privately(name: str) -> None:
-    quiet = {"embeddings": "noise", "local_review": False, "balanced": False} if name == "dffke" else {}
-    experiment = federation(tiny(name, **quiet), device="cuda", privacy=Privacy(training="clip=1 noise=1"))
+    quiet = (
+        {"embeddings": "noise", "local_review": False, "balanced": False} if name == "dffke" else {}
+    )
+    experiment = federation(
+        tiny(name, **quiet), device="cuda", privacy=Privacy(training="clip=1 noise=1")
+    )
     assert not experiment.step().failures
     assert math.isfinite(experiment.privacy().epsilon)

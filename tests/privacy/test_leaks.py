@@ -20,7 +20,7 @@ from barter.core.payload import State
 from barter.engines.local import LocalEngine
 from barter.experiment import Experiment
 from barter.privacy import Privacy
-from barter.privacy.beside import PIXELS, RESULTS
+from barter.privacy.side_information import PIXELS, RESULTS
 from barter.privacy.statement import statement
 from tests.conftest import small_federation, tiny
 
@@ -148,16 +148,19 @@ def test_what_the_run_told_that_this_one_started_from_is_not_forgotten(tmp_path:
         experiment.step()
         assert math.isfinite(experiment.privacy().epsilon) == finite
     (why,) = experiment.privacy().why
-    assert why == f"it began with the networks of {start}, and what that run told of the same images is not counted"
+    assert (
+        why
+        == f"it began with the networks of {start}, and what that run told of the same images is not counted"
+    )
 
 
 def test_what_the_server_refuses_has_left_too() -> None:
     experiment = federation(Loud, privacy=Privacy())
     with pytest.raises(ClientError, match="client_update"):
         experiment.step()
-    assert [(row.part, row.epsilon) for row in experiment.privacy().rows if row.part == "client_update"] == [
-        ("client_update", math.inf)
-    ]
+    assert [
+        (row.part, row.epsilon) for row in experiment.privacy().rows if row.part == "client_update"
+    ] == [("client_update", math.inf)]
 
 
 @pytest.mark.parametrize(("secret", "protected"), [(False, True), (True, False), (True, True)])
@@ -166,7 +169,9 @@ def test_nobody_knows_which_images_a_site_chose(secret: bool, protected: bool) -
     chosen = []
     for _ in range(2):
         parts = {"learn.labels": "response epsilon=1"} if protected else {}
-        experiment = small_federation(tiny("dffke"), models="small-mlp", privacy=Privacy(parts=parts))
+        experiment = small_federation(
+            tiny("dffke"), models="small-mlp", privacy=Privacy(parts=parts)
+        )
         engine = experiment.engine
         assert isinstance(engine, LocalEngine)
         assert engine.guard is not None

@@ -30,14 +30,18 @@ from barter.privacy.registry import mechanism_of
 CLASSES = 4
 CLIENT = cast(Client, SimpleNamespace(data=SimpleNamespace(spec=SimpleNamespace(classes=CLASSES))))
 TINY = 1e-300  # noise that is none
-rows = st.integers(0, 10_000).map(lambda seed: 10 ** (seed % 5 - 2) * torch.randn(6, 3, 2, generator=at(seed)))
+rows = st.integers(0, 10_000).map(
+    lambda seed: 10 ** (seed % 5 - 2) * torch.randn(6, 3, 2, generator=at(seed))
+)
 
 
 def at(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def apply(mechanism: Mechanism, values: list[Any], each: Any = "image", source: Source | None = None) -> list[Any]:
+def apply(
+    mechanism: Mechanism, values: list[Any], each: Any = "image", source: Source | None = None
+) -> list[Any]:
     return mechanism.apply(values, Turn(CLIENT, each, source or Seeded(0)))
 
 
@@ -48,18 +52,24 @@ def replaced(values: Tensor, by: Tensor) -> Tensor:
 @given(rows, rows)
 def test_a_replaced_image_moves_rows_by_2_c_at_most(one: Tensor, other: Tensor) -> None:
     for kind, order in ((Gaussian, 2), (Laplace, 1)):
-        before, after = (apply(kind(1.5, TINY), [x])[0].double() for x in (one, replaced(one, other)))
+        before, after = (
+            apply(kind(1.5, TINY), [x])[0].double() for x in (one, replaced(one, other))
+        )
         assert float((before - after).flatten().norm(order)) <= 3.0 + 1e-5
         assert float(before.flatten(1).norm(order, dim=1).max()) <= 1.5 + 1e-5
         small = one / one.flatten(1).norm(order, dim=1).max()
-        assert torch.allclose(apply(kind(1.5, TINY), [small])[0], small), "what is short enough stays"
+        assert torch.allclose(apply(kind(1.5, TINY), [small])[0], small), (
+            "what is short enough stays"
+        )
 
 
 @given(rows, rows)
 def test_whatever_changes_an_answer_is_within_2_c(one: Tensor, other: Tensor) -> None:
     def flat(x: Tensor) -> Tensor:
         weights, number, flag, nothing = apply(
-            Gaussian(1.5, TINY), [{"a": [x[:2], x[2:]], "b": {"n": 3}}, float(x.sum()), True, None], "answer"
+            Gaussian(1.5, TINY),
+            [{"a": [x[:2], x[2:]], "b": {"n": 3}}, float(x.sum()), True, None],
+            "answer",
         )
         assert weights["b"]["n"] == 0, "what is no decimal number is withheld"
         assert (flag, nothing) == (False, None)
@@ -69,14 +79,21 @@ def test_whatever_changes_an_answer_is_within_2_c(one: Tensor, other: Tensor) ->
     assert float(flat(one).norm()) <= 1.5 + 1e-5
 
 
-@given(rows, rows, st.lists(st.integers(0, CLASSES - 1), min_size=6, max_size=6), st.integers(0, CLASSES - 1))
+@given(
+    rows,
+    rows,
+    st.lists(st.integers(0, CLASSES - 1), min_size=6, max_size=6),
+    st.integers(0, CLASSES - 1),
+)
 def test_a_replaced_image_moves_sums_and_sizes_of_classes_by_2_c(
     one: Tensor, other: Tensor, labels: list[int], label: int
 ) -> None:
     means = ClassMeans(1.5)
     y = torch.tensor(labels)
     before = means.sums(one.flatten(1).double(), y, CLASSES)
-    after = means.sums(replaced(one, other).flatten(1).double(), replaced(y, torch.tensor([label])), CLASSES)
+    after = means.sums(
+        replaced(one, other).flatten(1).double(), replaced(y, torch.tensor([label])), CLASSES
+    )
     assert float((before - after).norm()) <= 3.0 + 1e-9
 
 
@@ -86,7 +103,9 @@ def test_changes_are_bounded_too(one: Tensor, other: Tensor) -> None:
     change = Gaussian(1.5, TINY, of="change")
 
     def told(x: Tensor) -> Tensor:
-        (weights,) = change.apply([{"a": x[:2], "b": x[2:]}], Turn(CLIENT, "answer", Seeded(0), (7, down)))
+        (weights,) = change.apply(
+            [{"a": x[:2], "b": x[2:]}], Turn(CLIENT, "answer", Seeded(0), (7, down))
+        )
         return torch.cat([weights["a"], weights["b"]])
 
     assert float((told(one) - 1).norm()) <= 1.5 + 1e-5
@@ -100,7 +119,9 @@ def test_changes_are_bounded_too(one: Tensor, other: Tensor) -> None:
 def test_noise_has_the_size_that_is_paid_for() -> None:
     nothing = torch.zeros(200, 50, 4)
     for source in (Seeded(3), System()):
-        assert float(apply(Gaussian(3.0, 2.0), [nothing], source=source)[0].std()) == pytest.approx(6.0, rel=0.02)
+        assert float(apply(Gaussian(3.0, 2.0), [nothing], source=source)[0].std()) == pytest.approx(
+            6.0, rel=0.02
+        )
         told = apply(Laplace(3.0, 2.0), [nothing], source=source)[0]
         assert float(told.abs().mean()) == pytest.approx(6.0, rel=0.02)
         assert abs(float(told.mean())) < 0.2
@@ -130,7 +151,10 @@ def test_randomised_response_keeps_labels_as_often_as_it_says() -> None:
 
 def test_what_is_withheld_does_not_depend_on_the_data() -> None:
     for values in ([torch.rand(9, 3)], [torch.randint(4, (9,))], [{"a": 3, "b": [2.5, "x"]}]):
-        other = [torch.ones_like(v) if isinstance(v, Tensor) else {"a": 7, "b": [0.1, "y"]} for v in values]
+        other = [
+            torch.ones_like(v) if isinstance(v, Tensor) else {"a": 7, "b": [0.1, "y"]}
+            for v in values
+        ]
         one, another = apply(Withhold(), values), apply(Withhold(), other)
         assert str(one) == str(another)
     assert len(set(apply(Withhold(), [torch.zeros(99, dtype=torch.long)])[0].tolist())) == CLASSES
@@ -141,7 +165,9 @@ def test_rows_become_means_of_classes() -> None:
     x, y = torch.tensor([[3.0, 4.0], [0.6, 0.8], [0.0, 1.0]]), torch.tensor([2, 2, 0])
     told, labels = apply(ClassMeans(1.0, TINY), [x, y])
     assert labels.tolist() == [0, 2, 2]
-    assert torch.allclose(told, torch.tensor([[0.0, 1.0], [0.6, 0.8], [0.6, 0.8]])), "the first was cut to length 1"
+    assert torch.allclose(told, torch.tensor([[0.0, 1.0], [0.6, 0.8], [0.6, 0.8]])), (
+        "the first was cut to length 1"
+    )
     told, labels = apply(ClassMeans(1.0, 50.0), [x, y])
     assert told.isfinite().all()
     assert set(labels.tolist()) <= set(range(CLASSES))
@@ -154,7 +180,9 @@ def test_what_is_no_number_counts_as_zero() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_values_keep_their_kind(dtype: torch.dtype) -> None:
-    value = torch.rand(2, 3, 4, 4, dtype=torch.float64).to(dtype).to(memory_format=torch.channels_last)
+    value = (
+        torch.rand(2, 3, 4, 4, dtype=torch.float64).to(dtype).to(memory_format=torch.channels_last)
+    )
     (told,) = apply(Gaussian(1.0, 0.1), [value])
     assert (told.dtype, told.shape, told.stride()) == (value.dtype, value.shape, value.stride())
     assert apply(Gaussian(1.0, 0.1), [torch.rand(3)])[0].shape == (3,)
@@ -166,20 +194,34 @@ LABELS = torch.tensor([0, 1])
 @pytest.mark.parametrize(
     ("mechanism", "values", "each", "message"),
     [
-        (Gaussian(1.0, 1.0), [LABELS], "image", "a tensor of decimal numbers with a row for each image"),
+        (
+            Gaussian(1.0, 1.0),
+            [LABELS],
+            "image",
+            "a tensor of decimal numbers with a row for each image",
+        ),
         (Gaussian(1.0, 1.0), [LABELS], "answer", "no decimal numbers in it"),
         (Response(1.0), [torch.rand(3)], "image", "a label for each image, whole numbers"),
-        (Response(1.0), [torch.tensor([0, 4])], "image", "labels are from 0 to 3, these from 0 to 4"),
+        (
+            Response(1.0),
+            [torch.tensor([0, 4])],
+            "image",
+            "labels are from 0 to 3, these from 0 to 4",
+        ),
         (ClassMeans(1.0, 1.0), [LABELS, LABELS], "image", "a tensor of decimal numbers"),
         (ClassMeans(1.0, 1.0), [torch.rand(2, 2), torch.rand(2)], "image", "whole numbers"),
     ],
 )
-def test_what_cannot_be_protected(mechanism: Mechanism, values: list[Any], each: str, message: str) -> None:
+def test_what_cannot_be_protected(
+    mechanism: Mechanism, values: list[Any], each: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         apply(mechanism, values, each)
 
 
-@pytest.mark.parametrize("text", ["gaussian clip=4 noise=2 each=answer of=change", "response epsilon=1", "withhold"])
+@pytest.mark.parametrize(
+    "text", ["gaussian clip=4 noise=2 each=answer of=change", "response epsilon=1", "withhold"]
+)
 def test_mechanisms_are_written_as_they_are_read(text: str) -> None:
     assert str(mechanism_of(text, "part")) == text
 

@@ -29,7 +29,13 @@ class Entry(TypedDict):
 class Odd(Algorithm):
     """Answers of all kinds."""
 
-    crosses = {"many": "up: a, b", "maybe": "up: a, b", "whole": "up: all", "none": "nothing", "unknown": "up: what?"}
+    crosses = {
+        "many": "up: a, b",
+        "maybe": "up: a, b",
+        "whole": "up: all",
+        "none": "nothing",
+        "unknown": "up: what?",
+    }
 
     def many(self, client: Client) -> list[Entry]:
         return []
@@ -47,7 +53,12 @@ class Odd(Algorithm):
 
 def test_parts_are_keys_or_the_whole() -> None:
     both = ["many.a", "many.b"], ["maybe.a", "maybe.b"]
-    assert parts_of(Odd()) == {"many": both[0], "maybe": both[1], "whole": ["whole"], "unknown": ["unknown"]}
+    assert parts_of(Odd()) == {
+        "many": both[0],
+        "maybe": both[1],
+        "whole": ["whole"],
+        "unknown": ["unknown"],
+    }
     assert crossed(Odd(), "many", [{"a": 1}, {"a": 2}]) == ["many.a"]
     assert crossed(Odd(), "maybe", None) == []
     assert crossed(Odd(), "whole", {"x": 0.5}) == ["whole"]

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from barter import FedAvg
-from barter.config import Config, read, resolve, to_toml, with_settings
-from barter.conformance import few_digits
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
 from barter.core.errors import CheckpointError, ClientError, ConfigError, PrivacyError
@@ -27,6 +25,8 @@ from barter.experiment import Experiment
 from barter.privacy import Privacy
 from barter.privacy.guard import Guard
 from barter.privacy.statement import Statement
+from barter.setup.config import Config, read, resolve, to_toml, with_settings
+from barter.testing.conformance import few_digits
 from tests.conftest import same, small_federation, state, tiny
 
 DELTA = 1e-5
@@ -70,7 +70,9 @@ def telling(parts: dict[str, str] | None = None, **options: Any) -> Experiment:
     epsilon = options.pop("epsilon", 8.0)
     algorithm = Telling(fraction=options.pop("fraction", 1.0))
     privacy = Privacy(epsilon=epsilon, delta=DELTA, parts=ROWS if parts is None else parts)
-    return small_federation(algorithm, **{"models": "small-mlp", "rounds": 2, "privacy": privacy, **options})
+    return small_federation(
+        algorithm, **{"models": "small-mlp", "rounds": 2, "privacy": privacy, **options}
+    )
 
 
 def test_what_arrives_is_clipped_and_noisy_and_the_client_keeps_its_own() -> None:
@@ -107,7 +109,9 @@ def test_a_client_itself_does_not_answer_beyond_its_budget(monkeypatch: pytest.M
     assert set(experiment.server.heard) == {0, 2}  # type: ignore[attr-defined]
     monkeypatch.setattr(experiment, "_require_budget", lambda: None)
     experiment.step()
-    with pytest.raises(PrivacyError, match=r"spent after round 2: client 0 does not answer 'tell': .*, of 8\. What"):
+    with pytest.raises(
+        PrivacyError, match=r"spent after round 2: client 0 does not answer 'tell': .*, of 8\. What"
+    ):
         experiment.step()
 
 
@@ -115,7 +119,9 @@ def test_only_rounds_that_a_client_took_part_in_count() -> None:
     experiment = telling(fraction=0.34, rounds=4)
     for _ in range(4):
         experiment.step()
-    released = [client.released.get("tell.rows", 0) for client in experiment.engine.clients.values()]  # type: ignore[attr-defined]
+    released = [
+        client.released.get("tell.rows", 0) for client in experiment.engine.clients.values()
+    ]  # type: ignore[attr-defined]
     assert sum(released) == 4
     assert max(released) < 4
     statement = experiment.privacy()
@@ -135,13 +141,20 @@ def test_a_resumed_run_goes_on_with_its_account_and_its_noise(tmp_path: Path) ->
     list(again.rounds(3))
     assert same(state(whole), state(again))
     assert again.engine.clients[0].released["tell.rows"] == 3  # type: ignore[attr-defined]
-    assert (tmp_path / "whole" / "privacy.json").read_text() == (tmp_path / "part" / "privacy.json").read_text()
+    assert (tmp_path / "whole" / "privacy.json").read_text() == (
+        tmp_path / "part" / "privacy.json"
+    ).read_text()
     again.folder.release()  # type: ignore[union-attr]
     with pytest.raises(CheckpointError, match=r"privacy.parts.tell.rows differs"):
         telling(out=tmp_path / "part", rounds=5, resume=True)
     calibrated = Privacy(**config["privacy"])
     longer = small_federation(
-        Telling(), models="small-mlp", out=tmp_path / "part", rounds=5, resume=True, privacy=calibrated
+        Telling(),
+        models="small-mlp",
+        out=tmp_path / "part",
+        rounds=5,
+        resume=True,
+        privacy=calibrated,
     )
     with pytest.raises(PrivacyError, match="spent after round 3"):
         longer.step()
@@ -186,7 +199,9 @@ def test_the_statement_says_what_left_and_survives_a_file() -> None:
     ]
     assert [math.isinf(row.epsilon) for row in answers] == [False, True, False]
     assert math.isinf(bare.epsilon)
-    assert bare.why == ("mean and deviation of pixels, tell.labels, results of evaluation left as computed",)
+    assert bare.why == (
+        "mean and deviation of pixels, tell.labels, results of evaluation left as computed",
+    )
     assert json.loads(bare.to_json())["epsilon"] == "infinity"
     assert Statement.from_json(bare.to_json()) == bare
     experiment = telling()
@@ -198,7 +213,11 @@ def test_the_statement_says_what_left_and_survives_a_file() -> None:
 
 
 def test_rows_that_a_trained_network_made_promise_nothing_alone() -> None:
-    parts = {"learn.embeddings": "means clip=2", "learn.weights": "withhold", "teach.logits": "gaussian clip=1"}
+    parts = {
+        "learn.embeddings": "means clip=2",
+        "learn.weights": "withhold",
+        "teach.logits": "gaussian clip=1",
+    }
     privacy = Privacy(epsilon=4, parts=parts).settled(tiny("dffke"), 1)
     guard = Guard(privacy, tiny("dffke"))
     assert {part: guard.plan.given(part) for part in guard.plan.covers} == {
@@ -216,10 +235,14 @@ def test_dffke_with_everything_protected() -> None:
         "learn.labels": "withhold",
         "teach.logits": "gaussian clip=1",
     }
-    experiment = small_federation(tiny("dffke"), rounds=1, models="small-mlp", privacy=Privacy(epsilon=50, parts=parts))
+    experiment = small_federation(
+        tiny("dffke"), rounds=1, models="small-mlp", privacy=Privacy(epsilon=50, parts=parts)
+    )
     experiment.step()
     statement = experiment.privacy()
-    assert statement.epsilon == pytest.approx(50, abs=0.01), "of three answers of each client, and of nothing else"
+    assert statement.epsilon == pytest.approx(50, abs=0.01), (
+        "of three answers of each client, and of nothing else"
+    )
     assert statement.clients == dict.fromkeys(range(3), statement.epsilon)
 
 
@@ -231,12 +254,16 @@ def test_variances_of_networks_stay_what_they_are() -> None:
     least = {name: float(value.min()) for name, value in told.items() if value.is_floating_point()}
     assert least.pop("body.2.running_var") >= 0
     assert max(least.values()) < 0
-    assert all(not value.any() for value in told.values() if not value.is_floating_point()), "counters are withheld"
+    assert all(not value.any() for value in told.values() if not value.is_floating_point()), (
+        "counters are withheld"
+    )
 
 
 def test_the_papers_noise_promises_nothing_and_is_said_to() -> None:
     parts = {"learn.embeddings": "paper"}
-    experiment, bare = (small_federation(tiny("dffke"), privacy=Privacy(parts=p), rounds=1) for p in (parts, {}))
+    experiment, bare = (
+        small_federation(tiny("dffke"), privacy=Privacy(parts=p), rounds=1) for p in (parts, {})
+    )
     for e in (experiment, bare):
         e.engine.round = 1
     noisy, exact = (e.engine.call("learn", {0: ()})[0] for e in (experiment, bare))
@@ -264,7 +291,11 @@ def test_changes_are_since_what_came_not_since_what_became_of_it() -> None:
     assert isinstance(experiment.engine, LocalEngine)
     w = dict(experiment.server.model.state_dict())
     told = experiment.engine.call("client_update", {0: (w,)})[0]
-    changes = [float((told[at] - value).square().sum()) for at, value in w.items() if value.is_floating_point()]
+    changes = [
+        float((told[at] - value).square().sum())
+        for at, value in w.items()
+        if value.is_floating_point()
+    ]
     assert sum(changes) == pytest.approx(1, rel=1e-3)
 
 
@@ -280,7 +311,9 @@ def test_nothing_is_said_of_what_does_not_cross() -> None:
     experiment.step()
     statement = experiment.privacy()
     assert not any("." in row.part for row in statement.rows)
-    assert statement.why == ("mean and deviation of pixels, results of evaluation left as computed",)
+    assert statement.why == (
+        "mean and deviation of pixels, results of evaluation left as computed",
+    )
     experiment = small_federation(tiny("local"), rounds=1, privacy=Privacy(epsilon=1))
     experiment.step()
     assert experiment.privacy().epsilon == 0.0
@@ -291,12 +324,28 @@ MISTAKES = [
     ({"tell.rows": "gaussian clip=2"}, None, "it needs noise=..., or privacy.epsilon for the run"),
     ({"tell.rows": "laplace clip=2"}, 4.0, "it needs noise=...$"),
     ({"tell.count": "response epsilon=1"}, None, "rows of tell.count belong to no single image"),
-    ({"tell": "withhold", "tell.rows": "withhold"}, None, "tell.rows is protected twice, by tell and tell.rows"),
-    ({"tell.rows": "means clip=1 labels=names"}, 4.0, "no 'tell.names' for the labels of tell.rows"),
-    ({"tell.rows": "gaussian clip=-1"}, 4.0, "tell.rows='gaussian clip=-1': clip=-1.0: must be float > 0"),
+    (
+        {"tell": "withhold", "tell.rows": "withhold"},
+        None,
+        "tell.rows is protected twice, by tell and tell.rows",
+    ),
+    (
+        {"tell.rows": "means clip=1 labels=names"},
+        4.0,
+        "no 'tell.names' for the labels of tell.rows",
+    ),
+    (
+        {"tell.rows": "gaussian clip=-1"},
+        4.0,
+        "tell.rows='gaussian clip=-1': clip=-1.0: must be float > 0",
+    ),
     ({"tell.rows": "gaussian clips=1"}, 4.0, "tell.rows='gaussian clips=1': gaussian needs clip"),
     ({"tell.rows": "gaussian clip=1 nois=1"}, 4.0, "unknown key 'nois': did you mean 'noise'"),
-    ({"tell.count": "gaussian clip=1"}, 4.0, "there are no decimal numbers in it; `withhold` protects it"),
+    (
+        {"tell.count": "gaussian clip=1"},
+        4.0,
+        "there are no decimal numbers in it; `withhold` protects it",
+    ),
     (
         {"tell.rows": "gaussian clip=1 each=answer of=change"},
         4.0,
@@ -321,13 +370,19 @@ def test_mistakes_are_found_before_anything_runs(
 
 def test_a_part_that_another_configuration_would_send_is_none() -> None:
     privacy = Privacy(epsilon=4, parts={"teach.embeddings": "gaussian clip=1"})
-    assert "noise=" in privacy.settled(tiny("dffke", embedding_loss=True), 1).parts["teach.embeddings"]
-    with pytest.raises(ConfigError, match="DFFKE as configured sends no 'teach.embeddings': leave it out"):
+    assert (
+        "noise=" in privacy.settled(tiny("dffke", embedding_loss=True), 1).parts["teach.embeddings"]
+    )
+    with pytest.raises(
+        ConfigError, match="DFFKE as configured sends no 'teach.embeddings': leave it out"
+    ):
         privacy.settled(tiny("dffke"), 1)
 
 
 def test_every_part_is_named_once() -> None:
-    with pytest.raises(ConfigError, match="FedAvg sends no 'learn.labels': there are: client_update$"):
+    with pytest.raises(
+        ConfigError, match="FedAvg sends no 'learn.labels': there are: client_update$"
+    ):
         Privacy(parts={"learn.labels": "withhold"}).settled(FedAvg(), 1)
 
 
@@ -342,12 +397,18 @@ class Vague(Telling):
 
 
 def test_a_mechanism_that_does_not_fit_is_refused_or_that_clients_failure() -> None:
-    with pytest.raises(ConfigError, match="tell.labels holds labels; `response` or `withhold` protects them"):
+    with pytest.raises(
+        ConfigError, match="tell.labels holds labels; `response` or `withhold` protects them"
+    ):
         telling({"tell.labels": "gaussian clip=1 noise=1 each=answer"}, epsilon=None)
     privacy = Privacy(parts={"tell": "gaussian clip=1 noise=1"})
-    with pytest.raises(ClientError, match=r"gaussian clip=1 noise=1: there are no decimal numbers") as caught:
+    with pytest.raises(
+        ClientError, match=r"gaussian clip=1 noise=1: there are no decimal numbers"
+    ) as caught:
         small_federation(Vague(), models="small-mlp", privacy=privacy).step()
-    assert not hasattr(caught.value, "__notes__"), "what says what to change is one line, without a traceback"
+    assert not hasattr(caught.value, "__notes__"), (
+        "what says what to change is one line, without a traceback"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,7 +426,11 @@ def test_an_image_has_one_row_in_an_answer() -> None:
 
 
 def test_a_configuration_is_read_and_written() -> None:
-    settings = ["algorithm.name=dffke", "privacy.epsilon=8", 'privacy.parts={"learn.embeddings" = "gaussian clip=4"}']
+    settings = [
+        "algorithm.name=dffke",
+        "privacy.epsilon=8",
+        'privacy.parts={"learn.embeddings" = "gaussian clip=4"}',
+    ]
     config = resolve(with_settings({}, settings))
     assert config.privacy.parts == {"learn.embeddings": "gaussian clip=4 noise=2.6844"}
     import tomllib

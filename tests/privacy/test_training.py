@@ -19,10 +19,10 @@ from barter.experiment import Experiment
 from barter.models.grouped import grouped
 from barter.ops.fit import fit, sgd
 from barter.ops.private import clipped_sum
-from barter.parties import initial
 from barter.privacy import Privacy
 from barter.privacy.account import Sampled, spent
 from barter.privacy.noise import Seeded
+from barter.setup.participants import initial
 from tests.conftest import same, small_federation, state, tiny
 
 SPEC = Spec(1, 8, 8, 3, (0.5,), (0.5,))
@@ -46,14 +46,18 @@ def total(model: nn.Module, data: Images, clip: float) -> Tensor:
     return torch.cat([part.flatten() for part in sums])
 
 
-@pytest.mark.parametrize("name", ["small-cnn", "small-vgg", "small-resnet", "small-separable", "small-mlp"])
+@pytest.mark.parametrize(
+    "name", ["small-cnn", "small-vgg", "small-resnet", "small-separable", "small-mlp"]
+)
 def test_each_images_gradient_is_cut_by_itself(name: str) -> None:
     model, data = network(name), images(5)
     expected = torch.zeros(sum(p.numel() for p in model.parameters()))
     lengths = []
     for i in range(len(data)):
         x = prepared(data.pixels[i : i + 1], SPEC, Augment())
-        slopes = torch.autograd.grad(F.cross_entropy(model(x), data.labels[i : i + 1]), list(model.parameters()))
+        slopes = torch.autograd.grad(
+            F.cross_entropy(model(x), data.labels[i : i + 1]), list(model.parameters())
+        )
         slope = torch.cat([part.flatten() for part in slopes])
         lengths.append(float(slope.norm()))
         expected += slope * min(1.0, lengths[0] / float(slope.norm()))
@@ -64,7 +68,9 @@ def test_each_images_gradient_is_cut_by_itself(name: str) -> None:
 def test_a_replaced_image_moves_the_sum_by_2_c() -> None:
     model, data, other = network(), images(6), images(6, seed=1)
     swapped = Images(
-        torch.cat([other.pixels[:1], data.pixels[1:]]), torch.cat([other.labels[:1], data.labels[1:]]), SPEC
+        torch.cat([other.pixels[:1], data.pixels[1:]]),
+        torch.cat([other.labels[:1], data.labels[1:]]),
+        SPEC,
     )
     assert 0 < float((total(model, data, 0.1) - total(model, swapped, 0.1)).norm()) <= 0.2 + 1e-6
     assert float(total(model, Images(data.pixels[:0], data.labels[:0], SPEC), 0.1).norm()) == 0
@@ -83,21 +89,27 @@ def private(experiment: Experiment, noise: float, clip: float, counted: list[Any
 
 
 def test_a_step_has_the_noise_that_is_paid_for() -> None:
-    experiment = small_federation(tiny("local"), models="small-mlp", privacy=Privacy(training="clip=1 noise=1"))
+    experiment = small_federation(
+        tiny("local"), models="small-mlp", privacy=Privacy(training="clip=1 noise=1")
+    )
     client, counted = experiment.engine.clients[0], []  # type: ignore[attr-defined, var-annotated]
     before = torch.cat([p.detach().flatten() for p in client.model.parameters()]).clone()
     client.data = private(experiment, noise=5.0, clip=1e-9, counted=counted)
     n = len(client.data)
     fitted = fit(client, epochs=1, steps=1, batch_size=20, recipe=sgd(1e9))
     after = torch.cat([p.detach().flatten() for p in client.model.parameters()])
-    assert float((after - before).std()) == pytest.approx(5.0 / 20, rel=0.03), "of 5 C, over 20 images on average"
+    assert float((after - before).std()) == pytest.approx(5.0 / 20, rel=0.03), (
+        "of 5 C, over 20 images on average"
+    )
     assert counted == [(20 / n, 1)]
     assert (fitted.epochs, math.isnan(fitted.accuracy)) == (1, True)
 
 
 def test_a_private_run_learns_and_is_accounted_for() -> None:
     privacy = Privacy(training="clip=1 noise=0.7", epsilon=1000)
-    experiment = small_federation(tiny("fedavg", lr=0.5), models="small-mlp", rounds=2, privacy=privacy)
+    experiment = small_federation(
+        tiny("fedavg", lr=0.5), models="small-mlp", rounds=2, privacy=privacy
+    )
     first, second = experiment.rounds(2)
     assert second.server["global"] > 0.2
     client = experiment.engine.clients[1]  # type: ignore[attr-defined]
@@ -107,10 +119,14 @@ def test_a_private_run_learns_and_is_accounted_for() -> None:
     cost = spent({Sampled(0.7, 50 / n): steps}, 1e-5)
     assert second.clients[1]["epsilon"] == pytest.approx(cost)
     statement = experiment.privacy()
-    assert statement.epsilon == max(second.clients[k]["epsilon"] for k in range(3)) > first.clients[0]["epsilon"]
-    assert [(row.part, row.protection) for row in statement.rows if row.releases and row.epsilon] == [
-        ("client_update", "training clip=1 noise=0.7")
-    ]
+    assert (
+        statement.epsilon
+        == max(second.clients[k]["epsilon"] for k in range(3))
+        > first.clients[0]["epsilon"]
+    )
+    assert [
+        (row.part, row.protection) for row in statement.rows if row.releases and row.epsilon
+    ] == [("client_update", "training clip=1 noise=0.7")]
     assert not any(isinstance(part, nn.BatchNorm1d) for part in client.model.modules())
 
 
@@ -133,7 +149,9 @@ def test_noise_is_found_for_all_rounds_of_each_client() -> None:
         ((name, steps),) = client.released.items()
         _, rate, noise = name.split(" ")
         noises.add(noise)
-        assert last.clients[k]["epsilon"] == spent({Sampled(float(noise), float(rate)): steps}, 1e-5)
+        assert last.clients[k]["epsilon"] == spent(
+            {Sampled(float(noise), float(rate)): steps}, 1e-5
+        )
         assert 6 - 1e-3 < last.clients[k]["epsilon"] <= 6
     assert len(noises) > 1, "clients with fewer images need more"
     with pytest.raises(PrivacyError, match="spent after round 2"):
@@ -151,7 +169,10 @@ def test_a_client_keeps_the_noise_it_has_found() -> None:
 
 
 def test_private_runs_are_the_same_again() -> None:
-    one, other = (small_federation(tiny("fedavg"), privacy=Privacy(training="clip=1 noise=1")) for _ in range(2))
+    one, other = (
+        small_federation(tiny("fedavg"), privacy=Privacy(training="clip=1 noise=1"))
+        for _ in range(2)
+    )
     one.step()
     other.step()
     assert same(state(one), state(other))
@@ -163,7 +184,9 @@ WORKS = re.findall(r"`(\w+)`", DOCUMENT.partition("What works:")[2].partition(",
 
 @pytest.mark.parametrize("name", WORKS)
 def test_methods_that_train_by_fit_alone(name: str) -> None:
-    experiment = small_federation(tiny(name), privacy=Privacy(epsilon=1000, training="clip=1 noise=1"))
+    experiment = small_federation(
+        tiny(name), privacy=Privacy(epsilon=1000, training="clip=1 noise=1")
+    )
     record = experiment.step()
     assert not record.failures
     assert all(told["epsilon"] > 0 for told in record.clients.values())
@@ -176,7 +199,9 @@ def test_dffke_that_shows_no_images() -> None:
     once = Privacy(training="clip=1 noise=1", epsilon=20)
     experiment = small_federation(quiet, privacy=once, rounds=2)
     first, second = experiment.rounds(2)
-    assert first.clients[0]["epsilon"] == second.clients[0]["epsilon"] > 10, "it trains before the first exchange only"
+    assert first.clients[0]["epsilon"] == second.clients[0]["epsilon"] > 10, (
+        "it trains before the first exchange only"
+    )
     statement = experiment.privacy()
     assert math.isfinite(statement.epsilon)
     assert {row.part for row in statement.rows} >= {"learn.weights", "teach.logits"}
@@ -207,19 +232,33 @@ def test_networks_that_mix_images_are_refused() -> None:
 
 def test_networks_that_know_images_already_are_refused() -> None:
     with pytest.raises(ConfigError, match="know images already"):
-        small_federation(tiny("fedavg"), start="runs/other", privacy=Privacy(training="clip=1 noise=1"))
+        small_federation(
+            tiny("fedavg"), start="runs/other", privacy=Privacy(training="clip=1 noise=1")
+        )
 
 
 @pytest.mark.parametrize(
     ("privacy", "message"),
     [
-        ({"training": "clip=1"}, "privacy.training: it needs noise=..., or privacy.epsilon for the run"),
-        ({"training": "clip=1 noise=1 epsilon=8"}, "noise is given, or found from epsilon and rounds, not both"),
+        (
+            {"training": "clip=1"},
+            "privacy.training: it needs noise=..., or privacy.epsilon for the run",
+        ),
+        (
+            {"training": "clip=1 noise=1 epsilon=8"},
+            "noise is given, or found from epsilon and rounds, not both",
+        ),
         ({"training": "clip=1 epsilon=8 rounds=1.5"}, "write it as clip=1"),
         ({"training": "noise=1"}, "privacy.training='noise=1': it needs clip=..."),
         ({"training": "much"}, "write it as clip=1 or clip=1 noise=1.1"),
-        ({"training": "clip=0 noise=1"}, "privacy.training='clip=0 noise=1': clip=0.0: must be float > 0"),
-        ({"training": "clip=1 noise=1", "parts": {"client_update": "withhold"}}, "leave out privacy.parts"),
+        (
+            {"training": "clip=0 noise=1"},
+            "privacy.training='clip=0 noise=1': clip=0.0: must be float > 0",
+        ),
+        (
+            {"training": "clip=1 noise=1", "parts": {"client_update": "withhold"}},
+            "leave out privacy.parts",
+        ),
     ],
 )
 def test_mistakes(privacy: dict[str, Any], message: str) -> None:

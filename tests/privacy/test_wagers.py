@@ -28,22 +28,30 @@ SHADES = (0, 255)  # of the image that is replaced, and its label: 0 or 1
 def most_certain(no: Tensor, yes: Tensor, delta: float) -> float:
     """The largest ε that some threshold proves, each with 99.9% certainty (Clopper and Pearson)."""
     n, bounds = len(no), []
-    for threshold in torch.quantile(yes[:10_000], torch.tensor([0.3, 0.5, 0.7, 0.9, 0.97]).double()):
+    for threshold in torch.quantile(
+        yes[:10_000], torch.tensor([0.3, 0.5, 0.7, 0.9, 0.97]).double()
+    ):
         hits, alarms = int((yes > threshold).sum()), int((no > threshold).sum())
         low, high = beta.ppf(0.001, hits, n - hits + 1), beta.ppf(0.999, alarms + 1, n - alarms)
         bounds.append(math.log(max(low - delta, 1e-12) / high))
     return max(bounds)
 
 
-def overheard(mechanism: str, statistic: Callable[[list[Told]], Tensor], calls: int) -> list[Tensor]:
+def overheard(
+    mechanism: str, statistic: Callable[[list[Told]], Tensor], calls: int
+) -> list[Tensor]:
     """Of so many answers on black images, and on white ones; each row is of one image: a try of its own."""
     tries, values = 40_000, []
     for shade in SHADES:
-        experiment = telling({"tell.rows": mechanism, "tell.labels": "response epsilon=1"}, epsilon=None)
+        experiment = telling(
+            {"tell.rows": mechanism, "tell.labels": "response epsilon=1"}, epsilon=None
+        )
         engine = experiment.engine
         assert isinstance(engine, LocalEngine)
         pixels = torch.full((tries, 1, 2, 2), shade, dtype=torch.uint8)
-        engine.clients[0].data = Images(pixels, torch.full((tries,), int(shade > 0)), experiment.task.spec)
+        engine.clients[0].data = Images(
+            pixels, torch.full((tries,), int(shade > 0)), experiment.task.spec
+        )
         heard = []
         for t in range(calls):
             engine.round = t + 1 + (shade > 0) * calls  # other noise
@@ -55,15 +63,21 @@ def overheard(mechanism: str, statistic: Callable[[list[Told]], Tensor], calls: 
 @pytest.mark.parametrize(("noise", "calls"), [(1.5, 1), (3.0, 4)])
 def test_nobody_tells_images_apart_better_than_epsilon_allows(noise: float, calls: int) -> None:
     no, yes = overheard(
-        f"gaussian clip=2 noise={noise}", lambda heard: sum(told["rows"].double().sum(1) for told in heard), calls
+        f"gaussian clip=2 noise={noise}",
+        lambda heard: sum(told["rows"].double().sum(1) for told in heard),
+        calls,
     )
     for delta, least in ((1e-5, 0.2), (0.05, 0.8)):
         promised = spent({Gaussian(noise): calls}, delta)
-        assert least * promised < most_certain(no, yes, delta) < promised, "a good attack, and not too good"
+        assert least * promised < most_certain(no, yes, delta) < promised, (
+            "a good attack, and not too good"
+        )
 
 
 def test_nobody_tells_labels_apart_better_than_epsilon_allows() -> None:
-    no, yes = overheard("withhold", lambda heard: (heard[0]["labels"] == 1).double() + 1e-9 * torch.rand(40_000), 1)
+    no, yes = overheard(
+        "withhold", lambda heard: (heard[0]["labels"] == 1).double() + 1e-9 * torch.rand(40_000), 1
+    )
     assert 0.8 < most_certain(no, yes, 1e-5) < 1.0
 
 
@@ -89,7 +103,10 @@ def trained(noise: float, tries: int) -> list[Tensor]:
 
     Where only these two classes are likely, their slopes are opposite: the worst case. The other image's is orthogonal.
     """
-    algorithm, privacy = FedAvg(epochs=2, batch_size=1, lr=0.01), Privacy(training=f"clip=1 noise={noise}")
+    algorithm, privacy = (
+        FedAvg(epochs=2, batch_size=1, lr=0.01),
+        Privacy(training=f"clip=1 noise={noise}"),
+    )
     experiment = small_federation(algorithm, models=[Pixels], clients=1, privacy=privacy)
     engine, values = experiment.engine, []
     assert isinstance(engine, LocalEngine)

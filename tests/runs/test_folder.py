@@ -17,7 +17,12 @@ from tests.forked import forked, status, until
 
 def record(t: int) -> Round:
     return Round(
-        t, {0: {"global": 0.5}, 3: {"global": 0.1}}, {"loss": 1.5}, {"round": 0.1}, {"m": {"up": 3, "down": 4}}, []
+        t,
+        {0: {"global": 0.5}, 3: {"global": 0.1}},
+        {"loss": 1.5},
+        {"round": 0.1},
+        {"m": {"up": 3, "down": 4}},
+        [],
     )
 
 
@@ -33,7 +38,11 @@ def test_checkpoints_come_back_whole_and_only_the_last_stays(tmp_path: Path) -> 
     folder = RunFolder.create(tmp_path / "run", "seed = 1")
     shared = torch.arange(1000.0)
     for t in (1, 2, 3):
-        tree = {"a": isolate(shared), "b": [isolate(shared), {7: (t, None, "x", 0.1)}], "e": torch.zeros(0, 3)}
+        tree = {
+            "a": isolate(shared),
+            "b": [isolate(shared), {7: (t, None, "x", 0.1)}],
+            "e": torch.zeros(0, 3),
+        }
         folder.append(record(t))
         folder.save(t, tree, {})
     (file,) = folder.checkpoints.iterdir()
@@ -87,7 +96,11 @@ def test_records_that_are_damaged_or_gone_are_said_and_kept(
 
 def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", "seed = 1")
-    folder.save(1, {"x": torch.arange(100.0), "n": 3, "b": torch.tensor(True), "e": torch.zeros(0)}, {"seed": "1"})
+    folder.save(
+        1,
+        {"x": torch.arange(100.0), "n": 3, "b": torch.tensor(True), "e": torch.zeros(0)},
+        {"seed": "1"},
+    )
     (file,) = folder.checkpoints.iterdir()
     whole = file.read_bytes()
     for place in range(8, len(whole), 7):

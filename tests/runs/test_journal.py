@@ -40,7 +40,12 @@ def test_what_is_written_is_shown(tmp_path: Path) -> None:
     journal.note("done", 2)
     rounds, text = shown(tmp_path / "journal")
     assert rounds == [record(1), record(2)]
-    for line in ("2 of 2 sites are here", "round 1/2 learn: ", "round 2/2 learn: ", "accuracy  50.0% local"):
+    for line in (
+        "2 of 2 sites are here",
+        "round 1/2 learn: ",
+        "round 2/2 learn: ",
+        "accuracy  50.0% local",
+    ):
         assert line in text
 
 
@@ -57,7 +62,9 @@ def test_a_writer_that_dies_is_noticed(tmp_path: Path, buried: bool) -> None:
     gone.stdout.read()  # until it has ended
     if buried:
         gone.wait()
-    (tmp_path / "journal").write_text(json.dumps(["process", gone.pid]) + "\n" + '["begin", 0]\n["pha')
+    (tmp_path / "journal").write_text(
+        json.dumps(["process", gone.pid]) + "\n" + '["begin", 0]\n["pha'
+    )
     with pytest.raises(BarterError, match="the server's process died"):
         shown(tmp_path / "journal")
     gone.wait()
@@ -65,17 +72,26 @@ def test_a_writer_that_dies_is_noticed(tmp_path: Path, buried: bool) -> None:
 
 def test_a_writer_that_never_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("barter.runs.journal.START", 0.2)
-    with pytest.raises(BarterError, match="the server did not start: there is nothing in .*journal after 0.2 s"):
+    with pytest.raises(
+        BarterError, match="the server did not start: there is nothing in .*journal after 0.2 s"
+    ):
         shown(tmp_path / "journal")
 
 
 def test_without_room_the_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(tmp_path / "journal")
-    with no_room(), pytest.raises(BarterError, match=f"^{tmp_path / 'journal'} cannot be written: File too large$"):
+    with (
+        no_room(),
+        pytest.raises(
+            BarterError, match=f"^{tmp_path / 'journal'} cannot be written: File too large$"
+        ),
+    ):
         journal.advance(1)
 
 
-def test_a_writer_that_dies_without_room_could_not_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_dies_without_room_could_not_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     monkeypatch.setattr("barter.runs.journal.START", 0.2)

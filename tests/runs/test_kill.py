@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from barter.algorithms.dffke import DFFKE
-from barter.cli import main
+from barter.cli.app import main
 from barter.core import files
 from barter.core.payload import leaves
 from barter.runs import checkpoint
@@ -91,7 +91,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def flags(place: Path) -> list[str]:
-    return [f"--set={key}={value}" for key, value in {**SETTINGS, "data.source": digits_file(place)}.items()]
+    return [
+        f"--set={key}={value}"
+        for key, value in {**SETTINGS, "data.source": digits_file(place)}.items()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -114,10 +117,16 @@ def straight(place: Path, flags: list[str]) -> tuple[dict[str, Any], list[Any]]:
     ],
 )
 def test_killed_and_resumed_equals_straight(
-    place: Path, flags: list[str], straight: tuple[dict[str, Any], list[Any]], where: str, count: int
+    place: Path,
+    flags: list[str],
+    straight: tuple[dict[str, Any], list[Any]],
+    where: str,
+    count: int,
 ) -> None:
     out = place / f"{where}-{count}"
-    assert ended(place, "run", "--out", str(out), *flags, where=where, count=count) == -signal.SIGKILL
+    assert (
+        ended(place, "run", "--out", str(out), *flags, where=where, count=count) == -signal.SIGKILL
+    )
     assert ended(place, "resume", str(out)) == 0, (place / "said").read_text()
     tensors, lines = outcome(out)
     assert lines == straight[1]

@@ -22,10 +22,24 @@ from barter.runs.tables import closing_table, count_table
 
 def record(t: int, up: int) -> Round:
     clients = {
-        0: {"global": 0.5, "local": 0.9, "before_global": 0.25, "before_local": 0.95, "bytes_up": up, "bytes_down": 0},
+        0: {
+            "global": 0.5,
+            "local": 0.9,
+            "before_global": 0.25,
+            "before_local": 0.95,
+            "bytes_up": up,
+            "bytes_down": 0,
+        },
         1: {"global": 0.7, "local": 0.8, "bytes_up": 0, "bytes_down": 2500},
     }
-    return Round(t, clients, {"global": 0.61}, {"round": 1.0}, {"m": {"up": up, "down": 2500}}, ["client 1 failed"])
+    return Round(
+        t,
+        clients,
+        {"global": 0.61},
+        {"round": 1.0},
+        {"m": {"up": up, "down": 2500}},
+        ["client 1 failed"],
+    )
 
 
 def rendered(item: object) -> str:
@@ -37,15 +51,47 @@ def rendered(item: object) -> str:
 
 def test_the_closing_table_says_it_all() -> None:
     text = rendered(
-        closing_table([record(1, 1000), record(2, 500)], ["cnn", "mlp"], [1200, 80], [[0, 3], [*range(12)]])
+        closing_table(
+            [record(1, 1000), record(2, 500)], ["cnn", "mlp"], [1200, 80], [[0, 3], [*range(12)]]
+        )
     )
     row = next(line for line in text.splitlines() if "cnn" in line)
-    assert row.split() == ["0", "cnn", "1,200", "0", "3", "25.0", "95.0", "50.0", "90.0", "2", "kB", "0", "B"]
+    assert row.split() == [
+        "0",
+        "cnn",
+        "1,200",
+        "0",
+        "3",
+        "25.0",
+        "95.0",
+        "50.0",
+        "90.0",
+        "2",
+        "kB",
+        "0",
+        "B",
+    ]
     mean = next(line for line in text.splitlines() if "mean" in line)
-    assert mean.split() == ["mean,", "or", "sum", "1,280", "25.0", "95.0", "60.0", "85.0", "2", "kB", "5", "kB"]
+    assert mean.split() == [
+        "mean,",
+        "or",
+        "sum",
+        "1,280",
+        "25.0",
+        "95.0",
+        "60.0",
+        "85.0",
+        "2",
+        "kB",
+        "5",
+        "kB",
+    ]
     assert "12 classes" in text
     late = closing_table(
-        [Round(1, {k: {"bytes_up": 0, "bytes_down": 0} for k in (0, 1)}, {}, {}, {}, []), record(2, 5)],
+        [
+            Round(1, {k: {"bytes_up": 0, "bytes_down": 0} for k in (0, 1)}, {}, {}, {}, []),
+            record(2, 5),
+        ],
         ["a", "b"],
         [1, 1],
         [[0], [1]],
@@ -61,7 +107,11 @@ def test_the_title_of_a_sheet_is_seen_whole_and_above_its_images(
     drawn: list[Any] = []
     monkeypatch.setattr(picture, "_save", lambda figure, path: drawn.append(figure))
     title = "DFRD, round 2: private images and what was made of them. Experimenter's view only"
-    picture.sheet([("server", None, torch.zeros(columns, 8, 8, 1), ["1"] * columns)], title, tmp_path / "sheet.png")
+    picture.sheet(
+        [("server", None, torch.zeros(columns, 8, 8, 1), ["1"] * columns)],
+        title,
+        tmp_path / "sheet.png",
+    )
     (figure,) = drawn
     words, first = figure._suptitle.get_window_extent(), figure.axes[0].title.get_window_extent()
     assert 0 <= words.x0 <= words.x1 <= figure.bbox.x1
@@ -113,14 +163,21 @@ def ink(path: Path, colour: str) -> np.ndarray:
 
 def test_bubbles_show_where_samples_are(tmp_path: Path) -> None:
     path = tmp_path / "p.png"
-    kinds = [Kinds("class", ["a", "b"], [[100, 0], [0, 25]]), Kinds("domain", ["x", "y"], [[100, 0], [25, 0]])]
+    kinds = [
+        Kinds("class", ["a", "b"], [[100, 0], [0, 25]]),
+        Kinds("domain", ["x", "y"], [[100, 0], [25, 0]]),
+    ]
     bubbles(kinds, "title", path)
     blue, red = ink(path, COLOURS[0]), ink(path, COLOURS[1])
     columns = np.flatnonzero(blue.any(0))
     gap = int(np.argmax(np.diff(columns)))
-    left, right = (blue[:, span[0] : span[-1] + 1].sum() for span in (columns[: gap + 1], columns[gap + 1 :]))
+    left, right = (
+        blue[:, span[0] : span[-1] + 1].sum() for span in (columns[: gap + 1], columns[gap + 1 :])
+    )
     assert left / right == pytest.approx(4, rel=0.1), "areas are in proportion to samples"
-    assert np.flatnonzero(red.any(1))[0] > np.flatnonzero(blue.any(1))[-1], "domains are below classes"
+    assert np.flatnonzero(red.any(1))[0] > np.flatnonzero(blue.any(1))[-1], (
+        "domains are below classes"
+    )
     with pytest.raises(ConfigError, match="cannot be written"):
         bubbles(kinds, "title", tmp_path / "none" / "p.png")
     with pytest.raises(ConfigError, match="ending .png"):
@@ -130,9 +187,15 @@ def test_bubbles_show_where_samples_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize("clients", [1, 7, 120])
 def test_nothing_of_a_split_is_cut_off(clients: int, tmp_path: Path) -> None:
     path, names = tmp_path / "p.png", ["a name that is much longer than one would like", "$b$"]
-    bubbles([Kinds("class", names, [[4, 9]] * clients)], "folder:/" + "a/very/long/path/" * 6 + "\nalpha 1", path)
+    bubbles(
+        [Kinds("class", names, [[4, 9]] * clients)],
+        "folder:/" + "a/very/long/path/" * 6 + "\nalpha 1",
+        path,
+    )
     image = np.asarray(Image.open(path).convert("L"))
-    edge = np.concatenate([image[:6].ravel(), image[-6:].ravel(), image[:, :6].ravel(), image[:, -6:].ravel()])
+    edge = np.concatenate(
+        [image[:6].ravel(), image[-6:].ravel(), image[:, :6].ravel(), image[:, -6:].ravel()]
+    )
     assert edge.min() == 255
     assert image.shape[1] < 2200, "many clients stand in several rows"
     rows = ink(path, COLOURS[0]).any(1).astype(int)
@@ -141,10 +204,14 @@ def test_nothing_of_a_split_is_cut_off(clients: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("methods", [2, 5, 40])
 def test_the_names_of_many_methods_leave_their_curves_room(methods: int, tmp_path: Path) -> None:
-    lines = {f"method {i}, with a field": {0: [(1, i / 100), (2, 0.5 + i / 100)]} for i in range(methods)}
+    lines = {
+        f"method {i}, with a field": {0: [(1, i / 100), (2, 0.5 + i / 100)]} for i in range(methods)
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # matplotlib warns where nothing is left of the axes
         curves(lines, "accuracy (%)", tmp_path / "curves.png")
     picture = np.asarray(Image.open(tmp_path / "curves.png").convert("L"))
-    spine = max((column < 50).sum() for column in picture.T[: picture.shape[1] // 4])  # the vertical axis
+    spine = max(
+        (column < 50).sum() for column in picture.T[: picture.shape[1] // 4]
+    )  # the vertical axis
     assert spine > 1.6 * 150, "at least so many inches of 150 dots"

@@ -28,15 +28,31 @@ def rounds(*accuracies: float, server: float | None = None) -> list[Round]:
     """A run of two clients whose mean on the global test is this, round by round; their own is 0.1 above."""
     made = []
     for t, accuracy in enumerate(accuracies, start=1):
-        clients = {k: {"global": accuracy + shift, "local": accuracy + 0.1} for k, shift in ((0, 0.05), (1, -0.05))}
+        clients = {
+            k: {"global": accuracy + shift, "local": accuracy + 0.1}
+            for k, shift in ((0, 0.05), (1, -0.05))
+        }
         reported = {} if server is None else {"global": server}
-        made.append(Round(t, clients, reported, {"round": 2.0, "learn": 1.0}, {"learn": {"up": 3, "down": 4}}, []))
+        made.append(
+            Round(
+                t,
+                clients,
+                reported,
+                {"round": 2.0, "learn": 1.0},
+                {"learn": {"up": 3, "down": 4}},
+                [],
+            )
+        )
     return made
 
 
 RESULTS = {
     "alone": {0: rounds(0.2, 0.30), 1: rounds(0.2, 0.32), 2: rounds(0.2, 0.31)},
-    "good": {0: rounds(0.5, 0.61, server=0.7), 1: rounds(0.3, 0.64, server=0.8), 2: rounds(0.3, 0.61, server=0.9)},
+    "good": {
+        0: rounds(0.5, 0.61, server=0.7),
+        1: rounds(0.3, 0.64, server=0.8),
+        2: rounds(0.3, 0.61, server=0.9),
+    },
     "short": {1: rounds(0.1, 0.2)},
 }
 
@@ -48,8 +64,18 @@ def test_what_a_round_is_worth() -> None:
     assert value(record, "server") == 0.9
     assert value(rounds(0.4)[0], "server") is None
     assert value(Round(1, {0: {"epochs": 3.0}}, {}, {}, {}, []), "own") is None
-    trained = Round(1, {0: {"before_global": 0.2, "before_local": 0.6}, 1: {"before_global": 0.4}}, {}, {}, {}, [])
-    assert (value(trained, "trained"), value(trained, "trained-own")) == (pytest.approx(0.3), pytest.approx(0.6))
+    trained = Round(
+        1,
+        {0: {"before_global": 0.2, "before_local": 0.6}, 1: {"before_global": 0.4}},
+        {},
+        {},
+        {},
+        [],
+    )
+    assert (value(trained, "trained"), value(trained, "trained-own")) == (
+        pytest.approx(0.3),
+        pytest.approx(0.6),
+    )
 
 
 def test_means_and_deviations_by_hand() -> None:
@@ -68,9 +94,13 @@ def test_means_and_deviations_by_hand() -> None:
 
 def test_the_interval_is_students() -> None:
     # Differences 1, 2, 3: mean 2, deviation 1, and the 97.5 % quantile of t with two degrees of freedom is 4.302653.
-    assert paired([1.0, 2.0, 3.0]) == pytest.approx((2 - 4.302653 / 3**0.5, 2 + 4.302653 / 3**0.5), rel=1e-6)
+    assert paired([1.0, 2.0, 3.0]) == pytest.approx(
+        (2 - 4.302653 / 3**0.5, 2 + 4.302653 / 3**0.5), rel=1e-6
+    )
     # With 4 degrees of freedom it is 2.776445; the deviation of 0, 0, 0, 0, 5 is the root of 5.
-    assert paired([0.0, 0.0, 0.0, 0.0, 5.0]) == pytest.approx((1 - 2.776445, 1 + 2.776445), rel=1e-6)
+    assert paired([0.0, 0.0, 0.0, 0.0, 5.0]) == pytest.approx(
+        (1 - 2.776445, 1 + 2.776445), rel=1e-6
+    )
     assert paired([1.0, 2.0]) is None
     assert paired([]) is None
 
@@ -82,7 +112,9 @@ def test_an_interval_holds_its_mean_and_moves_with_it(values: list[float], shift
     assert mean is not None
     assert low <= mean + 1e-12
     assert mean <= high + 1e-12
-    assert paired([v + shift for v in values]) == pytest.approx((low + shift, high + shift), abs=1e-9)
+    assert paired([v + shift for v in values]) == pytest.approx(
+        (low + shift, high + shift), abs=1e-9
+    )
 
 
 def test_cells_say_what_is_best_and_what_is_not_sure() -> None:
@@ -94,9 +126,27 @@ def test_cells_say_what_is_best_and_what_is_not_sure() -> None:
     text = {row[0][0]: [cell for cell, _ in row[1:]] for row in rows}
     assert text["alone"] == ["3", "31.0 ± 1.0", "41.0 ± 1.0", "-", "14 B", "4 s", "never", "-"]
     # 0.31, 0.32, 0.30: mean 0.31, deviation 0.01, so 4.302653 * 0.01 / 3 ** 0.5 = 0.0248 to each side.
-    good = ["3", "62.0 ± 1.7", "72.0 ± 1.7", "80.0 ± 10.0", "14 B", "4 s", "1.7", "+31.0 [+28.5, +33.5]"]
+    good = [
+        "3",
+        "62.0 ± 1.7",
+        "72.0 ± 1.7",
+        "80.0 ± 10.0",
+        "14 B",
+        "4 s",
+        "1.7",
+        "+31.0 [+28.5, +33.5]",
+    ]
     assert text["good"] == good
-    assert text["short"] == ["1", "20.0", "30.0", "-", "14 B", "4 s", "never", "-12.0 (too few seeds)"]
+    assert text["short"] == [
+        "1",
+        "20.0",
+        "30.0",
+        "-",
+        "14 B",
+        "4 s",
+        "never",
+        "-12.0 (too few seeds)",
+    ]
     assert [[cell for cell, best in row if best] for row in rows] == [[], good[1:4], []]
 
 
@@ -107,7 +157,9 @@ def test_without_baseline_and_target_there_are_no_such_columns() -> None:
 
 
 def test_the_same_table_in_markdown_latex_and_csv() -> None:
-    compared = summarise({**RESULTS, "a_b|50% $x$ \\": {0: rounds(0.2)}}, Question("global", "alone", 0.35))
+    compared = summarise(
+        {**RESULTS, "a_b|50% $x$ \\": {0: rounds(0.2)}}, Question("global", "alone", 0.35)
+    )
     lines = to_markdown(compared).splitlines()
     assert lines[2].startswith("| alone | 3 | 31.0 ± 1.0 |")
     assert lines[3].startswith("| good | 3 | **62.0 ± 1.7** |")
@@ -133,7 +185,9 @@ def test_who_trains_in_the_first_round_only_is_asked_about_that() -> None:
     (row,) = summarise({"a": {0: [first, last]}}, Question("trained")).rows
     assert (row.accuracies["trained"].values, row.accuracies["global"].values) == ((0.2,), (0.5,))
     (row,) = summarise({"a": {0: [first, last, silent]}}, Question("trained")).rows
-    assert (row.accuracies["trained"].values, row.accuracies["global"].values) == ((0.2,), ()), "nothing is made up"
+    assert (row.accuracies["trained"].values, row.accuracies["global"].values) == ((0.2,), ()), (
+        "nothing is made up"
+    )
 
 
 def test_what_came_of_local_training_stands_in_the_table_if_asked_for() -> None:
@@ -150,7 +204,11 @@ def test_what_came_of_local_training_stands_in_the_table_if_asked_for() -> None:
 def test_every_round_of_every_run_is_a_line() -> None:
     table = list(csv.DictReader(io.StringIO(to_rounds(RESULTS))))
     assert len(table) == 7 * 2
-    first = next(line for line in table if (line["method"], line["seed"], line["round"]) == ("good", "1", "2"))
+    first = next(
+        line
+        for line in table
+        if (line["method"], line["seed"], line["round"]) == ("good", "1", "2")
+    )
     assert float(first["global"]) == pytest.approx(0.64)
     assert (first["server"], first["trained"], first["trained_own"]) == ("0.8", "", "")
     assert (first["bytes"], first["seconds"]) == ("7", "2.0")

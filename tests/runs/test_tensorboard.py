@@ -5,22 +5,41 @@ from pathlib import Path
 
 import pytest
 
-from barter.cli import main
+from barter.cli.app import main
 from barter.core.record import Round
 from barter.runs.folder import records
 
-SMALL = ("--algorithm", "local", "--set", "algorithm.max_epochs=1", "--set", "clients=2", "--set", "models=small-mlp")
+SMALL = (
+    "--algorithm",
+    "local",
+    "--set",
+    "algorithm.max_epochs=1",
+    "--set",
+    "clients=2",
+    "--set",
+    "models=small-mlp",
+)
 
 
 def record(t: int, accuracy: float) -> Round:
     clients = {k: {"global": accuracy + k / 4, "bytes_up": 3.0, "bytes_down": 1.0} for k in (0, 1)}
-    return Round(t, clients, {"global": 0.5}, {"round": 1.5}, {"learn": {"up": 6, "down": 2}}, ["client 1 failed"])
+    return Round(
+        t,
+        clients,
+        {"global": 0.5},
+        {"round": 1.5},
+        {"learn": {"up": 6, "down": 2}},
+        ["client 1 failed"],
+    )
 
 
 def curves(run: Path) -> dict[str, list[tuple[int, float]]]:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     log = accumulator.EventAccumulator(str(run / "tensorboard")).Reload()
-    return {name: [(event.step, event.value) for event in log.Scalars(name)] for name in log.Tags()["scalars"]}
+    return {
+        name: [(event.step, event.value) for event in log.Scalars(name)]
+        for name in log.Tags()["scalars"]
+    }
 
 
 def test_a_round_is_a_dict_of_numbers() -> None:
@@ -70,11 +89,16 @@ def test_a_log_that_was_begun_goes_on(tmp_path: Path) -> None:
 def test_a_missing_extra_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for module in [name for name in sys.modules if name.startswith(("barter.runs.tensorboard", "torch.utils.tensor"))]:
+    for module in [
+        name
+        for name in sys.modules
+        if name.startswith(("barter.runs.tensorboard", "torch.utils.tensor"))
+    ]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     assert main(["run", *SMALL, "--out", str(tmp_path / "run"), "--tensorboard"]) == 2
     assert (
-        capsys.readouterr().err == "barter: TensorBoard is not installed here: pip install 'barter-fl[tensorboard]'\n"
+        capsys.readouterr().err
+        == "barter: TensorBoard is not installed here: pip install 'barter-fl[tensorboard]'\n"
     )
     assert not (tmp_path / "run").exists()

@@ -45,7 +45,8 @@ class Broadcast(Algorithm[S, C]):
     epochs: Count = 1  # E: local epochs
     batch_size: Count = 32  # B: images per step
     lr: Positive = 0.01  # η: learning rate of SGD
-    average: Average = "mean"  # of what comes back: by numbers of images, or what few clients cannot move
+    # of what comes back: by numbers of images, or what few clients cannot move
+    average: Average = "mean"
 
     def round(self, server: S, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)

@@ -28,7 +28,9 @@ __all__ = ["Central"]
 
 # Images are as large as the client's files, and all clients' alike.
 Side: TypeAlias = Annotated[int, Within(1, 1e6, "side")]
-Gift: TypeAlias = tuple[Annotated[Tensor, Pixels("examples", "side", "side")], Annotated[Tensor, Labels("examples")]]
+Gift: TypeAlias = tuple[
+    Annotated[Tensor, Pixels("examples", "side", "side")], Annotated[Tensor, Labels("examples")]
+]
 
 
 def as_most(side: int, client: int, own: int) -> int:
@@ -71,4 +73,11 @@ class Central(Algorithm):
         pixels, labels = pool
         everything = Images(pixels, labels, client.data.spec, client.data.augment)
         recipe, size = adam(self.lr, self.weight_decay), self.batch_size
-        fit(client, data=everything, epochs=self.max_epochs, goal=self.tau, batch_size=size, recipe=recipe)
+        fit(
+            client,
+            data=everything,
+            epochs=self.max_epochs,
+            goal=self.tau,
+            batch_size=size,
+            recipe=recipe,
+        )

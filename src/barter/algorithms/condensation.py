@@ -19,7 +19,16 @@ from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive
 from barter.core.payload import State
 from barter.core.record import Round
-from barter.ops.condense import Collaboration, Lot, condense, ends, labels_of, lot, mean_images, portions
+from barter.ops.condense import (
+    Collaboration,
+    Lot,
+    condense,
+    ends,
+    labels_of,
+    lot,
+    mean_images,
+    portions,
+)
 from barter.ops.fit import Trainer, epoch_length, index_batches, sgd
 from barter.ops.synthesis import variety
 
@@ -42,14 +51,17 @@ class Condensation(Algorithm[Server, Condenser]):
 
     fraction: Fraction = 1.0  # share of clients per round
     ipc: Count = 10  # IPC: condensed images per class, at most as many as there are originals; FedAF's paper has 50
-    min_samples: Count = 2  # classes with fewer images are left out; FedAF's paper has as many as ipc (Table 7)
+    # classes with fewer images are left out; FedAF's paper has as many as ipc (Table 7)
+    min_samples: Count = 2
     steps: Count = 200  # condensation steps per round; both papers have 1000
     batch_size: Count = 256  # real images of a class per step, and images per step of the server
     image_lr: Positive = 1.0  # learning rate of the images
     clip: Positive | None = 2.0  # largest norm of the images' gradient
-    init_images: Count = 1  # m: originals whose mean a condensed image starts from; FedAF's paper takes several
+    # m: originals whose mean a condensed image starts from; FedAF's paper takes several
+    init_images: Count = 1
     server_epochs: Count = 200  # passes over all condensed images per round; both papers have 500
-    server_lr: Positive = 0.01  # η: learning rate of the model; FedAF's paper has 0.001 for both methods
+    # η: learning rate of the model; FedAF's paper has 0.001 for both methods
+    server_lr: Positive = 0.01
     momentum: NonNegative = 0.9  # of the SGD for the model; FedAF has it for images too
 
     def condensed(
@@ -85,7 +97,9 @@ class Condensation(Algorithm[Server, Condenser]):
 
     def look(self, client: Condenser, images: Tensor, labels: Tensor) -> None:
         """Note how varied the condensed images are, and the client's own of the same classes."""
-        members = [(client.data.labels == c).nonzero()[: self.batch_size, 0] for c in torch.unique(labels)]
+        members = [
+            (client.data.labels == c).nonzero()[: self.batch_size, 0] for c in torch.unique(labels)
+        ]
         own = torch.cat(members)
         client.report |= variety(images, labels)
         told = variety(client.data.batch(own), client.data.labels[own])
@@ -96,15 +110,24 @@ class Condensation(Algorithm[Server, Condenser]):
         if rounds and not any(record.server.get("condensed") for record in rounds):
             way_out = f"no class of a client has {self.min_samples} images, and the model stayed as it was: lower it"
             remarks.append(f"min_samples={self.min_samples}: {way_out}")
-        last = {k: told for record in rounds for k, told in record.clients.items() if "own_variety" in told}
+        last = {
+            k: told
+            for record in rounds
+            for k, told in record.clients.items()
+            if "own_variety" in told
+        }
         alike = [k for k, told in last.items() if told["variety"] < ALIKE * told["own_variety"]]
         if alike and self.ipc > 1:
             who = f"client{'s' * (len(alike) > 1)} {', '.join(map(str, sorted(alike)))}"
             way_out = "start each from fewer originals (init_images) or take a smaller image_lr"
-            remarks.append(f"the condensed images of a class are all but the same at {who}: {way_out}")
+            remarks.append(
+                f"the condensed images of a class are all but the same at {who}: {way_out}"
+            )
         return remarks
 
-    def creations(self, party: Server | Condenser, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
+    def creations(
+        self, party: Server | Condenser, wanted: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
         if not isinstance(party, Condenser) or not party.images:
             return None
         labels = labels_of(portions(party.data, self.ipc, self.min_samples), party.device)
@@ -124,7 +147,10 @@ class Condensation(Algorithm[Server, Condenser]):
         """The server's model learns from condensed images, and notes the terms of its loss."""
         trainer = Trainer.of(server.model.train(), sgd(self.server_lr, self.momentum, weight_decay))
         batches = index_batches(len(labels), self.batch_size, labels.device)
-        steps, told = self.server_epochs * epoch_length(len(labels), self.batch_size), list[Tensor]()
+        steps, told = (
+            self.server_epochs * epoch_length(len(labels), self.batch_size),
+            list[Tensor](),
+        )
         for step in server.track("train", range(steps)):
             index = next(batches)
             values = trainer.step(loss, images[index], labels[index], *beside)

@@ -42,7 +42,16 @@ from barter.ops.distill import kl_each, tempered
 from barter.ops.ensemble import class_shares, consensus, distil
 from barter.ops.fit import Trainer, adam, epoch_length, fit, sgd
 from barter.ops.statistics import compared
-from barter.ops.synthesis import Ensemble, Teacher, assembled, collapsed, fidelity, painted, useful, variety
+from barter.ops.synthesis import (
+    Ensemble,
+    Teacher,
+    assembled,
+    collapsed,
+    fidelity,
+    painted,
+    useful,
+    variety,
+)
 
 __all__ = ["DENSE", "Archive", "Sketch", "sketch_loss"]
 
@@ -68,7 +77,13 @@ class Sketch(nn.Module):
 
 
 def sketch_loss(
-    sketch: Sketch, ensemble: Ensemble, model: Classifier, lam_bn: float, lam_adv: float, y: Tensor, shares: Tensor
+    sketch: Sketch,
+    ensemble: Ensemble,
+    model: Classifier,
+    lam_bn: float,
+    lam_adv: float,
+    y: Tensor,
+    shares: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Cross entropy, λ1 times the distances of statistics, and λ2 times minus the divergence where model and ensemble
     see different classes; and the images."""
@@ -99,7 +114,8 @@ class DENSE(Algorithm[Archive]):
         }
     }
 
-    student: str | None = None  # the server's network: of the zoo, or package.module:function; none: the first client's
+    # the server's network: of the zoo, or package.module:function; none: the first client's
+    student: str | None = None
     fraction: Fraction = 1.0  # share of clients per round that may hand in their models
     epochs: Count = 10  # E: local epochs; 100 in the authors' code
     batch_size: Count = 32  # private images per step; 128 in the authors' code
@@ -109,14 +125,17 @@ class DENSE(Algorithm[Archive]):
     generator_steps: Count = 10  # T_G: steps of each batch's generator; 30 in the paper
     samples: Count = 64  # b: images of a batch; 256 in the authors' code
     noise: Count = 256  # width of the noise
-    generator_lr: Positive = 1e-3  # η_G: Adam's learning rate of generator and noise, first momentum 0.5
+    # η_G: Adam's learning rate of generator and noise, first momentum 0.5
+    generator_lr: Positive = 1e-3
     lam_bn: NonNegative = 1.0  # λ1: how much statistics count
-    lam_adv: NonNegative = 1.0  # λ2: how much it counts that the server's model is of another opinion
+    # λ2: how much it counts that the server's model is of another opinion
+    lam_adv: NonNegative = 1.0
     temperature: Positive = 20.0  # of distillation, whose loss counts temperature² times
     distil_batch: Count = 64  # drawn images per step of the server's model
     distil_lr: Positive = 0.01  # η_S: learning rate of that SGD
     pool: Count = 8192  # images that are kept, the newest
-    weighting: Literal["clients", "classes"] = "clients"  # clients count alike, or by their images of a class (ours)
+    # clients count alike, or by their images of a class (ours)
+    weighting: Literal["clients", "classes"] = "clients"
 
     @property
     def server_network(self) -> str | None:
@@ -125,7 +144,9 @@ class DENSE(Algorithm[Archive]):
     def round(self, server: Archive, clients: Clients, t: int) -> None:
         new = [k for k in clients.sample(self.fraction) if k not in server.teachers]
         server.teachers = {**server.teachers, **clients.only(new).run(self.learn)}
-        ensemble = assembled(server, {k: update["weights"] for k, update in server.teachers.items()})
+        ensemble = assembled(
+            server, {k: update["weights"] for k, update in server.teachers.items()}
+        )
         counts = torch.stack([update["counts"] for update in server.teachers.values()])
         shares = class_shares(counts if self.weighting == "classes" else torch.ones_like(counts))
         for _ in server.track("distil", range(self.passes)):
@@ -136,12 +157,20 @@ class DENSE(Algorithm[Archive]):
         server.report |= variety(images.batch(newest), images.labels[newest])
 
     def learn(self, client: Client) -> Teacher:
-        fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=sgd(self.lr, self.momentum))
+        fit(
+            client,
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            recipe=sgd(self.lr, self.momentum),
+        )
         return {"weights": client.model.state_dict(), "counts": client.data.class_counts()}
 
     def draw(self, server: Archive, ensemble: Ensemble, shares: Tensor, held: Tensor) -> None:
         """A batch of images more."""
-        model, new = server.model.eval().requires_grad_(False), Sketch(server.spec, self.noise, self.samples)
+        model, new = (
+            server.model.eval().requires_grad_(False),
+            Sketch(server.spec, self.noise, self.samples),
+        )
         sketch = lanes.keep("sketch", new.to(server.device)).train()
         y = held[torch.randint(len(held), (self.samples,), device=server.device)]
         loss = partial(sketch_loss, sketch, ensemble, model, self.lam_bn, self.lam_adv)
@@ -153,7 +182,10 @@ class DENSE(Algorithm[Archive]):
         model.requires_grad_(True)
         server.report["generator_loss"] = float(least)
         pixels, labels = [*server.pixels, quantised(best, server.spec)], [*server.labels, y]
-        server.pixels, server.labels = [torch.cat(pixels)[-self.pool :]], [torch.cat(labels)[-self.pool :]]
+        server.pixels, server.labels = (
+            [torch.cat(pixels)[-self.pool :]],
+            [torch.cat(labels)[-self.pool :]],
+        )
 
     def images(self, server: Archive) -> Images:
         """All that are kept."""
@@ -178,7 +210,9 @@ class DENSE(Algorithm[Archive]):
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
         return collapsed(rounds, "a higher lam_adv, or passes of fewer generator_steps, may help")
 
-    def creations(self, party: Archive | Client, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
+    def creations(
+        self, party: Archive | Client, wanted: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
         if not isinstance(party, Archive) or not party.pixels:
             return None
         images = self.images(party)

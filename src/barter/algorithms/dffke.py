@@ -68,7 +68,9 @@ class Offer(TypedDict):
 
     examples: Annotated[int, Within(1, "examples", "n")]
     weights: NotRequired[Annotated[State, When("inverts")]]
-    embeddings: NotRequired[Annotated[Tensor, Floats("n", "views", "features"), When("embeds")]]  # of images' views
+    embeddings: NotRequired[
+        Annotated[Tensor, Floats("n", "views", "features"), When("embeds")]
+    ]  # of images' views
     labels: NotRequired[Annotated[Tensor, Labels("n"), When("embeds")]]
 
 
@@ -94,7 +96,8 @@ class Trader(Client):
     buffer: list[Entry] = []
     docking: State = {}
     exchanges: int = 0  # how many it took part in
-    offered: dict[int, Tensor] = {}  # which of its images it offered in each round it remembers; 0 is the one begun
+    # which of its images it offered in each round it remembers; 0 is the one begun
+    offered: dict[int, Tensor] = {}
 
 
 def shown(spec: Spec, augment: Augment, images: Tensor) -> Tensor:
@@ -102,16 +105,30 @@ def shown(spec: Spec, augment: Augment, images: Tensor) -> Tensor:
     return resized(augmented(images, augment), spec)
 
 
-def review_loss(model: Classifier, features: Tensor, labels: Tensor, home: Tensor | None = None) -> Tensor:
+def review_loss(
+    model: Classifier, features: Tensor, labels: Tensor, home: Tensor | None = None
+) -> Tensor:
     """The cross entropy of private images, told how frequent classes are at home."""
     return F.cross_entropy(adjusted(model.logits(features), home), labels)
 
 
 PAPER: dict[str, object] = {
     **{"max_epochs": 100, "later_epochs": None, "share": 0.15, "parts": 0, "whiten": 0.0},
-    **{"decoder_epochs": 6, "decoder_steps": 0, "decoder_batch": None, "warm_decoder": False, "cosine": False},
+    **{
+        "decoder_epochs": 6,
+        "decoder_steps": 0,
+        "decoder_batch": None,
+        "warm_decoder": False,
+        "cosine": False,
+    },
     **{"exchange_epochs": 4, "exchange_steps": 0, "mixed": False, "augmented": False},
-    **{"balanced": False, "memory": None, "transfer": "decoder", "local_review": False, "noise": 1.0},
+    **{
+        "balanced": False,
+        "memory": None,
+        "transfer": "decoder",
+        "local_review": False,
+        "noise": 1.0,
+    },
 }
 CODE = {"share": 1.0, "local_review": True, "embedding_loss": True, "logit_loss": True}
 
@@ -128,7 +145,11 @@ class DFFKE(Algorithm[Hub, Trader]):
         "exchange": "down: the other clients' logits",
     }
     tells = {
-        **{"learn.examples": "nothing", "learn.embeddings": "row of the network", "learn.labels": "label"},
+        **{
+            "learn.examples": "nothing",
+            "learn.embeddings": "row of the network",
+            "learn.labels": "label",
+        },
         **{"teach.round": "nothing", "teach.index": "nothing"},
     }
     presets = {"paper": PAPER, "code": {**PAPER, **CODE}}
@@ -137,45 +158,64 @@ class DFFKE(Algorithm[Hub, Trader]):
     collaboration: Fraction = 1.0  # π: share of clients that ever exchange; the rest train alone
     tau: Fraction = 0.98  # τ: local training ends when an epoch's training accuracy reaches it
     max_epochs: Count = 30  # or after so many epochs; the paper has no such limit
-    later_epochs: Whole | None = 0  # the same once it has exchanged, for `local_review` goes on; none as before (paper)
+    # the same once it has exchanged, for `local_review` goes on; none as before (paper)
+    later_epochs: Whole | None = 0
     share: Fraction = 0.6  # share of a client's embeddings that it offers; the paper's byte counts come out for 0.15
-    parts: Whole = 4  # and of so many by so many parts of an image, of 8 pixels or more; the paper has none
+    # and of so many by so many parts of an image, of 8 pixels or more; the paper has none
+    parts: Whole = 4
     code_dim: Count = 512  # h: width of the unified embedding space
-    docking_epochs: Count = 100  # T_Tran: full-batch steps per client for docking layers and global head
-    whiten: NonNegative = 0.1  # codes vary alike where they vary by more than this share of the mean; 0 in the paper
-    decoder_epochs: Count = 8  # T_Dec: passes over the largest offer; the paper has 3 for CIFAR-10, 6 for CIFAR-100
+    # T_Tran: full-batch steps per client for docking layers and global head
+    docking_epochs: Count = 100
+    # codes vary alike where they vary by more than this share of the mean; 0 in the paper
+    whiten: NonNegative = 0.1
+    # T_Dec: passes over the largest offer; the paper has 3 for CIFAR-10, 6 for CIFAR-100
+    decoder_epochs: Count = 8
     decoder_steps: Whole = 70  # but at least so many steps, for small data sets; not in the paper
-    decoder_batch: Count | None = 50  # codes per client in a step, on average; none is batch_size, as in the paper
-    warm_decoder: bool = True  # the decoder goes on from the last round's; the paper has a new one in each
-    exchange_epochs: Count = 1  # T_FKE: passes over the synthetic set; the paper has 2 for CIFAR-10, 4 for CIFAR-100
+    # codes per client in a step, on average; none is batch_size, as in the paper
+    decoder_batch: Count | None = 50
+    # the decoder goes on from the last round's; the paper has a new one in each
+    warm_decoder: bool = True
+    # T_FKE: passes over the synthetic set; the paper has 2 for CIFAR-10, 4 for CIFAR-100
+    exchange_epochs: Count = 1
     exchange_steps: Whole = 60  # but at least so many steps, for small data sets; not in the paper
-    mixed: bool = True  # batches hold codes of all clients, images of all peers and private ones; in the paper one's
+    # batches hold codes of all clients, images of all peers and private ones; in the paper one's
     # after the other's
-    augmented: bool = True  # students see transfer images shifted and mirrored, as private ones; not in the paper
+    mixed: bool = True
+    # students see transfer images shifted and mirrored, as private ones; not in the paper
+    augmented: bool = True
     cosine: bool = True  # learning rates of clients and decoder fall within each phase; the paper's are constant
     balanced: bool = True  # cross entropy is told how frequent classes are at home, so networks need not learn it; ours
-    peers: Count | None = None  # peers a client learns from in a round, drawn anew in each; none is all
+    # peers a client learns from in a round, drawn anew in each; none is all
+    peers: Count | None = None
     memory: Whole | None = 5  # R: past rounds kept for review; none is no limit, as in the paper
     lr: Positive = 1e-3  # η: Adam's learning rate, for every network
     batch_size: Count = 100  # B: images per step
     weight_decay: NonNegative = 1e-5  # of the clients' Adam
     docking_weight_decay: NonNegative = 1e-3  # of the docking layers' Adam
-    embeddings: Literal["real", "noise"] = "real"  # E_k: of private images, or noise that tells nothing
+    # E_k: of private images, or noise that tells nothing
+    embeddings: Literal["real", "noise"] = "real"
     noise: Positive = 30.0  # deviation of such noise: from afar images come out unlike each other; the paper gives none
-    transfer: Literal["images", "decoder", "public"] = "images"  # what stands for data: images that the server draws,
-    # the decoder and codes from which clients draw them (paper), or public data
+    # what stands for data: images that the server draws, the decoder and codes from which clients
+    # draw them (paper), or public data
+    transfer: Literal["images", "decoder", "public"] = "images"
     direction: Literal["teacher", "student"] = "teacher"  # KL(teacher ‖ student) or the reverse
-    discrepancy: Discrepancy = "none"  # F of L_md in the decoder's loss, for which another client is the student
-    local_review: bool = True  # a step on a private batch in every exchange iteration (authors' code)
+    # F of L_md in the decoder's loss, for which another client is the student
+    discrepancy: Discrepancy = "none"
+    # a step on a private batch in every exchange iteration (authors' code)
+    local_review: bool = True
     embedding_loss: bool = False  # MSE of translated embeddings in the exchange (authors' code)
     logit_loss: bool = False  # KL of logits in the decoder's loss (authors' code)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.transfer == "public" and self.embedding_loss:
-            raise ConfigError("embedding_loss=True: it needs docking layers, which transfer='public' does without")
+            raise ConfigError(
+                "embedding_loss=True: it needs docking layers, which transfer='public' does without"
+            )
         if self.parts == 1:
-            raise ConfigError("parts=1: one part is the whole; 2 cuts an image into four, 0 into none")
+            raise ConfigError(
+                "parts=1: one part is the whole; 2 cuts an image into four, 0 into none"
+            )
 
     @property
     def needs_public_data(self) -> bool:
@@ -201,7 +241,10 @@ class DFFKE(Algorithm[Hub, Trader]):
 
     def lesson_bytes(self, known: Known) -> int:
         """Of a word on all images that a client offered, and on as many before, of as many rounds as it remembers."""
-        n, numbers = self.offered(known.examples), known.spec.classes + self.embedding_loss * self.code_dim
+        n, numbers = (
+            self.offered(known.examples),
+            known.spec.classes + self.embedding_loss * self.code_dim,
+        )
         rounds = 1 + (n if self.memory is None else min(n, self.memory))
         return 2 * n * (4 * numbers + 8) + rounds * WORD
 
@@ -215,7 +258,11 @@ class DFFKE(Algorithm[Hub, Trader]):
         codes, decoder = self.make_transfer_data(server, offers)  # Eqs. 10-12
         entry: Entry = {"round": t, "codes": codes, "decoder": decoder}
         known = [*server.buffer, entry]
-        lessons = traders.only(offers).scatter(self.teach, self.deliver(server, entry)).each(partial(sound, known))
+        lessons = (
+            traders.only(offers)
+            .scatter(self.teach, self.deliver(server, entry))
+            .each(partial(sound, known))
+        )
         server.held |= dict.fromkeys(lessons, t)
         if len(lessons) < 2:
             return
@@ -223,12 +270,25 @@ class DFFKE(Algorithm[Hub, Trader]):
 
     def train(self, client: Trader) -> None:
         recipe = adam(self.lr, self.weight_decay, cosine=self.cosine)
-        epochs = self.later_epochs if client.exchanges and self.later_epochs is not None else self.max_epochs
+        epochs = (
+            self.later_epochs
+            if client.exchanges and self.later_epochs is not None
+            else self.max_epochs
+        )
         home = self.at_home(client)
-        fitted = fit(client, epochs=epochs, goal=self.tau, batch_size=self.batch_size, recipe=recipe, by_class=home)
+        fitted = fit(
+            client,
+            epochs=epochs,
+            goal=self.tau,
+            batch_size=self.batch_size,
+            recipe=recipe,
+            by_class=home,
+        )
         client.report["epochs"] = fitted.epochs
         if epochs:
-            client.report |= {f"before_{name}": value for name, value in evaluate(client, home).items()}
+            client.report |= {
+                f"before_{name}": value for name, value in evaluate(client, home).items()
+            }
 
     def at_home(self, client: Trader) -> Tensor | None:
         return log_shares(client.data) if self.balanced else None
@@ -245,42 +305,71 @@ class DFFKE(Algorithm[Hub, Trader]):
             offer["labels"] = data.labels[index]
         return offer
 
-    def make_transfer_data(self, server: Hub, offers: Replies[Offer]) -> tuple[dict[int, Tensor], State]:
+    def make_transfer_data(
+        self, server: Hub, offers: Replies[Offer]
+    ) -> tuple[dict[int, Tensor], State]:
         """Embeddings in one space (Eqs. 10 and 11), and the decoder that makes images of them; or these images."""
         size, device = {k: offer["examples"] for k, offer in offers.items()}, server.device
         if self.transfer == "public":
             assert server.public is not None
-            return {k: torch.randint(len(server.public), (n,), device=device) for k, n in size.items()}, {}
+            return {
+                k: torch.randint(len(server.public), (n,), device=device) for k, n in size.items()
+            }, {}
         models = {k: server.replica(k, offer["weights"]) for k, offer in offers.items()}
         if self.embeddings == "real":
-            e, y = {k: o["embeddings"] for k, o in offers.items()}, {k: o["labels"] for k, o in offers.items()}
+            e, y = (
+                {k: o["embeddings"] for k, o in offers.items()},
+                {k: o["labels"] for k, o in offers.items()},
+            )
         else:
             views = number(cut(self.parts, server.spec))
-            e = {k: self.noise * torch.randn(n, views, models[k].feature_dim, device=device) for k, n in size.items()}
-            y = {k: torch.randint(server.spec.classes, (n,), device=device) for k, n in size.items()}
+            e = {
+                k: self.noise * torch.randn(n, views, models[k].feature_dim, device=device)
+                for k, n in size.items()
+            }
+            y = {
+                k: torch.randint(server.spec.classes, (n,), device=device) for k, n in size.items()
+            }
         recipe = adam(self.lr, self.docking_weight_decay)
-        z, codes, docking = unify(server, e, y, server.docking, self.code_dim, self.docking_epochs, recipe, self.whiten)
+        z, codes, docking = unify(
+            server, e, y, server.docking, self.code_dim, self.docking_epochs, recipe, self.whiten
+        )
         server.docking |= docking
         decoder = self.train_decoder(server, {k: Viewer(models[k], z[k]) for k in offers}, codes, e)
         if self.transfer == "decoder":
             return codes, decoder
         return {k: depicted(decoder, server.spec, code).half() for k, code in codes.items()}, {}
 
-    def train_decoder(self, server: Hub, viewers: dict[int, Viewer], codes: Tensors, e: Tensors) -> State:
+    def train_decoder(
+        self, server: Hub, viewers: dict[int, Viewer], codes: Tensors, e: Tensors
+    ) -> State:
         """The decoder Dec, which makes of each code an image that its client's encoder maps back to it (Eq. 12)."""
-        schedule = Schedule(self.decoder_epochs, self.decoder_steps, self.decoder_batch or self.batch_size, self.mixed)
+        schedule = Schedule(
+            self.decoder_epochs,
+            self.decoder_steps,
+            self.decoder_batch or self.batch_size,
+            self.mixed,
+        )
         recipe, terms = adam(self.lr, cosine=self.cosine), Terms(self.logit_loss, self.discrepancy)
-        decoder, loss = fit_decoder(server, server.decoder, viewers, codes, e, recipe, schedule, terms)
+        decoder, loss = fit_decoder(
+            server, server.decoder, viewers, codes, e, recipe, schedule, terms
+        )
         server.report["decoder_loss"], server.decoder = loss, decoder if self.warm_decoder else {}
         return decoder
 
     def deliver(self, server: Hub, entry: Entry) -> dict[int, Delivery]:
         """This round's entry for every participant, with those that the buffer still holds and it has missed."""
-        missed = {k: [old for old in server.buffer if old["round"] > server.held.get(k, 0)] for k in entry["codes"]}
+        missed = {
+            k: [old for old in server.buffer if old["round"] > server.held.get(k, 0)]
+            for k in entry["codes"]
+        }
         docking = server.docking if self.embedding_loss else {}
         server.buffer = newest([*server.buffer, entry], self.memory)
         server.report["buffer_bytes"] = nbytes(server.buffer)
-        return {k: {"entries": [*old, entry], "docking": docking.get(k, {})} for k, old in missed.items()}
+        return {
+            k: {"entries": [*old, entry], "docking": docking.get(k, {})}
+            for k, old in missed.items()
+        }
 
     def teach(self, client: Trader, delivery: Delivery) -> Annotated[Lesson, Room("lesson_bytes")]:
         """The client's own logits Ŷ_k on its transfer images of this round, and on a sample of those before, B_k^t."""
@@ -294,29 +383,47 @@ class DFFKE(Algorithm[Hub, Trader]):
     def say(self, client: Trader, images: Tensor) -> dict[str, Tensor]:
         """The client's word on these images: its logits, and its translated embeddings where they are asked for."""
         model, everything = client.model.eval(), torch.arange(len(images), device=client.device)
-        features = predict(model.features, lambda part: resized(images[part], client.data.spec), everything)
-        translated = {"embeddings": F.linear(features, **client.docking)} if self.embedding_loss else {}
+        features = predict(
+            model.features, lambda part: resized(images[part], client.data.spec), everything
+        )
+        translated = (
+            {"embeddings": F.linear(features, **client.docking)} if self.embedding_loss else {}
+        )
         return {"logits": model.logits(features).detach(), **translated}
 
     def exchange(self, client: Trader, lessons: dict[int, Lesson]) -> None:
         """Learn from other clients, on their data of this round and on what they taught before (Eqs. 13 and 14)."""
         data, model, home = client.data, client.model, self.at_home(client)
         heard = taught(client.buffer, lessons, partial(draw, client), mixed=self.mixed)
-        show, judge = partial(shown, data.spec, self.augment(data)), partial(self.exchange_loss, model)
+        show, judge = (
+            partial(shown, data.spec, self.augment(data)),
+            partial(self.exchange_loss, model),
+        )
         subjects = [Subject(rows, show, judge, tuple(client.docking.values())) for rows in heard]
         if self.local_review:
-            show, judge = partial(prepared, spec=data.spec, augment=data.augment), partial(review_loss, model)
-            subjects.insert(0, Subject([data.pixels, data.labels], show, judge, () if home is None else (home,)))
+            show, judge = (
+                partial(prepared, spec=data.spec, augment=data.augment),
+                partial(review_loss, model),
+            )
+            subjects.insert(
+                0, Subject([data.pixels, data.labels], show, judge, () if home is None else (home,))
+            )
         made = client.buffer[-1]["codes"]
         longest = sum(len(made[i]) for i in lessons) if self.mixed else max(map(len, made.values()))
-        steps = max(self.exchange_steps, self.exchange_epochs * epoch_length(longest, self.batch_size))
+        steps = max(
+            self.exchange_steps, self.exchange_epochs * epoch_length(longest, self.batch_size)
+        )
         groups = [subjects] if self.mixed else [[subject] for subject in subjects]
         courses = [joint(model, together, self.batch_size) for together in groups]
         steps *= len(subjects) // len(courses)  # a batch holds less of each
         alternate(client, courses, steps, adam(self.lr, self.weight_decay, cosine=self.cosine))
         client.exchanges += 1
         client.buffer = newest(client.buffer, self.memory)
-        client.offered = {e["round"]: client.offered[e["round"]] for e in client.buffer if e["round"] in client.offered}
+        client.offered = {
+            e["round"]: client.offered[e["round"]]
+            for e in client.buffer
+            if e["round"] in client.offered
+        }
         client.report["buffer_bytes"] = nbytes(client.buffer)
 
     def augment(self, data: Images) -> Augment:
@@ -324,7 +431,9 @@ class DFFKE(Algorithm[Hub, Trader]):
         width = data.spec.width if self.transfer == "public" else drawn_side(data.spec)
         return data.augment.resized(data.side, width) if self.augmented else Augment()
 
-    def exchange_loss(self, model: Classifier, features: Tensor, target: Tensor, *docked: Tensor) -> Tensor:
+    def exchange_loss(
+        self, model: Classifier, features: Tensor, target: Tensor, *docked: Tensor
+    ) -> Tensor:
         """The divergence from a peer's predictions on a batch of its images (a term of Eqs. 13 and 14)."""
         student = model.logits(features)
         loss = kl(target, student) if self.direction == "teacher" else kl(student, target)
@@ -333,7 +442,9 @@ class DFFKE(Algorithm[Hub, Trader]):
             loss = loss + F.mse_loss(F.linear(features, weight, bias), embeddings)
         return loss
 
-    def gallery(self, client: Trader, t: int, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
+    def gallery(
+        self, client: Trader, t: int, wanted: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
         entry = next((entry for entry in client.buffer if entry["round"] == t), None)
         if entry is None or t not in client.offered:
             return None

@@ -71,7 +71,11 @@ from barter.ops.synthesis import (
 
 __all__ = ["DFRD", "Distiller"]
 
-EXTRACTION: Mapping[str, Extraction] = {"heterofl": "static", "feddropout": "random", "fedrolex": "rolling"}
+EXTRACTION: Mapping[str, Extraction] = {
+    "heterofl": "static",
+    "feddropout": "random",
+    "fedrolex": "rolling",
+}
 
 
 class Distiller(Server):
@@ -82,7 +86,9 @@ class Distiller(Server):
     averaged: State = {}
 
 
-def transferability(ensemble: Tensor, student: Tensor, chosen: Tensor, temperature: float, over: str) -> Tensor:
+def transferability(
+    ensemble: Tensor, student: Tensor, chosen: Tensor, temperature: float, over: str
+) -> Tensor:
     """L_tran (Eq. 3): minus KL(student ‖ ensemble) on the chosen images, over the batch or over their number.
 
     Zero where none is chosen.
@@ -101,7 +107,8 @@ def excess(names: Tensor, gamma: float) -> Tensor:
 def moved(slow: State, now: State, momentum: float) -> State:
     """λ w̃ + (1 - λ) w (Eq. 6); counters are those of now."""
     return {
-        at: momentum * slow[at] + (1 - momentum) * w if w.is_floating_point() else w.clone() for at, w in now.items()
+        at: momentum * slow[at] + (1 - momentum) * w if w.is_floating_point() else w.clone()
+        for at, w in now.items()
     }
 
 
@@ -142,33 +149,43 @@ class DFRD(PartialTraining[Distiller]):
         "sound": {},
     }
 
-    base: Literal["fedrolex", "feddropout", "heterofl", "fedavg", "none"] = "fedrolex"  # how models are averaged first
+    # how models are averaged first
+    base: Literal["fedrolex", "feddropout", "heterofl", "fedavg", "none"] = "fedrolex"
     masked_loss: bool = False  # logits of classes a client lacks count as zero in its loss; teachers should know better
-    iterations: Count = 20  # I: times that generator and global model are trained in turn; 10 in the paper
+    # I: times that generator and global model are trained in turn; 10 in the paper
+    iterations: Count = 20
     generator_steps: Count = 5  # I_g: steps of the generator in each; 2 in the paper
     global_steps: Count = 5  # I_d: steps of the global model in each
     samples: Count = 64  # B: generated images per step
     noise: Count = 64  # d: width of the noise
     merge: Merge = "mul"  # o(z, y): how noise and label become one
-    generator_lr: Positive = 2e-3  # Adam's learning rate of the generator, first momentum 0.5; 2e-4 in the paper
-    global_lr: Positive | None = None  # SGD's rate of the global model; none: 0.01 (paper) alone, else a quarter of it
+    # Adam's learning rate of the generator, first momentum 0.5; 2e-4 in the paper
+    generator_lr: Positive = 2e-3
+    # SGD's rate of the global model; none: 0.01 (paper) alone, else a quarter of it
+    global_lr: Positive | None = None
     global_weight_decay: NonNegative = 1e-4  # of that SGD
-    lasting_optimizers: bool = True  # one optimizer for all iterations of a round; a new one for each in the paper
+    # one optimizer for all iterations of a round; a new one for each in the paper
+    lasting_optimizers: bool = True
     temperature: Positive = 10.0  # of distillation and transferability
     square_temperature: bool = True  # distillation counts temperature² times; once in the paper
     rule: Rule = "student-wrong"  # images wanted: ensemble right and student wrong (◇), all (△), or both differ (▽)
-    tran_mean: Literal["batch", "chosen"] = "batch"  # the mean over all images (Eq. 3), or over those wanted (code)
+    # the mean over all images (Eq. 3), or over those wanted (code)
+    tran_mean: Literal["batch", "chosen"] = "batch"
     beta_tran: NonNegative = 1.0  # β_tran: weight of transferability
     beta_div: NonNegative = 1.0  # β_div: weight of diversity
-    beta_bn: NonNegative = 1.0  # weight of strangeness: images should look to clients like their own; 0 in the paper
-    beta_ey: NonNegative = 0.25  # weight of the embeddings' excess length; only in the authors' code
+    # weight of strangeness: images should look to clients like their own; 0 in the paper
+    beta_bn: NonNegative = 1.0
+    # weight of the embeddings' excess length; only in the authors' code
+    beta_ey: NonNegative = 0.25
     gamma: Positive = 1.0  # γ: embeddings longer than γ √d are in excess
     alpha: NonNegative = 0.5  # α: weight of the slow generator's images
     slow_momentum: Fraction = 0.5  # λ: how slow the slow generator is
-    slow_start: Literal["copy", "scaled"] = "copy"  # from the first generator, or from (1 - λ) of it as published
+    # from the first generator, or from (1 - λ) of it as published
+    slow_start: Literal["copy", "scaled"] = "copy"
     smoothing: NonNegative = 0.0  # added to each count in τ; 1 in the authors' code
     output: Output = "matched"  # range of generated images: the data's, or -1 to 1 as in the paper
-    student_norm: Literal["kept", "trained"] = "kept"  # statistics of the global model while it distils
+    # statistics of the global model while it distils
+    student_norm: Literal["kept", "trained"] = "kept"
 
     @property
     def one_architecture(self) -> bool:
@@ -185,7 +202,9 @@ class DFRD(PartialTraining[Distiller]):
     def tells_counts(self) -> bool:
         return True
 
-    def averaged(self, server: Distiller, updates: Replies[Update], where: Mapping[int, Places]) -> State:
+    def averaged(
+        self, server: Distiller, updates: Replies[Update], where: Mapping[int, Places]
+    ) -> State:
         if self.base != "fedavg":
             return super().averaged(server, updates, where)
         return average(updates.each(lambda _, update: update["weights"]))
@@ -197,7 +216,9 @@ class DFRD(PartialTraining[Distiller]):
         else:
             updates = self.exchange(server, active, t)  # Eq. 1
         ensemble = assembled(server, {k: update["weights"] for k, update in updates.items()})
-        tau, p = label_weights(torch.stack([u["counts"] for u in updates.values()]).float(), self.smoothing)
+        tau, p = label_weights(
+            torch.stack([u["counts"] for u in updates.values()]).float(), self.smoothing
+        )
         server.averaged = isolate(dict(server.model.state_dict())) if self.one_architecture else {}
         generator, slow = self.recalled(server)
         self.play(server, generator, slow, ensemble, tau, p)  # Eqs. 2 to 5 and 7
@@ -240,9 +261,14 @@ class DFRD(PartialTraining[Distiller]):
 
         rate = self.global_lr or (0.01 if self.base == "none" else 0.0025)
         recipe = sgd(rate, weight_decay=self.global_weight_decay)
-        artist = Player(generator, adam(self.generator_lr, beta1=0.5), improve, draw, self.generator_steps)
+        artist = Player(
+            generator, adam(self.generator_lr, beta1=0.5), improve, draw, self.generator_steps
+        )
         student = Player(model, recipe, learn, draw_twice, self.global_steps)
-        training, lasting = self.student_norm == "trained" or self.base == "none", self.lasting_optimizers
+        training, lasting = (
+            self.student_norm == "trained" or self.base == "none",
+            self.lasting_optimizers,
+        )
         duel(server, artist, student, self.iterations, training=training, lasting=lasting)
 
     def generator_loss(
@@ -258,13 +284,21 @@ class DFRD(PartialTraining[Distiller]):
         """L_gen (Eq. 5), the embeddings' excess, and (ours) how strange images look to the clients."""
         h = generator.merged(z, y)
         s = shown(generator.drawn(h), spec, self.output)
-        e, strangeness = ensemble.inspected(s, weights) if self.beta_bn else (ensemble(s, weights).float(), 0.0)
+        e, strangeness = (
+            ensemble.inspected(s, weights) if self.beta_bn else (ensemble(s, weights).float(), 0.0)
+        )
         with torch.no_grad():
             f = model(s).float()
         chosen = useful(e.detach(), f, y, self.rule)
-        loss = fidelity(e, y) + self.beta_tran * transferability(e, f, chosen, self.temperature, self.tran_mean)
+        loss = fidelity(e, y) + self.beta_tran * transferability(
+            e, f, chosen, self.temperature, self.tran_mean
+        )
         loss = loss + self.beta_div * diversity(s, h) + self.beta_bn * strangeness
-        return loss if generator.names is None else loss + self.beta_ey * excess(generator.names(y), self.gamma)
+        return (
+            loss
+            if generator.names is None
+            else loss + self.beta_ey * excess(generator.names(y), self.gamma)
+        )
 
     def global_loss(
         self,
@@ -294,11 +328,20 @@ class DFRD(PartialTraining[Distiller]):
     def remember(self, server: Distiller, generator: MergeGenerator) -> None:
         """The generator, and its slow copy moved towards it."""
         now = isolate(dict(generator.state_dict()))
-        first = now if self.slow_start == "copy" else {at: torch.zeros_like(w) for at, w in now.items()}
+        first = (
+            now if self.slow_start == "copy" else {at: torch.zeros_like(w) for at, w in now.items()}
+        )
         server.generator, server.slow = now, moved(server.slow or first, now, self.slow_momentum)
 
     @torch.no_grad()
-    def judge(self, server: Distiller, generator: MergeGenerator, ensemble: Ensemble, tau: Tensor, p: Tensor) -> None:
+    def judge(
+        self,
+        server: Distiller,
+        generator: MergeGenerator,
+        ensemble: Ensemble,
+        tau: Tensor,
+        p: Tensor,
+    ) -> None:
         """Report how images vary and how they look to the clients, and how often the model says as they do."""
         x, y = self.made(server, generator, p)
         opinion, strangeness = ensemble.inspected(x, tau[:, y])
@@ -309,16 +352,22 @@ class DFRD(PartialTraining[Distiller]):
         server.report["agreement"] = (server.model.eval()(x).argmax(1) == seen).float().mean()
         if server.averaged:
             with as_averaged(server):
-                server.report["agreement_before"] = (server.model(x).argmax(1) == seen).float().mean()
+                server.report["agreement_before"] = (
+                    (server.model(x).argmax(1) == seen).float().mean()
+                )
 
     @torch.no_grad()
-    def made(self, server: Distiller, generator: MergeGenerator, p: Tensor) -> tuple[Tensor, Tensor]:
+    def made(
+        self, server: Distiller, generator: MergeGenerator, p: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Images of classes that are drawn so often, and their labels."""
         z = torch.randn(self.samples, self.noise, device=server.device)
         y = torch.multinomial(p, self.samples, replacement=True)
         return shown(generator.train()(z, y), server.spec, self.output), y
 
-    def creations(self, party: Distiller | Client, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
+    def creations(
+        self, party: Distiller | Client, wanted: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
         if not isinstance(party, Distiller):
             return None
         generator, _ = self.recalled(party)

@@ -33,7 +33,8 @@ class DSFL(PublicDistillation):
 
     global_model = True
 
-    temperature: Positive | None = 0.1  # T of ERA: the lower, the surer the mean is made; none leaves it as it is
+    # T of ERA: the lower, the surer the mean is made; none leaves it as it is
+    temperature: Positive | None = 0.1
     epochs: Count = 5  # passes over private data per round
     distil_epochs: Count = 5  # passes over the round's public images
     batch_size: Count = 100  # private images per step
@@ -45,7 +46,11 @@ class DSFL(PublicDistillation):
         return sgd(self.lr)
 
     def decided(self, server: Server, places: Tensor, mean: Tensor) -> Tensor:
-        target = mean / mean.sum(1, keepdim=True) if self.temperature is None else sharpened(mean, self.temperature)
+        target = (
+            mean / mean.sum(1, keepdim=True)
+            if self.temperature is None
+            else sharpened(mean, self.temperature)
+        )
         track = partial(server.track, "distil")
         self.taught(server.model, public_images(server), places, [target], self.loss, track)
         return target

@@ -81,7 +81,14 @@ def symmetric_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def global_loss(
-    model: Classifier, spec: Spec, weight: float, tau: float, pixels: Tensor, labels: Tensor, r: Tensor, known: Tensor
+    model: Classifier,
+    spec: Spec,
+    weight: float,
+    tau: float,
+    pixels: Tensor,
+    labels: Tensor,
+    r: Tensor,
+    known: Tensor,
 ) -> tuple[Tensor, ...]:
     """Cross entropy, and the distance from the soft labels of the originals (Eqs. 13 to 15): all, and each."""
     logits = model(prepared(pixels, spec, Augment())).float()
@@ -95,7 +102,9 @@ def global_loss(
     return entropy + weight * knowledge, entropy, knowledge
 
 
-def mean_by_class(classes: int, parts: Mapping[int, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def mean_by_class(
+    classes: int, parts: Mapping[int, tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
     """For every class the mean over the clients that hold it, and 1 where somebody does."""
     rows = torch.cat([rows for _, rows in parts.values()])
     held = torch.cat([held for held, _ in parts.values()])
@@ -128,11 +137,14 @@ class FedAF(Condensation):
     }
 
     clip: Positive | None = 0.4  # largest norm of the images' gradient; the paper has none
-    lambda_loc: NonNegative = 10.0  # λ_loc: weight of the collaborative term, 0 is without CDC; the paper has 0.0001
-    lambda_glob: NonNegative = 1.0  # λ_glob: weight of knowledge matching, 0 is without LGKM; the paper has 0.01, or 2
+    # λ_loc: weight of the collaborative term, 0 is without CDC; the paper has 0.0001
+    lambda_loc: NonNegative = 10.0
+    # λ_glob: weight of knowledge matching, 0 is without LGKM; the paper has 0.01, or 2
+    lambda_glob: NonNegative = 1.0
     gamma: Fraction = 0.9  # γ: share of the global model in the re-sampled one
     tau: Positive = 2.0  # τ: temperature of the soft labels; not in the paper
-    projections: Count | None = None  # directions of the sliced Wasserstein distance; none is its closed form
+    # directions of the sliced Wasserstein distance; none is its closed form
+    projections: Count | None = None
     warm_start: bool = False  # start from the last round's condensed images; not in the paper
 
     def round(self, server: Server, clients: Clients, t: int) -> None:
@@ -167,7 +179,9 @@ class FedAF(Condensation):
             start=client.images[0] if self.warm_start and client.images else None,
             collaboration=partial(self.collaboration, client, shared),
         )
-        soft = F.softmax(own["logits"] / self.tau, 1)  # r_k,c of Eq. 11, of the model as it was sent
+        soft = F.softmax(
+            own["logits"] / self.tau, 1
+        )  # r_k,c of Eq. 11, of the model as it was sent
         return {**given, "soft": soft[torch.isin(own["classes"], given["classes"])]}
 
     def collaboration(self, client: Condenser, shared: Means, classes: Tensor) -> Collaboration:
@@ -186,4 +200,6 @@ class FedAF(Condensation):
         held = {k: (given["classes"], given["soft"]) for k, given in lots.items()}
         loss = partial(global_loss, server.model, server.spec, self.lambda_glob, self.tau)
         terms = ["loss", "entropy", "knowledge"]
-        self.learn(server, loss, images, labels, *mean_by_class(server.spec.classes, held), terms=terms)
+        self.learn(
+            server, loss, images, labels, *mean_by_class(server.spec.classes, held), terms=terms
+        )

@@ -32,7 +32,8 @@ class FedAvg(Algorithm):
     epochs: Count = 5  # E: local epochs
     batch_size: Count = 10  # B: images per step
     lr: Positive = 0.05  # η: learning rate
-    average: Average = "mean"  # of what comes back: by numbers of images, or what few clients cannot move
+    # of what comes back: by numbers of images, or what few clients cannot move
+    average: Average = "mean"
 
     def round(self, server: Server, clients: Clients, t: int) -> None:
         w = server.model.state_dict()

@@ -52,10 +52,12 @@ class FedDF(Algorithm):
     batch_size: Count = 64  # private images per step
     lr: Positive = 0.05  # η: learning rate of the clients' SGD; 0.1 for the paper's ResNets
     samples: Count | None = None  # public images per round, drawn anew in each; none is all
-    distil_steps: Count = 200  # N: steps of each fused model on public images; up to 10,000 in the paper
+    # N: steps of each fused model on public images; up to 10,000 in the paper
+    distil_steps: Count = 200
     distil_batch: Count = 128  # public images per step
     distil_lr: Positive = 1e-3  # Adam's learning rate on public images, falling to zero
-    average: Average = "mean"  # of what comes back: by numbers of images, or what few clients cannot move
+    # of what comes back: by numbers of images, or what few clients cannot move
+    average: Average = "mean"
 
     @property
     def needs_public_data(self) -> bool:
@@ -65,8 +67,14 @@ class FedDF(Algorithm):
         updates = clients.sample(self.fraction).run(self.learn)
         images, places = public_images(server), drawn(public_images(server), self.samples)
         said = [predict(server.replica(k, w), images.batch, places) for k, w in updates.items()]
-        trained = {name: [k for k in updates if server.names[k] == name] for name in map(server.names.get, updates)}
-        fused = {name: self.fused(server, updates, who, places, consensus(said)) for name, who in trained.items()}
+        trained = {
+            name: [k for k in updates if server.names[k] == name]
+            for name in map(server.names.get, updates)
+        }
+        fused = {
+            name: self.fused(server, updates, who, places, consensus(said))
+            for name, who in trained.items()
+        }
         theirs = {k: fused[server.names[k]] for k in clients if server.names[k] in fused}
         clients.only(theirs).scatter(self.receive, theirs)
 
@@ -76,11 +84,18 @@ class FedDF(Algorithm):
         return client.model.state_dict()
 
     def fused(
-        self, server: Server, updates: Replies[State], who: Sequence[int], places: Tensor, ensemble: Tensor
+        self,
+        server: Server,
+        updates: Replies[State],
+        who: Sequence[int],
+        places: Tensor,
+        ensemble: Tensor,
     ) -> State:
         """The average of these clients' models, after it has learned from the ensemble of all (Eq. 1)."""
         name, first = server.names[who[0]], who[0]
-        student = lanes.kept(("student", name), lambda: server.architectures[first]().to(server.device))
+        student = lanes.kept(
+            ("student", name), lambda: server.architectures[first]().to(server.device)
+        )
         theirs = Replies({k: updates[k] for k in who}, updates.num_examples, {})
         student.load_state_dict(average(theirs, by=self.average))
         distil(

@@ -68,7 +68,8 @@ class FedDistill(Algorithm[Register]):
     gamma: NonNegative = 1.0  # γ: how much the others' answers count; not in the paper
     epochs: Count = 1  # local epochs
     batch_size: Count = 10  # images per step
-    optimizer: Optimizer = "sgd"  # of clients; adam where DFFKE compares, with lr 0.001 and batches of 100
+    # of clients; adam where DFFKE compares, with lr 0.001 and batches of 100
+    optimizer: Optimizer = "sgd"
     lr: Positive = 0.01  # η: learning rate
 
     def round(self, server: Register, clients: Clients, t: int) -> None:
@@ -77,13 +78,24 @@ class FedDistill(Algorithm[Register]):
             self.learn, {k: [mean_of(said)] if said else [] for k, said in others.items()}
         )
 
-    def learn(self, client: Client, others: list[ByClass]) -> Annotated[ByClass, Named("vector", "classes")]:
+    def learn(
+        self, client: Client, others: list[ByClass]
+    ) -> Annotated[ByClass, Named("vector", "classes")]:
         data, model, classes = client.data, client.model, client.data.spec.classes
         alike = partial(loss, model, data.spec, data.augment, self.gamma)
         answers = lookup(others, classes, classes, client.device)
-        client.report["heard"] = float(answers[1][data.labels].mean())  # share of its images of whose class others told
+        client.report["heard"] = float(
+            answers[1][data.labels].mean()
+        )  # share of its images of whose class others told
         recipe = by_name(self.optimizer, self.lr)
-        fit_by(client, alike, epochs=self.epochs, batch_size=self.batch_size, recipe=recipe, beside=answers)
+        fit_by(
+            client,
+            alike,
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            recipe=recipe,
+            beside=answers,
+        )
         everything = torch.arange(len(data), device=client.device)
         return class_means(predict(model.eval(), data.batch, everything).softmax(1), data.labels)
 
@@ -91,4 +103,6 @@ class FedDistill(Algorithm[Register]):
         if not rounds or any(client.get("heard") for r in rounds for client in r.clients.values()):
             return []
         apart = "so clients learned alone: no two of them have one in common"
-        return super().remarks(rounds) or [f"no client heard of a class of its own in {len(rounds)} rounds, {apart}"]
+        return super().remarks(rounds) or [
+            f"no client heard of a class of its own in {len(rounds)} rounds, {apart}"
+        ]

@@ -56,11 +56,15 @@ class FedDM(Condensation):
         clients.run(self.receive, server.model.state_dict())
 
     def condense(self, client: Condenser) -> Lot:
-        return self.condensed(client, self.image_momentum, partial(at_distance, self.rho), match_logits=True)
+        return self.condensed(
+            client, self.image_momentum, partial(at_distance, self.rho), match_logits=True
+        )
 
     def train(self, server: Server, lots: Replies[Lot]) -> None:
         images, labels = gathered(lots.values())
         server.report["condensed"] = len(labels)
         if len(labels):
             loss = partial(classification, server.model, server.spec, Augment())
-            self.learn(server, loss, images, labels, terms=["entropy"], weight_decay=self.weight_decay)
+            self.learn(
+                server, loss, images, labels, terms=["entropy"], weight_decay=self.weight_decay
+            )

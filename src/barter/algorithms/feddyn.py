@@ -79,13 +79,20 @@ class FedDyn(Algorithm[Cloud, Drifter]):
     def round(self, server: Cloud, clients: Clients, t: int) -> None:
         strangers = clients.only(k for k in clients if k not in server.sizes)
         server.sizes |= strangers.run(self.present).num_examples
-        active, mean = clients.only(server.sizes).sample(self.fraction), fmean(server.sizes.values())
+        active, mean = (
+            clients.only(server.sizes).sample(self.fraction),
+            fmean(server.sizes.values()),
+        )
         w = server.model.state_dict()
-        tasks: dict[int, Task] = {k: {"weights": w, "alpha": self.alpha * mean / server.sizes[k]} for k in active}
+        tasks: dict[int, Task] = {
+            k: {"weights": w, "alpha": self.alpha * mean / server.sizes[k]} for k in active
+        }
         updates = active.scatter(self.client_update, tasks)
         server.average = average(updates, alike=True)
         server.h = drifted(server.model, server.h, w, server.average, len(updates) / len(clients))
-        server.model.load_state_dict(server.average | {at: server.average[at] + h for at, h in server.h.items()})
+        server.model.load_state_dict(
+            server.average | {at: server.average[at] + h for at, h in server.h.items()}
+        )
 
     def present(self, client: Drifter) -> None:
         """An answer comes with the number of a client's images."""
@@ -93,7 +100,10 @@ class FedDyn(Algorithm[Cloud, Drifter]):
     def client_update(self, client: Drifter, task: Task) -> State:
         w, model = task["weights"], client.model
         model.load_state_dict(w)
-        self.train(client, anchored(client, {at: w[at] - h for at, h in client.h.items()} or w, task["alpha"]))
+        self.train(
+            client,
+            anchored(client, {at: w[at] - h for at, h in client.h.items()} or w, task["alpha"]),
+        )
         trained = model.state_dict()
         client.h = drifted(model, client.h, w, trained)
         return trained

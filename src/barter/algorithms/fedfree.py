@@ -55,7 +55,13 @@ __all__ = ["Bridge", "FedFree"]
 
 LARGEST = 64  # pixels along a side of a kernel
 TINY = 1e-12  # keeps Eq. 2 finite for a layer that starts at zero
-AS_PUBLISHED = {"match": "depth", "outputs": "all", "server_lr": 0.01, "transfer": "sampled", "fill": "zero"}
+AS_PUBLISHED = {
+    "match": "depth",
+    "outputs": "all",
+    "server_lr": 0.01,
+    "transfer": "sampled",
+    "fill": "zero",
+}
 Kind: TypeAlias = Literal["conv", "linear"]
 Entropy: TypeAlias = Literal["shannon", "tsallis", "collision"]
 
@@ -65,10 +71,14 @@ class Layer(TypedDict):
 
     name: str
     kind: Kind
-    depth: Annotated[float, Within(0, 1)]  # 0 for the first of its kind in its network, 1 for the last
+    depth: Annotated[
+        float, Within(0, 1)
+    ]  # 0 for the first of its kind in its network, 1 for the last
     weight: Annotated[Tensor, Floats("outputs", ...)]
     bias: NotRequired[Annotated[Tensor, Floats("outputs")]]
-    credit: NotRequired[Annotated[Tensor, Floats("outputs"), When("credited")]]  # how much training changed each output
+    credit: NotRequired[
+        Annotated[Tensor, Floats("outputs"), When("credited")]
+    ]  # how much training changed each output
 
 
 class Bridge(Server):
@@ -83,7 +93,11 @@ def layers_of(model: nn.Module) -> list[Layer]:
     modules = {name: m for name, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
     kinds: list[tuple[Kind, type[nn.Module]]] = [("conv", nn.Conv2d), ("linear", nn.Linear)]
     for kind, type_ in kinds:
-        same = {n: m for n, m in modules.items() if isinstance(m, type_) and getattr(m, "groups", 1) == 1}
+        same = {
+            n: m
+            for n, m in modules.items()
+            if isinstance(m, type_) and getattr(m, "groups", 1) == 1
+        }
         for name, module in same.items():
             places = list(same if len(same) > 1 else modules)
             layer: Layer = {
@@ -156,7 +170,9 @@ def respond(weight: Tensor, bias: Tensor | None, noise: Tensor) -> Tensor:
     if weight.ndim == 2:
         return F.linear(x, weight, bias)
     sides = [(size // 2, (size - 1) // 2) for size in reversed(weight.shape[2:])]
-    answer = F.conv2d(F.pad(x, [pad for side in sides for pad in side], mode="circular"), weight, bias)
+    answer = F.conv2d(
+        F.pad(x, [pad for side in sides for pad in side], mode="circular"), weight, bias
+    )
     return answer.movedim(1, -1).flatten(0, -2)
 
 
@@ -179,22 +195,29 @@ class FedFree(Algorithm[Bridge, Client]):
     batch_size: Count = 10  # B: images per step
     lr: Positive = 0.01  # η: learning rate of the clients' SGD
     layers: Count = 2  # k: critical layers that a client uploads
-    match: Literal["place", "depth"] = "place"  # whose layers correspond: the same of one architecture, or as published
-    outputs: Literal["trained", "all"] = "trained"  # which count and are taken: as far as trained, or all alike (paper)
-    server_lr: Positive = 0.5  # α: learning rate of the server's layers; at 0.5 they are the mean, 0.01 in the paper
+    # whose layers correspond: the same of one architecture, or as published
+    match: Literal["place", "depth"] = "place"
+    # which count and are taken: as far as trained, or all alike (paper)
+    outputs: Literal["trained", "all"] = "trained"
+    # α: learning rate of the server's layers; at 0.5 they are the mean, 0.01 in the paper
+    server_lr: Positive = 0.5
     steps: Count = 1  # gradient steps of a global layer per round; the paper's Eqs. 4 and 5 are one
-    transfer: Literal["sampled", "analytic"] = "analytic"  # on Gaussian noise (paper), or in closed form
+    # on Gaussian noise (paper), or in closed form
+    transfer: Literal["sampled", "analytic"] = "analytic"
     samples: Count = 64  # samples of noise per step; not in the paper
     side: Count = 8  # height and width of noise for convolutions; not in the paper
     bins: Count = 256  # bins of the histogram behind the entropy
     entropy: Entropy = "shannon"  # H of Eq. 6
     tsallis_order: Positive = 1.5  # q of Tsallis' entropy, not 1; not in the paper
-    fill: Literal["zero", "retain"] = "retain"  # what the received layer does not cover: zero (Eq. 7), or as it was
+    # what the received layer does not cover: zero (Eq. 7), or as it was
+    fill: Literal["zero", "retain"] = "retain"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tsallis_order == 1:
-            raise ConfigError("tsallis_order=1: there Tsallis' entropy is Shannon's; set entropy to shannon")
+            raise ConfigError(
+                "tsallis_order=1: there Tsallis' entropy is Shannon's; set entropy to shannon"
+            )
 
     @property
     def credited(self) -> bool:
@@ -203,7 +226,9 @@ class FedFree(Algorithm[Bridge, Client]):
 
     def largest(self, known: Known) -> int | None:
         """Bytes of the k largest layers of a client's network: weights, for each output a bias and a credit, words."""
-        layers = [shape.numel() + 2 * shape[0] for shape, _ in known.weights.values() if len(shape) > 1]
+        layers = [
+            shape.numel() + 2 * shape[0] for shape, _ in known.weights.values() if len(shape) > 1
+        ]
         return sum(4 * size + 3 * WORD for size in sorted(layers)[-self.layers :]) or None
 
     def setup(self, server: Bridge, clients: Clients) -> None:
@@ -240,9 +265,16 @@ class FedFree(Algorithm[Bridge, Client]):
             kind, shape, _ = outline(layer)
             axes, kernel = 4 if kind == "conv" else 2, max(shape[2:], default=0)
             if known.get(layer["name"]) != outline(layer) or len(shape) != axes or kernel > LARGEST:
-                raise PayloadError(f"{layer['name']} is no such layer of its network: {kind} {tuple(shape)}")
-        if len({layer["name"] for layer in uploaded}) < len(uploaded) or len(uploaded) > self.layers:
-            raise PayloadError(f"{len(uploaded)} layers, asked for were {self.layers} different ones")
+                raise PayloadError(
+                    f"{layer['name']} is no such layer of its network: {kind} {tuple(shape)}"
+                )
+        if (
+            len({layer["name"] for layer in uploaded}) < len(uploaded)
+            or len(uploaded) > self.layers
+        ):
+            raise PayloadError(
+                f"{len(uploaded)} layers, asked for were {self.layers} different ones"
+            )
         return uploaded
 
     def share(self, server: Bridge, uploads: Replies[list[Layer]]) -> None:
@@ -259,7 +291,11 @@ class FedFree(Algorithm[Bridge, Client]):
 
     def place(self, server: Bridge, k: int, layer: Layer) -> str | None:
         """Which of the server's layers corresponds to this one of client k."""
-        return f"{server.names[k]}/{layer['name']}" if self.match == "place" else counterpart(layer, server.layers)
+        return (
+            f"{server.names[k]}/{layer['name']}"
+            if self.match == "place"
+            else counterpart(layer, server.layers)
+        )
 
     def imitate(self, g: Layer, teachers: Sequence[Layer]) -> Layer:
         """One step down the gradient of Eq. 3."""
@@ -273,14 +309,29 @@ class FedFree(Algorithm[Bridge, Client]):
             sides = [max(self.side, *kernels)] * 2 if kernels else []
             noise = torch.randn(self.samples, inputs, *sides, device=w.device)
             gaps = [self.discrepancy(w, b, layer, noise) for layer in teachers]
-        losses = [(part[: len(gap)] * gap).sum() for part, gap in zip(self.parts(teachers), gaps, strict=True)]
+        losses = [
+            (part[: len(gap)] * gap).sum()
+            for part, gap in zip(self.parts(teachers), gaps, strict=True)
+        ]
         slopes = torch.autograd.grad(torch.stack(losses).sum(), (w, b))
-        weight, bias = (part.detach() - self.server_lr * slope for part, slope in zip((w, b), slopes, strict=True))
-        return {"name": g["name"], "kind": g["kind"], "depth": g["depth"], "weight": weight, "bias": bias}
+        weight, bias = (
+            part.detach() - self.server_lr * slope
+            for part, slope in zip((w, b), slopes, strict=True)
+        )
+        return {
+            "name": g["name"],
+            "kind": g["kind"],
+            "depth": g["depth"],
+            "weight": weight,
+            "bias": bias,
+        }
 
     def parts(self, teachers: Sequence[Layer]) -> list[Tensor]:
         """How much each teacher's opinion of each output counts, together 1: alike, or as training changed it."""
-        credit = [layer.get("credit", layer["weight"].new_ones(len(layer["weight"]))) for layer in teachers]
+        credit = [
+            layer.get("credit", layer["weight"].new_ones(len(layer["weight"])))
+            for layer in teachers
+        ]
         if self.outputs == "all":
             return [torch.ones_like(c) / len(teachers) for c in credit]
         total = torch.stack([fitted(c, torch.Size([max(map(len, credit))])) for c in credit]).sum(0)
@@ -295,7 +346,12 @@ class FedFree(Algorithm[Bridge, Client]):
     def expected(self, w: Tensor, b: Tensor, layer: Layer) -> Tensor:
         """The same in expectation over noise."""
         outputs = min(len(w), len(layer["weight"]))
-        shape = torch.Size([outputs, *(max(a, c) for a, c in zip(w.shape[1:], layer["weight"].shape[1:], strict=True))])
+        shape = torch.Size(
+            [
+                outputs,
+                *(max(a, c) for a, c in zip(w.shape[1:], layer["weight"].shape[1:], strict=True)),
+            ]
+        )
         taught = layer.get("bias", torch.zeros(outputs, device=w.device))[:outputs]
         gap = fitted(w[:outputs], shape) - fitted(layer["weight"][:outputs], shape)
         return gap.flatten(1).square().sum(1) + (b[:outputs] - taught).square()
@@ -320,7 +376,9 @@ class FedFree(Algorithm[Bridge, Client]):
 
     def gain(self, theta: Tensor, g: Tensor) -> float:
         """KGE of Eq. 6."""
-        local, shared = (entropy(w, self.entropy, self.bins, self.tsallis_order) for w in (theta, g))
+        local, shared = (
+            entropy(w, self.entropy, self.bins, self.tsallis_order) for w in (theta, g)
+        )
         return shared - local
 
     def receive(self, client: Client, gifts: list[Layer]) -> None:
@@ -335,7 +393,11 @@ class FedFree(Algorithm[Bridge, Client]):
 
     def trained(self, client: Client, layer: nn.Module) -> Tensor | slice:
         """The outputs of a layer that the client's data shape: of a head those of its classes."""
-        return client.data.class_counts() > 0 if layer is getattr(client.model, "head", None) else slice(None)
+        return (
+            client.data.class_counts() > 0
+            if layer is getattr(client.model, "head", None)
+            else slice(None)
+        )
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
         if not rounds or any(r.server.get("gifts") for r in rounds):
@@ -348,6 +410,9 @@ class FedFree(Algorithm[Bridge, Client]):
     def projected(self, received: Tensor, place: Tensor) -> Tensor:
         if self.fill == "retain":
             return fitted(received, place.shape, place)
-        flat, size = torch.zeros(place.numel(), device=place.device), min(received.numel(), place.numel())
+        flat, size = (
+            torch.zeros(place.numel(), device=place.device),
+            min(received.numel(), place.numel()),
+        )
         flat[:size] = received.flatten()[:size]
         return flat.view(place.shape)

@@ -74,11 +74,21 @@ def hard_samples(
     x = painted(generator, named(z, y, spec.classes), spec)
     said, known = ensemble.said(x).float(), model(x).float()
     gap: Tensor = (weights * (known - said.detach()).abs().mean(2)).sum(0).mean()
-    return lam_cls * fidelity_by_label(said, y, weights) + lam_dis * diversity(x.float(), z, norm=1) - gap
+    return (
+        lam_cls * fidelity_by_label(said, y, weights)
+        + lam_dis * diversity(x.float(), z, norm=1)
+        - gap
+    )
 
 
 def global_loss(
-    generator: Decoder, ensemble: Ensemble, model: Classifier, spec: Spec, z: Tensor, y: Tensor, weights: Tensor
+    generator: Decoder,
+    ensemble: Ensemble,
+    model: Classifier,
+    spec: Spec,
+    z: Tensor,
+    y: Tensor,
+    weights: Tensor,
 ) -> Tensor:
     """Cross entropy with the clients' predictions, each of whom counts by what it knows of the label."""
     with torch.no_grad():
@@ -92,10 +102,13 @@ class FedFTG(FedAvg):
     """FedAvg whose server fine-tunes the average on images that it finds hard."""
 
     replicas = True
-    crosses = {"learn": "down: the server's weights; up: the client's weights, how many images of each class"}
+    crosses = {
+        "learn": "down: the server's weights; up: the client's weights, how many images of each class"
+    }
 
     iterations: Count = 10  # I: times that generator and model are trained in turn
-    generator_steps: Count = 5  # I_g: steps of the generator in each; one for each client in the authors' code
+    # I_g: steps of the generator in each; one for each client in the authors' code
+    generator_steps: Count = 5
     global_steps: Count = 5  # I_d: steps of the model in each
     samples: Count = 50  # B: generated images per step
     noise: Count = 100  # width of the noise; 256 for 100 classes in the authors' code
@@ -134,14 +147,22 @@ class FedFTG(FedAvg):
 
         artist = Player(generator, adam(self.generator_lr), seek, draw, self.generator_steps)
         recipe = sgd(self.global_lr, weight_decay=self.global_weight_decay)
-        duel(server, artist, Player(model, recipe, learn, draw, self.global_steps), self.iterations, training=False)
+        duel(
+            server,
+            artist,
+            Player(model, recipe, learn, draw, self.global_steps),
+            self.iterations,
+            training=False,
+        )
         z, y, _ = draw()
         put_away(server, generator, named(z, y, spec.classes), y)
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
         return collapsed(rounds, "a higher lam_dis may help")
 
-    def creations(self, party: Server | Client, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
+    def creations(
+        self, party: Server | Client, wanted: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
         classes = party.spec.classes if isinstance(party, Server) else party.data.spec.classes
         y = torch.arange(self.samples, device=party.device) % classes
         z = torch.randn(self.samples, self.noise, device=party.device)

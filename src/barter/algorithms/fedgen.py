@@ -63,7 +63,13 @@ class Update(TypedDict):
 
 
 def generator_loss(
-    generator: LatentGenerator, eta: float, noise: Tensor, y: Tensor, shares: Tensor, weight: Tensor, bias: Tensor
+    generator: LatentGenerator,
+    eta: float,
+    noise: Tensor,
+    y: Tensor,
+    shares: Tensor,
+    weight: Tensor,
+    bias: Tensor,
 ) -> Tensor:
     """Every head should name the features for what they were made for, as far as it knows the class; and diversity."""
     z = generator(noise, y)
@@ -86,7 +92,9 @@ def loss(
     """Cross entropy on images and on features of all classes; and the divergence from answers to features of theirs."""
     logits = model(prepared(pixels, spec, augment))
     y = known[torch.randint(len(known), labels.shape, device=labels.device)]
-    made, same = (model.logits(generator(generator.noise(len(y), y.device), of)) for of in (y, labels))
+    made, same = (
+        model.logits(generator(generator.noise(len(y), y.device), of)) for of in (y, labels)
+    )
     extra = alpha * F.cross_entropy(made, y) + beta * kl(same.detach(), logits)
     return F.cross_entropy(logits, labels) + strength * extra
 
@@ -109,7 +117,8 @@ class FedGen(SharedHead[Source]):
     generator_lr: Positive = 5e-3  # Adam's learning rate of the generator
     generator_weight_decay: NonNegative = 1e-2  # of that Adam
     samples: Count = 32  # generated features per step of the generator
-    average: Average = "mean"  # of what comes back: by numbers of images, or what few clients cannot move
+    # of what comes back: by numbers of images, or what few clients cannot move
+    average: Average = "mean"
 
     def round(self, server: Source, clients: Clients, t: int) -> None:
         w, strength = (server.head, server.generator, server.known), self.decay ** (t - 1)
@@ -118,24 +127,36 @@ class FedGen(SharedHead[Source]):
         self.improve(server, heads, torch.stack([update["counts"] for update in updates.values()]))
         server.head = average(heads, by=self.average)
 
-    def learn(self, client: Client, head: State, generator: State, known: list[int], strength: float) -> Update:
+    def learn(
+        self, client: Client, head: State, generator: State, known: list[int], strength: float
+    ) -> Update:
         data, device = client.data, client.device
         put_on(client.model, head)
         if generator and (self.alpha or self.beta):
             made = LatentGenerator.restored(generator, data.spec.classes)
-            whole = partial(loss, client.model, made, data.spec, data.augment, self.alpha, self.beta)
-            self.train(client, whole, (torch.tensor(known, device=device), torch.tensor(strength, device=device)))
+            whole = partial(
+                loss, client.model, made, data.spec, data.augment, self.alpha, self.beta
+            )
+            self.train(
+                client,
+                whole,
+                (torch.tensor(known, device=device), torch.tensor(strength, device=device)),
+            )
         else:
             self.train(client)
         return {"head": head_state(client.model), "counts": data.class_counts()}
 
     def improve(self, server: Source, heads: dict[int, State], counts: Tensor) -> None:
         """Train the generator on heads, each of them for the classes it knows."""
-        new = LatentGenerator(server.spec.classes, self.features, self.noise, self.hidden).to(server.device)
+        new = LatentGenerator(server.spec.classes, self.features, self.noise, self.hidden).to(
+            server.device
+        )
         generator = lanes.keep("latent", new).train()
         if server.generator:
             generator.load_state_dict(server.generator)
-        weight, bias = (torch.stack([head[at] for head in heads.values()]) for at in ("weight", "bias"))
+        weight, bias = (
+            torch.stack([head[at] for head in heads.values()]) for at in ("weight", "bias")
+        )
         shares, p = label_weights(counts.float(), 0.0)
         held = p.nonzero().flatten()
         trainer = Trainer.of(generator, adam(self.generator_lr, self.generator_weight_decay))
@@ -143,7 +164,9 @@ class FedGen(SharedHead[Source]):
         for _ in server.track("generator", range(self.generator_steps)):
             y = held[torch.randint(len(held), (self.samples,), device=server.device)]
             noise = generator.noise(self.samples, server.device)
-            total += trainer.step(partial(generator_loss, generator, self.eta), noise, y, shares[:, y], weight, bias)
+            total += trainer.step(
+                partial(generator_loss, generator, self.eta), noise, y, shares[:, y], weight, bias
+            )
         server.report["generator_loss"] = float(total) / self.generator_steps
         server.generator = isolate(dict(generator.state_dict()))
         server.known = sorted({*server.known, *held.tolist()})

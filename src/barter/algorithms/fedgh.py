@@ -64,5 +64,14 @@ class FedGH(SharedHead):
             head.load_state_dict(server.head)
         rows, named = (prototypes["vectors"], prototypes["classes"]), partial(loss, head)
         recipe, epochs = sgd(self.server_lr), self.server_epochs
-        fit_rows(server, "head", head, named, rows, epochs=epochs, batch_size=self.batch_size, recipe=recipe)
+        fit_rows(
+            server,
+            "head",
+            head,
+            named,
+            rows,
+            epochs=epochs,
+            batch_size=self.batch_size,
+            recipe=recipe,
+        )
         return isolate(dict(head.state_dict()))

@@ -71,7 +71,9 @@ class Judge(Client):
 def _found(judged: Tensor, real: float) -> Tensor:
     """Binary cross entropy, summed over the parts of an image, mean over images."""
     wanted = torch.full_like(judged, real)
-    return F.binary_cross_entropy_with_logits(judged.float(), wanted.float(), reduction="sum") / len(judged)
+    return F.binary_cross_entropy_with_logits(
+        judged.float(), wanted.float(), reduction="sum"
+    ) / len(judged)
 
 
 def discrimination(judge: PatchDiscriminator, spec: Spec, pixels: Tensor, drawn: Tensor) -> Tensor:
@@ -95,7 +97,12 @@ def learning(model: Classifier, temperature: float, x: Tensor, said: Tensor) -> 
 
 
 def wishes(
-    said: Tensor, known: Tensor, shares: Tensor, sizes: Tensor, temperature: float, weights: Sequence[float]
+    said: Tensor,
+    known: Tensor,
+    shares: Tensor,
+    sizes: Tensor,
+    temperature: float,
+    weights: Sequence[float],
 ) -> Tensor:
     """What the generator wants of clients' logits (clients, images, classes) and the model's: that the model is far
     from them, that each client is sure, of all classes alike, and that they agree, with these weights."""
@@ -123,18 +130,21 @@ class FedIOD(Algorithm[Curator, Judge]):
     }
     presets = {"paper": {"epochs": 500, "batch_size": 256, "lr": 0.0025, "generator_lr": 1e-4}}
 
-    student: str | None = None  # the server's network: of the zoo, or package.module:function; none: the first client's
+    # the server's network: of the zoo, or package.module:function; none: the first client's
+    student: str | None = None
     fraction: Fraction = 1.0  # share of clients per round
     epochs: Count = 10  # local epochs, once; 500 in the authors' code
     batch_size: Count = 32  # private images per step; 256 in the authors' code
     lr: Positive = 0.01  # learning rate of the clients' SGD; 0.0025 in the authors' code
     momentum: NonNegative = 0.9  # of all SGD
-    iterations: Count = 10  # per round, each a step of discriminators and generator and some of the model
+    # per round, each a step of discriminators and generator and some of the model
+    iterations: Count = 10
     global_steps: Count = 5  # steps of the server's model in each
     samples: Count = 64  # drawn images per step
     noise: Count = 100  # width of the noise
     discriminator_width: Count = 128  # channels of the discriminators' first layer
-    generator_lr: Positive = 1e-3  # Adam's learning rate of generator and discriminators; 1e-4 in the authors' code
+    # Adam's learning rate of generator and discriminators; 1e-4 in the authors' code
+    generator_lr: Positive = 1e-3
     global_lr: Positive = 5e-3  # learning rate of the server's model
     global_weight_decay: NonNegative = 3e-5  # of that SGD
     temperature: Positive = 1.0  # of distillation, whose loss counts temperature² times
@@ -166,7 +176,12 @@ class FedIOD(Algorithm[Curator, Judge]):
 
     def learn(self, client: Judge) -> Annotated[Tensor, Counts("classes")]:
         """How many images of each class the client has, after training on them."""
-        fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=sgd(self.lr, self.momentum))
+        fit(
+            client,
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            recipe=sgd(self.lr, self.momentum),
+        )
         return client.data.class_counts()
 
     def codes(self, party: Curator | Judge) -> Tensor:
@@ -179,7 +194,9 @@ class FedIOD(Algorithm[Curator, Judge]):
         z = [self.codes(server) for _ in range(1 + self.global_steps)]
         return z[0], torch.stack([painted(generator, codes, server.spec).float() for codes in z])
 
-    def judge(self, client: Judge, batches: Annotated[Tensor, Floats("batches", "samples", ...)]) -> Said:
+    def judge(
+        self, client: Judge, batches: Annotated[Tensor, Floats("batches", "samples", ...)]
+    ) -> Said:
         """What the client sees in the images; its discriminator learns from the first of the batches."""
         judge, data = self.discriminator(client), client.data
         trainer = Trainer.of(judge.train(), adam(self.generator_lr, beta1=0.5))
@@ -200,16 +217,23 @@ class FedIOD(Algorithm[Curator, Judge]):
             judge.load_state_dict(client.discriminator)
         return judge
 
-    def slope(self, server: Curator, active: Clients, x: Tensor, answers: Replies[Tensor]) -> Tensor:
+    def slope(
+        self, server: Curator, active: Clients, x: Tensor, answers: Replies[Tensor]
+    ) -> Tensor:
         """Of the generator's loss, with respect to its images: the model's part, and every client's."""
         said = torch.stack([answer[0] for answer in answers.values()]).requires_grad_()
         counts = torch.stack([server.counts[k] for k in answers])
         sizes = counts.sum(1) / counts.sum()
-        images, weights = x.clone().requires_grad_(), (self.w_adv, self.w_align, self.w_balance, self.w_agree)
+        images, weights = (
+            x.clone().requires_grad_(),
+            (self.w_adv, self.w_align, self.w_balance, self.w_agree),
+        )
         known = server.model.eval()(images)
         value = wishes(said, known, class_shares(counts), sizes, self.temperature, weights)
         by_logits, own = torch.autograd.grad(value, (said, images))
-        theirs = {k: (part, float(size)) for k, part, size in zip(answers, by_logits, sizes, strict=True)}
+        theirs = {
+            k: (part, float(size)) for k, part, size in zip(answers, by_logits, sizes, strict=True)
+        }
         slopes = active.only(answers).scatter(self.criticise, theirs)
         return own + torch.stack(list(slopes.values())).sum(0)
 
@@ -218,12 +242,16 @@ class FedIOD(Algorithm[Curator, Judge]):
         by_logits, size = asked
         x, judge = client.batch[0].requires_grad_(), self.discriminator(client).train()
         with exact():
-            value = (by_logits * client.model.eval()(x)).sum() + self.w_gan * size * realism(judge, x)
+            value = (by_logits * client.model.eval()(x)).sum() + self.w_gan * size * realism(
+                judge, x
+            )
         (slope,) = torch.autograd.grad(value, x)
         client.batch = []
         return slope
 
-    def study(self, server: Curator, trainer: Trainer, batches: Tensor, answers: Replies[Tensor]) -> None:
+    def study(
+        self, server: Curator, trainer: Trainer, batches: Tensor, answers: Replies[Tensor]
+    ) -> None:
         """Steps of the server's model towards what the clients say together."""
         shares = class_shares(torch.stack([server.counts[k] for k in answers]))
         model = server.model.train()
@@ -235,5 +263,7 @@ class FedIOD(Algorithm[Curator, Judge]):
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
         return collapsed(rounds, "a higher w_gan or w_adv may help")
 
-    def creations(self, party: Curator | Judge, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
+    def creations(
+        self, party: Curator | Judge, wanted: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
         return exhibited(party, self.codes(party), None, wanted)

@@ -101,13 +101,16 @@ class FedKD(Algorithm[Broker, Mentor]):
     fraction: Fraction = 1.0  # share of clients per round
     epochs: Count = 1  # local epochs
     batch_size: Count = 10  # images per step
-    optimizer: Optimizer = "sgd"  # of clients; adam where DFFKE compares, with lr 0.001 and batches of 100
+    # of clients; adam where DFFKE compares, with lr 0.001 and batches of 100
+    optimizer: Optimizer = "sgd"
     lr: Positive = 0.01  # η: learning rate
     clip: Positive = 10.0  # largest norm of the gradient
-    energy_start: Fraction = 0.95  # T_start: share of the squared singular values that is sent at first
+    # T_start: share of the squared singular values that is sent at first
+    energy_start: Fraction = 0.95
     energy_end: Fraction = 0.98  # T_end: and in the end
     energy_rounds: Count = 100  # rounds until then; in the paper the whole run
-    average: Average = "mean"  # of what comes back: by numbers of images, or what few clients cannot move
+    # of what comes back: by numbers of images, or what few clients cannot move
+    average: Average = "mean"
 
     @property
     def server_network(self) -> str:
@@ -115,7 +118,9 @@ class FedKD(Algorithm[Broker, Mentor]):
 
     def energy(self, t: int) -> float:
         """The share of the squared singular values that is sent in round t."""
-        return self.energy_start + min(1.0, t / self.energy_rounds) * (self.energy_end - self.energy_start)
+        return self.energy_start + min(1.0, t / self.energy_rounds) * (
+            self.energy_end - self.energy_start
+        )
 
     def whole(self, known: Known) -> int | None:
         """Bytes of a change of which nothing is left out: factors travel only where they are less."""
@@ -123,21 +128,27 @@ class FedKD(Algorithm[Broker, Mentor]):
 
     def round(self, server: Broker, clients: Clients, t: int) -> None:
         active, w = clients.sample(self.fraction), dict(server.model.state_dict())
-        news: dict[int, tuple[State, float]] = {k: ({} if k in server.holders else w, self.energy(t)) for k in active}
+        news: dict[int, tuple[State, float]] = {
+            k: ({} if k in server.holders else w, self.energy(t)) for k in active
+        }
         updates = active.scatter(self.learn, news)
         mean = average(updates.each(lambda _, update: restored(update, w)), by=self.average)
         change = compressed(felt(mean, server.model), self.energy(t))
         server.model.load_state_dict(moved(w, restored(change, w)))
         server.holders = list(clients.only({*server.holders, *updates}).run(self.receive, change))
 
-    def learn(self, client: Mentor, news: tuple[State, float]) -> Annotated[Compressed, Room("whole")]:
+    def learn(
+        self, client: Mentor, news: tuple[State, float]
+    ) -> Annotated[Compressed, Room("whole")]:
         w, energy = news
         client.shared = w or client.shared
         data, shared = client.data, companion(client, self.shared, client.shared)
         translation = self.translation(client, shared)
         mutual = partial(loss, client.model, shared, translation, data.spec, data.augment)
         recipe, also = by_name(self.optimizer, self.lr, clip=self.clip), [shared, translation]
-        fit_by(client, mutual, epochs=self.epochs, batch_size=self.batch_size, recipe=recipe, also=also)
+        fit_by(
+            client, mutual, epochs=self.epochs, batch_size=self.batch_size, recipe=recipe, also=also
+        )
         client.translation = isolate(dict(translation.state_dict()))
         change = {name: v - client.shared[name] for name, v in shared.state_dict().items()}
         return compressed(felt(change, shared), energy)

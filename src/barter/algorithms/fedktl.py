@@ -44,7 +44,18 @@ from barter.models.pretrained import drawn, latent_dim, latents, pretrained
 from barter.ops.fit import Recipe, adam, by_name, fit_rows, index_batches
 from barter.ops.prototypes import ByClass, class_means, joined
 
-__all__ = ["Aligner", "FedKTL", "Lesson", "Teacher", "alignment", "arcface", "loss", "mmd", "own_task", "places_of"]
+__all__ = [
+    "Aligner",
+    "FedKTL",
+    "Lesson",
+    "Teacher",
+    "alignment",
+    "arcface",
+    "loss",
+    "mmd",
+    "own_task",
+    "places_of",
+]
 
 CLIP = 100.0  # the largest norm of a gradient
 WIDTHS = (10.0, 15.0, 20.0, 50.0)  # of the discrepancy's kernels
@@ -71,7 +82,12 @@ class Aligner(nn.Module):
 
     def __init__(self, classes: int, width: int) -> None:
         super().__init__()
-        layers = nn.Linear(classes, classes), nn.BatchNorm1d(classes), nn.ReLU(), nn.Linear(classes, width)
+        layers = (
+            nn.Linear(classes, classes),
+            nn.BatchNorm1d(classes),
+            nn.ReLU(),
+            nn.Linear(classes, width),
+        )
         self.body, self.centres = nn.Sequential(*layers), nn.Parameter(torch.zeros(classes, width))
 
     def forward(self, prototypes: Tensor) -> Tensor:
@@ -93,7 +109,9 @@ def mmd(x: Tensor, y: Tensor) -> Tensor:
     return k[:n, :n].mean() + k[n:, n:].mean() - 2 * k[:n, n:].mean()
 
 
-def alignment(aligner: Aligner, lam: float, vectors: Tensor, classes: Tensor, codes: Tensor) -> Tensor:
+def alignment(
+    aligner: Aligner, lam: float, vectors: Tensor, classes: Tensor, codes: Tensor
+) -> Tensor:
     """Codes should be spread as the generator's are, and those of a class lie together."""
     q = aligner(vectors).float()
     own = classes[:, None] == torch.arange(len(aligner.centres), device=classes.device)
@@ -109,7 +127,13 @@ def arcface(cosines: Tensor, labels: Tensor, scale: float, margin: float) -> Ten
 
 
 def own_task(
-    model: Classifier, spec: Spec, augment: Augment, scale: float, margin: float, pixels: Tensor, labels: Tensor
+    model: Classifier,
+    spec: Spec,
+    augment: Augment,
+    scale: float,
+    margin: float,
+    pixels: Tensor,
+    labels: Tensor,
 ) -> Tensor:
     """What a client learns from its own images."""
     return arcface(model(prepared(pixels, spec, augment)).float() / scale, labels, scale, margin)
@@ -130,7 +154,9 @@ def loss(
 ) -> Tensor:
     """The own task and, μ times, the mean square between projected features of drawn images and their codes."""
     told = projection(model.features(prepared(images, spec, Augment()))).float()
-    return own_task(model, spec, augment, scale, margin, pixels, labels) + mu * F.mse_loss(told, codes)
+    return own_task(model, spec, augment, scale, margin, pixels, labels) + mu * F.mse_loss(
+        told, codes
+    )
 
 
 def places_of(model: Classifier, data: Images) -> ByClass:
@@ -151,10 +177,12 @@ class FedKTL(OneWidth[Teacher]):
     }
 
     generator: str = ""  # G: a TorchScript file, or package.module:function that returns a torch module; at the server
-    weights: str = ""  # of what the function returns: a safetensors file; empty: those that it comes with
+    # of what the function returns: a safetensors file; empty: those that it comes with
+    weights: str = ""
     mu: NonNegative = 50.0  # μ: how much telling latent vectors from images counts
     scale: Positive = 64.0  # s: what cosines are multiplied by
-    margin: NonNegative = 0.5  # m: by how much, in radians, the angle to the right corner is made wider in training
+    # m: by how much, in radians, the angle to the right corner is made wider in training
+    margin: NonNegative = 0.5
     lam: NonNegative = 1.0  # λ: how much it counts that codes of a class lie together
     server_epochs: Count = 100  # times that the server goes over the prototypes
     server_batch_size: Count = 100  # prototypes, and latent vectors to compare with, per step
@@ -167,23 +195,35 @@ class FedKTL(OneWidth[Teacher]):
         return framed(pooled(network, self.features), self.scale)
 
     def setup(self, server: Teacher, clients: Clients) -> None:
-        pretrained(self.generator, self.weights, server.device)  # what is missing is said before anybody trains
+        pretrained(
+            self.generator, self.weights, server.device
+        )  # what is missing is said before anybody trains
 
     def round(self, server: Teacher, clients: Clients, t: int) -> None:
         prototypes = clients.sample(self.fraction).run(self.learn, server.lessons)
         codes = self.align(server, joined(prototypes.values()))
         server.lessons = [self.lesson(server, codes)]
 
-    def learn(self, client: Client, lessons: list[Lesson]) -> Annotated[ByClass, Named("vector", "classes")]:
+    def learn(
+        self, client: Client, lessons: list[Lesson]
+    ) -> Annotated[ByClass, Named("vector", "classes")]:
         data, model = client.data, client.model
         task = data.spec, data.augment, self.scale, self.margin
         if lessons and self.mu:
-            images, codes, start = lessons[0]["images"], lessons[0]["latents"], lessons[0]["projection"]
-            projection = lanes.keep("projection", nn.Linear(self.features, codes.shape[1]).to(client.device))
+            images, codes, start = (
+                lessons[0]["images"],
+                lessons[0]["latents"],
+                lessons[0]["projection"],
+            )
+            projection = lanes.keep(
+                "projection", nn.Linear(self.features, codes.shape[1]).to(client.device)
+            )
             projection.load_state_dict(start)
             chosen = index_batches(len(images), self.batch_size, client.device)
             pairs = ((images[index], codes[index]) for index in chosen)
-            self.train(client, partial(loss, model, projection, self.mu, *task), pairs, [projection])
+            self.train(
+                client, partial(loss, model, projection, self.mu, *task), pairs, [projection]
+            )
         else:
             self.train(client, partial(own_task, model, *task))
         return places_of(model, data)
@@ -192,7 +232,9 @@ class FedKTL(OneWidth[Teacher]):
         """Train what takes prototypes to latent vectors; the centres of all classes that were sent so far."""
         device = server.device
         generator = pretrained(self.generator, self.weights, device)
-        aligner = lanes.keep("aligner", Aligner(server.spec.classes, latent_dim(generator)).to(device))
+        aligner = lanes.keep(
+            "aligner", Aligner(server.spec.classes, latent_dim(generator)).to(device)
+        )
         if server.aligner:
             aligner.load_state_dict(server.aligner)
         aligner.centre(prototypes)
@@ -217,9 +259,15 @@ class FedKTL(OneWidth[Teacher]):
         generator = pretrained(self.generator, self.weights, server.device)
         new = nn.Linear(self.features, codes.shape[1]).to(server.device).state_dict()
         projection = server.lessons[0]["projection"] if server.lessons else isolate(dict(new))
-        return {"images": drawn(generator, codes, server.spec), "latents": codes, "projection": projection}
+        return {
+            "images": drawn(generator, codes, server.spec),
+            "latents": codes,
+            "projection": projection,
+        }
 
-    def creations(self, party: Teacher | Client, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
+    def creations(
+        self, party: Teacher | Client, wanted: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
         if not isinstance(party, Teacher) or not party.lessons:
             return None
         labels = torch.tensor(party.known, device=party.device)

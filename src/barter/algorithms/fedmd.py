@@ -46,7 +46,8 @@ class FedMD(PublicDistillation[Server, Beginner]):
 
     loss = staticmethod(absolute_loss)
 
-    public_epochs: Whole = 10  # first training, passes over labelled public data; up to 20 in the authors' code
+    # first training, passes over labelled public data; up to 20 in the authors' code
+    public_epochs: Whole = 10
     private_epochs: Count = 10  # then passes over the client's own; up to 25 in the authors' code
     samples: Count | None = 5000  # public images per round, drawn anew in each; none is all
     distil_batch: Count = 256  # public images per step of the digest
@@ -60,7 +61,10 @@ class FedMD(PublicDistillation[Server, Beginner]):
     def train(self, client: Beginner) -> None:
         if client.begun:
             return
-        for data, epochs in ((public_images(client), self.public_epochs), (client.data, self.private_epochs)):
+        for data, epochs in (
+            (public_images(client), self.public_epochs),
+            (client.data, self.private_epochs),
+        ):
             fit(client, data=data, epochs=epochs, batch_size=self.batch_size, recipe=self.recipe)
         client.begun = True
 

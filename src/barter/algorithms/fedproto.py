@@ -30,7 +30,15 @@ from barter.core.images import Augment, Spec, prepared
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server, as_numbers
 from barter.core.params import NonNegative
-from barter.ops.prototypes import ByClass, features_of, lookup, mean_of, nearest, prototypes_of, renewed
+from barter.ops.prototypes import (
+    ByClass,
+    features_of,
+    lookup,
+    mean_of,
+    nearest,
+    prototypes_of,
+    renewed,
+)
 
 __all__ = ["FedProto", "Follower", "loss"]
 
@@ -63,7 +71,10 @@ def loss(
 class FedProto(OneWidth[S, Follower]):
     """Prototypes of classes go up, their means come down."""
 
-    crosses = {"learn": "up: mean features of the client's classes", "receive": "down: their means over clients"}
+    crosses = {
+        "learn": "up: mean features of the client's classes",
+        "receive": "down: their means over clients",
+    }
 
     lam: NonNegative = 1.0  # λ: how much the distance to prototypes counts
 
@@ -74,7 +85,9 @@ class FedProto(OneWidth[S, Follower]):
     def learn(self, client: Follower) -> Annotated[ByClass, Named("vector", "features")]:
         data = client.data
         near = partial(loss, client.model, data.spec, data.augment, self.lam)
-        self.train(client, near, lookup(client.prototypes, data.spec.classes, self.features, client.device))
+        self.train(
+            client, near, lookup(client.prototypes, data.spec.classes, self.features, client.device)
+        )
         return prototypes_of(client.model, data)
 
     def gathered(self, server: S, prototypes: Replies[ByClass]) -> ByClass:
@@ -92,4 +105,8 @@ class FedProto(OneWidth[S, Follower]):
         for name, data in client.tests.items():
             said = nearest(features_of(client.model, data), client.prototypes[0])
             found[name] = float((said == data.labels).double().mean())
-        return {**found, **{f"head_{name}": value for name, value in by_head.items()}, **as_numbers(report)}
+        return {
+            **found,
+            **{f"head_{name}": value for name, value in by_head.items()},
+            **as_numbers(report),
+        }

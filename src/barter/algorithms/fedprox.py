@@ -27,4 +27,10 @@ class FedProx(FedAvg):
 
     def train(self, client: Client) -> None:
         start = anchored(client, client.model.state_dict(), self.mu)
-        fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=sgd(self.lr), anchor=start)
+        fit(
+            client,
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            recipe=sgd(self.lr),
+            anchor=start,
+        )

@@ -60,7 +60,9 @@ def margin(prototypes: ByClass, most: float) -> Tensor:
     return apart.amin(1).amax().nan_to_num(posinf=0.0).clamp_max(most)
 
 
-def loss(global_prototypes: TrainablePrototypes, vectors: Tensor, classes: Tensor, delta: Tensor) -> Tensor:
+def loss(
+    global_prototypes: TrainablePrototypes, vectors: Tensor, classes: Tensor, delta: Tensor
+) -> Tensor:
     """Cross entropy of minus the distances, the one to the right prototype longer by δ."""
     distances = torch.cdist(vectors, global_prototypes())
     own = classes[:, None] == torch.arange(distances.shape[1], device=distances.device)
@@ -71,14 +73,19 @@ def loss(global_prototypes: TrainablePrototypes, vectors: Tensor, classes: Tenso
 class FedTGP(FedProto[Prototypist]):
     """Prototypes of classes go up, those that the server learnt of them come down."""
 
-    crosses = {"learn": "up: mean features of the client's classes", "receive": "down: the learnt prototypes"}
+    crosses = {
+        "learn": "up: mean features of the client's classes",
+        "receive": "down: the learnt prototypes",
+    }
 
     tau: NonNegative = 100.0  # τ: the margin is at most this
     server_epochs: Count = 100  # S: times that the server goes over the prototypes
     server_lr: Positive = 0.01  # η_S: learning rate of the server's SGD
 
     def gathered(self, server: Prototypist, prototypes: Replies[ByClass]) -> ByClass:
-        learnt = lanes.keep("prototypes", TrainablePrototypes(server.spec.classes, self.features).to(server.device))
+        learnt = lanes.keep(
+            "prototypes", TrainablePrototypes(server.spec.classes, self.features).to(server.device)
+        )
         if server.prototypes:
             learnt.load_state_dict(server.prototypes)
         every, delta = joined(prototypes.values()), margin(mean_of(prototypes.values()), self.tau)
@@ -96,4 +103,7 @@ class FedTGP(FedProto[Prototypist]):
         server.prototypes = isolate(dict(learnt.state_dict()))
         server.report["margin"] = float(delta)
         with torch.no_grad():
-            return {"classes": torch.arange(server.spec.classes, device=server.device), "vectors": learnt()}
+            return {
+                "classes": torch.arange(server.spec.classes, device=server.device),
+                "vectors": learnt(),
+            }

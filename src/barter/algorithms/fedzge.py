@@ -85,8 +85,12 @@ Drawn: TypeAlias = tuple[Tensor, Tensor, Tensor]  # images, the noise and the cl
 class Told(TypedDict):
     """What a client says of its private images, where anybody needs to know."""
 
-    counts: Annotated[Tensor, Counts("classes"), When("by_class")]  # how many there are of each class
-    spectrum: Annotated[Tensor, Floats(2, "channels", "height", "width"), When("canvas")]  # see ops.synthesis
+    counts: Annotated[
+        Tensor, Counts("classes"), When("by_class")
+    ]  # how many there are of each class
+    spectrum: Annotated[
+        Tensor, Floats(2, "channels", "height", "width"), When("canvas")
+    ]  # see ops.synthesis
 
 
 class Asked(Server):
@@ -176,31 +180,42 @@ class FedZGE(Algorithm[Asked, Oracle]):
     epochs: Count = 10  # E1: local epochs, the learning rate falling to zero in each round
     batch_size: Count = 256  # images per step of local training
     lr: Positive = 0.01  # Adam's learning rate of local training
-    weighting: Literal["classes", "examples"] = "classes"  # clients count by images of a class; by all in the paper
+    # clients count by images of a class; by all in the paper
+    weighting: Literal["classes", "examples"] = "classes"
     samples: Count = 500  # B: generated images per round
     noise: Count = 100  # d_z: width of the noise
     canvas: bool = True  # the generator changes random images with the data's frequencies; it draws all in the paper
-    generator_steps: Count = 10  # of the generator per round, each on its part of the B images; 1 in the paper
+    # of the generator per round, each on its part of the B images; 1 in the paper
+    generator_steps: Count = 10
     generator_lr: Positive = 2e-3  # η_G: Adam's learning rate of the generator; 1e-3 in the paper
-    lasting_optimizer: bool = True  # the generator's optimizer goes on from round to round; new in each in the paper
+    # the generator's optimizer goes on from round to round; new in each in the paper
+    lasting_optimizer: bool = True
     queries: Whole = 10  # q: changed copies of each image; 0 leaves the generator as it is, and canvases as they are
-    eps: Positive = 1e-2  # ε: length of a change; 1e-3 in the paper, too little for differences in float32
+    # ε: length of a change; 1e-3 in the paper, too little for differences in float32
+    eps: Positive = 1e-2
     direction: Direction = "sphere"  # of the changes
-    frequencies: Count | None = 6  # a side, that changes are made of: the lowest; none is all, as in the paper
-    estimator: Literal["logits", "loss"] = "logits"  # differences of logits, or of the batch's loss as in the paper
-    statistics: Literal["own", "batch"] = "own"  # of clients that answer and distil; "batch" as published
-    output: Output = "matched"  # range of generated images without a canvas: the data's, or -1 to 1 (paper)
+    # a side, that changes are made of: the lowest; none is all, as in the paper
+    frequencies: Count | None = 6
+    # differences of logits, or of the batch's loss as in the paper
+    estimator: Literal["logits", "loss"] = "logits"
+    # of clients that answer and distil; "batch" as published
+    statistics: Literal["own", "batch"] = "own"
+    # range of generated images without a canvas: the data's, or -1 to 1 (paper)
+    output: Output = "matched"
     beta_adv: NonNegative = 1.0  # β1: weight of transferability
     beta_div: NonNegative = 1.0  # β2: weight of diversity
     beta_info: NonNegative = 1.0  # β3: weight of equilibrium
-    pairs: Literal["class", "all"] = "class"  # that are to differ: those of one class, or all as in the paper
+    # that are to differ: those of one class, or all as in the paper
+    pairs: Literal["class", "all"] = "class"
     tau: Positive = 2.0  # τ: temperature of distillation and transferability; 5 in the paper
     memory: Count = 10  # rounds whose images are learnt from; 1 in the paper
-    distil_batch: Count | None = 100  # generated images per step of distillation; none is all, as in the paper
+    # generated images per step of distillation; none is all, as in the paper
+    distil_batch: Count | None = 100
     distil_lr: Positive = 2e-3  # Adam's learning rate of distillation; 0.01 in the paper
     global_steps: Count = 60  # E2: steps of the global model; 10 in the paper
     local_steps: Count = 30  # E3: steps of each client; 10 in the paper
-    rehearse: bool = True  # clients that distil see private images too in every step, lest they forget them
+    # clients that distil see private images too in every step, lest they forget them
+    rehearse: bool = True
     balanced: bool = True  # cross entropy is told how frequent classes are at home, so networks need not learn it; ours
 
     @property
@@ -218,7 +233,11 @@ class FedZGE(Algorithm[Asked, Oracle]):
         told = active.run(self.learn)
         active, generator, lessons = active.only(told), self.recalled(server), []
         if self.canvas:
-            server.spectrum = [pooled([said["spectrum"] for said in told.values()], list(told.num_examples.values()))]
+            server.spectrum = [
+                pooled(
+                    [said["spectrum"] for said in told.values()], list(told.num_examples.values())
+                )
+            ]
         optimizer = self.optimizer(server, generator)
         for _ in server.track("generator", range(self.generator_steps)):
             x, z, y = self.drawn(server, generator, -(-self.samples // self.generator_steps))
@@ -238,13 +257,27 @@ class FedZGE(Algorithm[Asked, Oracle]):
         """Train on private data."""
         if self.rehearse and client.lessons:
             steps = self.epochs * epoch_length(len(client.data), self.batch_size)
-            self.study(client.model.train(), client.lessons, steps, self.lr, client.data, self.batch_size)
+            self.study(
+                client.model.train(), client.lessons, steps, self.lr, client.data, self.batch_size
+            )
         else:
             recipe = adam(self.lr, cosine=True)
-            fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=recipe, by_class=self.at_home(client))
-        client.report |= {f"before_{name}": value for name, value in evaluate(client, self.at_home(client)).items()}
+            fit(
+                client,
+                epochs=self.epochs,
+                batch_size=self.batch_size,
+                recipe=recipe,
+                by_class=self.at_home(client),
+            )
+        client.report |= {
+            f"before_{name}": value
+            for name, value in evaluate(client, self.at_home(client)).items()
+        }
         client.batch, data = [], client.data
-        counts, images = data.class_counts(), data.batch(torch.arange(len(data), device=data.device))
+        counts, images = (
+            data.class_counts(),
+            data.batch(torch.arange(len(data), device=data.device)),
+        )
         return {
             "counts": counts if self.by_class else counts[:0],
             "spectrum": spectrum(images) if self.canvas else images[:0],
@@ -253,7 +286,9 @@ class FedZGE(Algorithm[Asked, Oracle]):
     def at_home(self, client: Oracle) -> Tensor | None:
         return log_shares(client.data) if self.balanced else None
 
-    def answer(self, client: Oracle, x: Annotated[Tensor, Floats("images", ...)], changed: Tensor) -> Logits:
+    def answer(
+        self, client: Oracle, x: Annotated[Tensor, Floats("images", ...)], changed: Tensor
+    ) -> Logits:
         """Say what one thinks of images and of their changed copies."""
         client.batch = [*client.batch, x]
         client.model.train(self.statistics == "batch")
@@ -266,7 +301,9 @@ class FedZGE(Algorithm[Asked, Oracle]):
         if server.generator:
             generator.load_state_dict(server.generator)
         elif self.canvas:
-            generator.body[-2].load_state_dict({"weight": torch.zeros(server.spec.channels)}, strict=False)
+            generator.body[-2].load_state_dict(
+                {"weight": torch.zeros(server.spec.channels)}, strict=False
+            )
         return generator.train()
 
     def drawn(self, server: Asked, generator: LabelGenerator, count: int) -> Drawn:
@@ -281,11 +318,16 @@ class FedZGE(Algorithm[Asked, Oracle]):
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
         return collapsed(
-            rounds, "canvas=true gives them the variety of the data" if not self.canvas else "ask fewer queries"
+            rounds,
+            "canvas=true gives them the variety of the data"
+            if not self.canvas
+            else "ask fewer queries",
         )
 
     @torch.no_grad()
-    def creations(self, party: Asked | Oracle, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
+    def creations(
+        self, party: Asked | Oracle, wanted: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
         if not isinstance(party, Asked) or not party.generator:
             return None
         x, _, y = self.drawn(party, self.recalled(party), self.samples)
@@ -296,7 +338,9 @@ class FedZGE(Algorithm[Asked, Oracle]):
         """How much each of those who answered counts for each class (clients, classes)."""
         if self.by_class:
             return class_shares(torch.stack([told[k]["counts"] for k in answers]).float())
-        sizes = torch.tensor([answers.num_examples[k] for k in answers], device=next(iter(answers.values())).device)
+        sizes = torch.tensor(
+            [answers.num_examples[k] for k in answers], device=next(iter(answers.values())).device
+        )
         return (sizes / sizes.sum())[:, None]
 
     def opinion(self, said: Tensor, shares: Tensor) -> Tensor:
@@ -308,12 +352,20 @@ class FedZGE(Algorithm[Asked, Oracle]):
     def optimizer(self, server: Asked, generator: LabelGenerator) -> torch.optim.Adam:
         """The generator's, with what it gathered in earlier rounds."""
         optimizer = torch.optim.Adam(generator.parameters(), lr=self.generator_lr, fused=True)
-        for parameter, gathered in zip(generator.parameters() if server.moments else (), server.moments, strict=True):
+        for parameter, gathered in zip(
+            generator.parameters() if server.moments else (), server.moments, strict=True
+        ):
             optimizer.state[parameter] = {name: tensor.clone() for name, tensor in gathered.items()}
         return optimizer
 
     def improve(
-        self, server: Asked, optimizer: torch.optim.Adam, drawn: Drawn, u: Tensor, said: Tensor, shares: Tensor
+        self,
+        server: Asked,
+        optimizer: torch.optim.Adam,
+        drawn: Drawn,
+        u: Tensor,
+        said: Tensor,
+        shares: Tensor,
     ) -> None:
         """One step of the generator."""
         x, z, y = drawn
@@ -324,35 +376,57 @@ class FedZGE(Algorithm[Asked, Oracle]):
         torch.autograd.backward(x, slope)
         optimizer.step()
 
-    def loss(self, shares: Tensor, z: Tensor, y: Tensor, said: Tensor, student: Tensor, x: Tensor) -> Tensor:
+    def loss(
+        self, shares: Tensor, z: Tensor, y: Tensor, said: Tensor, student: Tensor, x: Tensor
+    ) -> Tensor:
         """The generator's objective, of what clients and global model say of images."""
         ensemble = self.opinion(said, shares)
-        terms = self.beta_adv * transferability(ensemble, student, self.tau) + self.beta_info * equilibrium(ensemble)
+        terms = self.beta_adv * transferability(
+            ensemble, student, self.tau
+        ) + self.beta_info * equilibrium(ensemble)
         terms = terms + self.beta_div * diversity(x, z, y if self.pairs == "class" else None)
         return fidelity(ensemble, y) + terms
 
-    def by_loss(self, model: Classifier, loss: Callable[..., Tensor], x: Tensor, u: Tensor, said: Tensor) -> Tensor:
+    def by_loss(
+        self, model: Classifier, loss: Callable[..., Tensor], x: Tensor, u: Tensor, said: Tensor
+    ) -> Tensor:
         """From one difference of the batch's loss for each direction, as the authors' code has it."""
         with torch.no_grad(), exact():
             points = [x, *(x + self.eps * direction for direction in u)]
-            losses = torch.stack([loss(s, model(point), point) for s, point in zip(said, points, strict=True)])
-        return loss_estimate(u, losses[1:] - losses[0], self.eps, self.direction, self.frequencies) / len(x)
+            losses = torch.stack(
+                [loss(s, model(point), point) for s, point in zip(said, points, strict=True)]
+            )
+        return loss_estimate(
+            u, losses[1:] - losses[0], self.eps, self.direction, self.frequencies
+        ) / len(x)
 
-    def by_logits(self, model: Classifier, loss: Callable[..., Tensor], x: Tensor, u: Tensor, said: Tensor) -> Tensor:
+    def by_logits(
+        self, model: Classifier, loss: Callable[..., Tensor], x: Tensor, u: Tensor, said: Tensor
+    ) -> Tensor:
         """Exact but for the clients' part: their logits' differences, contracted with the loss's own derivative."""
         seen, images = said[0].clone().requires_grad_(), x.clone().requires_grad_()
         cotangent, direct = torch.autograd.grad(loss(seen, model(images), images), (seen, images))
         for k, slope in enumerate(cotangent):
-            direct = direct + directional(u, said[1:, k], said[0, k], slope, self.eps, self.direction, self.frequencies)
+            direct = direct + directional(
+                u, said[1:, k], said[0, k], slope, self.eps, self.direction, self.frequencies
+            )
         return direct
 
     def remember(
-        self, server: Asked, generator: LabelGenerator, optimizer: torch.optim.Adam, lessons: Iterable[list[Tensor]]
+        self,
+        server: Asked,
+        generator: LabelGenerator,
+        optimizer: torch.optim.Adam,
+        lessons: Iterable[list[Tensor]],
     ) -> Tensor:
         """The generator, and the round's images with everybody's opinion; the classes they were drawn for."""
         x, ensemble, y = (torch.cat(column) for column in zip(*lessons, strict=True))
         server.generator = dict(generator.state_dict())
-        server.moments = [optimizer.state[p] for p in generator.parameters() if self.lasting_optimizer and self.queries]
+        server.moments = [
+            optimizer.state[p]
+            for p in generator.parameters()
+            if self.lasting_optimizer and self.queries
+        ]
         server.lessons = [*server.lessons, [x, ensemble]][-self.memory :]
         return y
 
@@ -368,7 +442,13 @@ class FedZGE(Algorithm[Asked, Oracle]):
             server.report["known"] = float((shares > 0).float().mean(0)[y].mean())
 
     def study(
-        self, model: Classifier, lessons: Sequence[list[Tensor]], steps: int, lr: float, own: Images | None, size: int
+        self,
+        model: Classifier,
+        lessons: Sequence[list[Tensor]],
+        steps: int,
+        lr: float,
+        own: Images | None,
+        size: int,
     ) -> None:
         """Steps towards the clients' opinion of the last rounds' images, beside so many of a client's own in each."""
         rows = [torch.cat(column) for column in zip(*lessons, strict=True)]
@@ -377,10 +457,15 @@ class FedZGE(Algorithm[Asked, Oracle]):
         loss: Callable[..., Tensor] = partial(distillation, model, self.tau)
         if own is not None:
             loss = partial(rehearsal, model, self.tau, own.spec, own.augment)
-            private, home = index_batches(len(own), size, own.device), [log_shares(own)] if self.balanced else []
+            private, home = (
+                index_batches(len(own), size, own.device),
+                [log_shares(own)] if self.balanced else [],
+            )
         for step in range(steps):
             chosen = next(batches)
-            beside = () if own is None else (own.pixels[part := next(private)], own.labels[part], *home)
+            beside = (
+                () if own is None else (own.pixels[part := next(private)], own.labels[part], *home)
+            )
             trainer.step(loss, *(row[chosen] for row in rows), *beside)
             trainer.anneal((step + 1) / steps)
 
@@ -389,4 +474,11 @@ class FedZGE(Algorithm[Asked, Oracle]):
         client.batch = []
         model = client.model.train(self.rehearse or self.statistics == "batch")
         own = client.data if self.rehearse else None
-        self.study(model, client.lessons, self.local_steps, self.distil_lr, own, self.distil_batch or self.batch_size)
+        self.study(
+            model,
+            client.lessons,
+            self.local_steps,
+            self.distil_lr,
+            own,
+            self.distil_batch or self.batch_size,
+        )

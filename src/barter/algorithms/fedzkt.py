@@ -71,7 +71,9 @@ def disagreement(
     return sign * sl_loss(said, model(x).float())
 
 
-def lesson(generator: Decoder, teacher: Classifier, model: Classifier, spec: Spec, z: Tensor) -> Tensor:
+def lesson(
+    generator: Decoder, teacher: Classifier, model: Classifier, spec: Spec, z: Tensor
+) -> Tensor:
     """How far a client's model is from the server's on generated images."""
     with torch.no_grad():
         x = painted(generator, z, spec)
@@ -92,20 +94,25 @@ class FedZKT(FedProx):
     }
     presets = {"paper": {"iterations": 200, "global_steps": 1, "client_steps": 200, "samples": 256}}
 
-    global_network: str | None = None  # the server's: of the zoo, or package.module:function; none: the first client's
-    iterations: Count = 20  # steps of the generator, in turn with the server's model; 200 to 500 in the paper
+    # the server's: of the zoo, or package.module:function; none: the first client's
+    global_network: str | None = None
+    # steps of the generator, in turn with the server's model; 200 to 500 in the paper
+    iterations: Count = 20
     global_steps: Count = 5  # steps of the server's model for one of the generator's
     client_steps: Count = 20  # steps of each client's model on the server
     samples: Count = 64  # generated images per step; 256 in the paper
     noise: Count = 100  # width of the noise
     generator_lr: Positive = 1e-3  # Adam's learning rate of the generator
-    global_lr: Positive = 0.01  # SGD's learning rate of the server's model, and of clients' models there
+    # SGD's learning rate of the server's model, and of clients' models there
+    global_lr: Positive = 0.01
     momentum: NonNegative = 0.9  # of that SGD
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.average != "mean":
-            raise ConfigError(f"average={self.average!r}: FedZKT averages nothing, its server learns from all models")
+            raise ConfigError(
+                f"average={self.average!r}: FedZKT averages nothing, its server learns from all models"
+            )
 
     @classmethod
     def parties(cls) -> tuple[type[Server], type[Client]]:
@@ -136,7 +143,10 @@ class FedZKT(FedProx):
     def gather(self, server: Artist, ensemble: Ensemble) -> Decoder:
         """Server's model and generator in turn; the generator."""
         generator, model = painter(server, self.noise), server.model
-        seek, learn = (partial(disagreement, generator, ensemble, model, server.spec, sign) for sign in (-1.0, 1.0))
+        seek, learn = (
+            partial(disagreement, generator, ensemble, model, server.spec, sign)
+            for sign in (-1.0, 1.0)
+        )
 
         def draw() -> list[Tensor]:
             return [self.codes(server)]
@@ -163,5 +173,7 @@ class FedZKT(FedProx):
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
         return collapsed(rounds, "more rounds of fewer iterations may help")
 
-    def creations(self, party: Server | Client, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
+    def creations(
+        self, party: Server | Client, wanted: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
         return exhibited(party, self.codes(party), None, wanted)

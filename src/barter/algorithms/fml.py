@@ -66,7 +66,8 @@ class FML(FedAvg):
     alpha: Fraction = 0.5  # α: how much labels count for the client's own network; the rest is the shared one's word
     beta: Fraction = 0.5  # β: the same for the shared network
     batch_size: Count = 32  # B: images per step
-    optimizer: Optimizer = "sgd"  # of clients; adam where DFFKE compares, with lr 0.001 and batches of 100
+    # of clients; adam where DFFKE compares, with lr 0.001 and batches of 100
+    optimizer: Optimizer = "sgd"
     lr: Positive = 0.01  # η: learning rate
     momentum: NonNegative = 0.9  # of SGD
 
@@ -78,7 +79,14 @@ class FML(FedAvg):
         data, shared = client.data, companion(client, self.shared, w)
         mutual = partial(loss, client.model, shared, self.alpha, self.beta, data.spec, data.augment)
         recipe = by_name(self.optimizer, self.lr, self.momentum)
-        fit_by(client, mutual, epochs=self.epochs, batch_size=self.batch_size, recipe=recipe, also=[shared])
+        fit_by(
+            client,
+            mutual,
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            recipe=recipe,
+            also=[shared],
+        )
         return shared.state_dict()
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:

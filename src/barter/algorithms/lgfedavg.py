@@ -27,7 +27,8 @@ class LGFedAvg(SharedHead):
 
     crosses = {"learn": "down: the head; up: the head, trained"}
 
-    average: Average = "mean"  # of what comes back: by numbers of images, or what few clients cannot move
+    # of what comes back: by numbers of images, or what few clients cannot move
+    average: Average = "mean"
 
     def round(self, server: HeadServer, clients: Clients, t: int) -> None:
         heads = clients.sample(self.fraction).run(self.learn, server.head)

@@ -23,7 +23,8 @@ class Local(Algorithm):
 
     crosses = {"learn": "nothing"}
 
-    tau: Fraction | None = 0.98  # τ: local training ends when an epoch's training accuracy reaches it; none: never
+    # τ: local training ends when an epoch's training accuracy reaches it; none: never
+    tau: Fraction | None = 0.98
     max_epochs: Count = 100  # or after so many epochs
     optimizer: Optimizer = "adam"  # of local training; sgd is what other methods compare with
     lr: Positive = 1e-3  # η: learning rate
@@ -35,5 +36,7 @@ class Local(Algorithm):
 
     def learn(self, client: Client) -> None:
         recipe = by_name(self.optimizer, self.lr, weight_decay=self.weight_decay)
-        fitted = fit(client, epochs=self.max_epochs, goal=self.tau, batch_size=self.batch_size, recipe=recipe)
+        fitted = fit(
+            client, epochs=self.max_epochs, goal=self.tau, batch_size=self.batch_size, recipe=recipe
+        )
         client.report["epochs"] = fitted.epochs

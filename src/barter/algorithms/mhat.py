@@ -40,10 +40,15 @@ class MHAT(PublicDistillation):
 
     lam: NonNegative = 1.0  # λ: how much the clients' predictions count beside the labels
     epochs: Count = 5  # passes over private data per round
-    distil_epochs: Count = 5  # passes over the round's public images, of the server and of the clients
+    # passes over the round's public images, of the server and of the clients
+    distil_epochs: Count = 5
 
     def setup(self, server: Server, clients: Clients) -> None:
-        require_labels(public_images(server), "MHAT", "take data of the task's classes, or dsfl, which needs no labels")
+        require_labels(
+            public_images(server),
+            "MHAT",
+            "take data of the task's classes, or dsfl, which needs no labels",
+        )
 
     def decided(self, server: Server, places: Tensor, mean: Tensor) -> Tensor:
         images, track = public_images(server), partial(server.track, "auxiliary")

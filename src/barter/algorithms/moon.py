@@ -80,7 +80,9 @@ class MOON(FedAvg):
         data, model = client.data, client.model
         prev = frozen("previous", client)
         model.load_state_dict(w)
-        by = partial(loss, model, frozen("start", client), prev, self.mu, self.tau, data.spec, data.augment)
+        by = partial(
+            loss, model, frozen("start", client), prev, self.mu, self.tau, data.spec, data.augment
+        )
         recipe = sgd(self.lr, self.momentum, self.weight_decay)
         fit_by(client, by, epochs=self.epochs, batch_size=self.batch_size, recipe=recipe)
         return model.state_dict()
@@ -88,4 +90,8 @@ class MOON(FedAvg):
 
 def frozen(name: str, client: Client) -> Classifier:
     """The client's network as it is now, to compare with."""
-    return lanes.keep((name, client.architecture), copy.deepcopy(client.model)).eval().requires_grad_(False)
+    return (
+        lanes.keep((name, client.architecture), copy.deepcopy(client.model))
+        .eval()
+        .requires_grad_(False)
+    )

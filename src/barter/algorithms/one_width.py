@@ -45,7 +45,8 @@ class OneWidth(Algorithm[S, C]):
     fraction: Fraction = 1.0  # C: share of clients per round
     epochs: Count = 1  # E: local epochs
     batch_size: Count = 10  # B: images per step
-    optimizer: Optimizer = "sgd"  # of clients; adam where DFFKE compares, with lr 0.001 and batches of 100
+    # of clients; adam where DFFKE compares, with lr 0.001 and batches of 100
+    optimizer: Optimizer = "sgd"
     lr: Positive = 0.01  # η: learning rate
 
     @property

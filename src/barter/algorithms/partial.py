@@ -26,7 +26,16 @@ from barter.core.payload import State
 from barter.models.width import narrowed, scaled, without_running_statistics
 from barter.ops.fit import epoch_length, fit, sgd
 from barter.ops.statistics import renew
-from barter.ops.submodel import Extraction, Places, budget, combined, extracted, head_of, places, verify
+from barter.ops.submodel import (
+    Extraction,
+    Places,
+    budget,
+    combined,
+    extracted,
+    head_of,
+    places,
+    verify,
+)
 
 __all__ = ["PartialTraining", "Update"]
 
@@ -38,7 +47,9 @@ class Update(TypedDict):
     """What a client sends back."""
 
     weights: State
-    counts: Annotated[Tensor, Counts("classes", most="seen"), When("tells_counts")]  # images that it trained on
+    counts: Annotated[
+        Tensor, Counts("classes", most="seen"), When("tells_counts")
+    ]  # images that it trained on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +74,8 @@ class PartialTraining(Algorithm[S, Client]):
     scaler: bool = True  # hidden outputs are divided by the client's rate in training
     masked_loss: bool = True  # logits of classes that a client lacks count as zero in its loss
     own_rows: bool = True  # the head's row of a class is averaged over the clients that have it
-    weighting: Literal["clients", "examples"] = "clients"  # every client counts alike, or by its images
+    # every client counts alike, or by its images
+    weighting: Literal["clients", "examples"] = "clients"
 
     @property
     def one_architecture(self) -> bool:
@@ -98,7 +110,9 @@ class PartialTraining(Algorithm[S, Client]):
     def choose(self, server: S, active: Clients, t: int) -> dict[int, Places]:
         """Which channels each client gets in this round."""
         w = server.model.state_dict()
-        return {k: places(w, server.architectures[k]().state_dict(), self.extraction, t) for k in active}
+        return {
+            k: places(w, server.architectures[k]().state_dict(), self.extraction, t) for k in active
+        }
 
     def train(self, client: Client, w: State) -> Update:
         """The client's model after training on its own data, from these weights if there are any; what it saw."""
@@ -117,7 +131,10 @@ class PartialTraining(Algorithm[S, Client]):
         )
         if self.norm == "afterwards":
             renew(client.model, client.data, self.batch_size)
-        return {"weights": client.model.state_dict(), "counts": counts if self.tells_counts else counts[:0]}
+        return {
+            "weights": client.model.state_dict(),
+            "counts": counts if self.tells_counts else counts[:0],
+        }
 
     @property
     def tells_counts(self) -> bool:
@@ -131,7 +148,10 @@ class PartialTraining(Algorithm[S, Client]):
 
     def averaged(self, server: S, updates: Replies[Update], where: Mapping[int, Places]) -> State:
         """The server's weights, each the mean over the clients that trained it (Eq. 1 of DFRD)."""
-        weights = {k: float(updates.num_examples[k]) if self.weighting == "examples" else 1.0 for k in updates}
+        weights = {
+            k: float(updates.num_examples[k]) if self.weighting == "examples" else 1.0
+            for k in updates
+        }
         return combined(
             server.model.state_dict(),
             {k: update["weights"] for k, update in updates.items()},

@@ -45,11 +45,15 @@ class Adapter(Client):
     start: State = {}  # everybody's
 
 
-def slope(model: Classifier, w: State, spec: Spec, augment: Augment, pixels: Tensor, labels: Tensor) -> State:
+def slope(
+    model: Classifier, w: State, spec: Spec, augment: Augment, pixels: Tensor, labels: Tensor
+) -> State:
     """The gradient of the cross entropy on a batch, with these weights in place of the model's own."""
     at = {name: weight.detach().requires_grad_() for name, weight in w.items()}
     logits = functional_call(model, at, (prepared(pixels, spec, augment),))
-    slopes = torch.autograd.grad(F.cross_entropy(logits, labels), list(at.values()), materialize_grads=True)
+    slopes = torch.autograd.grad(
+        F.cross_entropy(logits, labels), list(at.values()), materialize_grads=True
+    )
     return dict(zip(at, slopes, strict=True))
 
 
@@ -58,7 +62,9 @@ def moved(w: State, by: float, way: State) -> State:
     return {name: weight.detach() + by * way[name] for name, weight in w.items()}
 
 
-def ahead(model: Classifier, alpha: float, delta: float, spec: Spec, augment: Augment, *batches: Tensor) -> Tensor:
+def ahead(
+    model: Classifier, alpha: float, delta: float, spec: Spec, augment: Augment, *batches: Tensor
+) -> Tensor:
     """What has the gradient of the loss after a step ahead: the step on a first batch, the loss on a second.
 
     On a third batch, if there is one, the step's own dependence on the weights is found by differences.
@@ -68,7 +74,9 @@ def ahead(model: Classifier, alpha: float, delta: float, spec: Spec, augment: Au
     inner = of(w, pixels=batches[0], labels=batches[1])
     v = of(moved(w, -alpha, inner), pixels=batches[2], labels=batches[3])
     if batches[4:]:
-        up, down = (of(moved(w, by, v), pixels=batches[4], labels=batches[5]) for by in (delta, -delta))
+        up, down = (
+            of(moved(w, by, v), pixels=batches[4], labels=batches[5]) for by in (delta, -delta)
+        )
         v = {name: v[name] - alpha * (up[name] - down[name]) / (2 * delta) for name in v}
     return torch.stack([(p * v[name]).sum() for name, p in w.items()]).sum()
 
@@ -117,4 +125,8 @@ def several(data: Images, size: int, each: int) -> Iterator[list[Tensor]]:
     """Batches of pixels and labels, so many at a time, one behind the other."""
     index = index_batches(len(data), size, data.device)
     while True:
-        yield [part for chosen in islice(index, each) for part in (data.pixels[chosen], data.labels[chosen])]
+        yield [
+            part
+            for chosen in islice(index, each)
+            for part in (data.pixels[chosen], data.labels[chosen])
+        ]

@@ -79,7 +79,9 @@ def mixed(models: Sequence[State], alpha: Tensor, layers: Sequence[Sequence[str]
         for name in layer:
             everybodys = torch.stack([model[name] for model in models])
             total = torch.tensordot(weights, everybodys.double(), 1)
-            mix[name] = (total if everybodys.is_floating_point() else total.round()).to(everybodys.dtype)
+            mix[name] = (total if everybodys.is_floating_point() else total.round()).to(
+                everybodys.dtype
+            )
     return mix
 
 
@@ -98,7 +100,9 @@ class PFedLA(Algorithm[Mixer]):
 
     one_architecture = True
     personal = True
-    crosses = {"client_update": "down: a mix of everybody's weights; up: the client's weights, trained"}
+    crosses = {
+        "client_update": "down: a mix of everybody's weights; up: the client's weights, trained"
+    }
 
     fraction: Fraction = 1.0  # share of clients per round
     epochs: Count = 10  # local epochs
@@ -112,7 +116,9 @@ class PFedLA(Algorithm[Mixer]):
         server.layers = by_layer(model.state_dict())
         server.trained = [name for name, _ in model.named_parameters()]
         for k in clients:
-            server.hyper[k] = HyperNetwork(len(clients), len(server.layers), self.width).state_dict()
+            server.hyper[k] = HyperNetwork(
+                len(clients), len(server.layers), self.width
+            ).state_dict()
 
     def round(self, server: Mixer, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)
@@ -120,7 +126,9 @@ class PFedLA(Algorithm[Mixer]):
         updates = active.scatter(self.client_update, given)
         for k, w in updates.items():
             if given[k]:
-                self.learn(server, clients, k, {name: w[name] - given[k][name] for name in server.trained})
+                self.learn(
+                    server, clients, k, {name: w[name] - given[k][name] for name in server.trained}
+                )
         server.models |= updates
 
     def client_update(self, client: Client, w: State) -> State:
@@ -133,7 +141,9 @@ class PFedLA(Algorithm[Mixer]):
         hyper, own, known = self.hypernetwork(server, clients, k)
         with torch.no_grad():
             alpha = hyper(own, known)
-        return mixed([server.models[j] for j in sorted(server.models)], alpha[:, known > 0], server.layers)
+        return mixed(
+            [server.models[j] for j in sorted(server.models)], alpha[:, known > 0], server.layers
+        )
 
     def learn(self, server: Mixer, clients: Clients, k: int, change: State) -> None:
         """A step of this client's hypernetwork, along the way that its training went."""
@@ -141,12 +151,16 @@ class PFedLA(Algorithm[Mixer]):
         dots = torch.zeros(hyper.shape, device=server.device)
         for row, layer in zip(dots, server.layers, strict=True):
             for name in change.keys() & layer:
-                everybodys = torch.stack([server.models[j][name].flatten() for j in sorted(server.models)])
+                everybodys = torch.stack(
+                    [server.models[j][name].flatten() for j in sorted(server.models)]
+                )
                 row[known > 0] += everybodys @ change[name].flatten()
         Trainer.of(hyper, sgd(self.hyper_lr)).step(partial(gain, hyper), own, known, dots)
         server.hyper[k] = isolate(hyper.state_dict())
 
-    def hypernetwork(self, server: Mixer, clients: Clients, k: int) -> tuple[HyperNetwork, Tensor, Tensor]:
+    def hypernetwork(
+        self, server: Mixer, clients: Clients, k: int
+    ) -> tuple[HyperNetwork, Tensor, Tensor]:
         """This client's; which column is its own, and of whom there is a model."""
         made = HyperNetwork(len(clients), len(server.layers), self.width).to(server.device)
         made.load_state_dict(server.hyper[k])

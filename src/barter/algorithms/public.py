@@ -34,7 +34,9 @@ class Answer(TypedDict):
     """What a client makes of public images."""
 
     said: Annotated[Tensor, Floats("images", "classes")]
-    counts: Annotated[Tensor, Counts("classes"), When("by_class")]  # how many images of each class it has
+    counts: Annotated[
+        Tensor, Counts("classes"), When("by_class")
+    ]  # how many images of each class it has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,8 @@ class PublicDistillation(Algorithm[S, C]):
     lr: Positive = 1e-3  # learning rate, on private and on public images
     distil_epochs: Count = 1  # passes over the round's public images
     distil_batch: Count = 128  # public images per step
-    weighting: Literal["clients", "classes"] = "clients"  # clients count alike, or by their images of a class (ours)
+    # clients count alike, or by their images of a class (ours)
+    weighting: Literal["clients", "classes"] = "clients"
 
     @property
     def needs_public_data(self) -> bool:
@@ -68,7 +71,9 @@ class PublicDistillation(Algorithm[S, C]):
     def round(self, server: S, clients: Clients, t: int) -> None:
         active, places = clients.sample(self.fraction), drawn(public_images(server), self.samples)
         answers = active.run(self.answer, places)
-        active.only(answers).run(self.learn, places, self.decided(server, places, self.joint(answers)))
+        active.only(answers).run(
+            self.learn, places, self.decided(server, places, self.joint(answers))
+        )
 
     @property
     def by_class(self) -> bool:
@@ -120,4 +125,14 @@ class PublicDistillation(Algorithm[S, C]):
         """Have a model learn from answers to the round's images."""
         size, recipe = self.distil_batch, self.recipe
         steps = self.distil_epochs * epoch_length(len(places), size)
-        distil(model, images, places, targets, loss, batch_size=size, recipe=recipe, steps=steps, track=track)
+        distil(
+            model,
+            images,
+            places,
+            targets,
+            loss,
+            batch_size=size,
+            recipe=recipe,
+            steps=steps,
+            track=track,
+        )

@@ -33,7 +33,9 @@ def attacked(run: Path, shadows: int, monitor: Monitor) -> Iterator[Table | str]
 def attack(run: Path, shadows: int, monitor: Monitor) -> tuple[list[Result], list[Path]]:
     """The same as data, and the files that hold it."""
     if shadows % 2:
-        raise ConfigError(f"--shadows {shadows}: of two runs each has one half of the images; give an even number")
+        raise ConfigError(
+            f"--shadows {shadows}: of two runs each has one half of the images; give an even number"
+        )
     experiment = Experiment.revisited(run, unlimited=True)
     name, before = type(experiment.algorithm).__name__, experiment.round
     with threaded(experiment.config.threads):
@@ -47,7 +49,13 @@ def attack(run: Path, shadows: int, monitor: Monitor) -> tuple[list[Result], lis
             *membership(experiment, told, public, others, shadows, monitor),
             *labels(experiment, told, public),
         ]
-    about = {"algorithm": name, "round": before + 1, "shadows": shadows, "public": len(public), "others": len(others)}
+    about = {
+        "algorithm": name,
+        "round": before + 1,
+        "shadows": shadows,
+        "public": len(public),
+        "others": len(others),
+    }
     paths = [run / DATA]
     try:
         paths[0].write_text(to_json(about, results))
@@ -55,6 +63,10 @@ def attack(run: Path, shadows: int, monitor: Monitor) -> tuple[list[Result], lis
         raise ConfigError(f"{paths[0]} cannot be written: {error}") from error
     if rows:
         title = f"{name} after round {before}: private images, the nearest that an attacker makes of what was told,\n"
-        sheet(rows, f"{title}and the nearest by guessing from the class. Experimenter's view only", run / SHEET)
+        sheet(
+            rows,
+            f"{title}and the nearest by guessing from the class. Experimenter's view only",
+            run / SHEET,
+        )
         paths.append(run / SHEET)
     return results, paths

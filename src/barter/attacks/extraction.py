@@ -30,8 +30,14 @@ def predictions(
     """Places of public images that a client was asked about, and what it said of each; none if it said nothing."""
     for method, answer in answers.items():
         asked = [x for x in _tensors(sent.get(method)) if x.ndim == 1 and x.dtype == torch.int64]
-        said = [x for x in _tensors(answer) if x.ndim == 2 and x.shape[1] == classes and x.is_floating_point()]
-        pairs = [(places, values) for places in asked for values in said if len(places) == len(values)]
+        said = [
+            x
+            for x in _tensors(answer)
+            if x.ndim == 2 and x.shape[1] == classes and x.is_floating_point()
+        ]
+        pairs = [
+            (places, values) for places in asked for values in said if len(places) == len(values)
+        ]
         if pairs:
             return pairs[0]
     return None
@@ -48,8 +54,12 @@ def extracted(like: Classifier, public: Images, places: Tensor, said: Tensor) ->
         if callable(reset := getattr(part, "reset_parameters", None)):
             reset()
     said = said.float()
-    shares = bool((said >= 0).all()) and torch.allclose(said.sum(1), torch.ones(len(said)), atol=1e-3)
+    shares = bool((said >= 0).all()) and torch.allclose(
+        said.sum(1), torch.ones(len(said)), atol=1e-3
+    )
     target = said if shares else said.softmax(1)
     recipe = adam(1e-3, cosine=True)
-    distil(network, public, places, [target], soft_loss, batch_size=BATCH, recipe=recipe, steps=STEPS)
+    distil(
+        network, public, places, [target], soft_loss, batch_size=BATCH, recipe=recipe, steps=STEPS
+    )
     return network.eval().requires_grad_(False)

@@ -45,7 +45,9 @@ GIVEN = "nearest of the images given away"
 MEAN, NEAREST = "mean of the class", "nearest image of the class"
 
 
-def inversion(experiment: Experiment, told: dict[int, Told], public: Images) -> tuple[list[Result], list[Row]]:
+def inversion(
+    experiment: Experiment, told: dict[int, Told], public: Images
+) -> tuple[list[Result], list[Row]]:
     """What each attack comes to, and rows of a sheet: of each client, images and the nearest that was made of them."""
     values: dict[str, dict[int, dict[str, float]]] = {}
     pictures: dict[int, tuple[Tensor, Tensor, dict[str, Tensor]]] = {}
@@ -59,7 +61,11 @@ def inversion(experiment: Experiment, told: dict[int, Told], public: Images) -> 
         real, labels = every[places[chosen]], client.data.labels[places[chosen]]
         made |= _guesses(real, labels, public)
         for name, images in made.items():
-            near, alike, hit = psnr(real, images), ssim(real, images), found(every, places[chosen], images)
+            near, alike, hit = (
+                psnr(real, images),
+                ssim(real, images),
+                found(every, places[chosen], images),
+            )
             values.setdefault(name, {})[k] = {
                 **{"psnr": float(near.mean()), "best_psnr": float(near.max())},
                 **{"ssim": float(alike.mean()), "found": float(hit.double().mean())},
@@ -68,9 +74,16 @@ def inversion(experiment: Experiment, told: dict[int, Told], public: Images) -> 
     if not values:
         why = "nothing that left the clients belongs to a single image"
         return [Result("inversion", "images", note=why)], []
-    results = [averaged("inversion", name, found, guess=name in (MEAN, NEAREST)) for name, found in values.items()]
+    results = [
+        averaged("inversion", name, found, guess=name in (MEAN, NEAREST))
+        for name, found in values.items()
+    ]
     if NETWORK not in values:
-        results.append(Result("inversion", NETWORK, note="no embeddings left the clients, or not with the network"))
+        results.append(
+            Result(
+                "inversion", NETWORK, note="no embeddings left the clients, or not with the network"
+            )
+        )
     return results, _sheet(experiment, results, pictures)
 
 
@@ -81,7 +94,9 @@ def _attempts(
     if told.rows is not None and told.network is not None and told.places is not None:
         own = client.data.labels[told.places[chosen]]
         attacker = _Attacker(experiment, client.id, told, told.network, public)
-        rows = attacker.paired(told.rows[1], None if told.labels is None else told.labels[1], chosen, own)
+        rows = attacker.paired(
+            told.rows[1], None if told.labels is None else told.labels[1], chosen, own
+        )
         first = attacker.invert(rows)
         yield NETWORK, first
         if not attacker.means:
@@ -89,20 +104,40 @@ def _attempts(
     if told.images is not None:
         yield DRAWN, visible(told.images[chosen], spec)
     if told.given is not None and told.places is not None:
-        yield GIVEN, _nearest(visible(client.data.batch(told.places[chosen]), spec), visible(told.given, spec))
+        yield (
+            GIVEN,
+            _nearest(
+                visible(client.data.batch(told.places[chosen]), spec), visible(told.given, spec)
+            ),
+        )
 
 
 class _Attacker:
     """A server that turns one client's rows into images."""
 
-    def __init__(self, experiment: Experiment, k: int, told: Told, network: Classifier, public: Images) -> None:
+    def __init__(
+        self, experiment: Experiment, k: int, told: Told, network: Classifier, public: Images
+    ) -> None:
         assert told.rows is not None
-        self.experiment, self.k, self.told, self.network, self.spec = experiment, k, told, network, public.spec
+        self.experiment, self.k, self.told, self.network, self.spec = (
+            experiment,
+            k,
+            told,
+            network,
+            public.spec,
+        )
         self.guard, (self.part, rows) = guard_of(experiment), told.rows
         self.shape, self.views = rows.shape[1:], 1 if rows.ndim == 2 else rows.shape[1]
-        mechanism: Mechanism | None = self.guard.plan.mechanisms.get(self.guard.plan.covers.get(self.part, ""))
-        self.means = mechanism is not None and mechanism.beside is not None  # rows are those of classes, not of images
-        alone = isinstance(mechanism, Additive) and (mechanism.each or self.guard.plan.each(self.part)) == "image"
+        mechanism: Mechanism | None = self.guard.plan.mechanisms.get(
+            self.guard.plan.covers.get(self.part, "")
+        )
+        self.means = (
+            mechanism is not None and mechanism.beside is not None
+        )  # rows are those of classes, not of images
+        alone = (
+            isinstance(mechanism, Additive)
+            and (mechanism.each or self.guard.plan.each(self.part)) == "image"
+        )
         self.cut: Callable[[Tensor], Tensor] = mechanism.clipped if alone else lambda rows: rows  # type: ignore[union-attr]
         self.public = Images(public.pixels[:PUBLIC], public.labels[:PUBLIC], public.spec)
 
@@ -111,8 +146,13 @@ class _Attacker:
         rows = rows.flatten(1)
         if not self.means or labels is None:
             return rows[chosen]
-        first = [int(at[0]) if len(at := (labels == c).nonzero()[:, 0]) else -1 for c in range(self.spec.classes)]
-        every = torch.cat([rows, rows.mean(0, keepdim=True)])  # of a class that nothing was told of, the mean of all
+        first = [
+            int(at[0]) if len(at := (labels == c).nonzero()[:, 0]) else -1
+            for c in range(self.spec.classes)
+        ]
+        every = torch.cat(
+            [rows, rows.mean(0, keepdim=True)]
+        )  # of a class that nothing was told of, the mean of all
         return every[torch.tensor(first)[own]]
 
     def told_of(self, images: Images, stream: int) -> Tensor:
@@ -143,11 +183,16 @@ class _Attacker:
             *(nn.Linear(x.shape[1], WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()),
             *(nn.Linear(WIDTH, y.shape[1]), nn.Sigmoid()),
         )
-        trainer, per_epoch = Trainer.of(network, adam(1e-3, cosine=True)), epoch_length(len(x), BATCH)
+        trainer, per_epoch = (
+            Trainer.of(network, adam(1e-3, cosine=True)),
+            epoch_length(len(x), BATCH),
+        )
         batches, nearest, made = index_batches(len(x), BATCH, x.device), math.inf, rows
         for epoch in self.experiment.server.track(f"inversion of client {self.k}", range(EPOCHS)):
             for index in islice(batches, per_epoch):
-                trainer.step(lambda a, b: F.mse_loss(network(a), b), (x[index] - mean) / deviation, y[index])
+                trainer.step(
+                    lambda a, b: F.mse_loss(network(a), b), (x[index] - mean) / deviation, y[index]
+                )
             trainer.anneal((epoch + 1) / EPOCHS)
             with torch.no_grad():
                 distance = float(F.mse_loss(network((x_held - mean) / deviation), y_held))
@@ -160,9 +205,13 @@ class _Attacker:
         shift = Augment(crop=max(1, pixels.shape[-1] // 8))
         every = [augmented(pixels, shift) if i else pixels for i in range(copies)]
         given, wanted = [], []
-        for i, group in enumerate([torch.cat(every)] if self.means else every):  # the mean of more tells more
+        for i, group in enumerate(
+            [torch.cat(every)] if self.means else every
+        ):  # the mean of more tells more
             images = Images(group, labels.repeat(len(group) // len(labels)), self.spec)
-            stream = seeds.stream_seed(self.experiment.config.seed, "inversion", self.k, len(pixels), i)
+            stream = seeds.stream_seed(
+                self.experiment.config.seed, "inversion", self.k, len(pixels), i
+            )
             given.append(self.told_of(images, stream))
             wanted.append(visible(images.batch(torch.arange(len(images))), self.spec).flatten(1))
         return torch.cat(given), torch.cat(wanted)
@@ -175,7 +224,9 @@ class _Attacker:
         optimizer = torch.optim.Adam([images], lr=0.02)
         for _ in self.experiment.server.track(f"descent of client {self.k}", range(DESCENT)):
             x = ((images.clamp(0, 1) - mean) / deviation).repeat_interleave(number(parts), 0)
-            made = self.cut(self.network.features(seen(x, views, parts, self.spec)).reshape(len(start), -1))
+            made = self.cut(
+                self.network.features(seen(x, views, parts, self.spec)).reshape(len(start), -1)
+            )
             (images.grad,) = torch.autograd.grad((made - rows).square().sum(), images)
             optimizer.step()
         return images.detach().clamp(0, 1)
@@ -203,15 +254,27 @@ def visible(images: Tensor, spec: Spec) -> Tensor:
 
 
 def _sheet(
-    experiment: Experiment, results: list[Result], pictures: dict[int, tuple[Tensor, Tensor, dict[str, Tensor]]]
+    experiment: Experiment,
+    results: list[Result],
+    pictures: dict[int, tuple[Tensor, Tensor, dict[str, Tensor]]],
 ) -> list[Row]:
     """For each client, images, what the best attack made of them, and the best guess."""
     rows: list[Row] = []
     for k, (real, labels, made) in pictures.items():
         for guess in (False, True):
-            best = max((r for r in results if r.guess == guess and r.attack in made), key=lambda r: r.values["psnr"])
+            best = max(
+                (r for r in results if r.guess == guess and r.attack in made),
+                key=lambda r: r.values["psnr"],
+            )
             names = [experiment.task.classes[c] for c in labels[:COLUMNS]]
             before = None if guess else real[:COLUMNS].permute(0, 2, 3, 1)
             shown = made[best.attack][:COLUMNS].permute(0, 2, 3, 1)
-            rows.append(("guess" if guess else f"client {k}", before, shown, [""] * len(names) if guess else names))
+            rows.append(
+                (
+                    "guess" if guess else f"client {k}",
+                    before,
+                    shown,
+                    [""] * len(names) if guess else names,
+                )
+            )
     return rows

@@ -29,14 +29,23 @@ def labels(experiment: Experiment, told: Mapping[int, Told], public: Images) -> 
         for attack, values in _readings(experiment, client, told[k], public).items():
             found.setdefault(attack, {})[k] = values
     even = torch.ones(experiment.task.spec.classes)
-    guess = {k: {"distance": share_error(even, client.data.class_counts())} for k, client in clients.items()}
+    guess = {
+        k: {"distance": share_error(even, client.data.class_counts())}
+        for k, client in clients.items()
+    }
     results = [averaged("labels", attack, values) for attack, values in found.items()]
     if not results:
-        results = [Result("labels", "classes", note="nothing that left the clients is about classes")]
-    return [*results, averaged("labels", "all classes alike", guess, guess=True)] if guess else results
+        results = [
+            Result("labels", "classes", note="nothing that left the clients is about classes")
+        ]
+    return (
+        [*results, averaged("labels", "all classes alike", guess, guess=True)] if guess else results
+    )
 
 
-def _readings(experiment: Experiment, client: Client, told: Told, public: Images) -> dict[str, dict[str, float]]:
+def _readings(
+    experiment: Experiment, client: Client, told: Told, public: Images
+) -> dict[str, dict[str, float]]:
     true, found = client.data.class_counts(), dict[str, dict[str, float]]()
 
     def read(told_labels: Tensor, part: str) -> dict[str, float]:
@@ -68,7 +77,11 @@ def _of_images(experiment: Experiment, part: str) -> bool:
 
 def _counted(experiment: Experiment, answers: Mapping[str, Payload]) -> list[tuple[str, Tensor]]:
     """Parts that name classes, or have a number that is not negative for each of them."""
-    count, found, tells = experiment.task.spec.classes, list[tuple[str, Tensor]](), experiment.algorithm.tells
+    count, found, tells = (
+        experiment.task.spec.classes,
+        list[tuple[str, Tensor]](),
+        experiment.algorithm.tells,
+    )
     for method, parts in parts_of(experiment.algorithm).items():
         for part in (part for part in parts if method in answers and tells.get(part) != "nothing"):
             key = part.partition(".")[2]
@@ -77,7 +90,9 @@ def _counted(experiment: Experiment, answers: Mapping[str, Payload]) -> list[tup
                     continue
                 if key == "classes" and value.ndim == 1 and not value.is_floating_point():
                     found.append((part, torch.bincount(value, minlength=count)))
-                elif value.shape == (count,) and bool((value >= 0).all()) and float(value.sum()) > 0:
+                elif (
+                    value.shape == (count,) and bool((value >= 0).all()) and float(value.sum()) > 0
+                ):
                     found.append((part, value))
     return found
 

@@ -51,17 +51,25 @@ def auc(members: Tensor, others: Tensor) -> tuple[float, float]:
     ranks = rankdata(torch.cat([members, others]).double().numpy())[:m]
     a = float((ranks.sum() - m * (m + 1) / 2) / (m * n))
     one, two = a / (2 - a), 2 * a * a / (1 + a)
-    return a, math.sqrt(max(0.0, (a * (1 - a) + (m - 1) * (one - a * a) + (n - 1) * (two - a * a)) / (m * n)))
+    return a, math.sqrt(
+        max(0.0, (a * (1 - a) + (m - 1) * (one - a * a) + (n - 1) * (two - a * a)) / (m * n))
+    )
 
 
 def true_positives(members: Tensor, others: Tensor, rate: float) -> float:
     """The largest share of members above a threshold that at most this share of the others is above."""
     allowed = math.floor(rate * len(others) + 1e-9)
-    threshold = others.double().sort(descending=True).values[allowed] if allowed < len(others) else -math.inf
+    threshold = (
+        others.double().sort(descending=True).values[allowed]
+        if allowed < len(others)
+        else -math.inf
+    )
     return float((members.double() > threshold).double().mean())
 
 
 def share_error(told: Tensor, true: Tensor) -> float:
     """The L1 distance of two vectors of counts, each as shares: 0 is the same, 2 is no class in common."""
-    one, other = (counts.double() / counts.double().sum().clamp(min=1e-12) for counts in (told, true))
+    one, other = (
+        counts.double() / counts.double().sum().clamp(min=1e-12) for counts in (told, true)
+    )
     return float((one - other).abs().sum())

@@ -16,7 +16,6 @@ from torch import Tensor
 from barter.attacks.measures import auc, true_positives
 from barter.attacks.overheard import Told, clients_of, overheard
 from barter.attacks.result import Result
-from barter.config import Config
 from barter.core import seeds
 from barter.core.evaluation import predict
 from barter.core.images import Images
@@ -24,6 +23,7 @@ from barter.core.model import Classifier
 from barter.core.nodes import Monitor
 from barter.experiment import Experiment
 from barter.ops.views import embeddings, parts_of
+from barter.setup.config import Config
 
 __all__ = ["Pool", "calibrated", "halves", "membership", "pool"]
 
@@ -49,7 +49,10 @@ def pool(own: Images, others: Images, seed: int) -> Pool:
         inside.append(mine[torch.randperm(len(mine), generator=draw)[:count]])
         outside.append(theirs[torch.randperm(len(theirs), generator=draw)[:count]])
     chosen = torch.cat(outside)
-    pixels, labels = torch.cat([own.pixels, others.pixels[chosen]]), torch.cat([own.labels, others.labels[chosen]])
+    pixels, labels = (
+        torch.cat([own.pixels, others.pixels[chosen]]),
+        torch.cat([own.labels, others.labels[chosen]]),
+    )
     judged = torch.cat([*inside, len(own) + torch.arange(len(chosen))])
     return Pool(Images(pixels, labels, own.spec, own.augment), len(own), judged)
 
@@ -63,17 +66,22 @@ def halves(count: int, shadows: int, seed: int) -> list[Tensor]:
 
 
 def membership(
-    experiment: Experiment, told: Mapping[int, Told], public: Images, others: Images, shadows: int, monitor: Monitor
+    experiment: Experiment,
+    told: Mapping[int, Told],
+    public: Images,
+    others: Images,
+    shadows: int,
+    monitor: Monitor,
 ) -> list[Result]:
     """How well images of clients are told from others, by each attack; public ones show what is usual."""
     clients = {k: client for k, client in clients_of(experiment).items() if k in told}
-    pools = {k: pool(client.data, others, experiment.config.seed + k) for k, client in clients.items()}
+    pools = {
+        k: pool(client.data, others, experiment.config.seed + k) for k, client in clients.items()
+    }
     known = {k: network for k in clients if (network := told[k].network) is not None}
     given = {k: images for k in clients if (images := told[k].given) is not None}
     if not known and not given:
-        why = (
-            "no client told its network's weights, said anything of public images or gave images away: nothing is tried"
-        )
+        why = "no client uploaded weights, predictions on public images or images: nothing is tried"
         return [Result("membership", "weights", note=why)]
     results = []
     if known:
@@ -81,15 +89,27 @@ def membership(
         own = {k: (likelihood(network, pools[k].images), pools[k]) for k, network in known.items()}
         results.append(_judged(f"loss threshold, {by}", own))
         runs = _shadows(experiment.config, experiment.round - 1, pools, shadows, monitor)
-        alike = {k: [run[k].network for run in runs if k in run] for k in known}  # clients are drawn anew in each run
-        scores = {k: (_compared(known[k], them, pools[k], public), pools[k]) for k, them in alike.items() if them}
+        alike = {
+            k: [run[k].network for run in runs if k in run] for k in known
+        }  # clients are drawn anew in each run
+        scores = {
+            k: (_compared(known[k], them, pools[k], public), pools[k])
+            for k, them in alike.items()
+            if them
+        }
         if scores:
             results.append(_judged(f"RMIA with {shadows} shadow runs, {by}", scores))
-    rows = {k: (_nearness(told[k], pools[k].images), pools[k]) for k in known if told[k].rows is not None}
+    rows = {
+        k: (_nearness(told[k], pools[k].images), pools[k])
+        for k in known
+        if told[k].rows is not None
+    }
     if rows:
         results.append(_judged("nearest row, embeddings and weights", rows))
     if given:
-        likeness = {k: (_likeness(images, pools[k].images), pools[k]) for k, images in given.items()}
+        likeness = {
+            k: (_likeness(images, pools[k].images), pools[k]) for k, images in given.items()
+        }
         results.append(_judged("nearest of the images given away", likeness))
     return results
 
@@ -109,9 +129,13 @@ def calibrated(own: Tensor, shadows: Tensor, own_public: Tensor, shadows_public:
     return torch.searchsorted(usual, own - shadows.logsumexp(0), right=True).double() / len(usual)
 
 
-def _compared(own: Classifier, others: Sequence[Classifier | None], pool: Pool, public: Images) -> Tensor:
+def _compared(
+    own: Classifier, others: Sequence[Classifier | None], pool: Pool, public: Images
+) -> Tensor:
     networks = [own, *(network for network in others if network is not None)]
-    here, there = (torch.stack([likelihood(n, images) for n in networks]) for images in (pool.images, public))
+    here, there = (
+        torch.stack([likelihood(n, images) for n in networks]) for images in (pool.images, public)
+    )
     return calibrated(here[0], here[1:], there[0], there[1:])
 
 
@@ -120,7 +144,10 @@ def _shadows(
 ) -> list[dict[int, Told]]:
     """What is told in runs like this one, of halves of the pools and with other seeds."""
     inside = {k: halves(len(pool.images), count, config.seed + k) for k, pool in pools.items()}
-    return [_shadow(config, rounds, pools, {k: inside[k][i] for k in pools}, i, count, monitor) for i in range(count)]
+    return [
+        _shadow(config, rounds, pools, {k: inside[k][i] for k in pools}, i, count, monitor)
+        for i in range(count)
+    ]
 
 
 def _shadow(
@@ -136,7 +163,9 @@ def _shadow(
     for k, client in clients_of(experiment).items():
         if k in pools:
             images, chosen = pools[k].images, inside[k]
-            client.data = Images(images.pixels[chosen], images.labels[chosen], images.spec, images.augment)
+            client.data = Images(
+                images.pixels[chosen], images.labels[chosen], images.spec, images.augment
+            )
     experiment.engine.seed = seeds.stream_seed(config.seed, "shadow", i)
     with monitor.phase(f"shadow run {i + 1} of {count}", rounds + 1):
         for _ in range(rounds):
@@ -159,7 +188,11 @@ def _nearness(told: Told, images: Images) -> Tensor:
 
 def _likeness(given: Tensor, images: Images) -> Tensor:
     """How near each image is to the nearest of those that were given away."""
-    return -torch.cdist(images.batch(torch.arange(len(images))).flatten(1), given.flatten(1)).min(1).values
+    return (
+        -torch.cdist(images.batch(torch.arange(len(images))).flatten(1), given.flatten(1))
+        .min(1)
+        .values
+    )
 
 
 def _judged(attack: str, scores: Mapping[int, tuple[Tensor, Pool]]) -> Result:
@@ -180,4 +213,6 @@ def _apart(score: Tensor, pool: Pool) -> tuple[Tensor, Tensor]:
 
 def _values(members: Tensor, others: Tensor) -> dict[str, float]:
     area, error = auc(members, others)
-    return {"auc": area, "error": error} | {f"tpr_{rate:.1%}": true_positives(members, others, rate) for rate in RATES}
+    return {"auc": area, "error": error} | {
+        f"tpr_{rate:.1%}": true_positives(members, others, rate) for rate in RATES
+    }

@@ -41,7 +41,12 @@ class Ear(Wire):
         self.sent: dict[int, dict[str, Payload]] = {}  # what came with the question
 
     def carry(
-        self, tree: Any, method: str, client: int, direction: Direction, device: torch.device | None = None
+        self,
+        tree: Any,
+        method: str,
+        client: int,
+        direction: Direction,
+        device: torch.device | None = None,
     ) -> Any:
         arrived = super().carry(tree, method, client, direction, device)
         if method != Algorithm.evaluate.__name__:
@@ -55,13 +60,16 @@ class Told:
     """What one client told in a round: its network, rows of single images, their labels; none where it told none."""
 
     answers: dict[str, Payload]  # all of it, by method
-    network: Classifier | None  # with the weights that it told, or that learnt from what it said of public images
+    # with the weights that it told, or that learnt from what it said of public images
+    network: Classifier | None
     learnt: bool  # whether it is the latter
-    rows: tuple[str, Tensor] | None  # the part's name, METHOD.KEY, and a row for each of some images
+    # the part's name, METHOD.KEY, and a row for each of some images
+    rows: tuple[str, Tensor] | None
     labels: tuple[str, Tensor] | None  # the same, and a label for each
     places: Tensor | None  # the truth: which of the client's images those are
     images: Tensor | None  # what the server drew of each of them, as networks see images
-    given: Tensor | None  # images that the client itself gave away, made of many of its own, as networks see them
+    # images that the client itself gave away, made of many of its own, as networks see them
+    given: Tensor | None
 
     @property
     def source(self) -> str:
@@ -87,21 +95,32 @@ def overheard(experiment: Experiment) -> dict[int, Told]:
     experiment.engine.wire = ear = Ear(experiment.algorithm.may_be_infinite)
     experiment.step()
     clients = clients_of(experiment)
-    return {k: _told(experiment, clients[k], answers, ear.sent.get(k, {})) for k, answers in sorted(ear.heard.items())}
+    return {
+        k: _told(experiment, clients[k], answers, ear.sent.get(k, {}))
+        for k, answers in sorted(ear.heard.items())
+    }
 
 
-def _told(experiment: Experiment, client: Client, answers: dict[str, Payload], sent: dict[str, Payload]) -> Told:
+def _told(
+    experiment: Experiment, client: Client, answers: dict[str, Payload], sent: dict[str, Payload]
+) -> Told:
     network, learnt, data = _network(client, answers), False, client.data
     if network is None and client.public is not None:
         said = predictions(answers, sent, data.spec.classes)
         if said is not None:
             with seeds.scope(experiment.config.seed, "extraction", client.id):
                 network, learnt = extracted(client.model, client.public, *said), True
-    gallery = experiment.algorithm.gallery(client, experiment.round, lambda places: torch.arange(len(places)))
-    places, images = (None, None) if gallery is None else (gallery[0], resized(gallery[1], data.spec))
+    gallery = experiment.algorithm.gallery(
+        client, experiment.round, lambda places: torch.arange(len(places))
+    )
+    places, images = (
+        (None, None) if gallery is None else (gallery[0], resized(gallery[1], data.spec))
+    )
     given = _given(answers, data.spec)
     if places is None and given is not None:  # they are of all
-        draw = torch.Generator().manual_seed(seeds.stream_seed(experiment.config.seed, "places", client.id))
+        draw = torch.Generator().manual_seed(
+            seeds.stream_seed(experiment.config.seed, "places", client.id)
+        )
         places = torch.randperm(len(data), generator=draw)
     part = partial(_part, type(experiment.algorithm).tells, answers)
     rows, labels = part("row", "row of the network"), part("label")
@@ -119,7 +138,11 @@ def _network(client: Client, answers: dict[str, Payload]) -> Classifier | None:
 
 def _given(answers: dict[str, Payload], spec: Spec) -> Tensor | None:
     """All images among the answers, which are bytes as private ones are."""
-    tensors = [x for _, x in leaves(answers) if isinstance(x, Tensor) and x.dtype == torch.uint8 and x.ndim == 4]
+    tensors = [
+        x
+        for _, x in leaves(answers)
+        if isinstance(x, Tensor) and x.dtype == torch.uint8 and x.ndim == 4
+    ]
     found = [x for x in tensors if x.shape[1] == spec.channels and len(x)]
     return prepared(torch.cat(found), spec, Augment()) if found else None
 
@@ -127,7 +150,9 @@ def _given(answers: dict[str, Payload], spec: Spec) -> Tensor | None:
 def _states(tree: Payload, like: State) -> Iterator[State]:
     """Every state of this network in a tree."""
     if isinstance(tree, dict):
-        if tree.keys() == like.keys() and all(tree[name].shape == value.shape for name, value in like.items()):
+        if tree.keys() == like.keys() and all(
+            tree[name].shape == value.shape for name, value in like.items()
+        ):
             yield tree
         for value in tree.values():
             yield from _states(value, like)
@@ -136,7 +161,9 @@ def _states(tree: Payload, like: State) -> Iterator[State]:
             yield from _states(value, like)
 
 
-def _part(tells: Mapping[str, str], answers: dict[str, Payload], *kinds: str) -> tuple[str, Tensor] | None:
+def _part(
+    tells: Mapping[str, str], answers: dict[str, Payload], *kinds: str
+) -> tuple[str, Tensor] | None:
     """The first part of this kind, as the method says of its answers."""
     for name in (name for name, kind in tells.items() if kind in kinds):
         method, _, key = name.partition(".")
@@ -150,8 +177,12 @@ def split_test(experiment: Experiment) -> tuple[Images, Images]:
     """Two halves of the test images: what an attacker has of the same kind, and images that are no client's."""
     every = experiment.task.global_test
     if len(every) < LEAST:
-        raise ConfigError(f"there are {len(every)} test images: an attacker needs {LEAST}, half of them as its own")
-    order = torch.randperm(len(every), generator=torch.Generator().manual_seed(experiment.config.seed))
+        raise ConfigError(
+            f"there are {len(every)} test images: an attacker needs {LEAST}, half of them as its own"
+        )
+    order = torch.randperm(
+        len(every), generator=torch.Generator().manual_seed(experiment.config.seed)
+    )
     return tuple(  # type: ignore[return-value]
         Images(every.pixels[half], every.labels[half], every.spec) for half in order.tensor_split(2)
     )

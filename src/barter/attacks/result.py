@@ -36,17 +36,31 @@ class Result:
 
 
 def averaged(
-    question: str, attack: str, clients: Mapping[int, dict[str, float]], note: str = "", *, guess: bool = False
+    question: str,
+    attack: str,
+    clients: Mapping[int, dict[str, float]],
+    note: str = "",
+    *,
+    guess: bool = False,
 ) -> Result:
     """The mean over clients of what an attack came to."""
     keys = {key: None for values in clients.values() for key in values}
-    means = {key: fmean(values[key] for values in clients.values() if key in values) for key in keys}
+    means = {
+        key: fmean(values[key] for values in clients.values() if key in values) for key in keys
+    }
     return Result(question, attack, means, dict(clients), note, guess)
 
 
 def to_json(about: Mapping[str, object], results: Sequence[Result]) -> str:
     """As a file."""
-    return json.dumps({**about, "results": [asdict(result) for result in results]}, indent=2, ensure_ascii=False) + "\n"
+    return (
+        json.dumps(
+            {**about, "results": [asdict(result) for result in results]},
+            indent=2,
+            ensure_ascii=False,
+        )
+        + "\n"
+    )
 
 
 def shown(results: Sequence[Result]) -> Iterator[Table | str]:
@@ -58,7 +72,10 @@ def shown(results: Sequence[Result]) -> Iterator[Table | str]:
         if keys:
             table = Table("attack", *(key.replace("_", " ") for key in keys), box=box.SIMPLE_HEAD)
             for row in rows:
-                cells = [FORMATS[key].format(row.values[key]) if key in row.values else "" for key in keys]
+                cells = [
+                    FORMATS[key].format(row.values[key]) if key in row.values else ""
+                    for key in keys
+                ]
                 table.add_row(row.attack + " (a guess)" * row.guess, *cells)
             yield table
         yield from (f"{row.attack}: {row.note}" for row in rows if row.note)

@@ -46,7 +46,12 @@ class Norm(nn.BatchNorm2d):
 
     def _fits(self, x: Tensor, added: Tensor | None, act: Activation) -> bool:
         """Whether the kernels can do it: nothing out of the way is asked for."""
-        if self.arrived is None or not x.is_cuda or x.device != self.arrived.device or not _by_pixel(x):
+        if (
+            self.arrived is None
+            or not x.is_cuda
+            or x.device != self.arrived.device
+            or not _by_pixel(x)
+        ):
             return False
         if x.shape[1] != self.num_features:
             return False  # torch says so
@@ -57,7 +62,11 @@ class Norm(nn.BatchNorm2d):
         if self.running_mean is None:
             return x.numel() > x.shape[1]
         if self.training:
-            usual = self.track_running_stats and self.num_batches_tracked is not None and self.momentum is not None
+            usual = (
+                self.track_running_stats
+                and self.num_batches_tracked is not None
+                and self.momentum is not None
+            )
             return usual and x.numel() > x.shape[1]
         trained = any(p is not None and p.requires_grad for p in (self.weight, self.bias))
         return not (torch.is_grad_enabled() and trained)
@@ -65,10 +74,20 @@ class Norm(nn.BatchNorm2d):
 
 class _MaxPool(nn.MaxPool2d):
     def forward(self, x: Tensor) -> Tensor:
-        usual = self.dilation == 1 and not self.return_indices and x.is_cuda and _by_pixel(x) and x.shape[1] % 8 == 0
+        usual = (
+            self.dilation == 1
+            and not self.return_indices
+            and x.is_cuda
+            and _by_pixel(x)
+            and x.shape[1] % 8 == 0
+        )
         match self.kernel_size, self.stride, self.padding:
-            case int(size), int(stride), int(padding) if usual and size <= 3 and (launch := _launch()) is not None:
-                shape = tuple(_windows(side, size, stride, padding, self.ceil_mode) for side in x.shape[2:])
+            case int(size), int(stride), int(padding) if (
+                usual and size <= 3 and (launch := _launch()) is not None
+            ):
+                shape = tuple(
+                    _windows(side, size, stride, padding, self.ceil_mode) for side in x.shape[2:]
+                )
                 return launch.max_pool(x, size, stride, padding, shape)  # type: ignore[no-any-return]
         return super().forward(x)  # type: ignore[no-any-return]
 
@@ -78,7 +97,11 @@ class _Stem(nn.Conv2d):
     have the channels that tensor cores want."""
 
     def forward(self, x: Tensor) -> Tensor:
-        whole = x.dim() == 4 and x.shape[1] == self.in_channels and x.shape[2] % 2 == x.shape[3] % 2 == 0
+        whole = (
+            x.dim() == 4
+            and x.shape[1] == self.in_channels
+            and x.shape[2] % 2 == x.shape[3] % 2 == 0
+        )
         if not whole or not x.is_cuda or not torch.is_autocast_enabled("cuda"):
             return super().forward(x)
         return by_blocks(x, self.weight, self.bias, torch.get_autocast_dtype("cuda"))
@@ -198,12 +221,16 @@ FUSED: dict[type[nn.Module], type[nn.Module]] = {
 
 def fuse(module: M) -> M:
     """The module itself, its parts now of the kinds above."""
-    device = next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    device = next(
+        (t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu")
+    )
     for part in module.modules():
         if type(part) in FUSED and not _otherwise(part):
             part.__class__ = FUSED[type(part)]
         if isinstance(part, Norm) and part.arrived is None:
-            part.arrived = torch.zeros(-(-part.num_features // 16), dtype=torch.int32, device=device)
+            part.arrived = torch.zeros(
+                -(-part.num_features // 16), dtype=torch.int32, device=device
+            )
     return module
 
 
@@ -229,6 +256,10 @@ def _launch() -> ModuleType | None:
         launch.batch_norm(x, None, None, None, None, arrived, (True, 0.0, 1e-5, *NONE))
     except Exception as error:  # a compiler fails in many ways
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        warnings.warn(f"normalisation runs on PyTorch's slower kernels: {reason}", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"normalisation runs on PyTorch's slower kernels: {reason}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return None
     return launch

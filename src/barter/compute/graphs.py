@@ -17,7 +17,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from barter.compute import lanes, precision
 from barter.compute.lanes import Lane
 
-__all__ = ["Captured", "Forward", "Graphs", "contents", "identity", "modules_of", "objection", "watched"]
+__all__ = [
+    "Captured",
+    "Forward",
+    "Graphs",
+    "contents",
+    "identity",
+    "modules_of",
+    "objection",
+    "watched",
+]
 
 GRAPHS = 128  # how many kinds of steps are remembered
 WARM_UP = 2  # eager steps before a capture: they fill an optimizer's state and choose kernels
@@ -45,7 +54,9 @@ class Graphs:
 
     def renew(self) -> None:
         """Graphs stay where all they point to is where it was."""
-        self.steps = {k: s for k, s in self.steps.items() if not isinstance(s, Captured) or s.still_valid()}
+        self.steps = {
+            k: s for k, s in self.steps.items() if not isinstance(s, Captured) or s.still_valid()
+        }
         while len(self.steps) > GRAPHS:
             del self.steps[next(iter(self.steps))]
 
@@ -55,7 +66,12 @@ class Graphs:
         if lane is None:
             return self.eager(work, batch)
         lane.breathe()
-        key = (identity(work), self._modes(work), *((b.shape, b.dtype) for b in batch), precision.current())
+        key = (
+            identity(work),
+            self._modes(work),
+            *((b.shape, b.dtype) for b in batch),
+            precision.current(),
+        )
         try:
             step = self.steps.get(key)
         except TypeError as error:  # something in the work has no hash
@@ -76,9 +92,14 @@ class Graphs:
         return step.replay(batch)
 
     def _modes(self, work: Callable[..., Any]) -> tuple[bool, ...]:
-        return tuple([part.training for part in self.parts] + [m.training for m in modules_of(contents(work))])
+        return tuple(
+            [part.training for part in self.parts]
+            + [m.training for m in modules_of(contents(work))]
+        )
 
-    def _capture(self, lane: Lane, work: Callable[..., Any], batch: Sequence[Tensor]) -> Captured | Eager:
+    def _capture(
+        self, lane: Lane, work: Callable[..., Any], batch: Sequence[Tensor]
+    ) -> Captured | Eager:
         """The step as a graph or, where it cannot be captured, the reason. Nothing is computed here."""
         inputs = [b.clone() for b in batch]
         seed, offset = lane.generator.initial_seed(), lane.generator.get_offset()
@@ -95,7 +116,9 @@ class Graphs:
         except (RuntimeError, TypeError) as error:
             # A capture that failed leaves its generator unusable, and older graphs draw from it.
             for other in (self, *lane.trainers.values(), *lane.forwards.values()):
-                other.steps = {key: step for key, step in other.steps.items() if isinstance(step, Eager)}
+                other.steps = {
+                    key: step for key, step in other.steps.items() if isinstance(step, Eager)
+                }
             lane.generator = torch.Generator(lane.device).manual_seed(seed)
             lane.generator.set_offset(offset)
             lane.draw_here()
@@ -161,7 +184,11 @@ class Captured:
     """A step that is replayed."""
 
     def __init__(
-        self, graph: torch.cuda.CUDAGraph, inputs: list[Tensor], values: Any, modules: Sequence[nn.Module]
+        self,
+        graph: torch.cuda.CUDAGraph,
+        inputs: list[Tensor],
+        values: Any,
+        modules: Sequence[nn.Module],
     ) -> None:
         self.graph, self.inputs, self.values, self.modules = graph, inputs, values, modules
         self.addresses = self._addresses()
@@ -185,7 +212,10 @@ def _held(work: Any) -> tuple[Any, list[Any]]:
     """The code of work, and what it holds: arguments of a partial, what a method is bound to, a closure, defaults."""
     match work:
         case partial():
-            return work.func, [*work.args, *(item for pair in sorted(work.keywords.items()) for item in pair)]
+            return work.func, [
+                *work.args,
+                *(item for pair in sorted(work.keywords.items()) for item in pair),
+            ]
         case types.MethodType():
             return work.__func__, [work.__self__]
         case types.FunctionType():
@@ -213,7 +243,9 @@ def identity(work: Any, depth: int = 4) -> Hashable:
     """What makes two kinds of work the same: their code and what they hold, also through functions that they hold."""
     code, held = _held(work)
     inner = [code, *held] if isinstance(work, partial) else held
-    parts = tuple(identity(item, depth - 1) if _is_code(item) and depth else item for item in _flat(inner))
+    parts = tuple(
+        identity(item, depth - 1) if _is_code(item) and depth else item for item in _flat(inner)
+    )
     return parts if isinstance(work, partial) else (code, *parts)
 
 
@@ -255,4 +287,6 @@ def _say_once(work: Any, reason: str) -> None:
     name = getattr(inner, "__qualname__", type(inner).__name__)
     if name not in _said:
         _said.add(name)
-        warnings.warn(f"{name} runs step by step, not as a graph: {reason}", RuntimeWarning, stacklevel=4)
+        warnings.warn(
+            f"{name} runs step by step, not as a graph: {reason}", RuntimeWarning, stacklevel=4
+        )

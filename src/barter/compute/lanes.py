@@ -22,7 +22,18 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import nn
 
-__all__ = ["Lane", "abreast", "breathe", "current", "footprint", "keep", "kept", "rest", "take_over", "take_turns"]
+__all__ = [
+    "Lane",
+    "abreast",
+    "breathe",
+    "current",
+    "footprint",
+    "keep",
+    "kept",
+    "rest",
+    "take_over",
+    "take_turns",
+]
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
@@ -74,13 +85,17 @@ class Track:
 class Lane:
     """A stream of a CUDA device, and what is kept there."""
 
-    def __init__(self, device: torch.device, room: int, *, tune: Tune | None = None, urgent: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, room: int, *, tune: Tune | None = None, urgent: bool = False
+    ) -> None:
         self.device, self.room = device, room  # bytes that the modules kept here may take
         self.tune = tune  # what makes a module faster that is to be kept here
         # What is urgent goes first wherever the device has to choose.
         self.track = Track.for_lane(self, -1 if urgent else 0)
         self.stream = self.track.stream
-        self.pool = torch.cuda.graph_pool_handle()  # graphs of one lane never run at once and can share their memory
+        self.pool = (
+            torch.cuda.graph_pool_handle()
+        )  # graphs of one lane never run at once and can share their memory
         self.generator = torch.Generator(device)
         self.modules: OrderedDict[Hashable, nn.Module] = OrderedDict()
         self.trainers: OrderedDict[tuple[Hashable, ...], Any] = OrderedDict()
@@ -165,7 +180,11 @@ def _serve(work: queue.SimpleQueue[Callable[[], None]]) -> None:
         del job  # what it holds must not wait for the next
 
 
-def _latest(table: OrderedDict[tuple[Hashable, ...], Any], key: tuple[Hashable, ...], make: Callable[[], Any]) -> Any:
+def _latest(
+    table: OrderedDict[tuple[Hashable, ...], Any],
+    key: tuple[Hashable, ...],
+    make: Callable[[], Any],
+) -> Any:
     """What the table has for a key, made if there is none; of too many, the one not used for longest goes."""
     if key not in table:
         table[key] = make()

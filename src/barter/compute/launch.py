@@ -14,8 +14,12 @@ from barter.compute.activations import activated
 
 __all__ = ["batch_norm", "max_pool"]
 
-Tracked: TypeAlias = tuple[Tensor, Tensor, Tensor]  # running mean and variance, and the number of batches
-Settings: TypeAlias = tuple[bool, float, float, str, float]  # training, momentum, epsilon, activation, its slope
+Tracked: TypeAlias = tuple[
+    Tensor, Tensor, Tensor
+]  # running mean and variance, and the number of batches
+Settings: TypeAlias = tuple[
+    bool, float, float, str, float
+]  # training, momentum, epsilon, activation, its slope
 
 TILE = 2048  # elements that a program works on at a time
 POOLING = 1024  # and where it sees each of them through several windows
@@ -33,7 +37,10 @@ class _Grid:
         unit = next(u for u in (8, 4, 2, 1) if self.c % u == 0)
         wide = min(64, max(16, triton.next_power_of_2(self.c)))
         self.blocks, self.high = triton.cdiv(self.c, wide), (tile or TILE) // wide
-        self.units, self.tiles = self.c // unit, {"UNIT": unit, "BM": self.high, "BC": wide, "num_warps": WARPS}
+        self.units, self.tiles = (
+            self.c // unit,
+            {"UNIT": unit, "BM": self.high, "BC": wide, "num_warps": WARPS},
+        )
 
     def among(self, programs: int) -> tuple[tuple[int, int], int]:
         """A grid of about so many programs, and how many rows each has."""
@@ -54,7 +61,11 @@ class _BatchNorm(torch.autograd.Function):
         settings: Settings,
     ) -> Tensor:
         training, momentum, eps, act, slope = settings
-        cut, y, weights = _Grid(x), torch.empty_like(x), (x, x) if weight is None else (weight, bias)
+        cut, y, weights = (
+            _Grid(x),
+            torch.empty_like(x),
+            (x, x) if weight is None else (weight, bias),
+        )
         if training:
             mean, rstd = x.new_empty((2, cut.c), dtype=torch.float32)
             grid, rows = cut.among(REDUCING)
@@ -140,13 +151,19 @@ def batch_norm(
 
 class _MaxPool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kernel: int, stride: int, padding: int, shape: tuple[int, int]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, kernel: int, stride: int, padding: int, shape: tuple[int, int]
+    ) -> Tensor:
         n, c, height, width = x.shape
-        y = torch.empty((n, c, *shape), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+        y = torch.empty(
+            (n, c, *shape), dtype=x.dtype, device=x.device, memory_format=torch.channels_last
+        )
         winner = torch.empty_like(y, dtype=torch.uint8)
         cut, window = _Grid(y, POOLING), {"K": kernel, "STRIDE": stride, "PAD": padding}
         grid = triton.cdiv(cut.m, cut.high), cut.blocks  # the first may be large, the second not
-        kernels.max_pool[grid](x, y, winner, cut.m, cut.units, height, width, *shape, **cut.tiles, **window)
+        kernels.max_pool[grid](
+            x, y, winner, cut.m, cut.units, height, width, *shape, **cut.tiles, **window
+        )
         ctx.save_for_backward(x, winner)
         ctx.window = window
         return y
@@ -157,8 +174,13 @@ class _MaxPool(torch.autograd.Function):
         if torch.is_grad_enabled():  # somebody wants the gradient of this gradient
             return _scattered(dy, winner, x, **ctx.window), None, None, None, None
         dx, cut, shape = torch.empty_like(x), _Grid(x, POOLING), (*x.shape[2:], *winner.shape[2:])
-        grid, dy = (triton.cdiv(cut.m, cut.high), cut.blocks), dy.contiguous(memory_format=torch.channels_last)
-        kernels.max_pool_backward[grid](dy, winner, dx, cut.m, cut.units, *shape, **cut.tiles, **ctx.window)
+        grid, dy = (
+            (triton.cdiv(cut.m, cut.high), cut.blocks),
+            dy.contiguous(memory_format=torch.channels_last),
+        )
+        kernels.max_pool_backward[grid](
+            dy, winner, dx, cut.m, cut.units, *shape, **cut.tiles, **ctx.window
+        )
         return dx, None, None, None, None
 
 

@@ -32,7 +32,9 @@ class Parking:
 
     def __init__(self, clients: Mapping[int, Guest], limit: int) -> None:
         self.clients, self.limit = clients, limit
-        self.sizes: OrderedDict[int, int] = OrderedDict()  # bytes of those on the device, the last asked last
+        self.sizes: OrderedDict[int, int] = (
+            OrderedDict()
+        )  # bytes of those on the device, the last asked last
         self.at_work: set[int] = set()
 
     @contextmanager

@@ -28,7 +28,9 @@ def using(precision: Precision) -> Iterator[None]:
     tf32 = precision != "fp32"
     _current, torch.backends.cuda.matmul.allow_tf32 = precision, tf32
     try:
-        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=tf32):
+        with torch.backends.cudnn.flags(
+            enabled=True, benchmark=False, deterministic=True, allow_tf32=tf32
+        ):
             yield
     finally:
         _current, torch.backends.cuda.matmul.allow_tf32 = before, matmul
@@ -43,4 +45,6 @@ def exact() -> Iterator[None]:
 
 def autocast(device: torch.device) -> torch.autocast:
     """The context of a forward pass: weights stay fp32, and so do normalisation statistics and losses."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=_current == "bf16" and device.type == "cuda")
+    return torch.autocast(
+        device.type, torch.bfloat16, enabled=_current == "bf16" and device.type == "cuda"
+    )

@@ -58,7 +58,10 @@ def _idle() -> float:
         return (os.cpu_count() or 1) - os.getloadavg()[0]
     before = _ticks()
     time.sleep(SECONDS)
-    spent = {core: [b - a for a, b in zip(before[core], now, strict=True)] for core, now in _ticks().items()}
+    spent = {
+        core: [b - a for a, b in zip(before[core], now, strict=True)]
+        for core, now in _ticks().items()
+    }
     return sum(idle / total if total else 1.0 for idle, total in spent.values())
 
 

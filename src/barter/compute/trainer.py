@@ -27,7 +27,8 @@ class Recipe:
     kind: type[torch.optim.Optimizer]
     settings: tuple[tuple[str, Any], ...]
     clip: float | None = None  # the largest norm a gradient may have
-    cosine: bool = False  # whether the learning rate falls to zero as training goes on; see Trainer.anneal
+    # whether the learning rate falls to zero as training goes on; see Trainer.anneal
+    cosine: bool = False
 
     def optimizer(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         """A new optimizer of this kind, with one fused kernel for all parameters."""
@@ -40,23 +41,40 @@ class Recipe:
 
 
 def adam(
-    lr: float, weight_decay: float = 0.0, clip: float | None = None, *, cosine: bool = False, beta1: float = 0.9
+    lr: float,
+    weight_decay: float = 0.0,
+    clip: float | None = None,
+    *,
+    cosine: bool = False,
+    beta1: float = 0.9,
 ) -> Recipe:
     """Adam."""
     settings = ("lr", lr), ("weight_decay", weight_decay), ("betas", (beta1, 0.999))
     return Recipe(torch.optim.Adam, settings, clip, cosine)
 
 
-def sgd(lr: float, momentum: float = 0.0, weight_decay: float = 0.0, clip: float | None = None) -> Recipe:
+def sgd(
+    lr: float, momentum: float = 0.0, weight_decay: float = 0.0, clip: float | None = None
+) -> Recipe:
     """Stochastic gradient descent."""
-    return Recipe(torch.optim.SGD, (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)), clip)
+    return Recipe(
+        torch.optim.SGD, (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)), clip
+    )
 
 
 def by_name(
-    optimizer: Optimizer, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, clip: float | None = None
+    optimizer: Optimizer,
+    lr: float,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    clip: float | None = None,
 ) -> Recipe:
     """The recipe of an optimizer that a field names; Adam has momenta of its own."""
-    return adam(lr, weight_decay, clip) if optimizer == "adam" else sgd(lr, momentum, weight_decay, clip)
+    return (
+        adam(lr, weight_decay, clip)
+        if optimizer == "adam"
+        else sgd(lr, momentum, weight_decay, clip)
+    )
 
 
 class Anchor(nn.Module):
@@ -69,7 +87,9 @@ class Anchor(nn.Module):
 
     def __init__(self, places: Iterable[Tensor], strength: float) -> None:
         super().__init__()
-        self.places = [nn.Parameter(place.detach().clone(), requires_grad=False) for place in places]
+        self.places = [
+            nn.Parameter(place.detach().clone(), requires_grad=False) for place in places
+        ]
         for i, place in enumerate(self.places):
             self.register_parameter(f"place{i}", place)
         self.register_buffer("strength", torch.tensor(strength, device=self.places[0].device))
@@ -77,7 +97,11 @@ class Anchor(nn.Module):
     @torch.no_grad()
     def pull(self, parameters: Sequence[nn.Parameter]) -> None:
         """Add what draws these parameters to their places to the gradients that they have."""
-        drawn = [(p.grad, p, place) for p, place in zip(parameters, self.places, strict=True) if p.grad is not None]
+        drawn = [
+            (p.grad, p, place)
+            for p, place in zip(parameters, self.places, strict=True)
+            if p.grad is not None
+        ]
         slopes, here, there = ([row[i] for row in drawn] for i in range(3))
         way = torch._foreach_sub(here, there)
         torch._foreach_mul_(way, self.strength)
@@ -87,14 +111,18 @@ class Anchor(nn.Module):
 class Trainer(Graphs):
     """Modules and the optimizer of their parameters; every step of every method is one call of `step`."""
 
-    def __init__(self, modules: Sequence[nn.Module], recipe: Recipe, anchor: Anchor | None = None) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], recipe: Recipe, anchor: Anchor | None = None
+    ) -> None:
         super().__init__(modules if anchor is None else [*modules, anchor])
         self.anchor = anchor
         self.parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
         self.optimizer, self.recipe = recipe.optimizer(self.parameters), recipe
 
     @classmethod
-    def of(cls, modules: nn.Module | Sequence[nn.Module], recipe: Recipe, anchor: Anchor | None = None) -> Trainer:
+    def of(
+        cls, modules: nn.Module | Sequence[nn.Module], recipe: Recipe, anchor: Anchor | None = None
+    ) -> Trainer:
         """The trainer of these modules, its optimizer as new. For modules that a lane keeps, graphs are kept too.
 
         An anchor has a place for each of the parameters that are trained.
@@ -104,18 +132,31 @@ class Trainer(Graphs):
         lane = lanes.current()
         if lane is None or not all(module in lane.modules.values() for module in needed):
             return cls(chosen, recipe, anchor)
-        key = (*needed, recipe, *(p.requires_grad for module in chosen for p in module.parameters()))
+        key = (
+            *needed,
+            recipe,
+            *(p.requires_grad for module in chosen for p in module.parameters()),
+        )
         trainer: Trainer = lane.trainer(key, lambda: cls(chosen, recipe, anchor))
         trainer.renew()
         return trainer
 
     def renew(self) -> None:
         """Forget what the optimizer has gathered; graphs stay valid where all they point to is where it was."""
-        state = [t for values in self.optimizer.state.values() for t in values.values() if isinstance(t, Tensor)]
+        state = [
+            t
+            for values in self.optimizer.state.values()
+            for t in values.values()
+            if isinstance(t, Tensor)
+        ]
         if state:
             torch._foreach_zero_(state)
         self.anneal(0.0)
-        self.steps = {key: step for key, step in self.steps.items() if isinstance(step, Captured) or step.objection}
+        self.steps = {
+            key: step
+            for key, step in self.steps.items()
+            if isinstance(step, Captured) or step.objection
+        }
         super().renew()
 
     def moments(self) -> list[dict[str, Tensor]]:

@@ -46,12 +46,17 @@ class Algorithm(Generic[S, C]):
     """
 
     crosses: ClassVar[Mapping[str, str]]  # remote method -> what goes down and what comes up
-    tells: ClassVar[Mapping[str, Tells]] = {}  # METHOD.KEY of an answer -> what a private image can change of it
+    # METHOD.KEY of an answer -> what a private image can change of it
+    tells: ClassVar[Mapping[str, Tells]] = {}
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}  # named sets of hyperparameters
-    global_model: ClassVar[bool] = False  # whether the server has a model beside theirs; see server_network
-    personal: ClassVar[bool] = False  # whether the server has no model even though all have one architecture
-    replicas: ClassVar[bool] = False  # whether the server builds the clients' networks and fills in their weights
-    may_be_infinite: ClassVar[frozenset[str]] = frozenset()  # methods whose payloads may hold NaN or infinity
+    # whether the server has a model beside theirs; see server_network
+    global_model: ClassVar[bool] = False
+    # whether the server has no model even though all have one architecture
+    personal: ClassVar[bool] = False
+    # whether the server builds the clients' networks and fills in their weights
+    replicas: ClassVar[bool] = False
+    # methods whose payloads may hold NaN or infinity
+    may_be_infinite: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
         check(self)
@@ -114,14 +119,25 @@ class Algorithm(Generic[S, C]):
 
         Clauses without a full stop, each with the way out. Of every method: that nothing but a number came down.
         """
-        ways = [what for what in self.crosses.values() if "down: " in what and "down: nothing" not in what]
-        came = [n for r in rounds for client in r.clients.values() if (n := client.get("bytes_down")) is not None]
+        ways = [
+            what
+            for what in self.crosses.values()
+            if "down: " in what and "down: nothing" not in what
+        ]
+        came = [
+            n
+            for r in rounds
+            for client in r.clients.values()
+            if (n := client.get("bytes_down")) is not None
+        ]
         if not ways or not came or max(came) > 8:
             return []
         way_out = "some methods have an answer from the second round on, and it takes two clients"
         return [f"nothing of others ever came to a client, so clients learned alone: {way_out}"]
 
-    def gallery(self, client: C, t: int, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
+    def gallery(
+        self, client: C, t: int, wanted: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
         """What round t made of some of a client's images, for the experimenter's eyes: their places, and the pictures.
 
         Given the places of all that there are, `wanted` says which of them to show. Nothing for a round that made none
@@ -129,7 +145,9 @@ class Algorithm(Generic[S, C]):
         """
         return None
 
-    def creations(self, party: S | C, wanted: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor] | None:
+    def creations(
+        self, party: S | C, wanted: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
         """What a party made of no single private image, as it is after the last round: labels, and the pictures.
 
         For the experimenter's eyes. Given the labels of all that there are, `wanted` says which of them to show.
@@ -140,14 +158,18 @@ class Algorithm(Generic[S, C]):
     def preset(cls, name: str, overrides: Mapping[str, Any] | None = None) -> Self:
         """The algorithm with a named set of hyperparameters, some of them overridden."""
         if name not in cls.presets:
-            raise ConfigError(f"unknown preset {name!r} of {cls.__name__}: {did_you_mean(name, cls.presets)}")
+            raise ConfigError(
+                f"unknown preset {name!r} of {cls.__name__}: {did_you_mean(name, cls.presets)}"
+            )
         return build(cls, {**cls.presets[name], **(overrides or {})}, "algorithm.")
 
     @classmethod
     def parties(cls) -> tuple[type[Server], type[Client]]:
         """The kinds of server and client this algorithm was written for."""
         bases = [base for kind in cls.__mro__ for base in getattr(kind, "__orig_bases__", ())]
-        args = [getattr(arg, "__default__", arg) for base in bases for arg in get_args(base)]  # a variable's default
+        args = [
+            getattr(arg, "__default__", arg) for base in bases for arg in get_args(base)
+        ]  # a variable's default
         found = [arg for arg in args if isinstance(arg, type)]
         server = next((kind for kind in found if issubclass(kind, Server)), Server)
         client = next((kind for kind in found if issubclass(kind, Client)), Client)

@@ -36,7 +36,12 @@ from barter.core.payload import Payload, leaves, nbytes, numbers
 __all__ = ["WORD", "Known", "Shapes", "most_bytes", "require", "shapes_of"]
 
 WORD = 200  # letters that a name may have; bytes that are left for one, or for a number, and what is around it
-PLAIN = (torch.float32, torch.int64, torch.uint8, torch.bool)  # kinds of tensors of which nothing is said
+PLAIN = (
+    torch.float32,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+)  # kinds of tensors of which nothing is said
 Shapes: TypeAlias = Mapping[str, tuple[torch.Size, torch.dtype]]
 Sizes: TypeAlias = ChainMap[str, int]
 
@@ -61,15 +66,27 @@ class Known:
 
     def nbytes(self, whose: str) -> int | None:
         """Of a network's weights; none where they are not known."""
-        return sum(shape.numel() * dtype.itemsize for shape, dtype in self.network(whose).values()) or None
+        return (
+            sum(shape.numel() * dtype.itemsize for shape, dtype in self.network(whose).values())
+            or None
+        )
 
     def sizes(self) -> dict[str, int]:
-        images = {name: getattr(self.spec, name) for name in ("classes", "channels", "height", "width")}
+        images = {
+            name: getattr(self.spec, name) for name in ("classes", "channels", "height", "width")
+        }
         features = {} if self.features is None else {"features": self.features}
-        return {**images, **features, "examples": self.examples, "last_class": self.spec.classes - 1}
+        return {
+            **images,
+            **features,
+            "examples": self.examples,
+            "last_class": self.spec.classes - 1,
+        }
 
 
-def require(answer: Payload, algorithm: object, method: str, sent: tuple[Any, ...], known: Known) -> set[str]:
+def require(
+    answer: Payload, algorithm: object, method: str, sent: tuple[Any, ...], known: Known
+) -> set[str]:
     """Refuse an answer that is not what the method says it returns, for what was sent; where in it a client says how
     many images it has."""
     reader, sizes, returned = _asked(algorithm, method, sent, known)
@@ -85,12 +102,16 @@ def most_bytes(algorithm: object, method: str, sent: tuple[Any, ...], known: Kno
     return reader.room(returned, sizes)
 
 
-def _asked(algorithm: object, method: str, sent: tuple[Any, ...], known: Known) -> tuple[_Reader, Sizes, Any]:
+def _asked(
+    algorithm: object, method: str, sent: tuple[Any, ...], known: Known
+) -> tuple[_Reader, Sizes, Any]:
     """Who reads an answer, with the sizes that are known from what was sent, and of what type it is to be."""
     hints = _hints(getattr(type(algorithm), method))
     reader, sizes = _Reader(algorithm, method, known), ChainMap({}, known.sizes())
     # What is sent comes behind the method's self and client.
-    for value, hint in zip(sent, [hints.get(name, Any) for name in _parameters(algorithm, method)], strict=False):
+    for value, hint in zip(
+        sent, [hints.get(name, Any) for name in _parameters(algorithm, method)], strict=False
+    ):
         reader.learn(value, hint, sizes)
     return reader, sizes, hints.get("return", Any)
 
@@ -177,15 +198,23 @@ class _Reader:
                 sizes[str(size)] = length
             elif known != length:
                 return False
-        return value.ndim == len(mark.shape) or (mark.shape[-1:] == (...,) and value.ndim >= len(mark.shape) - 1)
+        return value.ndim == len(mark.shape) or (
+            mark.shape[-1:] == (...,) and value.ndim >= len(mark.shape) - 1
+        )
 
     def match(self, tree: Payload, hint: Any, path: str, sizes: Sizes) -> None:
         wanted, marks = _unwrapped(hint)
         for mark in marks:
             if isinstance(mark, Named):
                 sizes = sizes.new_child({mark.name: int(self.bound(mark.size, sizes))})
-            elif isinstance(mark, Room) and (most := self.size(mark.most, sizes)) is not None and nbytes(tree) > most:
-                raise PayloadError(f"{path} has {nbytes(tree)} bytes, asked for were at most {most}")
+            elif (
+                isinstance(mark, Room)
+                and (most := self.size(mark.most, sizes)) is not None
+                and nbytes(tree) > most
+            ):
+                raise PayloadError(
+                    f"{path} has {nbytes(tree)} bytes, asked for were at most {most}"
+                )
         origin, args = get_origin(wanted), get_args(wanted)
         if wanted is Any:
             for at, value in leaves(tree, path):
@@ -201,7 +230,11 @@ class _Reader:
             for i, value in enumerate(tree):
                 self.match(value, args[0], f"{path}[{i}]", sizes)
         elif origin is tuple:
-            kinds = [args[0]] * len(tree) if args[1:] == (...,) and isinstance(tree, tuple) else list(args)
+            kinds = (
+                [args[0]] * len(tree)
+                if args[1:] == (...,) and isinstance(tree, tuple)
+                else list(args)
+            )
             _require(isinstance(tree, tuple) and len(tree) == len(kinds), tree, wanted, path)
             for i, (value, kind) in enumerate(zip(tree, kinds, strict=True)):
                 self.match(value, kind, f"{path}[{i}]", sizes)
@@ -209,7 +242,12 @@ class _Reader:
             _require(isinstance(tree, str | int) and tree in args, tree, wanted, path)
         else:
             kinds = [int, float] if wanted is float else [type(None) if wanted is None else wanted]
-            _require(isinstance(tree, Tensor) if wanted is Tensor else type(tree) in kinds, tree, wanted, path)
+            _require(
+                isinstance(tree, Tensor) if wanted is Tensor else type(tree) in kinds,
+                tree,
+                wanted,
+                path,
+            )
             self.leaf(tree, path, marks, sizes)
 
     def one_of(self, tree: Payload, kinds: tuple[Any, ...], path: str, sizes: Sizes) -> None:
@@ -228,15 +266,23 @@ class _Reader:
         """A TypedDict."""
         _require(isinstance(tree, dict), tree, wanted, path)
         hints = _hints(wanted)
-        said = {key: self.said(_unwrapped(hint)[1]) for key, hint in hints.items() if get_origin(hint) is NotRequired}
+        said = {
+            key: self.said(_unwrapped(hint)[1])
+            for key, hint in hints.items()
+            if get_origin(hint) is NotRequired
+        }
         missing = {key for key in hints if said.get(key, True)} - tree.keys()
         unknown = tree.keys() - {key for key in hints if said.get(key) is not False}
         if missing or unknown:
-            raise PayloadError(f"{path} {'lacks' if missing else 'has the unknown'} {_some(missing or unknown)}")
+            raise PayloadError(
+                f"{path} {'lacks' if missing else 'has the unknown'} {_some(missing or unknown)}"
+            )
         for key, value in tree.items():
             self.match(value, hints[key], f"{path}.{key}", sizes)
 
-    def by_name(self, tree: Payload, wanted: Any, marks: tuple[object, ...], path: str, sizes: Sizes) -> None:
+    def by_name(
+        self, tree: Payload, wanted: Any, marks: tuple[object, ...], path: str, sizes: Sizes
+    ) -> None:
         """A dict of any names, or the state of a network, which has its names."""
         _require(isinstance(tree, dict), tree, wanted, path)
         key_kind, kind = get_args(wanted)
@@ -251,16 +297,25 @@ class _Reader:
         names = network if entries is None else entries
         odd = tree.keys() ^ names.keys() if names else ()
         if odd or (state and not tree):
-            raise PayloadError(f"{path} is not the {whose}'s weights: {_some(odd) or 'all'} too much or missing")
+            raise PayloadError(
+                f"{path} is not the {whose}'s weights: {_some(odd) or 'all'} too much or missing"
+            )
         for key, value in tree.items():
             at = f"{path}.{key}"
             if not network or entries is not None:
-                self.match(value, kind if entries is None else Annotated[kind, Floats(*entries[key])], at, sizes)
+                self.match(
+                    value,
+                    kind if entries is None else Annotated[kind, Floats(*entries[key])],
+                    at,
+                    sizes,
+                )
                 continue
             _require(isinstance(value, Tensor), value, kind, at)
             if (value.shape, value.dtype) != network[key]:
                 shape, dtype = network[key]
-                raise PayloadError(f"{at} is {_look(value)}, the {whose}'s is {_kind(dtype)} {tuple(shape)}")
+                raise PayloadError(
+                    f"{at} is {_look(value)}, the {whose}'s is {_kind(dtype)} {tuple(shape)}"
+                )
             self.bounded(value, at, None, sizes)
 
     def room(self, hint: Any, sizes: Sizes) -> int | None:
@@ -280,15 +335,23 @@ class _Reader:
             return _all(sum, [self.room(kind, sizes) for kind in args])
         if is_typeddict(wanted):
             parts = _hints(wanted).values()
-            sizes = sizes.new_child({name: n for part in parts for name, n in self.limits(_unwrapped(part)[1], sizes)})
+            sizes = sizes.new_child(
+                {name: n for part in parts for name, n in self.limits(_unwrapped(part)[1], sizes)}
+            )
             return _all(sum, [self.room(part, sizes) for part in parts])
         if wanted is Tensor:
-            return next((self.product(mark, sizes) for mark in marks if isinstance(mark, Floats)), None)
+            return next(
+                (self.product(mark, sizes) for mark in marks if isinstance(mark, Floats)), None
+            )
         if (origin, args) == (dict, (str, Tensor)):
             for mark in marks:
                 if isinstance(mark, Entries):
-                    return _all(sum, [self.product(Floats(*shape), sizes) for shape in mark.shapes.values()])
-            return self.known.nbytes(next((mark.of for mark in marks if isinstance(mark, Weights)), "client"))
+                    return _all(
+                        sum, [self.product(Floats(*shape), sizes) for shape in mark.shapes.values()]
+                    )
+            return self.known.nbytes(
+                next((mark.of for mark in marks if isinstance(mark, Weights)), "client")
+            )
         return WORD if wanted in (int, float, bool, str) or origin is typing.Literal else None
 
     def limits(self, marks: Iterable[object], sizes: Sizes) -> Iterator[tuple[str, int]]:
@@ -303,7 +366,10 @@ class _Reader:
 
     def product(self, mark: Floats, sizes: Sizes) -> int | None:
         """How many bytes a tensor of these sizes has."""
-        lengths = [None if isinstance(size, EllipsisType) else self.size(size, sizes) for size in mark.shape]
+        lengths = [
+            None if isinstance(size, EllipsisType) else self.size(size, sizes)
+            for size in mark.shape
+        ]
         return _all(lambda known: mark.dtype.itemsize * math.prod(known), lengths)
 
     def leaf(self, value: Payload, path: str, marks: tuple[object, ...], sizes: Sizes) -> None:
@@ -312,14 +378,20 @@ class _Reader:
         if isinstance(value, Tensor):
             self.tensor(value, path, marks, sizes)
         elif type(value) is int or (type(value) is float and self.finite):
-            within = next((mark for mark in marks if isinstance(mark, Within)), Within(-EXACT, EXACT))
+            within = next(
+                (mark for mark in marks if isinstance(mark, Within)), Within(-EXACT, EXACT)
+            )
             most = self.bound(within.most, sizes)
             if not math.isfinite(value):
                 raise PayloadError(f"{path} holds NaN or infinity")
             if not within.least <= value <= most:
-                raise PayloadError(f"{path} is {value:.4g}, not from {within.least:.4g} to {most:.4g}")
+                raise PayloadError(
+                    f"{path} is {value:.4g}, not from {within.least:.4g} to {most:.4g}"
+                )
             if within.name and sizes.setdefault(within.name, int(value)) != value:
-                raise PayloadError(f"{path} is {value}, and of {within.name} there are {sizes[within.name]}")
+                raise PayloadError(
+                    f"{path} is {value}, and of {within.name} there are {sizes[within.name]}"
+                )
         elif isinstance(value, str):
             _require_word(value, path)
 
@@ -330,41 +402,60 @@ class _Reader:
                 raise PayloadError(f"{path} is {_look(value)}, asked for was float32")
         else:
             empty = self.said(marks) is False
-            if value.dtype != mark.dtype or (value.numel() if empty else not self.meet(mark, value, sizes)):
+            if value.dtype != mark.dtype or (
+                value.numel() if empty else not self.meet(mark, value, sizes)
+            ):
                 shape = "empty" if empty else self.shape(mark, sizes)
-                raise PayloadError(f"{path} is {_look(value)}, asked for was {_kind(mark.dtype)} {shape}")
+                raise PayloadError(
+                    f"{path} is {_look(value)}, asked for was {_kind(mark.dtype)} {shape}"
+                )
         self.bounded(value, path, mark, sizes)
 
     def bounded(self, value: Tensor, path: str, mark: Floats | None, sizes: Sizes) -> None:
         """Note in which ranges its numbers must lie."""
-        if value.dtype in (torch.uint8, torch.bool) or (value.is_floating_point() and not self.finite):
+        if value.dtype in (torch.uint8, torch.bool) or (
+            value.is_floating_point() and not self.finite
+        ):
             return
         if isinstance(mark, Counts):
             total = value.double().sum()
-            self.ranges.append(Range(path, "the sum", total, 0, mark.most, sizes, claim=not mark.total))
-            self.ranges += [Range(path, "the sum", total, mark.total, mark.total, sizes)] if mark.total else []
+            self.ranges.append(
+                Range(path, "the sum", total, 0, mark.most, sizes, claim=not mark.total)
+            )
+            self.ranges += (
+                [Range(path, "the sum", total, mark.total, mark.total, sizes)] if mark.total else []
+            )
         if not value.numel():
             return
         bound = BOUND if value.is_floating_point() else EXACT
         least, most = (-bound, bound) if mark is None else (mark.least, mark.most)
-        for which, number in zip(("the least", "the most"), torch.aminmax(value.detach()), strict=True):
+        for which, number in zip(
+            ("the least", "the most"), torch.aminmax(value.detach()), strict=True
+        ):
             self.ranges.append(Range(path, which, number, least, most, sizes))
         if isinstance(mark, Classes) and len(value) > 1:
             self.ranges.append(Range(path, "a step", value.diff().amin(), 1, EXACT, sizes))
 
     def shape(self, mark: Floats, sizes: Sizes) -> str:
         """As a message says it."""
-        said = ["..." if isinstance(s, EllipsisType) else str(self.size(s, sizes) or s) for s in mark.shape]
+        said = [
+            "..." if isinstance(s, EllipsisType) else str(self.size(s, sizes) or s)
+            for s in mark.shape
+        ]
         return f"({', '.join(said)})"
 
     def require_ranges(self) -> None:
-        for found, number in zip(self.ranges, numbers([found.number for found in self.ranges]), strict=True):
+        for found, number in zip(
+            self.ranges, numbers([found.number for found in self.ranges]), strict=True
+        ):
             least, most = (self.bound(end, found.sizes) for end in (found.least, found.most))
             if not math.isfinite(number):
                 raise PayloadError(f"{found.path} holds NaN or infinity")
             if not least <= number <= most:
                 where = f"not from {least:.7g} to {most:.7g}"
-                raise PayloadError(f"{found.path}: {found.which} of its numbers is {number:.7g}, {where}")
+                raise PayloadError(
+                    f"{found.path}: {found.which} of its numbers is {number:.7g}, {where}"
+                )
 
 
 def _all(make: Callable[[list[int]], int], found: list[int | None]) -> int | None:
@@ -381,7 +472,9 @@ def _require(holds: bool, tree: Payload, wanted: Any, path: str) -> None:
 
 def _require_word(word: str, path: str) -> None:
     if len(word) > WORD or not word.isprintable():
-        raise PayloadError(f"{path} is {word[:20]!r}..., asked for was a word of at most {WORD} letters")
+        raise PayloadError(
+            f"{path} is {word[:20]!r}..., asked for was a word of at most {WORD} letters"
+        )
 
 
 def _some(names: Iterable[object]) -> str:

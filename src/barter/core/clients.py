@@ -35,7 +35,9 @@ class Failure:
 
 
 # Those whose answers made something go wrong, and who failed before; who has failed now.
-Excuse: TypeAlias = Callable[[Mapping[int, Exception], Mapping[int, Failure]], Mapping[int, Failure]]
+Excuse: TypeAlias = Callable[
+    [Mapping[int, Exception], Mapping[int, Failure]], Mapping[int, Failure]
+]
 
 
 class Replies(dict[int, R], Generic[R]):
@@ -135,18 +137,24 @@ class Clients(Sequence[int]):
         chosen = torch.randperm(len(self), generator=self._engine.stream("sample"))[:size]
         return Clients(self._engine, (self._ids[i] for i in chosen.tolist()))
 
-    def run(self, method: Callable[Concatenate[C, P], R], *args: P.args, **kwargs: P.kwargs) -> Replies[R]:
+    def run(
+        self, method: Callable[Concatenate[C, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> Replies[R]:
         """Every client runs the method with the same arguments."""
         bound = inspect.signature(method).bind(None, *args, **kwargs)
         bound.apply_defaults()
         if bound.kwargs:
-            raise TypeError(f"{method.__name__} has keyword-only parameters {list(bound.kwargs)}, which cannot cross")
+            raise TypeError(
+                f"{method.__name__} has keyword-only parameters {list(bound.kwargs)}, which cannot cross"
+            )
         return self._ask(method, dict.fromkeys(self._ids, bound.args[1:]))
 
     def scatter(self, method: Callable[[C, T], R], payloads: Mapping[int, T]) -> Replies[R]:
         """Every client runs the method with a payload of its own."""
         if set(payloads) != set(self._ids):
-            raise ConfigError(f"scatter wants one payload for each of {list(self)}, got them for {sorted(payloads)}")
+            raise ConfigError(
+                f"scatter wants one payload for each of {list(self)}, got them for {sorted(payloads)}"
+            )
         return self._ask(method, {k: (payloads[k],) for k in self._ids})
 
     def relay(self, method: Callable[[C, T], T], payload: T) -> T:
@@ -164,8 +172,13 @@ class Clients(Sequence[int]):
             return Replies({}, {}, {})
         replies, name = self._engine.call(method.__name__, args), method.__name__
 
-        def excuse(errors: Mapping[int, Exception], before: Mapping[int, Failure]) -> Mapping[int, Failure]:
-            failures = {**before, **{k: self._engine.failed(k, name, error) for k, error in errors.items()}}
+        def excuse(
+            errors: Mapping[int, Exception], before: Mapping[int, Failure]
+        ) -> Mapping[int, Failure]:
+            failures = {
+                **before,
+                **{k: self._engine.failed(k, name, error) for k, error in errors.items()},
+            }
             self._require_enough(name, len(args), list(failures.values()))
             return failures
 
@@ -177,7 +190,11 @@ class Clients(Sequence[int]):
         if answered < needed:
             more = f"; and {len(failures) - 3} more" if len(failures) > 3 else ""
             reasons = "; ".join(map(str, failures[:3])) + more
-            error = ClientError(f"{answered} of {asked} clients answered {method!r}, {needed} must: {reasons}")
-            if ConfigError.__name__ not in failures[0].error:  # which says what to change, and need not say where
+            error = ClientError(
+                f"{answered} of {asked} clients answered {method!r}, {needed} must: {reasons}"
+            )
+            if (
+                ConfigError.__name__ not in failures[0].error
+            ):  # which says what to change, and need not say where
                 error.add_note(failures[0].traceback)
             raise error

@@ -69,4 +69,6 @@ def with_place(error: BaseException) -> str:
 
 def lacks_memory(error: BaseException) -> bool:
     """Whether the machine had no room for what was asked; torch says so in words only."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error))
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and "memory" in str(error)
+    )

@@ -48,7 +48,10 @@ def _replayed(forward: Forward, function: OfBatch, batch: OfBatch, index: Tensor
     """The same by a graph, which wants chunks of one size: the last one is filled up."""
     size = max(CHUNK // 5, min(CHUNK, 2**24 // max(1, batch(index[:1]).numel())))
     filled = torch.cat([index, index[:1].expand(-len(index) % size)])
-    values = [forward.take(function, [batch(part)]).to(torch.float32, copy=True) for part in torch.split(filled, size)]
+    values = [
+        forward.take(function, [batch(part)]).to(torch.float32, copy=True)
+        for part in torch.split(filled, size)
+    ]
     lanes.rest()
     return torch.cat(values)[: len(index)]
 
@@ -68,7 +71,9 @@ def accuracy(model: Classifier, data: Images, by_class: Tensor | None = None) ->
 def evaluate(client: Client, at_home: Tensor | None = None) -> dict[str, float]:
     """The accuracy of a client's model on each of its test sets; its own know what is frequent `at_home`."""
     here = {"local": at_home}
-    return {name: accuracy(client.model, data, here.get(name)) for name, data in client.tests.items()}
+    return {
+        name: accuracy(client.model, data, here.get(name)) for name, data in client.tests.items()
+    }
 
 
 @contextmanager
@@ -79,7 +84,9 @@ def knowing_alone(client: Client) -> Iterator[None]:
     yield
     if any(name.startswith("before_") for name in client.report):
         return
-    if all(torch.equal(old, new) for old, new in zip(before, client.model.parameters(), strict=True)):
+    if all(
+        torch.equal(old, new) for old, new in zip(before, client.model.parameters(), strict=True)
+    ):
         return
     modes = [part.training for part in client.model.modules()]
     client.report |= {f"before_{name}": value for name, value in evaluate(client).items()}

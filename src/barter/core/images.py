@@ -44,12 +44,17 @@ class Spec:
 
     def plain(self) -> dict[str, Any]:
         """As it travels and is kept."""
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        return {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in asdict(self).items()
+        }
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> Self:
         """From what `plain` made of it."""
-        fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in tree.items()}
+        fields: dict[str, Any] = {
+            key: tuple(v) if isinstance(v, list) else v for key, v in tree.items()
+        }
         return cls(**fields)
 
 
@@ -68,7 +73,9 @@ class Augment:
 class Images:
     """Images (uint8, NCHW) with labels, resident on one device."""
 
-    def __init__(self, pixels: Tensor, labels: Tensor, spec: Spec, augment: Augment | None = None) -> None:
+    def __init__(
+        self, pixels: Tensor, labels: Tensor, spec: Spec, augment: Augment | None = None
+    ) -> None:
         self.pixels, self.labels, self.spec = pixels, labels, spec
         self.augment = augment or Augment()
 
@@ -104,7 +111,9 @@ class PrivateTraining:
     clip: float  # C: the largest length of one image's gradient
     normal: Callable[[int], Tensor]  # where noise comes from
     uniform: Callable[[int], Tensor]  # and the choice of images
-    count: Callable[[float, int], float]  # told the share of images in a step and the number of steps: the standard
+    count: Callable[
+        [float, int], float
+    ]  # told the share of images in a step and the number of steps: the standard
     # deviation of the noise on a step's sum, in units of C; may refuse
 
 
@@ -160,7 +169,10 @@ def prepared(pixels: Tensor, spec: Spec, augment: Augment) -> Tensor:
 @cache
 def statistics(spec: Spec, device: torch.device, white: float = 1.0) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation by channel, for pixels between 0 and `white`."""
-    mean, std = (torch.tensor(values, device=device).view(1, -1, 1, 1) * white for values in (spec.mean, spec.std))
+    mean, std = (
+        torch.tensor(values, device=device).view(1, -1, 1, 1) * white
+        for values in (spec.mean, spec.std)
+    )
     return mean, std
 
 

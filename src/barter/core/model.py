@@ -46,7 +46,9 @@ class Classifier(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.logits(self.features(x))
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """As every module's; a tree that crossed or was kept, which has no versions of layers, is of this network's."""
         if not hasattr(state_dict, "_metadata"):
             state_dict = OrderedDict(state_dict)
@@ -95,7 +97,9 @@ def split(module: nn.Module) -> Classifier:
     if not linears:
         raise ConfigError(f"{name} has no Linear layer to split at; {BY_HAND}")
     if linears[-1] == "":
-        raise ConfigError(f"{name} is a single Linear layer, nothing is left for the features; {BY_HAND}")
+        raise ConfigError(
+            f"{name} is a single Linear layer, nothing is left for the features; {BY_HAND}"
+        )
     body = copy.deepcopy(module)
     parent, _, child = linears[-1].rpartition(".")
     head = getattr(body.get_submodule(parent), child)
@@ -103,7 +107,9 @@ def split(module: nn.Module) -> Classifier:
     return SplitClassifier(body, head)
 
 
-def verify_split(original: nn.Module, classifier: Classifier, shape: tuple[int, int, int], classes: int) -> None:
+def verify_split(
+    original: nn.Module, classifier: Classifier, shape: tuple[int, int, int], classes: int
+) -> None:
     """Refuse a split whose parts do not compute what the whole module computes, or not for this task."""
     name = type(original).__name__
     probe = torch.linspace(-1, 1, 2 * shape[0] * shape[1] * shape[2]).reshape(2, *shape)
@@ -128,7 +134,9 @@ def verify_split(original: nn.Module, classifier: Classifier, shape: tuple[int, 
         original.train(was_training)
         classifier.train(was_training)
     if isinstance(whole, Tensor) and whole.shape[1:] != (classes,):
-        raise ConfigError(f"{name} gives {tuple(whole.shape[1:])} outputs per image, the task has {classes} classes")
+        raise ConfigError(
+            f"{name} gives {tuple(whole.shape[1:])} outputs per image, the task has {classes} classes"
+        )
     if not same:
         raise ConfigError(
             f"{name} cannot be split at its last Linear layer: what follows or bypasses it matters too; {BY_HAND}"

@@ -47,14 +47,18 @@ class Node:
     holds together with the model's weights.
     """
 
-    def __init__(self, model: Classifier | None, device: torch.device, public: Images | None = None) -> None:
+    def __init__(
+        self, model: Classifier | None, device: torch.device, public: Images | None = None
+    ) -> None:
         self.model_or_none, self.device, self.public = model, device, public
         self.architecture = "server"  # nodes of one name have the same network
         self.monitor: Monitor = Silence()
         self.report: dict[str, float] = {}  # plain numbers for the round's record
         for name in self.remembered():
             if not hasattr(type(self), name):
-                raise TypeError(f"{type(self).__name__}.{name} needs a default: what a node remembers at the start")
+                raise TypeError(
+                    f"{type(self).__name__}.{name} needs a default: what a node remembers at the start"
+                )
             setattr(self, name, copy.deepcopy(getattr(type(self), name)))
 
     @contextmanager
@@ -80,13 +84,19 @@ class Node:
     def model(self) -> Classifier:
         """The party's own model."""
         if self.model_or_none is None:
-            raise AttributeError("this party has no model: the clients do not share one architecture")
+            raise AttributeError(
+                "this party has no model: the clients do not share one architecture"
+            )
         return self.model_or_none
 
     @classmethod
     def remembered(cls) -> list[str]:
         """The names of what this kind of node remembers between rounds."""
-        kinds = [k for k in reversed(cls.__mro__) if issubclass(k, Node) and k not in (Node, Client, Server)]
+        kinds = [
+            k
+            for k in reversed(cls.__mro__)
+            if issubclass(k, Node) and k not in (Node, Client, Server)
+        ]
         return [name for kind in kinds for name in inspect.get_annotations(kind)]
 
     def memory(self) -> dict[str, Payload]:
@@ -184,11 +194,15 @@ class Server(Node):
     ) -> None:
         super().__init__(model, device, public)
         self.spec, self.architectures = spec, architectures
-        self.names = dict(names or {})  # of clients' architectures: those of one name have the same network
+        self.names = dict(
+            names or {}
+        )  # of clients' architectures: those of one name have the same network
 
     def replica(self, client: int, weights: State) -> Classifier:
         """A frozen copy of a client's model, from the weights it sent."""
-        model = lanes.kept(("replica", client), lambda: self.architectures[client]().to(self.device))
+        model = lanes.kept(
+            ("replica", client), lambda: self.architectures[client]().to(self.device)
+        )
         model.load_state_dict(weights)
         return model.eval().requires_grad_(False)
 

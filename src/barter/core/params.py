@@ -89,7 +89,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
     if not near:
         near = difflib.get_close_matches(name.lower().rpartition(".")[2], lowered, n=1, cutoff=0.6)
-    return f"did you mean {lowered[near[0]]!r}?" if near else f"there are: {', '.join(known) or 'none'}"
+    return (
+        f"did you mean {lowered[near[0]]!r}?"
+        if near
+        else f"there are: {', '.join(known) or 'none'}"
+    )
 
 
 def text(value: str) -> bool:
@@ -137,7 +141,10 @@ def _accept(value: object, hint: Any) -> object:
     if origin is Annotated:
         base, *extras = get_args(hint)
         value = _accept(value, base)
-        if any(isinstance(e, Range) and isinstance(value, int | float) and value not in e for e in extras):
+        if any(
+            isinstance(e, Range) and isinstance(value, int | float) and value not in e
+            for e in extras
+        ):
             raise ValueError(f"must be {_kind(hint)}")
         return value
     if origin is Literal:
@@ -176,7 +183,11 @@ def _accept(value: object, hint: Any) -> object:
         return value
     if hint is type(None) and value is None:
         return value
-    if isinstance(hint, type) and hint not in (bool, str, int, float, type(None)) and isinstance(value, hint):
+    if (
+        isinstance(hint, type)
+        and hint not in (bool, str, int, float, type(None))
+        and isinstance(value, hint)
+    ):
         return value
     raise ValueError(f"must be {_kind(hint)}")
 
@@ -190,7 +201,9 @@ def check(instance: object, where: str = "") -> None:
             accepted = _accept(value, hints[field.name])
         except ValueError as error:
             meaning = _comments(type(instance)).get(field.name, "")
-            reason = f"{where}{field.name}={value!r}: {error}" + (f" ({meaning})" if meaning else "")
+            reason = f"{where}{field.name}={value!r}: {error}" + (
+                f" ({meaning})" if meaning else ""
+            )
             raise ConfigError(reason) from None
         object.__setattr__(instance, field.name, accepted)
 
@@ -213,7 +226,7 @@ def build(cls: type[T], values: Mapping[str, object], where: str = "") -> T:
 
 
 def _comments(cls: type[Any]) -> dict[str, str]:
-    """The comment behind each annotated field, with the lines below that go on with it, over the whole ancestry."""
+    """Return the comment of each annotated field: behind it, or else in the lines directly above it."""
     found: dict[str, str] = {}
     for ancestor in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(ancestor):
@@ -227,19 +240,24 @@ def _comments(cls: type[Any]) -> dict[str, str]:
             for token in tokenize.generate_tokens(StringIO(source).readline)
             if token.type == tokenize.COMMENT
         }
-        field = ""  # whose comment may go on
+        above: list[str] = []
         for number, line in enumerate(source.splitlines(), start=1):
+            if line.strip().startswith("#"):
+                above.append(comments.get(number, ""))
+                continue
             name = line.strip().split(":")[0]
-            if number in comments and name in ancestor.__annotations__:
-                field, found[name] = name, comments[number]
-            elif number in comments and field and line.strip().startswith("#"):
-                found[field] += f" {comments[number]}"
-            else:
-                field = ""
+            if name in ancestor.__annotations__:
+                meaning = comments.get(number) or " ".join(above)
+                if meaning:
+                    found[name] = meaning
+            above = []
     return found
 
 
 def describe(cls: type[Any]) -> list[Field]:
     """The fields of a checked dataclass with type, default and the comment that stands behind them."""
     hints, meanings = _hints(cls), _comments(cls)
-    return [Field(f.name, _kind(hints[f.name]), f.default, meanings.get(f.name, "")) for f in dataclasses.fields(cls)]
+    return [
+        Field(f.name, _kind(hints[f.name]), f.default, meanings.get(f.name, ""))
+        for f in dataclasses.fields(cls)
+    ]

@@ -18,7 +18,19 @@ from torch.nn import Parameter
 
 from barter.core.errors import PayloadError, in_short
 
-__all__ = ["Payload", "State", "isolate", "leaves", "mapped", "mark", "nbytes", "numbers", "origin", "pack", "unpack"]
+__all__ = [
+    "Payload",
+    "State",
+    "isolate",
+    "leaves",
+    "mapped",
+    "mark",
+    "nbytes",
+    "numbers",
+    "origin",
+    "pack",
+    "unpack",
+]
 
 State: TypeAlias = dict[str, Tensor]
 Payload: TypeAlias = Any
@@ -41,15 +53,21 @@ def mapped(tree: Payload, leaf: Callable[[str, Any], Any], path: str) -> Payload
     if kind is dict:
         for key in tree:
             if type(key) not in (str, int):
-                raise PayloadError(f"{path}: key {key!r} is a {type(key).__name__}, a payload's keys are str or int")
+                raise PayloadError(
+                    f"{path}: key {key!r} is a {type(key).__name__}, a payload's keys are str or int"
+                )
         return {key: mapped(value, leaf, f"{path}.{key}") for key, value in tree.items()}
     if kind in (list, tuple):
         return kind(mapped(value, leaf, f"{path}[{i}]") for i, value in enumerate(tree))
-    if isinstance(tree, dict):  # an OrderedDict, as state_dict() returns it, travels as what it is: a dict
+    if isinstance(
+        tree, dict
+    ):  # an OrderedDict, as state_dict() returns it, travels as what it is: a dict
         return mapped(dict(tree), leaf, path)
     if isinstance(tree, Tensor):
         if tree.layout is not torch.strided or tree.dtype not in DTYPES.values():
-            raise PayloadError(f"{path}: a {tree.layout} tensor of {tree.dtype} cannot travel; make it dense and real")
+            raise PayloadError(
+                f"{path}: a {tree.layout} tensor of {tree.dtype} cannot travel; make it dense and real"
+            )
         return leaf(path, tree)
     if kind is int and not LEAST <= tree < -LEAST:
         raise PayloadError(f"{path}: a whole number of more than 64 bits cannot travel")
@@ -179,7 +197,11 @@ def unpack(tensors: dict[str, Tensor], header: str) -> Payload:
         ((kind, body),) = node.items()
         match kind:
             case "tensor":
-                return tensors[body] if isinstance(body, str) else tensors[body[0]].permute(_inverse(body[1]))
+                return (
+                    tensors[body]
+                    if isinstance(body, str)
+                    else tensors[body[0]].permute(_inverse(body[1]))
+                )
             case "float":
                 return float.fromhex(body)
             case "dict":
@@ -192,5 +214,12 @@ def unpack(tensors: dict[str, Tensor], header: str) -> Payload:
 
     try:
         return decode(json.loads(header))
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        OverflowError,
+        RuntimeError,
+    ) as error:
         raise PayloadError(f"a damaged payload: {in_short(error)}") from error

@@ -44,7 +44,9 @@ class Round:
         flat: dict[str, float] = {}
         for metric in sorted({name for metrics in self.clients.values() for name in metrics}):
             flat[f"{metric}/mean"] = self.mean(metric)
-            flat |= {f"{metric}/client-{k}": m[metric] for k, m in self.clients.items() if metric in m}
+            flat |= {
+                f"{metric}/client-{k}": m[metric] for k, m in self.clients.items() if metric in m
+            }
         flat |= {f"{metric}/server": value for metric, value in self.server.items()}
         flat |= {f"bytes/{direction}": self.traffic(direction) for direction in ("up", "down")}
         flat |= {f"seconds/{phase}": value for phase, value in self.seconds.items()}
@@ -59,10 +61,20 @@ class Round:
         try:
             fields: Mapping[str, Any] = json.loads(line)
             record = cls(**{**fields, "clients": {int(k): v for k, v in fields["clients"].items()}})
-            tables: list[Mapping[str, float]] = [record.server, record.seconds, *record.clients.values()]
-            numbers = [record.round, record.seconds["round"], *(n for table in tables for n in table.values())]
+            tables: list[Mapping[str, float]] = [
+                record.server,
+                record.seconds,
+                *record.clients.values(),
+            ]
+            numbers = [
+                record.round,
+                record.seconds["round"],
+                *(n for table in tables for n in table.values()),
+            ]
             numbers += [n for table in record.bytes.values() for n in (table["up"], table["down"])]
-            whole = all(isinstance(n, int | float) for n in numbers) and isinstance(record.failures, list)
+            whole = all(isinstance(n, int | float) for n in numbers) and isinstance(
+                record.failures, list
+            )
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"no record of a round: {error}") from error
         if not whole:

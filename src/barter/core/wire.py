@@ -25,7 +25,14 @@ class Wire:
         self.may_be_infinite = may_be_infinite
         self._bytes: Counter[tuple[str, int, Direction]] = Counter()
 
-    def carry(self, tree: T, method: str, client: int, direction: Direction, device: torch.device | None = None) -> T:
+    def carry(
+        self,
+        tree: T,
+        method: str,
+        client: int,
+        direction: Direction,
+        device: torch.device | None = None,
+    ) -> T:
         """The tree as it arrives on the other side."""
         arrived = isolate(tree, device, path=method)
         if direction == "down" and method not in self.may_be_infinite:
@@ -44,13 +51,19 @@ class Wire:
 
     def told(self) -> set[str]:
         """The methods by which clients have told the server anything since then."""
-        return {method for (method, _, direction), count in self._bytes.items() if direction == "up" and count}
+        return {
+            method
+            for (method, _, direction), count in self._bytes.items()
+            if direction == "up" and count
+        }
 
 
 def _require_finite(tree: object, method: str) -> None:
     found = list(leaves(tree, method))
     plain = [(at, value) for at, value in found if isinstance(value, float)]
-    tensors = [(at, x) for at, x in found if isinstance(x, Tensor) and x.is_floating_point() and x.numel()]
+    tensors = [
+        (at, x) for at, x in found if isinstance(x, Tensor) and x.is_floating_point() and x.numel()
+    ]
     ends = numbers([end for _, tensor in tensors for end in torch.aminmax(tensor)])
     plain += [(at, end) for i, (at, _) in enumerate(tensors) for end in ends[2 * i : 2 * i + 2]]
     for at, value in plain:

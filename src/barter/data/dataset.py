@@ -18,9 +18,18 @@ from barter.core.params import did_you_mean, text
 __all__ = ["Dataset", "assembled", "from_arrays", "from_python", "held_out"]
 
 HELD_OUT = 5  # where a source has no test set of its own, every fifth image of a class is held out
-MIRRORED = {"fashion-mnist", "cifar10", "cifar100", "food101", "tiny-imagenet"}  # not signs: a mirrored 3 is none
+MIRRORED = {
+    "fashion-mnist",
+    "cifar10",
+    "cifar100",
+    "food101",
+    "tiny-imagenet",
+}  # not signs: a mirrored 3 is none
 CHANNELS = (1, 3, 4)  # that images usually have
-NEEDED, OPTIONAL = ("x_train", "y_train"), ("x_test", "y_test", "classes", "domains", "domain_train", "domain_test")
+NEEDED, OPTIONAL = (
+    ("x_train", "y_train"),
+    ("x_test", "y_test", "classes", "domains", "domain_train", "domain_test"),
+)
 
 
 @dataclass(frozen=True)
@@ -38,16 +47,22 @@ class Dataset:
     domain_test: Tensor
     held_out: bool = False  # whether the test images are a part of what was given for training
     numbered: bool = False  # whether nobody named the classes: they are called by their numbers
-    own_tests: tuple[tuple[Tensor, Tensor], ...] = ()  # of each client, where every client brought its own
+    # of each client, where every client brought its own
+    own_tests: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def __post_init__(self) -> None:
         for name in (*self.classes, *self.domains):
             if not text(name):
-                raise ConfigError(f"{self.name}: the name {name!a} is not text that UTF-8 can hold: rename it")
+                raise ConfigError(
+                    f"{self.name}: the name {name!a} is not text that UTF-8 can hold: rename it"
+                )
 
     def fingerprint(self) -> str:
         """A short name for exactly these images and labels."""
-        train, test = (self.x_train, self.y_train, self.domain_train), (self.x_test, self.y_test, self.domain_test)
+        train, test = (
+            (self.x_train, self.y_train, self.domain_train),
+            (self.x_test, self.y_test, self.domain_test),
+        )
         return fingerprint(*train, *test)
 
     @property
@@ -95,31 +110,53 @@ def from_arrays(source: Mapping[str, Any], name: str, where: str) -> Dataset:
     """A data set from named arrays, as an npz file holds them; without a test part, some images are held out."""
     given = {key: np.asarray(value) for key, value in source.items()}
     needed = {*NEEDED, *(("x_test", "y_test") if {"x_test", "y_test"} & given.keys() else ())}
-    needed |= {f"domain_{part}" for part in ("train", "test") if "domains" in given and f"x_{part}" in given}
+    needed |= {
+        f"domain_{part}"
+        for part in ("train", "test")
+        if "domains" in given and f"x_{part}" in given
+    }
     missing = sorted(needed - given.keys())
     if missing:
-        raise ConfigError(f"{where} lacks {', '.join(missing)}; it has {', '.join(given) or 'nothing'}")
+        raise ConfigError(
+            f"{where} lacks {', '.join(missing)}; it has {', '.join(given) or 'nothing'}"
+        )
     for key in given.keys() - {*NEEDED, *OPTIONAL}:
-        raise ConfigError(f"{where}: unknown array {key!r}: {did_you_mean(key, [*NEEDED, *OPTIONAL])}")
-    classes, domains = (_names(given[key], f"{where}: {key}") if key in given else None for key in OPTIONAL[2:4])
+        raise ConfigError(
+            f"{where}: unknown array {key!r}: {did_you_mean(key, [*NEEDED, *OPTIONAL])}"
+        )
+    classes, domains = (
+        _names(given[key], f"{where}: {key}") if key in given else None for key in OPTIONAL[2:4]
+    )
     for part in ("train", "test")[: 1 + ("x_test" in given)]:
         x = given[f"x_{part}"]
         if x.dtype != np.uint8 or x.ndim != 4 or 0 in x.shape[1:]:
-            raise ConfigError(f"{where}: x_{part} is {x.dtype} of shape {x.shape}, uint8 NHWC is expected")
+            raise ConfigError(
+                f"{where}: x_{part} is {x.dtype} of shape {x.shape}, uint8 NHWC is expected"
+            )
         if x.shape[1] in CHANNELS and x.shape[3] not in CHANNELS:
-            raise ConfigError(f"{where}: x_{part} of shape {x.shape} has its channels first: x.transpose(0, 2, 3, 1)")
+            raise ConfigError(
+                f"{where}: x_{part} of shape {x.shape} has its channels first: x.transpose(0, 2, 3, 1)"
+            )
         _require_numbers(given[f"y_{part}"], len(x), classes, "class", f"{where}: y_{part}")
         if given[f"y_{part}"].max() >= max(len(given["x_train"]), len(classes or ())):
             worst = given[f"y_{part}"].max()
-            raise ConfigError(f"{where}: class number {worst} in y_{part}, but only {len(given['x_train'])} images")
+            raise ConfigError(
+                f"{where}: class number {worst} in y_{part}, but only {len(given['x_train'])} images"
+            )
         if domains is not None:
-            _require_numbers(given[f"domain_{part}"], len(x), domains, "domain", f"{where}: domain_{part}")
+            _require_numbers(
+                given[f"domain_{part}"], len(x), domains, "domain", f"{where}: domain_{part}"
+            )
         if x.shape[1:] != given["x_train"].shape[1:]:
-            raise ConfigError(f"{where}: training images are {given['x_train'].shape[1:]}, test images {x.shape[1:]}")
+            raise ConfigError(
+                f"{where}: training images are {given['x_train'].shape[1:]}, test images {x.shape[1:]}"
+            )
     without_test = "x_test" not in given
     if without_test:
         groups = given["y_train"].astype(np.int64)
-        test = held_out(groups if domains is None else groups * len(domains) + given["domain_train"])
+        test = held_out(
+            groups if domains is None else groups * len(domains) + given["domain_train"]
+        )
         for key in ("x", "y", *(("domain",) if domains is not None else ())):
             whole = given[f"{key}_train"]
             given |= {f"{key}_train": whole[~test], f"{key}_test": whole[test]}
@@ -130,21 +167,29 @@ def from_arrays(source: Mapping[str, Any], name: str, where: str) -> Dataset:
 
 def _names(given: np.ndarray[Any, Any], where: str) -> list[str]:
     if given.ndim != 1 or given.dtype.kind not in "USiu" or not len(given):
-        raise ConfigError(f"{where} is {given.dtype} of shape {given.shape}, a list of names is expected")
+        raise ConfigError(
+            f"{where} is {given.dtype} of shape {given.shape}, a list of names is expected"
+        )
     try:
         return [item.decode() if isinstance(item, bytes) else str(item) for item in given.tolist()]
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where} holds names that are not UTF-8: {error}") from error
 
 
-def _require_numbers(y: np.ndarray[Any, Any], n: int, names: list[str] | None, what: str, where: str) -> None:
+def _require_numbers(
+    y: np.ndarray[Any, Any], n: int, names: list[str] | None, what: str, where: str
+) -> None:
     if y.shape != (n,) or not np.issubdtype(y.dtype, np.integer) or n == 0 or y.min() < 0:
         raise ConfigError(f"{where} must hold a {what} number from 0 on for each of {n} images")
     if names is not None and y.max() >= len(names):
-        raise ConfigError(f"{where} holds {what} number {y.max()}, but there are {len(names)} names")
+        raise ConfigError(
+            f"{where} holds {what} number {y.max()}, but there are {len(names)} names"
+        )
 
 
-def from_python(given: Any, name: str, size: int | None = None, tests: tuple[Any, Any] | None = None) -> Dataset:
+def from_python(
+    given: Any, name: str, size: int | None = None, tests: tuple[Any, Any] | None = None
+) -> Dataset:
     """A data set from what Python has; a list has one for each client, which is a domain of its own.
 
     With `tests` in a list's case, these are the test images of all; otherwise those of all clients are.
@@ -152,14 +197,24 @@ def from_python(given: Any, name: str, size: int | None = None, tests: tuple[Any
     if isinstance(given, Dataset):
         return replace(given, name=name)
     if isinstance(given, list) and given:
-        joined = _joined([from_python(one, f"{name}, client {k}", size) for k, one in enumerate(given)], name)
+        joined = _joined(
+            [from_python(one, f"{name}, client {k}", size) for k, one in enumerate(given)], name
+        )
         return joined if tests is None else _tested(joined, *tests)
-    if isinstance(given, tuple) and len(given) in (2, 4) and all(isinstance(a, np.ndarray | Tensor) for a in given):
+    if (
+        isinstance(given, tuple)
+        and len(given) in (2, 4)
+        and all(isinstance(a, np.ndarray | Tensor) for a in given)
+    ):
         given = dict(zip(("x_train", "y_train", "x_test", "y_test"), given, strict=False))
     if isinstance(given, Mapping):
-        return from_arrays({key: _channels_last(value) for key, value in given.items()}, name, "the data")
+        return from_arrays(
+            {key: _channels_last(value) for key, value in given.items()}, name, "the data"
+        )
     pair = given if isinstance(given, tuple) and len(given) == 2 else (given,)
-    if not all(hasattr(part, "__getitem__") and hasattr(part, "__len__") for part in pair) or isinstance(given, list):
+    if not all(
+        hasattr(part, "__getitem__") and hasattr(part, "__len__") for part in pair
+    ) or isinstance(given, list):
         raise ConfigError(
             f"data: a {type(given).__name__} is none; give arrays (x_train, y_train, x_test, y_test), a dict of them, "
             "a PyTorch data set with a length, a pair (train, test) of those, or a list with one of them per client"
@@ -167,7 +222,10 @@ def from_python(given: Any, name: str, size: int | None = None, tests: tuple[Any
     arrays: dict[str, Any] = {}
     for part, source in zip(("train", "test"), pair, strict=False):
         samples = [source[i] for i in range(len(source))]
-        images, labels = [_bytes(sample[0], size) for sample in samples], [int(sample[1]) for sample in samples]
+        images, labels = (
+            [_bytes(sample[0], size) for sample in samples],
+            [int(sample[1]) for sample in samples],
+        )
         arrays |= {f"x_{part}": _stacked(images), f"y_{part}": np.array(labels)}
     if getattr(pair[0], "classes", None):
         arrays["classes"] = np.array([str(name) for name in pair[0].classes])
@@ -183,7 +241,9 @@ def _bytes(image: Any, size: int | None) -> np.ndarray[Any, Any]:
     """An image as bytes (H, W, C): a picture, a tensor (C, H, W) or an array (H, W, C), of bytes or between 0 and 1."""
     if isinstance(image, Image.Image):
         picture = image if image.mode == "L" else image.convert("RGB")
-        picture = picture if size is None else picture.resize((size, size), Image.Resampling.BILINEAR)
+        picture = (
+            picture if size is None else picture.resize((size, size), Image.Resampling.BILINEAR)
+        )
         array = np.asarray(picture)
     elif isinstance(image, Tensor):
         array = image.permute(1, 2, 0).numpy() if image.ndim == 3 else image.numpy()
@@ -191,7 +251,12 @@ def _bytes(image: Any, size: int | None) -> np.ndarray[Any, Any]:
         array = np.asarray(image)
     if array.ndim == 2:
         array = array[..., None]
-    if np.issubdtype(array.dtype, np.floating) and array.size and array.min() >= 0 and array.max() <= 1:
+    if (
+        np.issubdtype(array.dtype, np.floating)
+        and array.size
+        and array.min() >= 0
+        and array.max() <= 1
+    ):
         array = (array * 255).round().astype(np.uint8)
     if array.dtype != np.uint8 or array.ndim != 3:
         raise ConfigError(
@@ -204,7 +269,9 @@ def _bytes(image: Any, size: int | None) -> np.ndarray[Any, Any]:
 def _stacked(images: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
     shapes = sorted({image.shape for image in images})
     if len(shapes) > 1:
-        raise ConfigError(f"the data: images of {shapes[0]} and of {shapes[-1]}; bring them to one size")
+        raise ConfigError(
+            f"the data: images of {shapes[0]} and of {shapes[-1]}; bring them to one size"
+        )
     if not images:
         raise ConfigError("the data: there are no images")
     return np.stack(images)
@@ -219,13 +286,17 @@ def _joined(parts: Sequence[Dataset], name: str) -> Dataset:
             sizes = f"{tuple(first.x_train.shape[1:])}, client {k} {tuple(part.x_train.shape[1:])}"
             raise ConfigError(f"the data: client 0 has images of {sizes}; bring them to one size")
         if part.numbered != first.numbered or (not part.numbered and part.classes != longest):
-            raise ConfigError(f"the data: client {k} has other classes than client 0: give all of them the same names")
+            raise ConfigError(
+                f"the data: client {k} has other classes than client 0: give all of them the same names"
+            )
 
     def joined(field: str) -> Tensor:
         return torch.cat([getattr(part, field) for part in parts])
 
     def numbers(field: str) -> Tensor:
-        return torch.repeat_interleave(torch.arange(len(parts)), torch.tensor([len(getattr(p, field)) for p in parts]))
+        return torch.repeat_interleave(
+            torch.arange(len(parts)), torch.tensor([len(getattr(p, field)) for p in parts])
+        )
 
     return Dataset(
         name=name,
@@ -245,12 +316,18 @@ def _joined(parts: Sequence[Dataset], name: str) -> Dataset:
 
 def _tested(dataset: Dataset, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> Dataset:
     """The data set with other test images for all."""
-    _require_numbers(y, len(x), None if dataset.numbered else dataset.classes, "class", "the test set of all: y")
+    _require_numbers(
+        y, len(x), None if dataset.numbered else dataset.classes, "class", "the test set of all: y"
+    )
     images = torch.as_tensor(x).permute(0, 3, 1, 2).contiguous()
     if images.shape[1:] != dataset.x_train.shape[1:]:
         sizes = f"{tuple(dataset.x_train.shape[1:])}, the test set of all {tuple(images.shape[1:])}"
         raise ConfigError(f"the data: clients have images of {sizes}")
-    classes = [str(c) for c in range(max(len(dataset.classes), int(y.max()) + 1))] if dataset.numbered else None
+    classes = (
+        [str(c) for c in range(max(len(dataset.classes), int(y.max()) + 1))]
+        if dataset.numbered
+        else None
+    )
     return replace(
         dataset,
         x_test=images,

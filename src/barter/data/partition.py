@@ -12,7 +12,17 @@ import numpy as np
 from barter.core.errors import ConfigError
 from barter.core.params import Count, Positive, check
 
-__all__ = ["PARTITIONS", "Classes", "Dirichlet", "Domains", "Dominant", "Iid", "Listed", "Partition", "Quantity"]
+__all__ = [
+    "PARTITIONS",
+    "Classes",
+    "Dirichlet",
+    "Domains",
+    "Dominant",
+    "Iid",
+    "Listed",
+    "Partition",
+    "Quantity",
+]
 
 Indices: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 TRIES = 20
@@ -28,7 +38,9 @@ class Partition:
     def __post_init__(self) -> None:
         check(self, "partition.")
 
-    def split(self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator) -> list[Indices]:
+    def split(
+        self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator
+    ) -> list[Indices]:
         """The indices of each client."""
         raise NotImplementedError
 
@@ -51,13 +63,19 @@ class Partition:
 
     def _require_sound(self, parts: Sequence[Indices], clients: int, samples: int) -> None:
         if len(parts) != clients:
-            raise ConfigError(f"{self}: there are {len(parts)} lists of indices for {clients} clients")
+            raise ConfigError(
+                f"{self}: there are {len(parts)} lists of indices for {clients} clients"
+            )
         every = np.concatenate(parts)
-        if not np.issubdtype(every.dtype, np.integer) or (len(every) and not 0 <= every.min() <= every.max() < samples):
+        if not np.issubdtype(every.dtype, np.integer) or (
+            len(every) and not 0 <= every.min() <= every.max() < samples
+        ):
             raise ConfigError(f"{self}: indices must be whole numbers from 0 to {samples - 1}")
         values, counts = np.unique(every, return_counts=True)
         if len(values) < len(every):
-            raise ConfigError(f"{self}: sample {values[counts > 1][0]} is given away more than once")
+            raise ConfigError(
+                f"{self}: sample {values[counts > 1][0]} is given away more than once"
+            )
 
 
 def _shuffled_by_class(labels: Indices, rng: np.random.Generator) -> list[Indices]:
@@ -81,8 +99,12 @@ class Iid(Partition):
 
     summary = "equal shares of the shuffled whole"
 
-    def split(self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator) -> list[Indices]:
-        return [part.astype(np.int64) for part in np.array_split(rng.permutation(len(labels)), clients)]
+    def split(
+        self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator
+    ) -> list[Indices]:
+        return [
+            part.astype(np.int64) for part in np.array_split(rng.permutation(len(labels)), clients)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +116,9 @@ class Dirichlet(Partition):
     alpha: Positive = 0.1  # α: concentration; 0.1 is strongly skewed, 1.0 mildly, 100 almost not
     balanced: bool = False  # whether every client gets the same number of samples
 
-    def split(self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator) -> list[Indices]:
+    def split(
+        self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator
+    ) -> list[Indices]:
         split = self._balanced if self.balanced else self._by_class
         best: list[Indices] = []
         for _ in range(TRIES):
@@ -113,7 +137,9 @@ class Dirichlet(Partition):
         """Each class is dealt out by a draw of its own (Dirichlet over clients)."""
         pieces: list[list[Indices]] = [[] for _ in range(clients)]
         for members in _shuffled_by_class(labels, rng):
-            for mine, piece in zip(pieces, _cut(members, _dirichlet(self.alpha, clients, rng)), strict=True):
+            for mine, piece in zip(
+                pieces, _cut(members, _dirichlet(self.alpha, clients, rng)), strict=True
+            ):
                 mine.append(piece)
         return [np.concatenate(mine) for mine in pieces]
 
@@ -151,10 +177,14 @@ class Classes(Partition):
 
     per_client: Count = 2  # classes that each client holds
 
-    def split(self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator) -> list[Indices]:
+    def split(
+        self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator
+    ) -> list[Indices]:
         classes = int(labels.max()) + 1
         if self.per_client > classes:
-            raise ConfigError(f"partition.per_client={self.per_client}: there are only {classes} classes")
+            raise ConfigError(
+                f"partition.per_client={self.per_client}: there are only {classes} classes"
+            )
         shares = np.zeros((clients, classes))
         for k in range(clients):
             # The classes that were handed out least often so far, chance deciding among equals.
@@ -166,9 +196,15 @@ class Classes(Partition):
 def _deal(labels: Indices, shares: np.ndarray[Any, Any], rng: np.random.Generator) -> list[Indices]:
     """Each class cut up by its column of a client-by-class table of shares; a class nobody wants is left out."""
     stacks = _shuffled_by_class(labels, rng)
-    cuts = [_cut(stack, shares[:, c]) if shares[:, c].sum() > 0 else None for c, stack in enumerate(stacks)]
+    cuts = [
+        _cut(stack, shares[:, c]) if shares[:, c].sum() > 0 else None
+        for c, stack in enumerate(stacks)
+    ]
     nothing = np.zeros(0, dtype=np.int64)
-    return [np.concatenate([nothing, *(cut[k] for cut in cuts if cut is not None)]) for k in range(len(shares))]
+    return [
+        np.concatenate([nothing, *(cut[k] for cut in cuts if cut is not None)])
+        for k in range(len(shares))
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +215,9 @@ class Dominant(Partition):
 
     ratio: Literal["8:1:1", "6:2:2"] = "8:1:1"  # a client's shares of its three classes
 
-    def split(self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator) -> list[Indices]:
+    def split(
+        self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator
+    ) -> list[Indices]:
         classes = int(labels.max()) + 1
         if classes < 3:
             raise ConfigError(f"partition 'dominant' needs three classes, there are {classes}")
@@ -195,7 +233,9 @@ class Dominant(Partition):
         counts = np.floor(wanted * size + 1e-9).astype(int)
         ends = counts.cumsum(0)
         return [
-            np.concatenate([stacks[c][ends[k, c] - counts[k, c] : ends[k, c]] for c in range(classes)]).astype(np.int64)
+            np.concatenate(
+                [stacks[c][ends[k, c] - counts[k, c] : ends[k, c]] for c in range(classes)]
+            ).astype(np.int64)
             for k in range(clients)
         ]
 
@@ -208,11 +248,18 @@ class Quantity(Partition):
 
     alpha: Positive = 0.5  # α: concentration of the clients' sizes
 
-    def split(self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator) -> list[Indices]:
+    def split(
+        self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator
+    ) -> list[Indices]:
         spare = len(labels) - clients * self.min_samples
-        sizes = self.min_samples + np.floor(_dirichlet(self.alpha, clients, rng) * spare).astype(int)
+        sizes = self.min_samples + np.floor(_dirichlet(self.alpha, clients, rng) * spare).astype(
+            int
+        )
         sizes[-1] += len(labels) - sizes.sum()
-        return [part.astype(np.int64) for part in np.split(rng.permutation(len(labels)), sizes.cumsum()[:-1])]
+        return [
+            part.astype(np.int64)
+            for part in np.split(rng.permutation(len(labels)), sizes.cumsum()[:-1])
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,10 +268,14 @@ class Domains(Partition):
 
     summary = "feature skew: every client has one domain, shared evenly where there are more clients than domains"
 
-    def split(self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator) -> list[Indices]:
+    def split(
+        self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator
+    ) -> list[Indices]:
         count = int(domains.max()) + 1
         if count == 1:
-            raise ConfigError("partition 'domains': this data set has one domain only; use data.source=domains:PATH")
+            raise ConfigError(
+                "partition 'domains': this data set has one domain only; use data.source=domains:PATH"
+            )
         if clients < count:
             raise ConfigError(
                 f"partition 'domains': {clients} clients for {count} domains; take at least {count} clients"
@@ -251,14 +302,20 @@ class Listed(Partition):
         """The partition into these lists."""
         parts = [np.asarray(part, dtype=None if len(part) else np.int64) for part in lists]
         whole = "/".join(",".join(map(str, part.tolist())) for part in parts)
-        listed = cls(min_samples=1, lists=hashlib.blake2b(whole.encode(), digest_size=8).hexdigest())
+        listed = cls(
+            min_samples=1, lists=hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()
+        )
         object.__setattr__(listed, "parts", parts)
         return listed
 
-    def split(self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator) -> list[Indices]:
+    def split(
+        self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator
+    ) -> list[Indices]:
         parts: list[Indices] | None = getattr(self, "parts", None)
         if parts is None:
-            raise ConfigError("this run's lists of indices were given in Python: resume it there, with resume=True")
+            raise ConfigError(
+                "this run's lists of indices were given in Python: resume it there, with resume=True"
+            )
         return parts
 
 

@@ -20,7 +20,13 @@ from barter.data.splits import arrays_in, read_split
 
 __all__ = ["PATH_SOURCES", "SOURCES", "load"]
 
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")  # Pillow knows more, and for some runs other programs
+FORMATS = (
+    "PNG",
+    "JPEG",
+    "WEBP",
+    "BMP",
+    "GIF",
+)  # Pillow knows more, and for some runs other programs
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 TESTS = (
     "test",
@@ -28,7 +34,8 @@ TESTS = (
     "valid",
     "validation",
 )  # names of the folder of test images, best first
-FOLDER_SIZE = 64  # the side that photographs of different sizes are brought to when data.size says nothing
+# the side that photographs of different sizes are brought to when data.size says nothing
+FOLDER_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -61,16 +68,30 @@ def _torchvision(name: str, request: Request) -> Dataset:
     root, download = str(request.path), request.download
     try:
         if name == "svhn":
-            train, test = (datasets.SVHN(root, split, download=download) for split in ("train", "test"))
-            arrays = (train.data.transpose(0, 2, 3, 1), train.labels, test.data.transpose(0, 2, 3, 1), test.labels)
+            train, test = (
+                datasets.SVHN(root, split, download=download) for split in ("train", "test")
+            )
+            arrays = (
+                train.data.transpose(0, 2, 3, 1),
+                train.labels,
+                test.data.transpose(0, 2, 3, 1),
+                test.labels,
+            )
             return assembled(request.name, arrays)
         if name == "food101":
-            train, test = (datasets.Food101(root, split, download=download) for split in ("train", "test"))
-            pictures = [[_picture(path, request.size) for path in part._image_files] for part in (train, test)]
+            train, test = (
+                datasets.Food101(root, split, download=download) for split in ("train", "test")
+            )
+            pictures = [
+                [_picture(path, request.size) for path in part._image_files]
+                for part in (train, test)
+            ]
             arrays = (np.stack(pictures[0]), train._labels, np.stack(pictures[1]), test._labels)
             return assembled(request.name, arrays, list(train.classes))
         if name == "emnist":
-            train, test = (datasets.EMNIST(root, "balanced", train=t, download=download) for t in (True, False))
+            train, test = (
+                datasets.EMNIST(root, "balanced", train=t, download=download) for t in (True, False)
+            )
         else:
             kinds: dict[str, Any] = {
                 "cifar10": datasets.CIFAR10,
@@ -81,18 +102,26 @@ def _torchvision(name: str, request: Request) -> Dataset:
             train, test = (kinds[name](root, train=t, download=download) for t in (True, False))
     except RuntimeError as error:
         advice = (
-            "the download failed" if download else "set data.root to the folder that holds it, or data.download=true"
+            "the download failed"
+            if download
+            else "set data.root to the folder that holds it, or data.download=true"
         )
         raise ConfigError(f"{name} is not in {root}: {advice} ({error})") from error
     except Exception as error:  # whatever a damaged file makes go wrong
-        raise ConfigError(f"{name} could not be read or downloaded into {root}: {in_short(error)}") from error
+        raise ConfigError(
+            f"{name} could not be read or downloaded into {root}: {in_short(error)}"
+        ) from error
     images = [np.asarray(part.data) for part in (train, test)]
     if images[0].ndim == 3:
         images = [image[..., None] for image in images]
     # The files of EMNIST hold every letter on its side.
     images = [image.transpose(0, 2, 1, 3) for image in images] if name == "emnist" else images
     classes = [str(c) for c in train.classes]
-    return assembled(request.name, (images[0], np.asarray(train.targets), images[1], np.asarray(test.targets)), classes)
+    return assembled(
+        request.name,
+        (images[0], np.asarray(train.targets), images[1], np.asarray(test.targets)),
+        classes,
+    )
 
 
 def _picture(path: Path, size: int | None) -> np.ndarray[Any, Any]:
@@ -103,7 +132,9 @@ def _picture(path: Path, size: int | None) -> np.ndarray[Any, Any]:
             warnings.simplefilter("ignore")
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path, formats=FORMATS) as image:
-                square = image.convert("RGB").resize((size or FOLDER_SIZE,) * 2, Image.Resampling.BILINEAR)
+                square = image.convert("RGB").resize(
+                    (size or FOLDER_SIZE,) * 2, Image.Resampling.BILINEAR
+                )
             return np.asarray(square, dtype=np.uint8)
     except Exception as error:  # Pillow raises whatever a damaged file makes go wrong
         raise ConfigError(f"{path} is not an image that can be read: {in_short(error)}") from error
@@ -112,7 +143,9 @@ def _picture(path: Path, size: int | None) -> np.ndarray[Any, Any]:
 def _subfolders(path: Path, what: str) -> list[Path]:
     if not path.is_dir():
         raise ConfigError(f"{path}: there is no such folder")
-    found = sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))
+    found = sorted(
+        child for child in path.iterdir() if child.is_dir() and not child.name.startswith(".")
+    )
     if not found:
         raise ConfigError(f"{path} holds no folders: one folder per {what} is expected")
     return found
@@ -120,7 +153,9 @@ def _subfolders(path: Path, what: str) -> list[Path]:
 
 def _pictures(folder: Path) -> list[Path]:
     every = folder.rglob("*")
-    found = sorted(path for path in every if path.suffix.lower() in IMAGE_SUFFIXES and not path.is_dir())
+    found = sorted(
+        path for path in every if path.suffix.lower() in IMAGE_SUFFIXES and not path.is_dir()
+    )
     if not found:
         raise ConfigError(f"{folder} holds no images ({', '.join(sorted(IMAGE_SUFFIXES))})")
     return found
@@ -145,17 +180,25 @@ def _folder(request: Request) -> Dataset:
     tests, parts = [name for name in TESTS if name in inside], {"train", *TESTS} & set(inside)
     if parts and ("train" not in parts or set(inside) - parts):
         known = " and ".join(f"{name}/" for name in sorted(parts))
-        lacking = "no train/" if "train" not in parts else f"{sorted(set(inside) - parts)[0]}/ beside it"
-        raise ConfigError(f"{path} holds {known} and {lacking}: give one folder per class, or train/ and test/ alone")
+        lacking = (
+            "no train/" if "train" not in parts else f"{sorted(set(inside) - parts)[0]}/ beside it"
+        )
+        raise ConfigError(
+            f"{path} holds {known} and {lacking}: give one folder per class, or train/ and test/ alone"
+        )
     if tests:
         classes = [folder.name for folder in _subfolders(path / "train", "class")]
-        train, test = (_read_classes(path / part, classes, request.size) for part in ("train", tests[0]))
+        train, test = (
+            _read_classes(path / part, classes, request.size) for part in ("train", tests[0])
+        )
         return assembled(request.name, (*train, *test), classes)
     path = path / "train" if parts else path
     classes = [folder.name for folder in _subfolders(path, "class")]
     x, y = _read_classes(path, classes, request.size)
     chosen = held_out(y)
-    return assembled(request.name, (x[~chosen], y[~chosen], x[chosen], y[chosen]), classes, held_out=True)
+    return assembled(
+        request.name, (x[~chosen], y[~chosen], x[chosen], y[chosen]), classes, held_out=True
+    )
 
 
 def _domains(request: Request) -> Dataset:
@@ -180,9 +223,13 @@ def _tiny_imagenet(request: Request) -> Dataset:
         )
     classes = [folder.name for folder in _subfolders(root / "train", "class")]
     x_train, y_train = _read_classes(root / "train", classes, request.size)
-    rows = understood(root / "val" / "val_annotations.txt", lambda text: _annotations(text, classes))
+    rows = understood(
+        root / "val" / "val_annotations.txt", lambda text: _annotations(text, classes)
+    )
     x_test = np.stack([_picture(root / "val" / "images" / name, request.size) for name, _ in rows])
-    return assembled(request.name, (x_train, y_train, x_test, np.array([number for _, number in rows])), classes)
+    return assembled(
+        request.name, (x_train, y_train, x_test, np.array([number for _, number in rows])), classes
+    )
 
 
 def _annotations(text: str, classes: list[str]) -> list[tuple[str, int]]:
@@ -193,7 +240,9 @@ def _annotations(text: str, classes: list[str]) -> list[tuple[str, int]]:
 
 def _npz(request: Request) -> Dataset:
     if request.path.is_file() and request.path.open("rb").read(6) == b"\x93NUMPY":
-        raise ConfigError(f"{request.path} holds one array; an npz file with {', '.join(NEEDED)} is expected")
+        raise ConfigError(
+            f"{request.path} holds one array; an npz file with {', '.join(NEEDED)} is expected"
+        )
     return from_arrays(arrays_in(request.path), request.name, str(request.path))
 
 
@@ -206,19 +255,37 @@ def _named(name: str) -> Callable[[Request], Dataset]:
 
 
 SOURCES: dict[str, tuple[Callable[[Request], Dataset], str]] = {
-    "digits": (_digits, "1,797 handwritten digits, 8x8 grey, 10 classes; inside scikit-learn, no download"),
+    "digits": (
+        _digits,
+        "1,797 handwritten digits, 8x8 grey, 10 classes; inside scikit-learn, no download",
+    ),
     "mnist": (_named("mnist"), "70,000 handwritten digits, 28x28 grey, 10 classes"),
-    "fashion-mnist": (_named("fashion-mnist"), "70,000 articles of clothing, 28x28 grey, 10 classes"),
-    "emnist": (_named("emnist"), "131,600 handwritten characters (balanced split), 28x28 grey, 47 classes"),
+    "fashion-mnist": (
+        _named("fashion-mnist"),
+        "70,000 articles of clothing, 28x28 grey, 10 classes",
+    ),
+    "emnist": (
+        _named("emnist"),
+        "131,600 handwritten characters (balanced split), 28x28 grey, 47 classes",
+    ),
     "svhn": (_named("svhn"), "99,289 house numbers, 32x32, 10 classes"),
     "cifar10": (_named("cifar10"), "60,000 photographs, 32x32, 10 classes"),
     "cifar100": (_named("cifar100"), "60,000 photographs, 32x32, 100 classes"),
     "food101": (_named("food101"), "101,000 dishes, brought to data.size (64), 101 classes"),
-    "tiny-imagenet": (_tiny_imagenet, "110,000 photographs, brought to data.size (64), 200 classes; no download"),
+    "tiny-imagenet": (
+        _tiny_imagenet,
+        "110,000 photographs, brought to data.size (64), 200 classes; no download",
+    ),
 }
 PATH_SOURCES: dict[str, tuple[Callable[[Request], Dataset], str]] = {
-    "npz": (_npz, "npz:PATH, a file with x_train, y_train (uint8 NHWC); if need be x_test, y_test, classes, domains"),
-    "folder": (_folder, "folder:PATH, one folder per class, or train/ and test/ (or val/) with one each"),
+    "npz": (
+        _npz,
+        "npz:PATH, a file with x_train, y_train (uint8 NHWC); if need be x_test, y_test, classes, domains",
+    ),
+    "folder": (
+        _folder,
+        "folder:PATH, one folder per class, or train/ and test/ (or val/) with one each",
+    ),
     "domains": (_domains, "domains:PATH, one folder per domain, in it one per class: feature skew"),
     "clients": (
         _clients,
@@ -227,7 +294,9 @@ PATH_SOURCES: dict[str, tuple[Callable[[Request], Dataset], str]] = {
 }
 
 
-def load(source: str, *, root: str = "data", download: bool = False, size: int | None = None) -> Dataset:
+def load(
+    source: str, *, root: str = "data", download: bool = False, size: int | None = None
+) -> Dataset:
     """The data set of this name, at this path, or from this function of one's own."""
     kind, colon, path = source.partition(":")
     if colon and kind not in PATH_SOURCES:
@@ -237,9 +306,13 @@ def load(source: str, *, root: str = "data", download: bool = False, size: int |
             raise ConfigError(f"{source}: {path or 'the path'} does not exist")
         return PATH_SOURCES[kind][0](Request(source, Path(path), download, size))
     if source.startswith(BY_PYTHON):
-        raise ConfigError("this run's data were given in Python: resume it there, with out=... and resume=True")
+        raise ConfigError(
+            "this run's data were given in Python: resume it there, with out=... and resume=True"
+        )
     if source not in SOURCES:
-        raise ConfigError(f"unknown data set {source!r}: {did_you_mean(source, [*SOURCES, *PATH_SOURCES])}")
+        raise ConfigError(
+            f"unknown data set {source!r}: {did_you_mean(source, [*SOURCES, *PATH_SOURCES])}"
+        )
     return SOURCES[source][0](Request(source, Path(root), download, size))
 
 
@@ -251,5 +324,9 @@ def _from_function(source: str, size: int | None) -> Dataset:
         if getattr(error.__cause__, "name", None) != kind:
             raise
         guess = did_you_mean(kind, PATH_SOURCES)
-        raise ConfigError(f"unknown kind of data {kind + ':'!r}, and no module either: {guess}") from None
-    return made(f"data {source!r}", lambda: from_python(make() if callable(make) else make, source, size))
+        raise ConfigError(
+            f"unknown kind of data {kind + ':'!r}, and no module either: {guess}"
+        ) from None
+    return made(
+        f"data {source!r}", lambda: from_python(make() if callable(make) else make, source, size)
+    )

@@ -33,7 +33,11 @@ Array = np.ndarray[Any, Any]
 HARMLESS = {("numpy", "ndarray"), ("numpy", "dtype")} | {
     (f"{root}.{module}", name)
     for root in ("numpy.core", "numpy._core")
-    for module, name in (("multiarray", "_reconstruct"), ("multiarray", "scalar"), ("numeric", "_frombuffer"))
+    for module, name in (
+        ("multiarray", "_reconstruct"),
+        ("multiarray", "scalar"),
+        ("numeric", "_frombuffer"),
+    )
 }
 
 
@@ -46,9 +50,13 @@ class _Arrays(pickle.Unpickler):
 
 def clients_in(path: Path) -> int:
     """How many clients a split has."""
-    found = sorted(int(file.stem) for file in (path / "train").glob("*.npz") if file.stem.isdecimal())
+    found = sorted(
+        int(file.stem) for file in (path / "train").glob("*.npz") if file.stem.isdecimal()
+    )
     if not found:
-        raise ConfigError(f"{path} holds no train/0.npz: one file for each client is expected, train/ and test/")
+        raise ConfigError(
+            f"{path} holds no train/0.npz: one file for each client is expected, train/ and test/"
+        )
     if found != list(range(len(found))):
         missing = min(set(range(len(found))) - set(found))
         raise ConfigError(f"{path / 'train'} lacks {missing}.npz: clients are numbered from 0 on")
@@ -57,7 +65,9 @@ def clients_in(path: Path) -> int:
 
 def read_split(path: Path, name: str) -> Dataset:
     """The data set of which every client's is a domain, with its own test set."""
-    own = [(path / "train" / f"{k}.npz", path / "test" / f"{k}.npz") for k in range(clients_in(path))]
+    own = [
+        (path / "train" / f"{k}.npz", path / "test" / f"{k}.npz") for k in range(clients_in(path))
+    ]
     everybody = path / "test.npz"
     places = [*chain(*own), *([everybody] if everybody.exists() else [])]
     files = {place: _file(place) for place in places}
@@ -68,12 +78,24 @@ def read_split(path: Path, name: str) -> Dataset:
     parts = []
     for train, test in ((files[one], files[other]) for one, other in own):
         names = {"classes": train["classes"]} if "classes" in train else {}
-        parts.append({"x_train": train["x"], "y_train": train["y"], "x_test": test["x"], "y_test": test["y"], **names})
+        parts.append(
+            {
+                "x_train": train["x"],
+                "y_train": train["y"],
+                "x_test": test["x"],
+                "y_test": test["y"],
+                **names,
+            }
+        )
     together = files.get(everybody)
-    return from_python(parts, name, tests=None if together is None else (together["x"], together["y"]))
+    return from_python(
+        parts, name, tests=None if together is None else (together["x"], together["y"])
+    )
 
 
-def write_split(path: Path, train: list[Images], tests: list[Images], test: Images, classes: list[str]) -> None:
+def write_split(
+    path: Path, train: list[Images], tests: list[Images], test: Images, classes: list[str]
+) -> None:
     """Every client's images and test set, and the test set of all, as files that anything can read."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"{path} is there already: a split goes to a new folder")
@@ -98,9 +120,13 @@ def arrays_in(path: Path, *, objects: bool = False) -> dict[str, Any]:
         with zipfile.ZipFile(path) as archive:
             size, there = sum(entry.file_size for entry in archive.infolist()), _memory()
             if size > there:
-                raise ConfigError(f"{path} holds {size:,} bytes of arrays, more than this machine's memory")
+                raise ConfigError(
+                    f"{path} holds {size:,} bytes of arrays, more than this machine's memory"
+                )
             return {
-                entry.filename.removesuffix(".npy"): _array(archive.open(entry), entry.file_size, path, objects)
+                entry.filename.removesuffix(".npy"): _array(
+                    archive.open(entry), entry.file_size, path, objects
+                )
                 for entry in archive.infolist()
             }
     except ConfigError:
@@ -116,27 +142,41 @@ def _memory() -> int:
 
 def _file(path: Path) -> dict[str, Array]:
     if not path.exists():
-        raise ConfigError(f"{path}: there is no such file; every client has one in train/ and one in test/")
+        raise ConfigError(
+            f"{path}: there is no such file; every client has one in train/ and one in test/"
+        )
     held = arrays_in(path, objects=True)
     if set(held) == {"data"}:
-        held = held["data"].item() if held["data"].dtype == object and held["data"].ndim == 0 else held["data"]
+        held = (
+            held["data"].item()
+            if held["data"].dtype == object and held["data"].ndim == 0
+            else held["data"]
+        )
     if not isinstance(held, dict) or not {"x", "y"} <= set(held):
         has = ", ".join(map(str, held)) if isinstance(held, dict) else "something else"
-        raise ConfigError(f"{path}: arrays x and y are expected, or data with both; it has {has or 'nothing'}")
+        raise ConfigError(
+            f"{path}: arrays x and y are expected, or data with both; it has {has or 'nothing'}"
+        )
     try:
         x, named = np.asarray(held["x"]), np.asarray(held["y"])
         y = named.astype(np.int64)
         if not np.array_equal(y, named):
             raise ValueError("classes are whole numbers")
     except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"{path}: y must hold a class number for each image of x: {error}") from error
+        raise ConfigError(
+            f"{path}: y must hold a class number for each image of x: {error}"
+        ) from error
     return {**held, "x": x, "y": y}
 
 
 def _array(file: BinaryIO | Any, size: int, path: Path, objects: bool) -> Any:
     """An array of a file; if it is one of objects, nothing that its pickle names is run but what makes arrays."""
     version = np.lib.format.read_magic(file)
-    header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    header = (
+        np.lib.format.read_array_header_1_0
+        if version == (1, 0)
+        else np.lib.format.read_array_header_2_0
+    )
     shape, _, dtype = header(file)
     if not dtype.hasobject:
         if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != size - file.tell():
@@ -169,7 +209,11 @@ def _pixels(x: Array, path: Path, *, signed: bool) -> Array:
         x = ((x + 1) / 2 if signed else x) * 255
         x = x.round().astype(np.uint8)
     if x.dtype != np.uint8 or x.ndim != 4:
-        span = f", between {x.min():g} and {x.max():g}" if x.size and np.issubdtype(x.dtype, np.number) else ""
+        span = (
+            f", between {x.min():g} and {x.max():g}"
+            if x.size and np.issubdtype(x.dtype, np.number)
+            else ""
+        )
         raise ConfigError(
             f"{path}: x is {x.dtype} of shape {x.shape}{span}; give bytes, or floats between 0 and 1 or -1 and 1"
         )

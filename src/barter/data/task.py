@@ -27,14 +27,18 @@ SITES = "sites"  # the source of a run to which every client brings its own data
 class Data:
     """Which data, and in which form."""
 
-    source: str | Any = "digits"  # a name from `barter list datasets`, npz:PATH, folder:PATH, domains:PATH,
-    # clients:PATH, sites, or module:function for one's own; in Python also the data themselves
+    # a name from `barter list datasets`, npz:PATH, folder:PATH, domains:PATH, clients:PATH, sites,
+    # or module:function for one's own; in Python also the data themselves
+    source: str | Any = "digits"
     root: str = "data"  # the folder that holds named data sets
     download: bool = False  # whether to download what is missing
     size: Side | None = None  # side of the square that images are resized to; none keeps theirs
-    augment: bool = True  # random changes to training images: crops, and mirror images where `flip` has them
-    flip: bool | None = None  # mirror images; none means where they are known to show the same, not of one's own data
-    public: str = ""  # a source whose training images everybody has, for methods that want public data
+    # random changes to training images: crops, and mirror images where `flip` has them
+    augment: bool = True
+    # mirror images; none means where they are known to show the same, not of one's own data
+    flip: bool | None = None
+    # a source whose training images everybody has, for methods that want public data
+    public: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str):
@@ -50,7 +54,9 @@ class Data:
 
     def load(self) -> Dataset:
         """The images, wherever they come from."""
-        return self.given or load(self.source, root=self.root, download=self.download, size=self.size)
+        return self.given or load(
+            self.source, root=self.root, download=self.download, size=self.size
+        )
 
 
 def anchored(data: Data) -> Data:
@@ -61,7 +67,10 @@ def anchored(data: Data) -> Data:
         return f"{kind}:{Path(path).absolute()}" if kind in PATH_SOURCES and colon else source
 
     return replace(
-        data, root=str(Path(data.root).absolute()), source=absolute(data.source), public=absolute(data.public)
+        data,
+        root=str(Path(data.root).absolute()),
+        source=absolute(data.source),
+        public=absolute(data.public),
     )
 
 
@@ -83,10 +92,14 @@ class Task:
         return torch.stack([images.class_counts() for images in self.train]).cpu()
 
 
-def make_task(data: Data, partition: Partition, clients: int, seed: int, device: torch.device) -> Task:
+def make_task(
+    data: Data, partition: Partition, clients: int, seed: int, device: torch.device
+) -> Task:
     """Load the data, split it, and put it on the device."""
     if data.source == SITES:
-        raise ConfigError("data.source='sites': every site brings its own data, which takes --engine flower")
+        raise ConfigError(
+            "data.source='sites': every site brings its own data, which takes --engine flower"
+        )
     dataset = data.load()
     if dataset.held_out and isinstance(partition, Listed):
         raise ConfigError(
@@ -94,16 +107,30 @@ def make_task(data: Data, partition: Partition, clients: int, seed: int, device:
             "testing: give a test part too"
         )
     spec, augment = _spec(dataset, data.size), _augment(dataset, data)
-    parts = partition(dataset.y_train.numpy(), dataset.domain_train.numpy(), clients, stream_seed(seed, "partition"))
+    parts = partition(
+        dataset.y_train.numpy(),
+        dataset.domain_train.numpy(),
+        clients,
+        stream_seed(seed, "partition"),
+    )
     global_test = Images(dataset.x_test.to(device), dataset.y_test.to(device), spec)
     return Task(
         spec=spec,
         classes=dataset.classes,
         train=[
-            Images(dataset.x_train[part].to(device), dataset.y_train[part].to(device), spec, augment) for part in parts
+            Images(
+                dataset.x_train[part].to(device), dataset.y_train[part].to(device), spec, augment
+            )
+            for part in parts
         ],
-        local_tests=[_local_test(dataset, part, spec, seed, k, device) for k, part in enumerate(parts)]
-        if not (dataset.own_tests and len(dataset.own_tests) == clients and isinstance(partition, Domains))
+        local_tests=[
+            _local_test(dataset, part, spec, seed, k, device) for k, part in enumerate(parts)
+        ]
+        if not (
+            dataset.own_tests
+            and len(dataset.own_tests) == clients
+            and isinstance(partition, Domains)
+        )
         else [Images(x.to(device), y.to(device), spec) for x, y in dataset.own_tests],
         global_test=global_test,
         public=public_data(data, spec, device),
@@ -130,11 +157,16 @@ def _spec(dataset: Dataset, size: int | None) -> Spec:
     _, channels, height, width = dataset.x_train.shape
     # Exact and without a float copy of the data: bytes have 256 values.
     values = torch.arange(256, dtype=torch.float64) / 255
-    shares = [torch.bincount(dataset.x_train[:, c].flatten(), minlength=256).double() for c in range(channels)]
+    shares = [
+        torch.bincount(dataset.x_train[:, c].flatten(), minlength=256).double()
+        for c in range(channels)
+    ]
     means = [float((share * values).sum() / share.sum()) for share in shares]
     squares = [float((share * values**2).sum() / share.sum()) for share in shares]
     stds = [max(square - mean**2, 1e-6) ** 0.5 for mean, square in zip(means, squares, strict=True)]
-    return Spec(channels, size or height, size or width, len(dataset.classes), tuple(means), tuple(stds))
+    return Spec(
+        channels, size or height, size or width, len(dataset.classes), tuple(means), tuple(stds)
+    )
 
 
 def public_data(data: Data, spec: Spec, device: torch.device) -> Images | None:
@@ -150,7 +182,12 @@ def public_data(data: Data, spec: Spec, device: torch.device) -> Images | None:
 
 
 def _local_test(
-    dataset: Dataset, part: np.ndarray[Any, Any], spec: Spec, seed: int, client: int, device: torch.device
+    dataset: Dataset,
+    part: np.ndarray[Any, Any],
+    spec: Spec,
+    seed: int,
+    client: int,
+    device: torch.device,
 ) -> Images:
     """As many test images as there are in the client's own mix of classes and domains."""
     rng = np.random.default_rng(stream_seed(seed, "local test", client))
@@ -166,7 +203,9 @@ def _local_test(
         )
     size = np.floor(min(available / counts) * counts.sum() + 1e-9)
     chosen = [
-        rng.permutation(np.flatnonzero(tested == group))[: max(1, round(size * count / counts.sum()))]
+        rng.permutation(np.flatnonzero(tested == group))[
+            : max(1, round(size * count / counts.sum()))
+        ]
         for group, count in zip(groups, counts, strict=True)
     ]
     index = torch.as_tensor(np.sort(np.concatenate(chosen)))

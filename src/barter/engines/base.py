@@ -23,8 +23,8 @@ from barter.core.clients import Failure, Replies
 from barter.core.nodes import Monitor, Server, Silence
 from barter.core.payload import Payload, leaves, mapped
 from barter.core.wire import Wire
-from barter.privacy.beside import RESULTS, measured
 from barter.privacy.parts import crossed
+from barter.privacy.side_information import RESULTS, measured
 
 __all__ = ["BaseEngine"]
 
@@ -36,7 +36,12 @@ class BaseEngine:
     """A subclass says who the clients are and how they are called."""
 
     def __init__(
-        self, algorithm: Algorithm[Any, Any], *, seed: int, min_clients: int | None, monitor: Monitor | None
+        self,
+        algorithm: Algorithm[Any, Any],
+        *,
+        seed: int,
+        min_clients: int | None,
+        monitor: Monitor | None,
     ) -> None:
         self.algorithm, self.seed, self.min_clients = algorithm, seed, min_clients
         self.wire = Wire(algorithm.may_be_infinite)
@@ -45,12 +50,15 @@ class BaseEngine:
         self.failures: list[Failure] = []
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._calls: Counter[tuple[int, str, int]] = Counter()
-        self.crossed: dict[int, dict[str, int]] = {}  # client -> part of its answers, or beside -> how often it came up
-        self.told: dict[int, float] = {}  # client -> ε of all that has left it, as it says with its answers
+        # client -> part of its answers, or beside -> how often it came up
+        self.crossed: dict[int, dict[str, int]] = {}
+        # client -> ε of all that has left it, as it says with its answers
+        self.told: dict[int, float] = {}
         self.server: Server | None = None  # whose clients these are
         self._capped: set[int] = set()  # who says of more images than count
         self._known: dict[int, Known] = {}
-        self._credit: dict[int, float] = {}  # how much of each lane's current turn is still to be shown
+        # how much of each lane's current turn is still to be shown
+        self._credit: dict[int, float] = {}
 
     @property
     def client_ids(self) -> Sequence[int]:
@@ -82,7 +90,12 @@ class BaseEngine:
         said = {k: self.examples(k) for k in self.client_ids}
         most = max(1, int(TIMES * statistics.median(said.values())))
         for k in sorted(k for k, n in said.items() if n > most and k not in self._capped):
-            log.warning("client %d says that it has %d images: in means it counts as one of %d", k, said[k], most)
+            log.warning(
+                "client %d says that it has %d images: in means it counts as one of %d",
+                k,
+                said[k],
+                most,
+            )
             self._capped.add(k)
         return {k: min(said[k], most) for k in clients}
 
@@ -117,7 +130,9 @@ class BaseEngine:
     def arrived(self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]) -> Payload:
         """A client's answer to what was sent as it arrives at the server, is counted and seen to."""
         list(leaves(answer, method))  # what is no payload cannot travel
-        self.note(client, self.parts(method, answer))  # what is refused has left its client all the same
+        self.note(
+            client, self.parts(method, answer)
+        )  # what is refused has left its client all the same
         return self.seen_to(answer, method, client, sent)
 
     def seen_to(self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]) -> Payload:

@@ -161,7 +161,11 @@ def side_by_side(
                 if not told:
                     died, status = crew.pop(pipe).busy, worker.bury()
                     if died is not None:
-                        late = f"it was not done within {timeout:g} s, the run's timeout" if worker.late else ""
+                        late = (
+                            f"it was not done within {timeout:g} s, the run's timeout"
+                            if worker.late
+                            else ""
+                        )
                         yield died, None, late or _cause(status)
     finally:
         forker.shutdown()
@@ -174,17 +178,27 @@ def _ready(crew: Mapping[int, Worker], timeout: float | None) -> list[int]:
     """Whose reports can be read; who is late is ended, and its reports end too."""
     busy = [worker for worker in crew.values() if worker.busy is not None and not worker.late]
     first = min((worker.since for worker in busy), default=None)
-    patience = None if timeout is None or first is None else max(0.0, first + timeout - time.monotonic())
+    patience = (
+        None if timeout is None or first is None else max(0.0, first + timeout - time.monotonic())
+    )
     ready = [pipe for pipe in wait(list(crew), patience) if isinstance(pipe, int)]
     for worker in busy:
-        if timeout is not None and worker.reports not in ready and time.monotonic() >= worker.since + timeout:
+        if (
+            timeout is not None
+            and worker.reports not in ready
+            and time.monotonic() >= worker.since + timeout
+        ):
             worker.end()
     return ready
 
 
 def _cause(status: int) -> str:
     code = os.waitstatus_to_exitcode(status)
-    return f"its process was ended by {signal.Signals(-code).name}" if code < 0 else f"its process ended with {code}"
+    return (
+        f"its process was ended by {signal.Signals(-code).name}"
+        if code < 0
+        else f"its process ended with {code}"
+    )
 
 
 def _shared(tensors: list[Tensor]) -> list[Tensor]:
@@ -213,10 +227,16 @@ def _fork(
     status = 1
     try:
         die_with(parent)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt is for the process this one came from
+        signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        )  # an interrupt is for the process this one came from
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         # Whoever holds an end of a pipe keeps it open.
-        for end in (orders, reports, *(end for worker in others for end in (worker.orders, worker.reports))):
+        for end in (
+            orders,
+            reports,
+            *(end for worker in others for end in (worker.orders, worker.reports)),
+        ):
             if end >= 0:
                 os.close(end)
         torch.set_num_threads(1)
@@ -245,7 +265,9 @@ def _keep_memory() -> None:
     """
     if MALLOPT is not None:
         MALLOPT(TRIM_THRESHOLD, 2**31 - 1)
-        MALLOPT(MMAP_THRESHOLD, 2**30) or MALLOPT(MMAP_THRESHOLD, 2**25)  # older C libraries refuse the first
+        MALLOPT(MMAP_THRESHOLD, 2**30) or MALLOPT(
+            MMAP_THRESHOLD, 2**25
+        )  # older C libraries refuse the first
 
 
 def _address(tensor: Tensor) -> tuple[Any, ...]:

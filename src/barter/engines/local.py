@@ -27,8 +27,8 @@ from barter.core.payload import Payload, leaves
 from barter.engines import forks
 from barter.engines.base import BaseEngine
 from barter.engines.forks import Job
-from barter.privacy.beside import EPSILON, ERRORS
 from barter.privacy.guard import Guard
+from barter.privacy.side_information import EPSILON, ERRORS
 
 __all__ = ["LocalEngine"]
 
@@ -81,11 +81,16 @@ class LocalEngine(BaseEngine):
             # A quarter of the memory is for modules that lanes keep; see Parking for clients between their turns.
             width = min(streams, len(clients))
             # How much there is to do for each client, roughly: its images times the size of its network.
-            self.loads = {k: len(client.data) * lanes.footprint(client.model) for k, client in clients.items()}
+            self.loads = {
+                k: len(client.data) * lanes.footprint(client.model) for k, client in clients.items()
+            }
             # Networks much larger than the others would be the last to finish: they get lanes that go first.
             much = 1.5 * statistics.fmean(self.loads.values())
             urgent = min(sum(load > much for load in self.loads.values()), width // 2)
-            self.lanes = [Lane(device, device_memory // 8 // width, tune=tune, urgent=i < urgent) for i in range(width)]
+            self.lanes = [
+                Lane(device, device_memory // 8 // width, tune=tune, urgent=i < urgent)
+                for i in range(width)
+            ]
             self.home = Lane(device, device_memory // 8, tune=tune)
 
     @property
@@ -112,7 +117,9 @@ class LocalEngine(BaseEngine):
         """The order in which clients take their turns; any gives the same result."""
         return sorted(ids)
 
-    def call(self, method: str, args: Mapping[int, tuple[Any, ...]], alone: bool | None = None) -> Replies[Any]:
+    def call(
+        self, method: str, args: Mapping[int, tuple[Any, ...]], alone: bool | None = None
+    ) -> Replies[Any]:
         """As everywhere; a site is told whether its client is alone, for it does not know of the others."""
         self._alone = self.alone() if alone is None else alone
         answers: dict[int, Any] = {}
@@ -129,7 +136,9 @@ class LocalEngine(BaseEngine):
         with self.phase(method, len(args)):
             order = self.order(list(args))
             if self.lanes:
-                self._on_streams({k: partial(settle, k, partial(self._turn, method, k, args[k])) for k in order})
+                self._on_streams(
+                    {k: partial(settle, k, partial(self._turn, method, k, args[k])) for k in order}
+                )
             elif self._worth_forking(method, len(args)):
                 for k, answer in self._on_cores(method, {k: args[k] for k in order}):
                     settle(k, answer)
@@ -172,11 +181,16 @@ class LocalEngine(BaseEngine):
         finally:
             self.watched.advance(self._credit.pop(lane))
 
-    def _answered(self, method: str, client: Client, path: tuple[object, ...], arrived: tuple[Any, ...]) -> Any:
+    def _answered(
+        self, method: str, client: Client, path: tuple[object, ...], arrived: tuple[Any, ...]
+    ) -> Any:
         """What leaves the client when its method is done."""
         if self.guard is None:
             return getattr(self.algorithm, method)(client, *arrived)
-        came, stream = self.guard.kept(method, arrived), seeds.stream_seed(self.seed, *path, "privacy")
+        came, stream = (
+            self.guard.kept(method, arrived),
+            seeds.stream_seed(self.seed, *path, "privacy"),
+        )
         with self.guard.sealing(client, method, stream):
             answer = getattr(self.algorithm, method)(client, *arrived)
         return self.guard.protect(client, method, answer, came, stream)
@@ -186,7 +200,9 @@ class LocalEngine(BaseEngine):
         load, seats = [0] * len(self.lanes), [[] for _ in self.lanes]  # type: list[int], list[list[Callable[[], None]]]
         for k in sorted(turns, key=lambda k: -self.loads[k]):
             name = ("model", self.clients[k].architecture)
-            at = min(range(len(load)), key=lambda i: (load[i], name not in self.lanes[i].modules, i))
+            at = min(
+                range(len(load)), key=lambda i: (load[i], name not in self.lanes[i].modules, i)
+            )
             load[at] += self.loads[k]
             seats[at].append(turns[k])
         # Until all are done, nothing that a client may read is given back: another lane might take its memory.
@@ -206,17 +222,27 @@ class LocalEngine(BaseEngine):
         """Whether they also do so at the same time: not where a process costs more than a turn."""
         if self.timeout is not None:
             return self._by_core(clients)  # only a process can be ended
-        return clients > 1 and self._by_core(clients) and self._cost.get(method, math.inf) > FORK_SECONDS
+        return (
+            clients > 1
+            and self._by_core(clients)
+            and self._cost.get(method, math.inf) > FORK_SECONDS
+        )
 
-    def _on_cores(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> Iterator[tuple[int, Callable[[], Any]]]:
+    def _on_cores(
+        self, method: str, args: Mapping[int, tuple[Any, ...]]
+    ) -> Iterator[tuple[int, Callable[[], Any]]]:
         """Turns in other processes, the longest first; how to get each answer, as they come home."""
         start, jobs = time.perf_counter(), {}
-        for k in sorted(args, key=lambda k: (-self._took.get((method, k), 0.0), -len(self.clients[k].data))):
+        for k in sorted(
+            args, key=lambda k: (-self._took.get((method, k), 0.0), -len(self.clients[k].data))
+        ):
             try:
                 jobs[k] = self._job(method, k, args[k])
             except Exception as error:
                 yield k, partial(_again, error)
-        homes = forks.side_by_side(jobs, self.cores, self._report_to, self.watched.advance, self.timeout)
+        homes = forks.side_by_side(
+            jobs, self.cores, self._report_to, self.watched.advance, self.timeout
+        )
         for k, home, death in homes:
             yield k, partial(self._at_home_again, method, k, args[k], home, death)
         self._cost[method] = (time.perf_counter() - start) * min(self.cores, len(args)) / len(args)
@@ -230,15 +256,23 @@ class LocalEngine(BaseEngine):
     def _report_to(self, monitor: Monitor) -> None:
         self.watched = monitor
 
-    def _away(self, method: str, k: int, path: tuple[object, ...], arrived: tuple[Any, ...]) -> Payload:
+    def _away(
+        self, method: str, k: int, path: tuple[object, ...], arrived: tuple[Any, ...]
+    ) -> Payload:
         """A turn in another process: all that it changes here."""
         client, start = self.clients[k], time.perf_counter()
         try:
             outcome: dict[str, Payload] = {"answer": self._work(method, k, path, arrived)}
             list(leaves(outcome["answer"], method))  # what is no payload is refused here
         except Exception as error:
-            outcome = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-        flags = [p.requires_grad for p in client.model.parameters()], [m.training for m in client.model.modules()]
+            outcome = {
+                "error": f"{type(error).__name__}: {error}",
+                "traceback": traceback.format_exc(),
+            }
+        flags = (
+            [p.requires_grad for p in client.model.parameters()],
+            [m.training for m in client.model.modules()],
+        )
         return {
             **outcome,
             "memory": client.memory(),
@@ -247,7 +281,9 @@ class LocalEngine(BaseEngine):
             "took": time.perf_counter() - start,
         }
 
-    def _at_home_again(self, method: str, k: int, args: tuple[Any, ...], home: Payload | None, death: str) -> Any:
+    def _at_home_again(
+        self, method: str, k: int, args: tuple[Any, ...], home: Payload | None, death: str
+    ) -> Any:
         if home is None:
             raise Elsewhere(death, "")
         client = self.clients[k]

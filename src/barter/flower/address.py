@@ -31,7 +31,9 @@ class Address:
             raise ConfigError(f"{wrong}; a port is a number from 1 to 65535")
         if bare != host or ":" in bare:
             if bare == host:
-                raise ConfigError(f"{wrong}; an address of version 6 stands in brackets, as in [2001:db8::7]:8443")
+                raise ConfigError(
+                    f"{wrong}; an address of version 6 stands in brackets, as in [2001:db8::7]:8443"
+                )
             if not _is_ip(bare, 6):
                 raise ConfigError(f"{wrong}; {bare!r} is not an address of version 6")
         elif not _is_ip(bare, 4) and not _is_name(bare):
@@ -58,5 +60,7 @@ def _is_name(text: str) -> bool:
 def require_name(name: str) -> str:
     """A name that a site may have: it is a folder, a word in messages, and part of what others read."""
     if not NAME.fullmatch(name):
-        raise ConfigError(f"site name {name[:60]!r}: use letters, digits, - and _, 40 at most, a letter or digit first")
+        raise ConfigError(
+            f"site name {name[:60]!r}: use letters, digits, - and _, 40 at most, a letter or digit first"
+        )
     return name

@@ -18,7 +18,10 @@ __all__ = ["decode", "encode"]
 def encode(tree: Payload, blobs: Mapping[str, Blob] | None = None) -> Frame:
     """The tree as it travels: with views of its tensors, or the blobs that another tree of the same tensors has."""
     tensors, header = pack(tree)
-    return Frame(header, {name: _blob(tensor) for name, tensor in tensors.items()} if blobs is None else blobs)
+    return Frame(
+        header,
+        {name: _blob(tensor) for name, tensor in tensors.items()} if blobs is None else blobs,
+    )
 
 
 def decode(frame: Frame) -> Payload:
@@ -32,7 +35,8 @@ def decode(frame: Frame) -> Payload:
 
 def _blob(tensor: Tensor) -> Blob:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return Blob(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), memoryview(flat.numpy()))  # type: ignore[arg-type]
+    data = memoryview(flat.numpy())  # type: ignore[arg-type]
+    return Blob(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
 
 
 def _tensor(name: str, blob: Blob) -> Tensor:
@@ -40,7 +44,9 @@ def _tensor(name: str, blob: Blob) -> Tensor:
     if dtype is None or any(size < 0 for size in blob.shape):
         raise PayloadError(f"{name}: a tensor of {blob.dtype} and shape {blob.shape} is none")
     if len(blob.data) != math.prod(blob.shape) * dtype.itemsize:
-        raise PayloadError(f"{name}: {len(blob.data)} bytes do not make {blob.shape} of {blob.dtype}")
+        raise PayloadError(
+            f"{name}: {len(blob.data)} bytes do not make {blob.shape} of {blob.dtype}"
+        )
     if not blob.data:
         return torch.empty(blob.shape, dtype=dtype)
     # A clone in torch's own memory: parties share it copy on write.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from barter.config import Config, parsed, plain
 from barter.core.errors import ConfigError
 from barter.core.params import Positive, check
 from barter.core.payload import Payload, nbytes
+from barter.setup.config import Config, parsed, plain
 
 __all__ = ["Consent"]
 
@@ -19,10 +19,12 @@ GIVES_ALL = "central"  # the method that is given every private image
 class Consent:
     """The table [consent] of site.toml."""
 
-    algorithms: tuple[str, ...] = ()  # by name or package.module:Class; empty: all, central for own data excepted
+    # by name or package.module:Class; empty: all, central for own data excepted
+    algorithms: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()  # their steps that this site answers; empty: all
     megabytes: Positive | None = None  # the most that one call may bring; none: any amount
-    seconds: Positive | None = None  # the longest that one call may compute; none: as long as the run waits
+    # the longest that one call may compute; none: as long as the run waits
+    seconds: Positive | None = None
 
     def __post_init__(self) -> None:
         check(self, "consent.")
@@ -44,7 +46,11 @@ class Consent:
                 f"site {site} does not take part in {name}, which asks for every private image, unless its "
                 "consent.algorithms names it"
             )
-        beyond = [method for method in config.algorithm.crosses if self.methods and method not in self.methods]
+        beyond = [
+            method
+            for method in config.algorithm.crosses
+            if self.methods and method not in self.methods
+        ]
         if beyond:
             raise ConfigError(
                 f"site {site} does not answer {', '.join(beyond)}, which {name} asks for: consent.methods has "

@@ -27,8 +27,6 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from barter.assembly import Federation
-from barter.config import Config, plain, read, resolve, to_toml
 from barter.core.errors import BarterError, CheckpointError, ConfigError, with_place
 from barter.core.files import refused, replace_text, understood, whole
 from barter.core.images import Spec
@@ -36,14 +34,16 @@ from barter.core.payload import Payload
 from barter.experiment import Experiment
 from barter.flower.address import Address, require_name
 from barter.flower.engine import POLL_SECONDS, FlowerEngine, Hellos, Member
-from barter.flower.inside import hurry
-from barter.flower.pulse import pause
-from barter.flower.sites import Hello, agree, federation, new_attempt
+from barter.flower.flwr_internals import hurry
+from barter.flower.handshake import Hello, agree, federation, new_attempt
+from barter.flower.heartbeat import pause
 from barter.flower.supervise import FLOWER, Child, free_port
-from barter.machine import with_threads
-from barter.parties import described
 from barter.runs.folder import RunFolder
 from barter.runs.journal import Journal
+from barter.setup.assembly import Federation
+from barter.setup.config import Config, plain, read, resolve, to_toml
+from barter.setup.hardware import with_threads
+from barter.setup.participants import described
 
 __all__ = ["Coordinator", "app", "conduct", "init", "init_simulation", "site_folder"]
 
@@ -76,7 +76,9 @@ def main(grid: Grid, context: Context) -> None:
         else:  # of nobody's in particular; Flower's database is also what a full disk refuses
             reason = refused(folder) or with_place(error)
             why = f"the server stopped: {reason}; finished rounds are kept, start again to continue"
-        with suppress(CheckpointError):  # where nothing can be written, whoever follows finds out himself
+        with suppress(
+            CheckpointError
+        ):  # where nothing can be written, whoever follows finds out himself
             journal.note("error", why)
         raise
 
@@ -96,7 +98,9 @@ def _end_with(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def conduct(grid: Grid, config: Config, out: Path, journal: Journal, largest: Path | None = None) -> Experiment:
+def conduct(
+    grid: Grid, config: Config, out: Path, journal: Journal, largest: Path | None = None
+) -> Experiment:
     """Run a federation of the sites on a grid, from the start or from where it stopped; how large the next answers can
     be is said in a file, if one is named."""
     toml, timeout = to_toml(config), config.timeout or HOUR
@@ -112,7 +116,8 @@ def conduct(grid: Grid, config: Config, out: Path, journal: Journal, largest: Pa
         RunFolder.create(out, toml).release()
     nodes = {said.name: node for node, said in here.items()}
     members = [
-        Member(k, said.name, nodes.get(said.name, 0), said.examples, said.architecture) for k, said in ids.items()
+        Member(k, said.name, nodes.get(said.name, 0), said.examples, said.architecture)
+        for k, said in ids.items()
     ]
 
     def session(member: Member) -> Payload:
@@ -132,7 +137,9 @@ def conduct(grid: Grid, config: Config, out: Path, journal: Journal, largest: Pa
     if largest is not None:
         engine.expect = partial(_expect, largest)
     engine.rejoin = lambda strangers: _names(hellos, strangers)
-    networks = described(roster.spec, ids[0].classes, {k: said.architecture for k, said in ids.items()})
+    networks = described(
+        roster.spec, ids[0].classes, {k: said.architecture for k, said in ids.items()}
+    )
     config = with_threads(config, out, resume=True)
     experiment = Experiment.of(Federation(config, server, engine, test, networks), out, resume=True)
     about = roster.begin(out, experiment.round) | {"config": toml, "spec": roster.spec.plain()}
@@ -151,7 +158,9 @@ def _expect(file: Path, most: int | None) -> None:
         replace_text(file, text)
 
 
-def _gathered(hellos: Hellos, config: Config, journal: Journal, roster: Roster | None) -> dict[int, Hello]:
+def _gathered(
+    hellos: Hellos, config: Config, journal: Journal, roster: Roster | None
+) -> dict[int, Hello]:
     """The hellos of as many sites as the run is for, by node; a run that goes on can do with as many as must answer, if
     others stay away or are not what they were."""
     here: dict[int, Hello] = {}
@@ -178,7 +187,11 @@ def _gathered(hellos: Hellos, config: Config, journal: Journal, roster: Roster |
         if len(here) >= least and time.monotonic() > deadline - hellos.timeout + PATIENCE:
             break
         if time.monotonic() > deadline:
-            silent = f"; {len(hellos.pending)} more are connected and say nothing" if hellos.pending else ""
+            silent = (
+                f"; {len(hellos.pending)} more are connected and say nothing"
+                if hellos.pending
+                else ""
+            )
             raise ConfigError(f"{so_many} came within {hellos.timeout:g} s ({names}){silent}")
         time.sleep(pause(time.monotonic() - last, POLL_SECONDS))
     return here
@@ -210,7 +223,12 @@ class Roster:
     def _of(cls, text: str) -> Roster:
         tree = json.loads(text)
         members = [Hello.read(member) for member in tree["members"]]
-        return cls(tree["run"], [(a, n) for a, n in tree["attempts"]], Hello.read(tree["all"]).spec, members)
+        return cls(
+            tree["run"],
+            [(a, n) for a, n in tree["attempts"]],
+            Hello.read(tree["all"]).spec,
+            members,
+        )
 
     def begin(self, out: Path, finished: int) -> dict[str, Payload]:
         """One more start, behind so many finished rounds: what sites must know of it.
@@ -220,7 +238,11 @@ class Roster:
         self.attempts.append((new_attempt(), finished))
         history = {a: n for (a, _), (_, n) in pairwise(self.attempts)}
         everybody = replace(self.members[0], spec=self.spec)
-        tree = {"run": self.run, "attempts": self.attempts, "members": [m.payload() for m in self.members]}
+        tree = {
+            "run": self.run,
+            "attempts": self.attempts,
+            "members": [m.payload() for m in self.members],
+        }
         replace_text(out / ROSTER, json.dumps({**tree, "all": everybody.payload()}))
         return {"run": self.run, "attempt": self.attempts[-1][0], "history": history}
 
@@ -243,16 +265,27 @@ def init(folder: Path, config: Config, sites: Sequence[Mapping[str, Any]], addre
     folder = folder.absolute()
     with whole(folder, PRIVATE) as new:
         (new / "sites").mkdir()
-        _write_app(new, folder, config, "barter.flower.front:app")
+        _write_app(new, folder, config, "barter.flower.client_app:app")
         control = free_port()
-        values = {"folder": folder, "address": at, "port": at.port, "control": control, "first": names[0]}
+        values = {
+            "folder": folder,
+            "address": at,
+            "port": at.port,
+            "control": control,
+            "first": names[0],
+        }
         (new / "README.md").write_text(Template(_template("README.md")).substitute(values))
         (new / "certificates.sh").write_text(_template("certificates.sh"))
         made = subprocess.run(
-            ["sh", "certificates.sh", at.host, "localhost", "127.0.0.1"], cwd=new, capture_output=True, text=True
+            ["sh", "certificates.sh", at.host, "localhost", "127.0.0.1"],
+            cwd=new,
+            capture_output=True,
+            text=True,
         )
         if made.returncode:
-            raise ConfigError(f"certificates.sh failed, is openssl installed? {made.stderr.strip()}")
+            raise ConfigError(
+                f"certificates.sh failed, is openssl installed? {made.stderr.strip()}"
+            )
         for site in sites:
             site_folder(new, {"superlink": str(at), **site})
         _write_connection(new, folder, control, insecure=False)
@@ -277,8 +310,13 @@ def _write_connection(place: Path, folder: Path, port: int, *, insecure: bool) -
     home = place / ".flower"
     home.mkdir(mode=0o700, exist_ok=True)
     certificate = {"root-certificates": str(folder / "certificates" / "ca.crt")}
-    connection = {"address": f"127.0.0.1:{port}", **({"insecure": True} if insecure else certificate)}
-    (home / "config.toml").write_text(tomli_w.dumps({"superlink": {"default": "barter", "barter": connection}}))
+    connection = {
+        "address": f"127.0.0.1:{port}",
+        **({"insecure": True} if insecure else certificate),
+    }
+    (home / "config.toml").write_text(
+        tomli_w.dumps({"superlink": {"default": "barter", "barter": connection}})
+    )
 
 
 def _template(name: str) -> str:
@@ -293,9 +331,13 @@ def site_folder(folder: Path, setup: Mapping[str, Any]) -> None:
     (home / "ca.crt").write_bytes((folder / "certificates" / "ca.crt").read_bytes())
     key = ec.generate_private_key(ec.SECP384R1())
     private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.OpenSSH,
+        serialization.NoEncryption(),
     )
-    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    public = key.public_key().public_bytes(
+        serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    )
     (home / "key").touch(mode=0o600)
     (home / "key").write_bytes(private)
     (home / "key.pub").write_bytes(public + b"\n")
@@ -305,7 +347,12 @@ class Coordinator:
     """A SuperLink of this machine for a deployment folder; or for a simulation of so many clients."""
 
     def __init__(
-        self, folder: Path, host: str, *, insecure: bool = False, simulation: Mapping[str, Any] | None = None
+        self,
+        folder: Path,
+        host: str,
+        *,
+        insecure: bool = False,
+        simulation: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder, self.insecure, self.simulation = folder.absolute(), insecure, simulation
         self.port = free_port() if simulation else _port(self.folder)  # where sites come to
@@ -315,8 +362,21 @@ class Coordinator:
         _write_connection(self.folder, self.folder, self.control, insecure=insecure)
         (self.folder / "logs").mkdir(exist_ok=True)
         most = int(1e6 * resolve(read(self.folder / "run.toml")).answer_mb)
-        command = [sys.executable, "-m", "barter.flower.gate", "--sites", str(Address(host, self.port))]
-        command += ["--port", str(self.control), "--most", str(most), "--largest", str(self.folder / LARGEST)]
+        command = [
+            sys.executable,
+            "-m",
+            "barter.flower.gateway",
+            "--sites",
+            str(Address(host, self.port)),
+        ]
+        command += [
+            "--port",
+            str(self.control),
+            "--most",
+            str(most),
+            "--largest",
+            str(self.folder / LARGEST),
+        ]
         command += ["--disable-runtime-dependency-installation"]
         if simulation is not None:
             command.append("--simulation")
@@ -325,10 +385,16 @@ class Coordinator:
         if insecure:
             command.append("--insecure")
         else:
-            command += ["--enable-supernode-auth", "--ssl-ca-certfile", str(certificates / "ca.crt")]
+            command += [
+                "--enable-supernode-auth",
+                "--ssl-ca-certfile",
+                str(certificates / "ca.crt"),
+            ]
             command += ["--ssl-certfile", str(certificates / "server.pem")]
             command += ["--ssl-keyfile", str(certificates / "server.key")]
-        self.superlink = Child("SuperLink", command, self.env, self.folder / "logs" / "superlink.log")
+        self.superlink = Child(
+            "SuperLink", command, self.env, self.folder / "logs" / "superlink.log"
+        )
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -348,24 +414,32 @@ class Coordinator:
     def check(self) -> None:
         """An error if the SuperLink is gone."""
         if self.superlink.poll() is not None:
-            raise BarterError(f"the SuperLink ended: {refused(self.folder) or f'see {self.superlink.log}'}")
+            raise BarterError(
+                f"the SuperLink ended: {refused(self.folder) or f'see {self.superlink.log}'}"
+            )
 
     def register(self) -> None:
         """Let the sites of the folder in, by their public keys; without encryption anybody may come."""
         if self.insecure:
             return
         for home in sorted((self.folder / "sites").iterdir()):
-            done = self._flwr("supernode", "register", str(home / "key.pub"), "barter", "--name", home.name)
+            done = self._flwr(
+                "supernode", "register", str(home / "key.pub"), "barter", "--name", home.name
+            )
             if done.returncode and "already" not in (done.stdout + done.stderr):
                 raise BarterError(f"site {home.name} cannot be registered: {_reason(done)}")
 
     def submit(self, out: Path) -> str:
         """Start the run; its Flower id."""
         (self.folder / "journal.jsonl").unlink(missing_ok=True)
-        settings = f'folder="{self.folder}" out="{out.absolute()}"'  # the folder may have moved since
+        # the folder may have moved since
+        settings = f'folder="{self.folder}" out="{out.absolute()}"'
         command = ["run", str(self.folder), "barter", "--format", "json", "-c", settings]
         if self.simulation is not None:
-            command += ["--federation-config", " ".join(f"{key}={value}" for key, value in self.simulation.items())]
+            command += [
+                "--federation-config",
+                " ".join(f"{key}={value}" for key, value in self.simulation.items()),
+            ]
         done = self._flwr(*command)
         try:
             return str(json.loads(done.stdout[done.stdout.index("{") :])["run-id"])
@@ -379,14 +453,21 @@ class Coordinator:
 
     def _flwr(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            ["flwr", *arguments], env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=120
+            ["flwr", *arguments],
+            env=self.env,
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
 
 
 def _port(folder: Path) -> int:
     site = next(iter(sorted(folder.glob("sites/*/site.toml"))), None)
     if site is None:
-        raise ConfigError(f"{folder} is not the folder of a deployment: there is no sites/*/site.toml in it")
+        raise ConfigError(
+            f"{folder} is not the folder of a deployment: there is no sites/*/site.toml in it"
+        )
     return Address.read(str(read(site)["superlink"])).port
 
 

@@ -20,17 +20,20 @@ from barter.core.errors import BarterError
 from barter.core.nodes import Monitor
 from barter.core.payload import Payload
 from barter.engines.base import BaseEngine
+from barter.flower.client_app import from_records, in_bulk, to_records
 from barter.flower.codec import decode, encode
+from barter.flower.flwr_internals import names
 from barter.flower.frames import Frame
-from barter.flower.front import from_records, in_bulk, to_records
-from barter.flower.inside import names
-from barter.flower.pulse import pause
+from barter.flower.heartbeat import pause
 from barter.flower.site import EVALUATE
-from barter.privacy.beside import EPSILON, ERRORS
+from barter.privacy.side_information import EPSILON, ERRORS
 
 __all__ = ["POLL_SECONDS", "FlowerEngine", "Hellos", "Member"]
 
-PROGRESS, PROGRESS_SECONDS = "query.progress", 2.0  # for each site that is asked: a dozen requests of the SuperLink's
+PROGRESS, PROGRESS_SECONDS = (
+    "query.progress",
+    2.0,
+)  # for each site that is asked: a dozen requests of the SuperLink's
 POLL_SECONDS = 0.05  # between two looks at least
 TRIES = 3  # how often a call is sent to a site that Flower lost on the way
 LATE = "no answer in time"
@@ -63,7 +66,9 @@ def ask(grid: Grid, requests: Mapping[int, RecordDict], action: str, ttl: float)
     """Send requests to nodes, all at once; the messages' numbers, of those that Flower has taken."""
     messages = [Message(records, node, action, ttl=ttl) for node, records in requests.items()]
     taken = grid.push_messages(messages) if messages else ()
-    return {node: id for node, id in zip(requests, taken, strict=False) if id}  # none where it is all too much
+    return {
+        node: id for node, id in zip(requests, taken, strict=False) if id
+    }  # none where it is all too much
 
 
 def replies(grid: Grid, pending: dict[str, int]) -> Iterator[Reply]:
@@ -81,7 +86,9 @@ def _content(reply: Message) -> Payload:
     code, reason = reply.error.code, reply.error.reason or ""
     if code in LOST:
         raise Lost(LOST[code])
-    raise BarterError(f"Flower's error {code}: {reason.strip().splitlines()[-1] if reason.strip() else 'no reason'}")
+    raise BarterError(
+        f"Flower's error {code}: {reason.strip().splitlines()[-1] if reason.strip() else 'no reason'}"
+    )
 
 
 class Hellos:
@@ -109,8 +116,12 @@ class Hellos:
                 if "error" in tree:
                     raise BarterError(str(tree["error"]))
                 said = tree["hello"]["name"]
-                if said != keys.get(node, said):  # a key counts, and not what its holder claims to be
-                    raise BarterError(f"the site whose key is that of {keys[node]} says that it is {str(said)[:60]!r}")
+                if said != keys.get(
+                    node, said
+                ):  # a key counts, and not what its holder claims to be
+                    raise BarterError(
+                        f"the site whose key is that of {keys[node]} says that it is {str(said)[:60]!r}"
+                    )
                 new[node] = tree["hello"]
                 if tree.get("tells") is True:
                     self.telling.add(node)
@@ -146,12 +157,18 @@ class FlowerEngine(BaseEngine):
         super().__init__(algorithm, seed=seed, min_clients=min_clients, monitor=monitor)
         self.grid, self.session, self.timeout = grid, session, timeout
         self.members = {member.id: member for member in members}
-        self.rejoin: Callable[[set[int]], dict[int, str]] = lambda nodes: {}  # the names of nodes not seen before
-        self.expect: Callable[[int | None], None] = lambda most: None  # told how many bytes an answer can have
+        self.rejoin: Callable[[set[int]], dict[int, str]] = (
+            lambda nodes: {}
+        )  # the names of nodes not seen before
+        self.expect: Callable[[int | None], None] = lambda most: (
+            None
+        )  # told how many bytes an answer can have
         self.telling: Set[int] = set()  # nodes that say how far a call is
-        self._shown: dict[int, float] = {}  # client -> how much of its call whoever watches has seen
+        # client -> how much of its call whoever watches has seen
+        self._shown: dict[int, float] = {}
         self._evaluations: dict[int, Payload] = {}
-        self._hung: dict[int, int] = {}  # client -> the last round in which it did not answer in time
+        # client -> the last round in which it did not answer in time
+        self._hung: dict[int, int] = {}
         # Evaluation rides on the reply to the method that an algorithm names last.
         self._last = list(algorithm.crosses)[-1]
 
@@ -174,7 +191,9 @@ class FlowerEngine(BaseEngine):
         came = {k: self._evaluations.pop(k) for k in sorted(args) if k in self._evaluations}
         here = {k: {"answer": told} for k, told in came.items() if method == EVALUATE}
         with self.phase(method, len(args)):
-            requests = self._requests(method, {k: args[k] for k in sorted(args.keys() - here.keys())}, failures)
+            requests = self._requests(
+                method, {k: args[k] for k in sorted(args.keys() - here.keys())}, failures
+            )
             self.expect(self._largest(method, {k: args[k] for k in requests}))
             enough = len(args) if self.min_clients is None else min(self.min_clients, len(args))
             told: Iterator[Reply] = ((k, partial(dict, reply)) for k, reply in here.items())
@@ -196,7 +215,9 @@ class FlowerEngine(BaseEngine):
         alone, told = self.alone(), dict[int, tuple[Payload, Frame, ArrayRecord | ConfigRecord]]()
         for k, arguments in args.items():
             if self._hung.get(k) == self.round:
-                failures[k] = self.failure(k, method, Lost("it did not answer in time before in this round"))
+                failures[k] = self.failure(
+                    k, method, Lost("it did not answer in time before in this round")
+                )
                 continue
             request = {
                 "ask": "call",
@@ -229,10 +250,15 @@ class FlowerEngine(BaseEngine):
             return None
         if method == EVALUATE:  # some numbers by name
             return 0
-        found = [most_bytes(self.algorithm, method, sent, self.known(self.server, k)) for k, sent in args.items()]
+        found = [
+            most_bytes(self.algorithm, method, sent, self.known(self.server, k))
+            for k, sent in args.items()
+        ]
         return None if None in found else max(filter(None, found), default=0)
 
-    def _checked(self, method: str, k: int, reply: Payload, args: tuple[Any, ...], *, counted: bool) -> Any:
+    def _checked(
+        self, method: str, k: int, reply: Payload, args: tuple[Any, ...], *, counted: bool
+    ) -> Any:
         if "error" in reply:
             if reply.get("quiet") is not True:
                 self.note(k, [ERRORS])
@@ -240,7 +266,9 @@ class FlowerEngine(BaseEngine):
             error.add_note(str(reply.get("traceback", "")))
             raise error
         self.hear(k, reply.get(EPSILON))
-        if reply.get("evaluation") is not None:  # it has left its site, whether or not it is asked for
+        if (
+            reply.get("evaluation") is not None
+        ):  # it has left its site, whether or not it is asked for
             self.note(k, self.parts(EVALUATE, reply["evaluation"]))
         arrived = (self.seen_to if counted else self.arrived)(reply["answer"], method, k, args)
         if reply.get("evaluation") is not None:
@@ -248,11 +276,19 @@ class FlowerEngine(BaseEngine):
         return arrived
 
     def failure(self, client: int, method: str, error: Exception) -> Failure:
-        said = str(error) if isinstance(error, BarterError | Lost) else f"{type(error).__name__}: {error}"
+        said = (
+            str(error)
+            if isinstance(error, BarterError | Lost)
+            else f"{type(error).__name__}: {error}"
+        )
         notes = "\n".join(getattr(error, "__notes__", []))
-        return Failure(client, method, self.round, f"site {self.members[client].name}: {said}", notes)
+        return Failure(
+            client, method, self.round, f"site {self.members[client].name}: {said}", notes
+        )
 
-    def _gather(self, requests: Mapping[int, RecordDict], enough: Callable[[], bool]) -> Iterator[Reply]:
+    def _gather(
+        self, requests: Mapping[int, RecordDict], enough: Callable[[], bool]
+    ) -> Iterator[Reply]:
         """Every site's answer, or why there is none.
 
         A site that Flower lost is asked again when it is back; it is waited for only if too few others have answered,
@@ -261,13 +297,17 @@ class FlowerEngine(BaseEngine):
         last, left = time.monotonic(), self.timeout
         deadline, progress = last + left, Progress(self.grid, last)
         pending: dict[str, int] = {}  # message -> client
-        waiting: dict[int, str] = dict.fromkeys(requests, "the site is offline")  # not asked yet, or lost; and why
+        waiting: dict[int, str] = dict.fromkeys(
+            requests, "the site is offline"
+        )  # not asked yet, or lost; and why
         tries = dict.fromkeys(requests, 0)
         while waiting or pending:
             left = deadline - time.monotonic()
             present = self._present([k for k in waiting if tries[k] < TRIES]) if left > 0 else {}
             who = {node: k for k, node in present.items()}
-            asked = ask(self.grid, {node: requests[k] for node, k in who.items()}, "train.call", left)
+            asked = ask(
+                self.grid, {node: requests[k] for node, k in who.items()}, "train.call", left
+            )
             for node, message in asked.items():
                 k = who[node]
                 if tries[k]:
@@ -296,7 +336,11 @@ class FlowerEngine(BaseEngine):
                 break
             if waiting or pending:
                 time.sleep(min(pause(time.monotonic() - last, POLL_SECONDS), max(left, 0)))
-        late = [*waiting, *pending.values()] if left <= 0 else [k for k, why in waiting.items() if why == LATE]
+        late = (
+            [*waiting, *pending.values()]
+            if left <= 0
+            else [k for k, why in waiting.items() if why == LATE]
+        )
         self._hung |= dict.fromkeys(late, self.round)
         for k, why in waiting.items():
             yield k, lambda why=why: _again(Lost(why))  # type: ignore[misc]
@@ -309,7 +353,11 @@ class FlowerEngine(BaseEngine):
         if not wanted:
             return {}
         online = set(self.grid.get_node_ids())
-        away = {self.members[k].name: self.members[k] for k in wanted if self.members[k].node not in online}
+        away = {
+            self.members[k].name: self.members[k]
+            for k in wanted
+            if self.members[k].node not in online
+        }
         if away:
             strangers = online - {member.node for member in self.members.values()}
             for node, name in self.rejoin(strangers).items():
@@ -332,7 +380,12 @@ class Progress:
         if now - self.last > max(PROGRESS_SECONDS * len(nodes), (now - self.begin) / 10):
             self.last = now
             question = to_records(encode(None))
-            asked = ask(self.grid, dict.fromkeys(nodes - set(self.pending.values()), question), PROGRESS, 60.0)
+            asked = ask(
+                self.grid,
+                dict.fromkeys(nodes - set(self.pending.values()), question),
+                PROGRESS,
+                60.0,
+            )
             self.pending |= {message: node for node, message in asked.items()}
         for node, answer in replies(self.grid, self.pending):
             try:

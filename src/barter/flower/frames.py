@@ -39,7 +39,9 @@ class Frame:
 
 
 def send(peer: socket.socket, frame: Frame) -> None:
-    table = [[name, blob.dtype, list(blob.shape), len(blob.data)] for name, blob in frame.blobs.items()]
+    table = [
+        [name, blob.dtype, list(blob.shape), len(blob.data)] for name, blob in frame.blobs.items()
+    ]
     head = json.dumps([frame.header, table]).encode()
     peer.sendall(LENGTH.pack(len(head)) + head)
     for blob in frame.blobs.values():
@@ -50,10 +52,16 @@ def receive(peer: socket.socket) -> Frame:
     (size,) = LENGTH.unpack(_exactly(peer, LENGTH.size))
     try:
         header, table = json.loads(_exactly(peer, size))
-        blobs = [(str(name), str(dtype), tuple(map(int, shape)), int(n)) for name, dtype, shape, n in table]
+        blobs = [
+            (str(name), str(dtype), tuple(map(int, shape)), int(n))
+            for name, dtype, shape, n in table
+        ]
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise PayloadError(f"a message that is not understood: {in_short(error)}") from error
-    return Frame(str(header), {name: Blob(dtype, shape, _exactly(peer, n)) for name, dtype, shape, n in blobs})
+    return Frame(
+        str(header),
+        {name: Blob(dtype, shape, _exactly(peer, n)) for name, dtype, shape, n in blobs},
+    )
 
 
 def _exactly(peer: socket.socket, size: int) -> bytearray:
@@ -83,10 +91,14 @@ def ask(path: Path, frame: Frame, deadline: float, tries: int = 3) -> tuple[Fram
             except (ConnectionError, BrokenPipeError) as error:
                 deaths += 1
                 if deaths == tries:
-                    raise ConnectionError(f"the site's worker died {tries} times over this call") from error
+                    raise ConnectionError(
+                        f"the site's worker died {tries} times over this call"
+                    ) from error
         except (FileNotFoundError, ConnectionRefusedError) as error:
             if time.monotonic() > deadline - 0.5:
-                raise ConnectionError("the site's worker is not there: is `barter site` running?") from error
+                raise ConnectionError(
+                    "the site's worker is not there: is `barter site` running?"
+                ) from error
         except TimeoutError as error:
             raise TimeoutError("the site's worker did not answer in time") from error
         peer.close()
@@ -133,5 +145,7 @@ def _see_off(peer: socket.socket, lost: Callable[[], None]) -> None:
 def _same_user(peer: socket.socket) -> bool:
     if not hasattr(socket, "SO_PEERCRED"):  # only Linux tells; elsewhere the file's mode decides
         return True
-    _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    _, uid, _ = struct.unpack(
+        "3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
     return bool(uid == os.getuid())

@@ -13,7 +13,6 @@ from pathlib import Path
 import tomli_w
 import torch
 
-from barter.config import Config, read, to_toml
 from barter.core.errors import BarterError
 from barter.core.record import Round
 from barter.data.task import anchored
@@ -22,6 +21,7 @@ from barter.flower.supervise import FLOWER, Child, free_port
 from barter.runs.folder import SETUP, RunFolder, records
 from barter.runs.journal import follow
 from barter.runs.progress import Watcher
+from barter.setup.config import Config, read, to_toml
 
 __all__ = ["coordinate", "run_here", "simulate"]
 
@@ -53,10 +53,15 @@ def run_here(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> li
     config, folder = replace(config, data=anchored(config.data)), out / SETUP
     if not resume:
         cores = config.threads or torch.get_num_threads()
-        threads = {"threads": 1 if 2 * config.clients >= cores else cores}  # as clients of one process share the cores
+        threads = {
+            "threads": 1 if 2 * config.clients >= cores else cores
+        }  # as clients of one process share the cores
         address = f"127.0.0.1:{free_port()}"
         device = config.device
-        sites = [{"name": f"client-{k}", "share": k, "device": device, **threads} for k in range(config.clients)]
+        sites = [
+            {"name": f"client-{k}", "share": k, "device": device, **threads}
+            for k in range(config.clients)
+        ]
         _begin(out, config, lambda: init(folder, config, sites, address))
     elif not (folder / "sites").is_dir():
         raise BarterError(f"{out} has no Flower sites: it was not begun with --engine flower")
@@ -68,7 +73,9 @@ def run_here(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> li
         children = {}
         for home in sorted((folder / "sites").iterdir()):
             command = [sys.executable, "-m", "barter", "site", str(home / "site.toml")]
-            children[home.name] = Child(home.name, command, {**coordinator.env, **FLOWER}, folder / f"{home.name}.log")
+            children[home.name] = Child(
+                home.name, command, {**coordinator.env, **FLOWER}, folder / f"{home.name}.log"
+            )
             children[home.name].start()
             sites_up.callback(children[home.name].stop)
         return _follow(coordinator, out, watcher, children)
@@ -81,7 +88,11 @@ def simulate(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> li
         _begin(out, config, lambda: init_simulation(folder, config))
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     resources = {"num-supernodes": config.clients, "client-resources-num-cpus": 1}
-    share = {"client-resources-num-gpus": min(1.0, gpus / min(config.clients, 4 * gpus))} if gpus else {}
+    share = (
+        {"client-resources-num-gpus": min(1.0, gpus / min(config.clients, 4 * gpus))}
+        if gpus
+        else {}
+    )
     coordinator = Coordinator(folder, "127.0.0.1", insecure=True, simulation={**resources, **share})
     with _ends_in_order(), coordinator.running():
         return _follow(coordinator, out, watcher, {})
@@ -97,7 +108,9 @@ def _begin(out: Path, config: Config, prepare: Callable[[], None]) -> None:
     RunFolder.create(out, to_toml(config), anew).release()
 
 
-def _follow(coordinator: Coordinator, out: Path, watcher: Watcher, sites: Mapping[str, Child]) -> list[Round]:
+def _follow(
+    coordinator: Coordinator, out: Path, watcher: Watcher, sites: Mapping[str, Child]
+) -> list[Round]:
     """Submit the run and show it to its end; a run that is left before is stopped."""
 
     def check() -> None:

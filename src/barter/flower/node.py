@@ -14,10 +14,10 @@ from pathlib import Path
 
 from flwr.app import Error, Message
 
+from barter.flower.client_app import from_records, to_records
+from barter.flower.flwr_internals import Fleet, connect
 from barter.flower.frames import DONE, Frame, ask
-from barter.flower.front import from_records, to_records
-from barter.flower.inside import Fleet, connect
-from barter.flower.pulse import LONGEST, SHORTEST, TURN, pause
+from barter.flower.heartbeat import LONGEST, SHORTEST, TURN, pause
 
 __all__ = ["answer", "main", "serve"]
 
@@ -31,10 +31,14 @@ def answer(message: Message, door: Path) -> Message:
     try:
         if message.metadata.message_type == PROGRESS:
             done = float(door.with_name(TURN).read_text())
-            return Message(to_records(Frame(json.dumps({"float": done.hex()}), {})), reply_to=message)
+            return Message(
+                to_records(Frame(json.dumps({"float": done.hex()}), {})), reply_to=message
+            )
         if message.metadata.message_type not in CALLS:
             raise ValueError(f"{message.metadata.message_type} is nothing that a site is asked")
-        deadline = time.monotonic() + message.metadata.ttl  # as a span: clocks of two machines may differ
+        deadline = (
+            time.monotonic() + message.metadata.ttl
+        )  # as a span: clocks of two machines may differ
         reply, worker = ask(door, from_records(message.content), deadline)
         with worker:
             worker.sendall(DONE)

@@ -9,11 +9,11 @@ import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from barter.config import read
+from barter.flower.client_app import from_records, to_records
 from barter.flower.codec import decode, encode
-from barter.flower.front import from_records, to_records
+from barter.flower.handshake import Setup, make_site
 from barter.flower.site import Site
-from barter.flower.sites import Setup, make_site
+from barter.setup.config import read
 
 __all__ = ["app"]
 
@@ -33,4 +33,6 @@ def answer(message: Message, context: Context) -> Message:
     """Node k is site k."""
     torch.set_num_threads(1)
     site = _site(Path(str(context.run_config["folder"])), int(context.node_config["partition-id"]))
-    return Message(to_records(encode(site.answer(decode(from_records(message.content))))), reply_to=message)
+    return Message(
+        to_records(encode(site.answer(decode(from_records(message.content))))), reply_to=message
+    )

@@ -21,7 +21,7 @@ from barter.core.nodes import Client, Monitor, Silence
 from barter.core.payload import Payload
 from barter.engines.local import LocalEngine
 from barter.flower.consent import Consent
-from barter.privacy.beside import EPSILON
+from barter.privacy.side_information import EPSILON
 from barter.runs import checkpoint
 
 __all__ = ["Site"]
@@ -54,7 +54,8 @@ class Site:
         self.session: Payload = None
         self.stamp = 0  # of the memory on disk that this one is
         self.round, self.key, self.reply = 0, [], None  # type: int, list[Payload], Payload
-        self.unseen: tuple[dict[str, float], list[bool]] | None = None  # report and modes before an evaluation
+        # report and modes before an evaluation
+        self.unseen: tuple[dict[str, float], list[bool]] | None = None
 
     def answer(self, request: Payload) -> Payload:
         """The answer to a request; what goes wrong here is said there."""
@@ -76,26 +77,35 @@ class Site:
         if key == self.key:
             return self.reply
         if method not in (*self.engine.algorithm.crosses, EVALUATE):
-            raise BarterError(f"{method!r} is not answered: it is none of the methods that are said to cross")
+            raise BarterError(
+                f"{method!r} is not answered: it is none of the methods that are said to cross"
+            )
         self.consent.require_size(self.name, request["args"])
         if round > self.round and self._now.exists():
             self._keep_start()
         k, client = session["client"], self.client
-        if self.unseen is not None and round == self.round:  # the evaluation was not the round's last word
+        if (
+            self.unseen is not None and round == self.round
+        ):  # the evaluation was not the round's last word
             client.report, modes = self.unseen
             for part, training in zip(client.model.modules(), modes, strict=True):
                 part.training = training
         self.unseen = None
         self.engine.round = round
         self.engine.repeat(method, k, request["before"])
-        client.released |= {name: max(n, client.released.get(name, 0)) for name, n in self._left().items()}
+        client.released |= {
+            name: max(n, client.released.get(name, 0)) for name, n in self._left().items()
+        }
         with using(self.precision):
             replies = self.engine.call(method, {k: request["args"]}, alone=request["alone"])
             if k in replies:
                 answer = self._said(replies[k]) if method == EVALUATE else replies[k]
                 reply: Payload = {"answer": answer, EPSILON: client.report.get(EPSILON)}
                 if request["evaluate"]:
-                    self.unseen = dict(client.report), [part.training for part in client.model.modules()]
+                    self.unseen = (
+                        dict(client.report),
+                        [part.training for part in client.model.modules()],
+                    )
                     found = self.engine.call(EVALUATE, {k: ()})
                     reply["evaluation"] = self._said(found[k]) if k in found else None
             else:
@@ -113,17 +123,25 @@ class Site:
         if kind == PrivacyError.__name__:
             return {"error": failure.error, "traceback": "", "quiet": True}
         log.warning("%s\n%s", failure.error, failure.traceback)
-        return {"error": f"{kind}, of which the site says no more: its log does", "traceback": "", "quiet": True}
+        return {
+            "error": f"{kind}, of which the site says no more: its log does",
+            "traceback": "",
+            "quiet": True,
+        }
 
     def _went_wrong(self, error: Exception, where: str = "") -> Payload:
         """What went wrong around a call; what barter itself refuses is said by every site, for it quotes no image."""
         if isinstance(error, BarterError):
             return {"error": f"{where}{error}", "traceback": "", "quiet": self.quiet}
-        told = self._why(Failure(0, "", 0, f"{type(error).__name__}: {error}", traceback.format_exc()))
+        told = self._why(
+            Failure(0, "", 0, f"{type(error).__name__}: {error}", traceback.format_exc())
+        )
         return {**told, "error": f"{where}{told['error']}"}
 
     def _said(self, evaluation: dict[str, float]) -> dict[str, float]:
-        return {name: value for name, value in evaluation.items() if not self.quiet or name == EPSILON}
+        return {
+            name: value for name, value in evaluation.items() if not self.quiet or name == EPSILON
+        }
 
     @property
     def client(self) -> Client:
@@ -147,7 +165,9 @@ class Site:
         state, notes = found
         client, self.round = self.client, int(notes["round"])
         if notes["data"] != self.data:
-            raise CheckpointError(f"site {self.name} does not have the data that it began this run with")
+            raise CheckpointError(
+                f"site {self.name} does not have the data that it began this run with"
+            )
         client.recall(state["memory"])
         client.report = state["report"]
         for part, training in zip(client.model.modules(), state["modes"], strict=True):
@@ -197,7 +217,11 @@ class Site:
     def _left(self) -> dict[str, int]:
         """How often each protected part has left here. What has left has left: a round that the server takes back
         is done again with new noise, and counts twice."""
-        return understood(self._account, lambda text: dict(json.loads(text))) if self._account.exists() else {}
+        return (
+            understood(self._account, lambda text: dict(json.loads(text)))
+            if self._account.exists()
+            else {}
+        )
 
     def _note_left(self, released: dict[str, int]) -> None:
         if released and released != self._left():

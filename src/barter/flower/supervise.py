@@ -22,16 +22,16 @@ from pathlib import Path
 
 import torch
 
-from barter.config import read
 from barter.core.errors import BarterError, ConfigError
 from barter.core.params import build
 from barter.engines.forks import die_with
 from barter.flower.codec import decode, encode
 from barter.flower.consent import Consent
+from barter.flower.flwr_internals import strange
 from barter.flower.frames import Frame, serve
-from barter.flower.inside import strange
-from barter.flower.pulse import BEGUN, TURN, Pulse, Turn, allow, overdue, since
-from barter.flower.sites import Setup, make_site
+from barter.flower.handshake import Setup, make_site
+from barter.flower.heartbeat import BEGUN, TURN, Pulse, Turn, allow, overdue, since
+from barter.setup.config import read
 
 __all__ = ["FLOWER", "Child", "free_port", "load_setup", "site", "work"]
 
@@ -54,7 +54,9 @@ log = logging.getLogger("barter")
 class Child:
     """A process of ours, with all that it starts."""
 
-    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path
+    ) -> None:
         self.name, self.command, self.env, self.log = name, list(command), dict(env), log
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -98,16 +100,30 @@ class Kept(Child):
         now, status = time.monotonic(), self.poll()
         if self.process is None or status is not None:
             if status is not None and not self.due:
-                self.pause = 1.0 if now - self.started > SETTLED else min(LONGEST_PAUSE, 2 * self.pause or 1.0)
+                self.pause = (
+                    1.0
+                    if now - self.started > SETTLED
+                    else min(LONGEST_PAUSE, 2 * self.pause or 1.0)
+                )
                 self.due = now + self.pause
-                log.warning("%s ended with status %s; starting it again in %g s", self.name, status, self.pause)
+                log.warning(
+                    "%s ended with status %s; starting it again in %g s",
+                    self.name,
+                    status,
+                    self.pause,
+                )
             if now >= self.due:
                 self.due, self.started = 0.0, now
                 try:
                     self.start()
                 except OSError as error:  # a full disk: there may be room again
                     self.process, self.due = None, now + LONGEST_PAUSE
-                    log.warning("%s cannot be started: %s; once more in %g s", self.name, error, LONGEST_PAUSE)
+                    log.warning(
+                        "%s cannot be started: %s; once more in %g s",
+                        self.name,
+                        error,
+                        LONGEST_PAUSE,
+                    )
 
     def restart(self, patience: float = 10.0) -> None:
         self.stop(patience)
@@ -122,7 +138,9 @@ class Watched(Kept):
 
     begin = 600.0  # seconds until it must be heard of for the first time
 
-    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path, pulse: Path) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path, pulse: Path
+    ) -> None:
         super().__init__(name, command, env, log)
         self.pulse = pulse
 
@@ -132,7 +150,10 @@ class Watched(Kept):
 
     def tend(self) -> None:
         if self.process is not None and self.poll() is None and overdue(self.pulse):
-            log.warning("%s is silent for longer than it may be: it is ended and starts again from the disk", self.name)
+            log.warning(
+                "%s is silent for longer than it may be: it is ended and starts again from the disk",
+                self.name,
+            )
             self.restart(patience=1.0)
         super().tend()
 
@@ -158,7 +179,9 @@ def site(path: Path) -> None:
     setup, home = load_setup(path), path.absolute().parent
     for needed in [] if setup.insecure else [setup.certificate, setup.key]:
         if not (home / needed).is_file():
-            raise ConfigError(f"{home / needed} is missing: copy the site's whole folder, or set insecure = true")
+            raise ConfigError(
+                f"{home / needed} is missing: copy the site's whole folder, or set insecure = true"
+            )
     ended = threading.Event()
     for sign in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sign, lambda *_: ended.set())
@@ -203,10 +226,15 @@ def _look_after(setup: Setup, path: Path, home: Path, rooms: Path, ended: thread
                 (rooms / "lost").unlink()
                 if flowers:
                     # Flower would give the next healthy message the blame, and be one reply behind from then on.
-                    log.warning("site %s: a client process was killed in the middle; its node restarts", setup.name)
+                    log.warning(
+                        "site %s: a client process was killed in the middle; its node restarts",
+                        setup.name,
+                    )
                     node.restart()
             if node.process is None or node.due:
-                node.command = _supernode(setup, home, door) if flowers else _node(setup, home, door)
+                node.command = (
+                    _supernode(setup, home, door) if flowers else _node(setup, home, door)
+                )
             worker.tend()
             node.tend()
     finally:
@@ -219,22 +247,48 @@ def by_flower(setup: Setup) -> bool:
     if setup.supernode:
         return True
     if why := strange():
-        log.warning("site %s: Flower's own SuperNode is used, which takes seconds for every call: %s", setup.name, why)
+        log.warning(
+            "site %s: Flower's own SuperNode is used, which takes seconds for every call: %s",
+            setup.name,
+            why,
+        )
     return bool(why)
 
 
 def _node(setup: Setup, home: Path, door: Path) -> list[str]:
     """Barter's own node."""
-    command = [sys.executable, "-m", "barter.flower.node", "--superlink", setup.superlink, "--door", str(door)]
+    command = [
+        sys.executable,
+        "-m",
+        "barter.flower.node",
+        "--superlink",
+        setup.superlink,
+        "--door",
+        str(door),
+    ]
     if setup.insecure:
         return command
-    return [*command, "--certificate", str(home / setup.certificate), "--key", str(home / setup.key)]
+    return [
+        *command,
+        "--certificate",
+        str(home / setup.certificate),
+        "--key",
+        str(home / setup.key),
+    ]
 
 
 def _supernode(setup: Setup, home: Path, door: Path) -> list[str]:
     """Flower's."""
     node = f"socket={json.dumps(str(door))} name={json.dumps(setup.name)}"
-    command = ["flower-supernode", "--superlink", setup.superlink, "--port", str(free_port()), "--node-config", node]
+    command = [
+        "flower-supernode",
+        "--superlink",
+        setup.superlink,
+        "--port",
+        str(free_port()),
+        "--node-config",
+        node,
+    ]
     if setup.insecure:
         return [*command, "--insecure"]
     trust = ["--root-certificates", str(home / setup.certificate)]
@@ -260,12 +314,16 @@ def work(path: Path, door: Path) -> None:
             return encode({"error": f"not understood: {error}", "traceback": ""})
         if request.get("ask") == "call":
             try:
-                spent = since(begun, hashlib.sha256(frame.header.encode(errors="replace")).hexdigest())
+                spent = since(
+                    begun, hashlib.sha256(frame.header.encode(errors="replace")).hexdigest()
+                )
                 seconds = setup.consent.within(setup.name, seconds, spent)
             except ConfigError as error:
                 return encode({"error": str(error), "traceback": ""})
         turn.begin()
-        with pulse.call(seconds):  # after that, the server has given up, or the site does not want to go on
+        with pulse.call(
+            seconds
+        ):  # after that, the server has given up, or the site does not want to go on
             reply = member.answer(request)
             answered = encode({**reply, **tells} if "hello" in reply else reply)
         begun.unlink(missing_ok=True)

@@ -96,7 +96,9 @@ class Decoder(nn.Module):
     def restored(cls, state: State, spec: Spec, parts: int = 0) -> Decoder:
         """The decoder that has this state, ready to draw, until another is restored; nothing is initialised."""
         shape = state["start.weight"].shape
-        decoder = _restored(("restored", shape, spec, parts), lambda: cls(shape[1], spec, parts), state)
+        decoder = _restored(
+            ("restored", shape, spec, parts), lambda: cls(shape[1], spec, parts), state
+        )
         if lanes.current() is None:
             decoder.body.to(memory_format=torch.channels_last)
         return decoder
@@ -147,7 +149,9 @@ class LatentGenerator(nn.Module):
     def __init__(self, classes: int, width: int, noise: int, hidden: int) -> None:
         super().__init__()
         self.classes, self.noise_width = classes, noise
-        self.start = nn.Sequential(nn.Linear(noise + classes, hidden), nn.BatchNorm1d(hidden), nn.ReLU())
+        self.start = nn.Sequential(
+            nn.Linear(noise + classes, hidden), nn.BatchNorm1d(hidden), nn.ReLU()
+        )
         self.end = nn.Linear(hidden, width)
 
     def noise(self, count: int, device: torch.device) -> Tensor:
@@ -155,7 +159,9 @@ class LatentGenerator(nn.Module):
         return torch.rand(count, self.noise_width, device=device)
 
     def forward(self, noise: Tensor, y: Tensor) -> Tensor:
-        drawn: Tensor = self.end(self.start(torch.cat([noise, F.one_hot(y, self.classes).to(noise)], 1)))
+        drawn: Tensor = self.end(
+            self.start(torch.cat([noise, F.one_hot(y, self.classes).to(noise)], 1))
+        )
         return drawn
 
     @classmethod
@@ -181,7 +187,11 @@ class MergeGenerator(nn.Module):
         doublings = min(4, max(1, math.ceil(math.log2(max(spec.height, spec.width) / 4))))
         widths = [512, 256, 128, 64][:doublings]
         for inputs, outputs in pairwise(widths):
-            layers += [nn.ConvTranspose2d(inputs, outputs, 4, 2, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+            layers += [
+                nn.ConvTranspose2d(inputs, outputs, 4, 2, 1, bias=False),
+                nn.BatchNorm2d(outputs),
+                nn.ReLU(),
+            ]
         layers += [nn.ConvTranspose2d(widths[-1], spec.channels, 4, 2, 1, bias=False), nn.Tanh()]
         self.body = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.apply(_as_dcgan)
@@ -189,7 +199,11 @@ class MergeGenerator(nn.Module):
     def merged(self, z: Tensor, y: Tensor) -> Tensor:
         """h = o(z, y): what the convolutions start from."""
         if self.names is None:
-            return z if self.merge == "none" else torch.cat([z, F.one_hot(y, self.spec.classes).to(z)], 1)
+            return (
+                z
+                if self.merge == "none"
+                else torch.cat([z, F.one_hot(y, self.spec.classes).to(z)], 1)
+            )
         name: Tensor = self.names(y)
         if self.merge == "mul":
             return z * name
@@ -199,7 +213,11 @@ class MergeGenerator(nn.Module):
         """The images that these merged inputs stand for."""
         x = h[:, :, None, None]
         for layer in self.body:
-            x = _transposed(layer, x) if isinstance(layer, nn.ConvTranspose2d) and not x.is_cuda else layer(x)
+            x = (
+                _transposed(layer, x)
+                if isinstance(layer, nn.ConvTranspose2d) and not x.is_cuda
+                else layer(x)
+            )
         return resized(x, self.spec)
 
     def forward(self, z: Tensor, y: Tensor) -> Tensor:

@@ -54,4 +54,6 @@ def projected(network: Classifier, width: int) -> Classifier:
         )
     before = network.feature_dim
     projection = nn.Sequential(nn.Linear(before, before), nn.ReLU(), nn.Linear(before, width))
-    return SplitClassifier(nn.Sequential(network.body, projection), nn.Linear(width, network.head.out_features))
+    return SplitClassifier(
+        nn.Sequential(network.body, projection), nn.Linear(width, network.head.out_features)
+    )

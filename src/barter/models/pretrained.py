@@ -34,18 +34,26 @@ def pretrained(place: str, weights: str, device: torch.device) -> nn.Module:
     Loading TorchScript runs what is in it: take it from people you trust. Weights are only numbers.
     """
     if not place:
-        raise ConfigError(f"generator='': this method needs an image generator that is trained already: {WANTED}")
+        raise ConfigError(
+            f"generator='': this method needs an image generator that is trained already: {WANTED}"
+        )
     if Path(place).is_file():
         try:
             generator: Any = torch.jit.load(place, map_location=device)  # type: ignore[no-untyped-call]
         except Exception as error:  # whatever a damaged file makes go wrong
-            raise ConfigError(f"generator={place!r} is not TorchScript ({in_short(error)}): {WANTED}") from error
+            raise ConfigError(
+                f"generator={place!r} is not TorchScript ({in_short(error)}): {WANTED}"
+            ) from error
     elif ":" in place:
         generator = made(f"generator={place!r}", imported(place, "the generator"))
     else:
         raise ConfigError(f"generator={place!r}: there is no such file. A generator is {WANTED}")
-    if not isinstance(generator, nn.Module) or not isinstance(getattr(generator, "latent_dim", None), int):
-        raise ConfigError(f"generator={place!r} is a {type(generator).__name__} without latent_dim. It is {WANTED}")
+    if not isinstance(generator, nn.Module) or not isinstance(
+        getattr(generator, "latent_dim", None), int
+    ):
+        raise ConfigError(
+            f"generator={place!r} is a {type(generator).__name__} without latent_dim. It is {WANTED}"
+        )
     if weights:
         _load(generator, weights)
     for parameter in generator.parameters():  # a script module has no requires_grad_
@@ -56,8 +64,14 @@ def pretrained(place: str, weights: str, device: torch.device) -> nn.Module:
 def _load(generator: nn.Module, weights: str) -> None:
     try:
         generator.load_state_dict(load_file(weights))
-    except (OSError, SafetensorError, RuntimeError) as error:  # the last: names or shapes that it does not have
-        raise ConfigError(f"weights={weights!r} are not those of this generator: {in_short(error)}") from error
+    except (
+        OSError,
+        SafetensorError,
+        RuntimeError,
+    ) as error:  # the last: names or shapes that it does not have
+        raise ConfigError(
+            f"weights={weights!r} are not those of this generator: {in_short(error)}"
+        ) from error
 
 
 def latent_dim(generator: nn.Module) -> int:
@@ -73,7 +87,9 @@ def latents(generator: nn.Module, count: int, device: torch.device) -> Tensor:
         return torch.randn(count, latent_dim(generator), device=device)
     drawn = made("the generator's latents", lambda: own(count))
     if not isinstance(drawn, Tensor) or drawn.shape != (count, latent_dim(generator)):
-        raise ConfigError(f"the generator's latents({count}) are {_kind(drawn)}. A generator is {WANTED}")
+        raise ConfigError(
+            f"the generator's latents({count}) are {_kind(drawn)}. A generator is {WANTED}"
+        )
     return drawn.to(device)
 
 
@@ -86,10 +102,16 @@ def drawn(generator: nn.Module, codes: Tensor, spec: Spec) -> Tensor:
     """The images of these latent vectors as bytes, in the size and with the channels of the clients' images."""
     some = [made("the generator", partial(generator, part)) for part in torch.split(codes, CHUNK)]
     wrong = next((part for part in some if not isinstance(part, Tensor) or part.ndim != 4), None)
-    images = torch.empty(0) if wrong is not None else made("the generator", lambda: torch.cat(some).float())
+    images = (
+        torch.empty(0)
+        if wrong is not None
+        else made("the generator", lambda: torch.cat(some).float())
+    )
     if wrong is not None or len(images) != len(codes):
         shown = _kind(images if wrong is None else wrong)
-        raise ConfigError(f"the generator made {shown} of {tuple(codes.shape)}. A generator is {WANTED}")
+        raise ConfigError(
+            f"the generator made {shown} of {tuple(codes.shape)}. A generator is {WANTED}"
+        )
     if images.shape[1] != spec.channels:
         images = images.mean(1, keepdim=True).expand(-1, spec.channels, -1, -1)
     if images.shape[-2:] != spec.shape[1:]:

@@ -8,10 +8,21 @@ from torch import Tensor, nn
 from barter.core.images import Spec
 from barter.core.model import Classifier, SplitClassifier
 
-__all__ = ["cnn", "convnet", "fedfree_cnn", "small_cnn", "small_mlp", "small_resnet", "small_separable", "small_vgg"]
+__all__ = [
+    "cnn",
+    "convnet",
+    "fedfree_cnn",
+    "small_cnn",
+    "small_mlp",
+    "small_resnet",
+    "small_separable",
+    "small_vgg",
+]
 
 
-def _conv(inputs: int, outputs: int, *, stride: int = 1, groups: int = 1, kernel: int = 3) -> nn.Sequential:
+def _conv(
+    inputs: int, outputs: int, *, stride: int = 1, groups: int = 1, kernel: int = 3
+) -> nn.Sequential:
     convolution = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False)
     return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
 
@@ -39,7 +50,13 @@ def small_cnn(spec: Spec) -> Classifier:
 
 def small_vgg(spec: Spec) -> Classifier:
     """Four convolutions in two stages, 384 features."""
-    stages = [_conv(spec.channels, 16), _conv(16, 16), nn.MaxPool2d(2), _conv(16, 24), _conv(24, 24)]
+    stages = [
+        _conv(spec.channels, 16),
+        _conv(16, 16),
+        nn.MaxPool2d(2),
+        _conv(16, 24),
+        _conv(24, 24),
+    ]
     return _measured(_body(*stages, _grid()), spec)
 
 
@@ -47,7 +64,9 @@ class _Residual(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         self.first = _conv(inputs, outputs, stride=stride)
-        self.second = nn.Sequential(nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs))
+        self.second = nn.Sequential(
+            nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs)
+        )
         self.shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,14 +75,19 @@ class _Residual(nn.Module):
 
 def small_resnet(spec: Spec) -> Classifier:
     """Two residual blocks, 512 features."""
-    return _measured(_body(_conv(spec.channels, 16), _Residual(16, 16, 1), _Residual(16, 32, 2), _grid()), spec)
+    return _measured(
+        _body(_conv(spec.channels, 16), _Residual(16, 16, 1), _Residual(16, 32, 2), _grid()), spec
+    )
 
 
 def small_separable(spec: Spec) -> Classifier:
     """Depthwise separable convolutions as in MobileNet, 640 features."""
     layers = [_conv(spec.channels, 24)]
     for inputs, outputs, stride in ((24, 32, 1), (32, 40, 2)):
-        layers += [_conv(inputs, inputs, stride=stride, groups=inputs), _conv(inputs, outputs, kernel=1)]
+        layers += [
+            _conv(inputs, inputs, stride=stride, groups=inputs),
+            _conv(inputs, outputs, kernel=1),
+        ]
     return _measured(_body(*layers, _grid()), spec)
 
 
@@ -99,12 +123,19 @@ def _flat_width(spec: Spec) -> int:
 
 def cnn(spec: Spec) -> Classifier:
     """The CNN of FedAvg as HtFLlib has it: two 5x5 convolutions, 512 features."""
-    body = _body(*_two_convolutions(spec)).extend([nn.Linear(_flat_width(spec), 512), nn.ReLU(inplace=True)])
+    body = _body(*_two_convolutions(spec)).extend(
+        [nn.Linear(_flat_width(spec), 512), nn.ReLU(inplace=True)]
+    )
     return _measured(body, spec)
 
 
 def fedfree_cnn(spec: Spec) -> Classifier:
     """The CNN of FedFree, two convolutions and three linear layers: 3,233,930 parameters at 3x32x32, 10 classes."""
     width = _flat_width(spec)
-    hidden = [nn.Linear(width, 1600), nn.ReLU(inplace=True), nn.Linear(1600, 384), nn.ReLU(inplace=True)]
+    hidden = [
+        nn.Linear(width, 1600),
+        nn.ReLU(inplace=True),
+        nn.Linear(1600, 384),
+        nn.ReLU(inplace=True),
+    ]
     return _measured(_body(*_two_convolutions(spec)).extend(hidden), spec)

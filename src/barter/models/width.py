@@ -68,7 +68,9 @@ def _cut(layer: nn.Conv2d | nn.Linear, inputs: int, outputs: int) -> None:
         weight = layer.weight[:outputs, :inputs]
     else:
         if layer.groups not in (1, layer.in_channels):
-            raise ConfigError(f"a convolution of {layer.groups} groups cannot be cut by width; use another network")
+            raise ConfigError(
+                f"a convolution of {layer.groups} groups cannot be cut by width; use another network"
+            )
         layer.groups = 1 if layer.groups == 1 else inputs
         layer.in_channels, layer.out_channels = inputs, outputs
         weight = layer.weight[:outputs, : inputs // layer.groups]

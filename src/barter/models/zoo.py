@@ -21,7 +21,9 @@ from barter.models.families import FAMILIES
 
 __all__ = ["ZOO", "Own", "build", "listed", "members"]
 
-Own: TypeAlias = nn.Module | Callable[[Spec], nn.Module]  # a network with the weights that it has, or how to make one
+Own: TypeAlias = (
+    nn.Module | Callable[[Spec], nn.Module]
+)  # a network with the weights that it has, or how to make one
 
 
 def _torchvision(make: Callable[..., nn.Module], spec: Spec) -> Classifier:
@@ -33,7 +35,9 @@ def _torchvision(make: Callable[..., nn.Module], spec: Spec) -> Classifier:
 
 def _replace_first_convolution(module: nn.Module, channels: int) -> None:
     """The same first convolution for another number of input channels."""
-    at, old = next((at, layer) for at, layer in module.named_modules() if isinstance(layer, nn.Conv2d))
+    at, old = next(
+        (at, layer) for at, layer in module.named_modules() if isinstance(layer, nn.Conv2d)
+    )
     new = nn.Conv2d(
         channels,
         old.out_channels,
@@ -69,7 +73,9 @@ def _vit_tiny(spec: Spec) -> Classifier:
     """ViT-Tiny: 12 layers, 3 heads, width 192, over 8 x 8 patches (16 x 16 from 224 pixels on)."""
     side, patches = spec.height, 14 if spec.height >= 224 else 8
     if spec.width != side or side % patches:
-        raise ConfigError(f"vit-tiny wants square images whose side is a multiple of {patches}, not {_size(spec)}")
+        raise ConfigError(
+            f"vit-tiny wants square images whose side is a multiple of {patches}, not {_size(spec)}"
+        )
     module = tv.VisionTransformer(side, side // patches, 12, 3, 192, 768, num_classes=spec.classes)
     if spec.channels != 3:
         module.conv_proj = nn.Conv2d(spec.channels, 192, side // patches, side // patches)
@@ -109,10 +115,14 @@ ZOO: dict[str, Callable[[Spec], Classifier]] = {
 
 def members(name: str, clients: int) -> list[str]:
     """The architecture of each client: of a family, of a model, or of several with commas between them."""
-    family = [member for part in name.split(",") for member in FAMILIES.get(part.strip(), (part.strip(),))]
+    family = [
+        member for part in name.split(",") for member in FAMILIES.get(part.strip(), (part.strip(),))
+    ]
     for part in family:
         if part not in ZOO and ":" not in part:
-            raise ConfigError(f"unknown family or model {part!r}: {did_you_mean(part, [*FAMILIES, *ZOO])}")
+            raise ConfigError(
+                f"unknown family or model {part!r}: {did_you_mean(part, [*FAMILIES, *ZOO])}"
+            )
     return [family[i % len(family)] for i in range(clients)]
 
 
@@ -127,15 +137,25 @@ def build(name: str, spec: Spec, own: Own | None = None) -> Classifier:
         _try_out(model, spec)
     except (RuntimeError, ValueError) as error:
         small = min(spec.shape[1:]) < 64
-        hint = "too small for it; set data.size to enlarge them" if small else "set another data.size"
-        raise ConfigError(f"{name} cannot take images of {_size(spec)}: {hint} ({error})") from error
+        hint = (
+            "too small for it; set data.size to enlarge them" if small else "set another data.size"
+        )
+        raise ConfigError(
+            f"{name} cannot take images of {_size(spec)}: {hint} ({error})"
+        ) from error
     return model
 
 
 def _split(name: str, own: Own, spec: Spec) -> Classifier:
-    network = own if isinstance(own, nn.Module) else made(f"{name}, called with the task's spec,", partial(own, spec))
+    network = (
+        own
+        if isinstance(own, nn.Module)
+        else made(f"{name}, called with the task's spec,", partial(own, spec))
+    )
     if not isinstance(network, nn.Module):
-        raise ConfigError(f"{name} made a {type(network).__name__} of the task's spec, not a module")
+        raise ConfigError(
+            f"{name} made a {type(network).__name__} of the task's spec, not a module"
+        )
     classifier = split(network)
     made(name, lambda: verify_split(network, classifier, spec.shape, spec.classes))
     return classifier
@@ -163,7 +183,9 @@ def listed(models: Own | Sequence[str | Own]) -> list[tuple[str, Own | None]]:
             kind = type(model) if isinstance(model, nn.Module) else model
             place = f"{kind.__module__}:{getattr(kind, '__qualname__', '')}"
             found = kind is model and kind.__module__ != "__main__" and _at(place) is model
-            listed.append((place, None) if found else (f"{getattr(kind, '__name__', 'model')}-{i}", model))
+            listed.append(
+                (place, None) if found else (f"{getattr(kind, '__name__', 'model')}-{i}", model)
+            )
         else:
             raise ConfigError(f"models: {model!r} is no name, no module and no factory of one")
     if not listed:

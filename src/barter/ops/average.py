@@ -27,10 +27,18 @@ def average(states: Replies[State], *, alike: bool = False, by: Average = "mean"
     if by == "mean":
         counts = dict.fromkeys(states, 1) if alike else states.num_examples
         weights = {k: counts[k] / sum(counts.values()) for k in states}
-        means = {at: torch.as_tensor(sum(weights[k] * w[at].double() for k, w in states.items())) for at in names}
+        means = {
+            at: torch.as_tensor(sum(weights[k] * w[at].double() for k, w in states.items()))
+            for at in names
+        }
     else:
-        means = {at: ROBUST[by](torch.stack([w[at].double() for w in states.values()])) for at in names}
-    return {at: (x if names[at].is_floating_point() else x.round()).to(names[at].dtype) for at, x in means.items()}
+        means = {
+            at: ROBUST[by](torch.stack([w[at].double() for w in states.values()])) for at in names
+        }
+    return {
+        at: (x if names[at].is_floating_point() else x.round()).to(names[at].dtype)
+        for at, x in means.items()
+    }
 
 
 def median(rows: Tensor) -> Tensor:

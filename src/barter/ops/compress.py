@@ -13,7 +13,9 @@ from barter.core.payload import State
 
 __all__ = ["Compressed", "compressed", "rank", "restored"]
 
-Compressed: TypeAlias = list[list[Tensor]]  # in the order of a network's tensors: each itself, or two factors of it
+Compressed: TypeAlias = list[
+    list[Tensor]
+]  # in the order of a network's tensors: each itself, or two factors of it
 
 
 def rank(singular: Tensor, energy: float) -> int:
@@ -33,14 +35,20 @@ def _factors(tensor: Tensor, energy: float) -> list[Tensor]:
     matrix = tensor.flatten(1)
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
     kept = rank(s, energy)
-    return [u[:, :kept] * s[:kept], v[:kept]] if kept * sum(matrix.shape) < matrix.numel() else [tensor]
+    return (
+        [u[:, :kept] * s[:kept], v[:kept]]
+        if kept * sum(matrix.shape) < matrix.numel()
+        else [tensor]
+    )
 
 
 def restored(parts: Compressed, like: Mapping[str, Tensor]) -> State:
     """The update again, for tensors such as these."""
     if len(parts) != len(like):
         raise PayloadError(f"a compressed update has {len(parts)} tensors, the network {len(like)}")
-    return {name: _whole(part, old, name) for (name, old), part in zip(like.items(), parts, strict=True)}
+    return {
+        name: _whole(part, old, name) for (name, old), part in zip(like.items(), parts, strict=True)
+    }
 
 
 def _whole(part: list[Tensor], old: Tensor, name: str) -> Tensor:
@@ -51,7 +59,12 @@ def _whole(part: list[Tensor], old: Tensor, name: str) -> Tensor:
         if len(part) == 2 and old.ndim > 1:
             rows, columns = old.flatten(1).shape
             kept = part[0].shape[-1] if part[0].ndim else 0
-            if kept <= min(rows, columns) and (part[0].shape, part[1].shape) == ((rows, kept), (kept, columns)):
+            if kept <= min(rows, columns) and (part[0].shape, part[1].shape) == (
+                (rows, kept),
+                (kept, columns),
+            ):
                 return (part[0] @ part[1]).view(old.shape)
     found = ", ".join(f"{tuple(tensor.shape)} of {tensor.dtype}" for tensor in part)
-    raise PayloadError(f"a compressed update is of another network: {name} is {found}, its {tuple(old.shape)}")
+    raise PayloadError(
+        f"a compressed update is of another network: {name} is {found}, its {tuple(old.shape)}"
+    )

@@ -64,12 +64,16 @@ def portions(data: Images, ipc: int, least: int) -> dict[int, int]:
 
 def labels_of(sizes: Mapping[int, int], device: torch.device) -> Tensor:
     """The label of each image, class by class."""
-    return torch.tensor([c for c, n in sizes.items() for _ in range(n)], dtype=torch.long, device=device)
+    return torch.tensor(
+        [c for c, n in sizes.items() for _ in range(n)], dtype=torch.long, device=device
+    )
 
 
 def lot(data: Images, sizes: Mapping[int, int], images: Tensor | None) -> Lot:
     """What a client gives away of its condensed images."""
-    classes, amounts = (torch.tensor(list(x), dtype=torch.long, device=data.device) for x in (sizes, sizes.values()))
+    classes, amounts = (
+        torch.tensor(list(x), dtype=torch.long, device=data.device) for x in (sizes, sizes.values())
+    )
     if images is None:
         images = torch.zeros(0, *data.spec.shape, device=data.device)
     return {"classes": classes, "sizes": amounts, "images": quantised(images, data.spec)}
@@ -77,7 +81,9 @@ def lot(data: Images, sizes: Mapping[int, int], images: Tensor | None) -> Lot:
 
 def gathered(lots: Iterable[Lot]) -> tuple[Tensor, Tensor]:
     """All condensed images of all clients, and their labels."""
-    images, labels = zip(*((x["images"], x["classes"].repeat_interleave(x["sizes"])) for x in lots), strict=True)
+    images, labels = zip(
+        *((x["images"], x["classes"].repeat_interleave(x["sizes"])) for x in lots), strict=True
+    )
     return torch.cat(images), torch.cat(labels)
 
 
@@ -141,7 +147,11 @@ class Collaboration:
 def ends(names: Sequence[str], told: Sequence[Tensor]) -> dict[str, float]:
     """The terms of a loss at the first and at the last step of a training, as the round's record has them."""
     rows = {"start": told[0].tolist(), "end": told[-1].tolist()}
-    return {f"{name}_{when}": value for when, row in rows.items() for name, value in zip(names, row, strict=False)}
+    return {
+        f"{name}_{when}": value
+        for when, row in rows.items()
+        for name, value in zip(names, row, strict=False)
+    }
 
 
 def matching_loss(
@@ -169,7 +179,10 @@ def matching_loss(
     features = backbone.features(canvas.images)
     matching = (synthetic @ features.float() - target).square().sum()
     if match_logits:
-        matching = matching + (synthetic @ backbone.logits(features).float() - target_logits).square().sum()
+        matching = (
+            matching
+            + (synthetic @ backbone.logits(features).float() - target_logits).square().sum()
+        )
     if not weight:
         return matching, matching
     u = synthetic @ model(canvas.images).float()
@@ -214,7 +227,9 @@ def condense(
     for step in client.track(range(steps)):
         backbone.load_state_dict(client.model.state_dict())
         sampled(backbone)
-        index = torch.cat([at[torch.randperm(len(at), device=at.device)[:batch_size]] for at in members])
+        index = torch.cat(
+            [at[torch.randperm(len(at), device=at.device)[:batch_size]] for at in members]
+        )
         _, *terms = trainer.step(loss, data.pixels[index], *fixed)
         canvas.images.data.clamp_(black, white)
         if step in (0, steps - 1):

@@ -46,11 +46,18 @@ def unify(
     for k in z.keys() & start.keys():
         z[k].load_state_dict(start[k])
     head = lanes.keep("global head", nn.Linear(width, server.spec.classes).to(server.device))
-    trainer, wholes = Trainer.of([*z.values(), head], recipe), {k: e[:, 0] for k, e in embeddings.items()}
+    trainer, wholes = (
+        Trainer.of([*z.values(), head], recipe),
+        {k: e[:, 0] for k, e in embeddings.items()},
+    )
     for _ in server.track("unify", range(epochs)):
         for k, z_k in z.items():
             trainer.step(partial(docking_loss, head, z_k), wholes[k], labels[k])
     states = isolate({k: dict(layer.requires_grad_(False).state_dict()) for k, layer in z.items()})
     if floor:
-        whiten(z.values(), torch.cat([layer(embeddings[k]).flatten(0, 1) for k, layer in z.items()]), floor)
+        whiten(
+            z.values(),
+            torch.cat([layer(embeddings[k]).flatten(0, 1) for k, layer in z.items()]),
+            floor,
+        )
     return z, {k: layer(embeddings[k]) for k, layer in z.items()}, states

@@ -91,7 +91,9 @@ def logit_loss(logits: Tensor, target: Tensor) -> Tensor:
     return kl(target, logits)
 
 
-def _on_images(model: Classifier, spec: Spec, loss: Callable[..., Tensor], pixels: Tensor, *targets: Tensor) -> Tensor:
+def _on_images(
+    model: Classifier, spec: Spec, loss: Callable[..., Tensor], pixels: Tensor, *targets: Tensor
+) -> Tensor:
     return loss(model(prepared(pixels, spec, Augment())).float(), *targets)
 
 

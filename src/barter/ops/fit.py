@@ -63,7 +63,9 @@ def index_batches(n: int, size: int, device: torch.device) -> Iterator[Tensor]:
 
 def batches(rows: Sequence[Sequence[Tensor]], size: int) -> Iterator[list[Tensor]]:
     """Shuffled batches, for ever, of these rows of equally long tensors, one below the other."""
-    tensors = [column[0] if len(column) == 1 else torch.cat(column) for column in zip(*rows, strict=True)]
+    tensors = [
+        column[0] if len(column) == 1 else torch.cat(column) for column in zip(*rows, strict=True)
+    ]
     del rows  # or everything would be held twice
     for index in index_batches(len(tensors[0]), size, tensors[0].device):
         yield [tensor[index] for tensor in tensors]
@@ -136,8 +138,12 @@ def fit(
     per_epoch = steps or epoch_length(len(data), batch_size)
     if isinstance(data, Sealed):
         if seen is not None or by_class is not None:
-            raise ConfigError("privacy.training: which classes a client has is not told in private training")
-        fit_privately(client, data, trainer, loss, epochs=epochs, per_epoch=per_epoch, batch_size=batch_size)
+            raise ConfigError(
+                "privacy.training: which classes a client has is not told in private training"
+            )
+        fit_privately(
+            client, data, trainer, loss, epochs=epochs, per_epoch=per_epoch, batch_size=batch_size
+        )
         return Fitted(epochs, float("nan"), float("nan"))
     adjusting = () if by_class is None else (by_class,)
     fitted = Fitted(0, float("nan"), 0.0)
@@ -163,7 +169,11 @@ def fit(
 
 def anchored(client: Client, places: Mapping[str, Tensor], strength: float) -> Anchor:
     """An anchor for the client's network, by the names of its weights."""
-    trained = [places[name] for name, parameter in client.model.named_parameters() if parameter.requires_grad]
+    trained = [
+        places[name]
+        for name, parameter in client.model.named_parameters()
+        if parameter.requires_grad
+    ]
     return lanes.keep(("anchor", client.architecture), Anchor(trained, strength))
 
 
@@ -184,12 +194,19 @@ def fit_by(
     data = client.data
     index = index_batches(len(data), batch_size, data.device)
     given = beside if isinstance(beside, Iterator) else repeat(beside)
-    batches = ([data.pixels[chosen], data.labels[chosen], *more] for chosen, more in zip(index, given, strict=False))
+    batches = (
+        [data.pixels[chosen], data.labels[chosen], *more]
+        for chosen, more in zip(index, given, strict=False)
+    )
     alternate(client, [(loss, batches)], epochs * epoch_length(len(data), batch_size), recipe, also)
 
 
 def alternate(
-    client: Client, courses: Sequence[Course], steps: int, recipe: Recipe, also: Sequence[nn.Module] = ()
+    client: Client,
+    courses: Sequence[Course],
+    steps: int,
+    recipe: Recipe,
+    also: Sequence[nn.Module] = (),
 ) -> None:
     """Train the client's model, and what else is to learn, on several things at once: in every step on a batch of each,
     by its loss."""
@@ -223,8 +240,12 @@ def joint(model: Classifier, subjects: Sequence[Subject], size: int) -> Course:
     """
     sources = [subject.batches(size // len(subjects)) for subject in subjects]
     counts = tuple(len(subject.rows) + len(subject.beside) for subject in subjects)
-    loss = partial(joint_loss, model, tuple((subject.show, subject.judge) for subject in subjects), counts)
-    return loss, ([tensor for batch in parts for tensor in batch] for parts in zip(*sources, strict=True))
+    loss = partial(
+        joint_loss, model, tuple((subject.show, subject.judge) for subject in subjects), counts
+    )
+    return loss, (
+        [tensor for batch in parts for tensor in batch] for parts in zip(*sources, strict=True)
+    )
 
 
 def joint_loss(

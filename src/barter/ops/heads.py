@@ -13,7 +13,9 @@ from barter.core.payload import State
 
 __all__ = ["Head", "felt", "head_state", "linear_head", "put_on"]
 
-Head: TypeAlias = Annotated[State, Entries({"weight": ("classes", "features"), "bias": ("classes",)})]
+Head: TypeAlias = Annotated[
+    State, Entries({"weight": ("classes", "features"), "bias": ("classes",)})
+]
 
 
 def linear_head(model: Classifier) -> nn.Linear:

@@ -21,7 +21,16 @@ from barter.ops.distill import kl
 from barter.ops.fit import Trainer, batches, epoch_length
 from barter.ops.views import in_turn, of_view, parts_of, seen
 
-__all__ = ["Discrepancy", "Schedule", "Terms", "Viewer", "discrepancy", "drawn_loss", "fit_decoder", "inversion_loss"]
+__all__ = [
+    "Discrepancy",
+    "Schedule",
+    "Terms",
+    "Viewer",
+    "discrepancy",
+    "drawn_loss",
+    "fit_decoder",
+    "inversion_loss",
+]
 
 Discrepancy: TypeAlias = Literal["none", "kl", "mae", "mse"]
 
@@ -83,7 +92,9 @@ def fit_decoder(
         for group in groups:
             shift = 0 if terms.differ == "none" else int(torch.randint(1, len(ids), ()))
             others = tuple(viewers[ids[(ids.index(k) + shift) % len(ids)]].model for k in group)
-            loss = partial(drawn_loss, decoder, server.spec, tuple(viewers[k] for k in group), others, terms)
+            loss = partial(
+                drawn_loss, decoder, server.spec, tuple(viewers[k] for k in group), others, terms
+            )
             _, bare = trainer.step(loss, *(part for k in group for part in next(source[k])))
             total += bare if step >= len(passes) - longest else 0
         trainer.anneal((step + 1) / len(passes))
@@ -102,7 +113,9 @@ def drawn_loss(
     parts = parts_of(batch[0].shape[1])
     drawn = torch.split(decoder(torch.cat(batch[::2])), [len(code) for code in batch[::2]])
     views = [in_turn(len(x), parts, x.device) for x in drawn]
-    images = lanes.abreast([partial(seen, x, view, parts, spec) for x, view in zip(drawn, views, strict=True)])
+    images = lanes.abreast(
+        [partial(seen, x, view, parts, spec) for x, view in zip(drawn, views, strict=True)]
+    )
     codes, embeddings = (list(map(of_view, every, views)) for every in (batch[::2], batch[1::2]))
     return inversion_loss(viewers, others, images, codes, embeddings, terms)
 
@@ -126,7 +139,9 @@ def inversion_loss(
     """The mean square between each image's code and what its viewer makes of it, with the terms asked for; and bare."""
     total = sum(map(len, codes))
 
-    def judged(viewer: Viewer, other: Classifier, x: Tensor, code: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
+    def judged(
+        viewer: Viewer, other: Classifier, x: Tensor, code: Tensor, e: Tensor
+    ) -> tuple[Tensor, Tensor]:
         model, features = viewer.model, viewer.model.features(x)
         loss = bare = F.mse_loss(viewer.translate(features), code)
         if terms.logits:
@@ -136,7 +151,10 @@ def inversion_loss(
         share = len(code) / total
         return loss * share, bare.detach() * share
 
-    jobs = [partial(judged, *of_one) for of_one in zip(viewers, others, images, codes, embeddings, strict=True)]
+    jobs = [
+        partial(judged, *of_one)
+        for of_one in zip(viewers, others, images, codes, embeddings, strict=True)
+    ]
     shared = terms.differ != "none"  # networks look at others' images, too
     losses, bare = zip(*([job() for job in jobs] if shared else lanes.abreast(jobs)), strict=True)
     return torch.stack(losses).sum(), torch.stack(bare).sum()

@@ -18,7 +18,9 @@ def companion(client: Client, name: str, weights: State) -> Classifier:
     """A client's copy of the shared network, with these weights."""
 
     def new() -> Classifier:
-        with seeds.scope(0, "companion"):  # what it draws is overwritten, and not taken from the client's stream
+        with seeds.scope(
+            0, "companion"
+        ):  # what it draws is overwritten, and not taken from the client's stream
             network = zoo.build(name, client.data.spec)
         return network.to(client.device, memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 

@@ -34,7 +34,11 @@ def fit_privately(
 ) -> None:
     """Train the client's model for so many epochs of steps; a batch has so many images on average."""
     data, how, model = sealed.opened(), sealed.training, client.model.train()
-    mixing = [type(part).__name__ for part in model.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    mixing = [
+        type(part).__name__
+        for part in model.modules()
+        if isinstance(part, nn.modules.batchnorm._BatchNorm)
+    ]
     if mixing:
         raise ConfigError(f"privacy.training: {mixing[0]} mixes images; use a network without it")
     rate = min(1.0, batch_size / len(data))
@@ -46,9 +50,13 @@ def fit_privately(
             chosen = (how.uniform(len(data)) < rate).nonzero()[:, 0].to(data.device)
             total = clipped_sum(model, trained, loss, data, chosen, how.clip)
             noise = (deviation * how.normal(sum(sizes))).to(data.device, torch.float32)
-            for parameter, slope, own in zip(trained.values(), total, torch.split(noise, sizes), strict=True):
+            for parameter, slope, own in zip(
+                trained.values(), total, torch.split(noise, sizes), strict=True
+            ):
                 told = (slope + own.view_as(parameter)) / (rate * len(data))
-                parameter.grad = torch.empty_like(parameter).copy_(told)  # in the parameter's own memory format
+                parameter.grad = torch.empty_like(parameter).copy_(
+                    told
+                )  # in the parameter's own memory format
             trainer.descend()
             lanes.breathe()
         trainer.anneal(epoch / epochs)
@@ -74,7 +82,10 @@ def clipped_sum(
     values = {name: parameter.detach() for name, parameter in trained.items()}
     for part in torch.split(chosen, CHUNK) if len(chosen) else ():
         images = prepared(data.pixels[part], data.spec, data.augment)
-        each = [g.flatten(1).nan_to_num(0.0, 0.0, 0.0) for g in slopes(values, images, data.labels[part]).values()]
+        each = [
+            g.flatten(1).nan_to_num(0.0, 0.0, 0.0)
+            for g in slopes(values, images, data.labels[part]).values()
+        ]
         lengths = torch.stack([g.square().sum(1) for g in each]).sum(0).sqrt()
         scale = clip / lengths.clamp(min=clip)
         for held, g in zip(total, each, strict=True):

@@ -70,13 +70,19 @@ def prototypes_of(model: Classifier, data: Images) -> ByClass:
 def renewed(old: Sequence[ByClass], new: ByClass) -> ByClass:
     """The new vectors, and the old ones of classes that have no new one; of one table or none."""
     stay = [~torch.isin(table["classes"], new["classes"]) for table in old]
-    classes = torch.cat([new["classes"], *(table["classes"][kept] for table, kept in zip(old, stay, strict=True))])
-    vectors = torch.cat([new["vectors"], *(table["vectors"][kept] for table, kept in zip(old, stay, strict=True))])
+    classes = torch.cat(
+        [new["classes"], *(table["classes"][kept] for table, kept in zip(old, stay, strict=True))]
+    )
+    vectors = torch.cat(
+        [new["vectors"], *(table["vectors"][kept] for table, kept in zip(old, stay, strict=True))]
+    )
     order = classes.argsort()
     return {"classes": classes[order], "vectors": vectors[order]}
 
 
-def lookup(table: Sequence[ByClass], classes: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def lookup(
+    table: Sequence[ByClass], classes: int, width: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """A row for each of all classes, and whether there is one: 1, or 0 where the row is zero; of one table or none."""
     rows, known = torch.zeros(classes, width, device=device), torch.zeros(classes, device=device)
     for found in table:

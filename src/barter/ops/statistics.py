@@ -19,7 +19,11 @@ __all__ = ["compared", "norm_names", "renew", "whiten", "whitening"]
 
 
 def _norms(model: nn.Module) -> list[_BatchNorm]:
-    return [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.track_running_stats]
+    return [
+        layer
+        for layer in model.modules()
+        if isinstance(layer, _BatchNorm) and layer.track_running_stats
+    ]
 
 
 def norm_names(model: nn.Module) -> set[str]:
@@ -63,7 +67,9 @@ def compared(model: nn.Module, weights: Tensor | None = None) -> Iterator[list[T
     def compare(layer: Any, inputs: tuple[Tensor, ...]) -> None:
         x = inputs[0].float()
         x = x.reshape(*x.shape[:2], -1)
-        counts = (torch.ones_like(x[:, 0, 0]) if weights is None else weights)[:, None, None].expand_as(x)
+        counts = (torch.ones_like(x[:, 0, 0]) if weights is None else weights)[
+            :, None, None
+        ].expand_as(x)
         total = counts.sum((0, 2)).clamp_min(1e-8)
         mean = (counts * x).sum((0, 2)) / total
         var = (counts * (x - mean[:, None]).square()).sum((0, 2)) / total
@@ -83,8 +89,11 @@ def whitening(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     A direction that varies less than `floor` times the average is amplified less, for it is mostly noise.
     """
     mean, rows = x.double().mean(0), x.double()
-    values, vectors = torch.linalg.eigh(torch.cov(rows.T, correction=0).reshape(x.shape[1], x.shape[1]))
-    scale = (values.clamp_min(0) + floor * values.mean()).clamp_min(1e-12).rsqrt()  # rows may all be equal
+    values, vectors = torch.linalg.eigh(
+        torch.cov(rows.T, correction=0).reshape(x.shape[1], x.shape[1])
+    )
+    # rows may all be equal
+    scale = (values.clamp_min(0) + floor * values.mean()).clamp_min(1e-12).rsqrt()
     return mean.to(x), ((vectors * scale) @ vectors.T).to(x)
 
 

@@ -34,7 +34,9 @@ __all__ = [
 OTHERWISE = "use a plain or residual network, such as small-cnn or resnet18"
 
 Extraction: TypeAlias = Literal["static", "random", "rolling"]
-Places: TypeAlias = dict[str, tuple[Tensor, ...]]  # for every tensor, the indices that are kept along each axis
+Places: TypeAlias = dict[
+    str, tuple[Tensor, ...]
+]  # for every tensor, the indices that are kept along each axis
 
 
 def budget(client: int, clients: int, rho: int, sigma: int) -> float:
@@ -50,7 +52,9 @@ def channels(width: int, part: int, rule: Extraction, t: int) -> Tensor:
     return every[:part] if rule == "static" else every.roll((t - 1) % width)[:part]
 
 
-def places(full: Mapping[str, Tensor], part: Mapping[str, Tensor], rule: Extraction, t: int) -> Places:
+def places(
+    full: Mapping[str, Tensor], part: Mapping[str, Tensor], rule: Extraction, t: int
+) -> Places:
     """Where each entry of a narrower network's state stands in that of the full one.
 
     Tensors come layer by layer, outputs along their first axis. What enters a linear layer may be channels times
@@ -72,8 +76,14 @@ def places(full: Mapping[str, Tensor], part: Mapping[str, Tensor], rule: Extract
         along = [pick(*size) for size in sizes[:1]]
         for width, left in sizes[1:]:
             positions = width // before[0]
-            if width != left and tensor.ndim == 2 and (width, left) == (positions * before[0], positions * before[1]):
-                along.append((pick(*before)[:, None] * positions + torch.arange(positions)).flatten())
+            if (
+                width != left
+                and tensor.ndim == 2
+                and (width, left) == (positions * before[0], positions * before[1])
+            ):
+                along.append(
+                    (pick(*before)[:, None] * positions + torch.arange(positions)).flatten()
+                )
             else:
                 along.append(pick(width, left))
         found[name] = tuple(along)
@@ -91,7 +101,9 @@ def _grid(along: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]
 
 def extracted(full: Mapping[str, Tensor], where: Places) -> State:
     """The entries of a state at these places, by themselves."""
-    return {name: full[name][_grid(along, full[name].device)].clone() for name, along in where.items()}
+    return {
+        name: full[name][_grid(along, full[name].device)].clone() for name, along in where.items()
+    }
 
 
 def combined(
@@ -147,7 +159,9 @@ def verify(full: Classifier, part: Classifier, spec: Spec) -> None:
         except (RuntimeError, ValueError, IndexError) as error:
             raise ConfigError(f"{name} cannot be cut by width ({error}); {OTHERWISE}") from error
     if not (one - other).abs().max() <= 1e-6 * other.abs().max():
-        raise ConfigError(f"{name} cannot be cut by width: its parts mix up the channels; {OTHERWISE}")
+        raise ConfigError(
+            f"{name} cannot be cut by width: its parts mix up the channels; {OTHERWISE}"
+        )
 
 
 def _redrawn(tensor: Tensor) -> Tensor:

@@ -88,7 +88,9 @@ class Ensemble(nn.Module):
                 said = known[:, None] * model(x).float()
             return said, known.mean() * sum(distances)
 
-        jobs = [partial(asked, model, known) for model, known in zip(self.models, weights, strict=True)]
+        jobs = [
+            partial(asked, model, known) for model, known in zip(self.models, weights, strict=True)
+        ]
         opinions, strangeness = zip(*lanes.abreast(jobs), strict=True)
         return torch.stack(opinions).sum(0), torch.stack(strangeness).sum()
 
@@ -161,7 +163,9 @@ def fidelity(ensemble: Tensor, y: Tensor) -> Tensor:
 
 def fidelity_by_label(said: Tensor, y: Tensor, weights: Tensor) -> Tensor:
     """Each client by itself should see it, as far as it knows the label (clients, images)."""
-    wrong = F.cross_entropy(said.flatten(0, 1), y.repeat(len(said)), reduction="none").view_as(weights)
+    wrong = F.cross_entropy(said.flatten(0, 1), y.repeat(len(said)), reduction="none").view_as(
+        weights
+    )
     return (weights * wrong).sum(0).mean()
 
 
@@ -202,7 +206,9 @@ def canvases(count: int, known: Tensor) -> Tensor:
     """Images that show nothing, with frequencies like these: their variety is given, no generator can lose it."""
     high, wide = (waves(size, size, known.device) for size in known.shape[-2:])
     mean, deviation = known
-    drawn: Tensor = high @ (mean + deviation * torch.randn(count, *mean.shape, device=known.device)) @ wide.T
+    drawn: Tensor = (
+        high @ (mean + deviation * torch.randn(count, *mean.shape, device=known.device)) @ wide.T
+    )
     return drawn
 
 
@@ -247,12 +253,15 @@ def variety(x: Tensor, y: Tensor) -> dict[str, float]:
     within = (rows - means).square().mean(1).sum() / max(1, len(rows) - len(classes))
     between = (means - rows.mean(0)).square().mean()
     looks = {"variety": float(within.sqrt()), "contrast": float(between.sqrt())}
-    return {**looks, "shown_classes": float(len(classes)), "shown_fewest": float(torch.bincount(place).min())}
+    return {
+        **looks,
+        "shown_classes": float(len(classes)),
+        "shown_fewest": float(torch.bincount(place).min()),
+    }
 
 
-USUAL = (
-    0.5  # the variety of images of one class, in standard deviations of the data: digits have 0.55, Fashion-MNIST 0.65
-)
+# The variety of images of one class, in standard deviations of the data: digits have 0.55, Fashion-MNIST 0.65.
+USUAL = 0.5
 
 
 def collapsed(rounds: Sequence[Round], way_out: str) -> list[str]:
@@ -278,7 +287,13 @@ class Player:
 
 
 def duel(
-    server: Server, generator: Player, student: Player, turns: int, *, training: bool, lasting: bool = True
+    server: Server,
+    generator: Player,
+    student: Player,
+    turns: int,
+    *,
+    training: bool,
+    lasting: bool = True,
 ) -> None:
     """Generator and student in turn: one looks for images that teach the other something.
 

@@ -38,7 +38,9 @@ class Entry(TypedDict):
     """The transfer images of one round, or what every client's are made from."""
 
     round: int
-    codes: dict[int, Tensor]  # images (n, C, H, W), codes of each image's views (n, V, h), places in the public data
+    codes: dict[
+        int, Tensor
+    ]  # images (n, C, H, W), codes of each image's views (n, V, h), places in the public data
     decoder: State  # that makes images of codes
 
 
@@ -52,7 +54,9 @@ class Targets(TypedDict):
 
 
 Lesson: TypeAlias = list[Targets]  # on the last round's images, then on some of earlier rounds'
-Page: TypeAlias = tuple[int, int, Tensor | None]  # a round, a client, and which of its images then; none is all
+Page: TypeAlias = tuple[
+    int, int, Tensor | None
+]  # a round, a client, and which of its images then; none is all
 Draw: TypeAlias = Callable[[Entry, Tensor], Tensor]
 Say: TypeAlias = Callable[[Tensor], Mapping[str, Tensor]]
 
@@ -70,7 +74,9 @@ def draw(client: Client, entry: Entry, codes: Tensor) -> Tensor:
 def depicted(decoder: State, spec: Spec, codes: Tensor) -> Tensor:
     """The images that a decoder makes of these codes."""
     restored = Decoder.restored(decoder, spec, views.parts_of(codes.shape[1]))
-    return predict(restored, lambda part: codes[part], torch.arange(len(codes), device=codes.device))
+    return predict(
+        restored, lambda part: codes[part], torch.arange(len(codes), device=codes.device)
+    )
 
 
 def newest(entries: Sequence[Entry], limit: int | None) -> list[Entry]:
@@ -100,7 +106,10 @@ def drawn(entries: Sequence[Entry], pages: Sequence[Page], draw: Draw) -> list[T
     for entry in entries:
         here = {at: page for at, page in enumerate(pages) if page[0] == entry["round"]}
         codes = entry["codes"]
-        parts = [codes[owner] if index is None else codes[owner][index] for _, owner, index in here.values()]
+        parts = [
+            codes[owner] if index is None else codes[owner][index]
+            for _, owner, index in here.values()
+        ]
         if parts:
             made = draw(entry, torch.cat(parts))
             images |= zip(here, torch.split(made, [len(part) for part in parts]), strict=True)
@@ -113,7 +122,10 @@ def lesson(entries: Sequence[Entry], owner: int, draw: Draw, say: Say) -> Lesson
     fresh: Page = (now["round"], owner, None)
     pages = [fresh, *review(past, owner, len(now["codes"][owner]))]
     images = drawn(entries, pages, draw)
-    said = {name: torch.split(x, [len(part) for part in images]) for name, x in say(torch.cat(images)).items()}
+    said = {
+        name: torch.split(x, [len(part) for part in images])
+        for name, x in say(torch.cat(images)).items()
+    }
     lesson: list[Any] = []
     for at, (t, _, index) in enumerate(pages):
         which = {} if index is None else {"index": index}
@@ -126,12 +138,18 @@ def sound(entries: Sequence[Entry], owner: int, lesson: Lesson) -> Lesson:
     made = {entry["round"]: len(entry["codes"].get(owner, ())) for entry in entries}
     rounds = [targets["round"] for targets in lesson]
     if len(set(rounds)) < len(rounds) or not {entries[-1]["round"]} <= set(rounds) <= made.keys():
-        raise PayloadError(f"a lesson of rounds {rounds[:9]}, and there are images of rounds {list(made)}")
+        raise PayloadError(
+            f"a lesson of rounds {rounds[:9]}, and there are images of rounds {list(made)}"
+        )
     for targets in lesson:
         t, index = targets["round"], targets.get("index")
-        last = len(targets["logits"]) - 1 if index is None else int(index.max()) if len(index) else 0
+        last = (
+            len(targets["logits"]) - 1 if index is None else int(index.max()) if len(index) else 0
+        )
         if last >= made[t] or (index is None and last + 1 != made[t]):
-            raise PayloadError(f"a lesson on image {last} of round {t}, of which there are {made[t]}")
+            raise PayloadError(
+                f"a lesson on image {last} of round {t}, of which there are {made[t]}"
+            )
     return lesson
 
 
@@ -139,17 +157,28 @@ def heard(lessons: Mapping[int, Lesson], peers: int | None) -> dict[int, dict[in
     """What each client hears: the lessons of all others, or of so many of them, drawn at random."""
     others = {k: [i for i in lessons if i != k] for k in lessons}
     if peers is not None:
-        others = {k: sorted(ids[i] for i in torch.randperm(len(ids))[:peers].tolist()) for k, ids in others.items()}
+        others = {
+            k: sorted(ids[i] for i in torch.randperm(len(ids))[:peers].tolist())
+            for k, ids in others.items()
+        }
     return {k: {i: lessons[i] for i in ids} for k, ids in others.items()}
 
 
-def taught(entries: Sequence[Entry], lessons: Mapping[int, Lesson], draw: Draw, *, mixed: bool) -> list[list[Tensor]]:
+def taught(
+    entries: Sequence[Entry], lessons: Mapping[int, Lesson], draw: Draw, *, mixed: bool
+) -> list[list[Tensor]]:
     """Images and what was said of them, row by row: new ones, then earlier; of all peers, or by peer."""
     said = [(i, targets) for i, lesson in lessons.items() for targets in lesson]
-    images = drawn(entries, [(targets["round"], i, targets.get("index")) for i, targets in said], draw)
+    images = drawn(
+        entries, [(targets["round"], i, targets.get("index")) for i, targets in said], draw
+    )
     rows: dict[tuple[bool, int], list[list[Tensor]]] = {}
     for (i, targets), x in zip(said, images, strict=True):
         words = [targets["logits"], *([targets["embeddings"]] if "embeddings" in targets else [])]
-        rows.setdefault((targets["round"] != entries[-1]["round"], 0 if mixed else i), []).append([x, *words])
+        rows.setdefault((targets["round"] != entries[-1]["round"], 0 if mixed else i), []).append(
+            [x, *words]
+        )
     del images  # or everything would be held twice
-    return [[torch.cat(column) for column in zip(*rows.pop(key), strict=True)] for key in sorted(rows)]
+    return [
+        [torch.cat(column) for column in zip(*rows.pop(key), strict=True)] for key in sorted(rows)
+    ]

@@ -73,5 +73,7 @@ def embeddings(model: Classifier, data: Images, index: Tensor, parts: int) -> Te
 
 
 def _embedded(model: Classifier, spec: Spec, parts: int, images: Tensor) -> Tensor:
-    views = (torch.full((len(images),), view, device=images.device) for view in range(number(parts)))
+    views = (
+        torch.full((len(images),), view, device=images.device) for view in range(number(parts))
+    )
     return torch.stack([model.features(seen(images, view, parts, spec)) for view in views], 1)

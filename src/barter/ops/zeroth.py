@@ -31,7 +31,11 @@ def directions(x: Tensor, q: int, kind: Direction, frequencies: int | None = Non
         u = torch.randn(q, *x.shape, device=x.device)
     else:
         high, wide = (waves(size, min(frequencies, size), x.device) for size in x.shape[-2:])
-        u = high @ torch.randn(q, *x.shape[:-2], high.shape[1], wide.shape[1], device=x.device) @ wide.T
+        u = (
+            high
+            @ torch.randn(q, *x.shape[:-2], high.shape[1], wide.shape[1], device=x.device)
+            @ wide.T
+        )
     if kind == "gaussian":
         return u
     lengths = u.flatten(2).norm(dim=2)

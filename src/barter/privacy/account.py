@@ -74,15 +74,21 @@ def spent(releases: Releases, delta: float) -> float:
 
 @lru_cache(maxsize=4096)
 def _spent(releases: frozenset[tuple[Release, int]], delta: float) -> float:
-    mu = math.sqrt(sum(count * (2 / r.noise) ** 2 for r, count in releases if isinstance(r, Gaussian)))
-    others: dict[Release, int] = {release: count for release, count in releases if not isinstance(release, Gaussian)}
+    mu = math.sqrt(
+        sum(count * (2 / r.noise) ** 2 for r, count in releases if isinstance(r, Gaussian))
+    )
+    others: dict[Release, int] = {
+        release: count for release, count in releases if not isinstance(release, Gaussian)
+    }
     alone = _gaussian_epsilon(mu, delta)
     if not others:
         return alone
     found = _by_distribution(mu, others, delta)
     if any(isinstance(release, Sampled) for release in others):
         return found
-    return min(found, alone + sum(r.epsilon * count for r, count in others.items() if isinstance(r, Pure)))
+    return min(
+        found, alone + sum(r.epsilon * count for r, count in others.items() if isinstance(r, Pure))
+    )
 
 
 def calibrated(epsilon: float, delta: float, count: int, others: Releases | None = None) -> float:
@@ -101,11 +107,14 @@ def calibrated(epsilon: float, delta: float, count: int, others: Releases | None
     def excess(log: float) -> float:
         return spent({**others, Gaussian(math.exp(log)): count}, delta) - epsilon
 
-    low = high = math.log(calibrated(epsilon, delta, count))  # which would be enough without the others
+    # which would be enough without the others
+    low = high = math.log(calibrated(epsilon, delta, count))
     while excess(high) > 0:
         low, high = high, high + 0.5
         if high > LARGEST:
-            raise ConfigError(f"privacy.epsilon={epsilon:g}: no noise is enough beside the parts whose noise is given")
+            raise ConfigError(
+                f"privacy.epsilon={epsilon:g}: no noise is enough beside the parts whose noise is given"
+            )
     if low < high:
         high = float(brentq(excess, low, high, xtol=1e-3)) + 1e-3
     return math.exp(high)
@@ -141,7 +150,9 @@ def _gaussian_epsilon(mu: float, delta: float) -> float:
     largest = mu * (mu / 2 - float(ndtri(delta)))  # where the first term alone is δ
     if mu > HUGE:
         return largest
-    return float(brentq(lambda epsilon: _log_delta(epsilon, mu) - math.log(delta), 0.0, largest, xtol=1e-12))
+    return float(
+        brentq(lambda epsilon: _log_delta(epsilon, mu) - math.log(delta), 0.0, largest, xtol=1e-12)
+    )
 
 
 def _by_distribution(mu: float, others: Releases, delta: float) -> float:

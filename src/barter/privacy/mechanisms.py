@@ -90,8 +90,15 @@ class Mechanism:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        told = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        options = (f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in told.items())
+        told = {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if getattr(self, f.name) != f.default
+        }
+        options = (
+            f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
+            for key, value in told.items()
+        )
         return " ".join([self.name, *options])
 
 
@@ -101,8 +108,10 @@ class Additive(Mechanism):
 
     clip: Positive  # C: the largest norm of what one image, or the whole answer, may be
     noise: Positive | None = None  # the noise's scale in units of C; none: as epsilon allows
-    each: Each | None = None  # whether C bounds each row, or the answer; none: rows where they belong to one image
-    of: Literal["value", "change"] = "value"  # what C bounds: the answer, or how it differs from what came down
+    # whether C bounds each row, or the answer; none: rows where they belong to one image
+    each: Each | None = None
+    # what C bounds: the answer, or how it differs from what came down
+    of: Literal["value", "change"] = "value"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,10 +138,20 @@ class Additive(Mechanism):
             return [self._by_row(value, turn.source) for value in values]
         numbers = _numbers(values)
         if not numbers:
-            raise ConfigError(f"{self}: there are no decimal numbers in it to add noise to; withhold protects others")
-        start = torch.zeros(1, dtype=torch.float64) if self.of == "value" else self._came(values, turn.came)
+            raise ConfigError(
+                f"{self}: there are no decimal numbers in it to add noise to; withhold protects others"
+            )
+        start = (
+            torch.zeros(1, dtype=torch.float64)
+            if self.of == "value"
+            else self._came(values, turn.came)
+        )
         change = self.clipped((torch.cat(numbers) - start)[None])[0]
-        given = iter(torch.split(start + self.noisy(change, turn.source), [len(number) for number in numbers]))
+        given = iter(
+            torch.split(
+                start + self.noisy(change, turn.source), [len(number) for number in numbers]
+            )
+        )
 
         def instead(name: str, leaf: Payload) -> Payload:
             if not _is_float(leaf):
@@ -148,7 +167,9 @@ class Additive(Mechanism):
         """The numbers from which those of an answer started: what came down in the same structure."""
         start = _found(came, values[0]) if len(values) == 1 else None
         if start is None:
-            raise ConfigError(f"{self}: nothing of the answer's structure came down from which it could have changed")
+            raise ConfigError(
+                f"{self}: nothing of the answer's structure came down from which it could have changed"
+            )
         return torch.cat(_numbers([start]))
 
     def _by_row(self, value: Payload, source: Source) -> Tensor:
@@ -292,9 +313,9 @@ def _shared(sizes: Tensor, count: int) -> Tensor:
     """So many labels, of each class in proportion to its size."""
     total = float(sizes.sum())
     ends = sizes.cumsum(0) / total if total else torch.arange(1, len(sizes) + 1) / len(sizes)
-    return torch.searchsorted(ends.double(), (torch.arange(count).double() + 0.5) / max(1, count)).clamp(
-        max=len(sizes) - 1
-    )
+    return torch.searchsorted(
+        ends.double(), (torch.arange(count).double() + 0.5) / max(1, count)
+    ).clamp(max=len(sizes) - 1)
 
 
 def as_rows(value: Payload, who: str) -> Tensor:
@@ -304,11 +325,18 @@ def as_rows(value: Payload, who: str) -> Tensor:
 
 
 def _labels(value: Payload, classes: int, who: str) -> Tensor:
-    if not isinstance(value, Tensor) or value.is_floating_point() or value.dtype == torch.bool or value.ndim != 1:
+    if (
+        not isinstance(value, Tensor)
+        or value.is_floating_point()
+        or value.dtype == torch.bool
+        or value.ndim != 1
+    ):
         raise ConfigError(f"{who}: it needs a label for each image, whole numbers")
     labels = value.detach().long().cpu()
     if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-        raise ConfigError(f"{who}: labels are from 0 to {classes - 1}, these from {labels.min()} to {labels.max()}")
+        raise ConfigError(
+            f"{who}: labels are from 0 to {classes - 1}, these from {labels.min()} to {labels.max()}"
+        )
     return labels
 
 
@@ -319,24 +347,37 @@ def _is_float(leaf: Payload) -> bool:
 def _numbers(values: Sequence[Payload]) -> list[Tensor]:
     """The decimal numbers in these values, leaf by leaf."""
     found = [leaf for value in values for _, leaf in leaves(value)]
-    return [torch.as_tensor(leaf).detach().double().cpu().flatten() for leaf in found if _is_float(leaf)]
+    return [
+        torch.as_tensor(leaf).detach().double().cpu().flatten() for leaf in found if _is_float(leaf)
+    ]
 
 
 def _found(tree: Payload, like: Payload) -> Payload | None:
     """A part of the tree with the same names and shapes as another; none if there is no such part."""
 
     def outline(value: Payload) -> list[tuple[str, object]]:
-        return [(at, leaf.shape if isinstance(leaf, Tensor) else type(leaf)) for at, leaf in leaves(value)]
+        return [
+            (at, leaf.shape if isinstance(leaf, Tensor) else type(leaf))
+            for at, leaf in leaves(value)
+        ]
 
     if outline(tree) == outline(like):
         return tree
-    inner = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    inner = (
+        tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    )
     return next((part for value in inner if (part := _found(value, like)) is not None), None)
 
 
 def _blank(leaf: Payload) -> Payload:
     """The same kind of value, which tells nothing."""
-    return torch.zeros_like(leaf) if isinstance(leaf, Tensor) else None if leaf is None else type(leaf)()
+    return (
+        torch.zeros_like(leaf)
+        if isinstance(leaf, Tensor)
+        else None
+        if leaf is None
+        else type(leaf)()
+    )
 
 
 def alike(leaf: Tensor, numbers: Tensor) -> Tensor:

@@ -31,7 +31,9 @@ class Seeded:
         return torch.randn(count, generator=self.generator, dtype=torch.float64)
 
     def uniform(self, count: int) -> Tensor:
-        return (torch.rand(count, generator=self.generator, dtype=torch.float64) + 2.0**-54).clamp(max=1 - 2.0**-53)
+        return (torch.rand(count, generator=self.generator, dtype=torch.float64) + 2.0**-54).clamp(
+            max=1 - 2.0**-53
+        )
 
 
 class System:

@@ -17,7 +17,9 @@ def parts_of(algorithm: Algorithm[Any, Any]) -> dict[str, list[str]]:
     """Every method that a client answers, and the parts of its answers: METHOD.KEY, or METHOD alone."""
     kind = type(algorithm)
     found = {method: _keys(getattr(kind, method, None)) for method in getattr(kind, "crosses", {})}
-    return {m: [f"{m}.{key}" for key in keys] or [m] for m, keys in found.items() if keys is not None}
+    return {
+        m: [f"{m}.{key}" for key in keys] or [m] for m, keys in found.items() if keys is not None
+    }
 
 
 def covered(part: str, parts: Mapping[str, list[str]]) -> list[str]:

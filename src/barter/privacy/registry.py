@@ -6,8 +6,8 @@ from dataclasses import MISSING, fields
 
 from barter.core.errors import ConfigError
 from barter.core.params import build, did_you_mean
+from barter.privacy.dffke_noise import Paper
 from barter.privacy.mechanisms import ClassMeans, Gaussian, Laplace, Mechanism, Response, Withhold
-from barter.privacy.paper import Paper
 
 __all__ = ["MECHANISMS", "mechanism_of"]
 
@@ -19,7 +19,9 @@ def mechanism_of(text: str, part: str) -> Mechanism:
     """The mechanism that a text such as "gaussian clip=4" names, for a part."""
     name, *options = text.split() or [""]
     if name not in MECHANISMS:
-        raise ConfigError(f"privacy.parts: {part}={text!r}: unknown mechanism: {did_you_mean(name, MECHANISMS)}")
+        raise ConfigError(
+            f"privacy.parts: {part}={text!r}: unknown mechanism: {did_you_mean(name, MECHANISMS)}"
+        )
     values: dict[str, object] = {}
     for option in options:
         key, equals, value = option.partition("=")

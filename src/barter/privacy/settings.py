@@ -11,16 +11,25 @@ from typing import Annotated, Any
 from barter.core.algorithm import Algorithm
 from barter.core.errors import ConfigError
 from barter.core.params import Count, Positive, Range, build, check, did_you_mean
-from barter.privacy.account import Gaussian, Release, Sampled, calibrated, calibrated_steps, require_accountant, spent
+from barter.privacy.account import (
+    Gaussian,
+    Release,
+    Sampled,
+    calibrated,
+    calibrated_steps,
+    require_accountant,
+    spent,
+)
+from barter.privacy.answer_shapes import decimals, decimals_come, shaped_by_images, unsent
 from barter.privacy.mechanisms import Additive, ClassMeans, Each, Laplace, Mechanism
 from barter.privacy.parts import covered, parts_of
 from barter.privacy.registry import mechanism_of
-from barter.privacy.shapes import decimals, decimals_come, shaped_by_images, unsent
 
 __all__ = ["TRAINING", "Plan", "Privacy", "Training"]
 
 
-TRAINING = "training"  # of an account: so many steps, behind it the share of images in each, and its noise
+# of an account: so many steps, behind it the share of images in each, and its noise
+TRAINING = "training"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +37,8 @@ class Training:
     """Training of which everything may be told: DP-SGD."""
 
     clip: Positive  # C: the largest length of one image's gradient
-    noise: Positive | None = None  # of a step's sum, in units of C; none: each client's own, so that it spends
+    # of a step's sum, in units of C; none: each client's own, so that it spends
+    noise: Positive | None = None
     epsilon: Positive | None = None  # ε
     rounds: Count | None = None  # in so many trainings like its first
 
@@ -37,8 +47,15 @@ class Training:
 
     def options(self) -> str:
         """As a configuration says it."""
-        named = {"clip": self.clip, "noise": self.noise, "epsilon": self.epsilon, "rounds": self.rounds}
-        return " ".join(f"{name}={value:.12g}" for name, value in named.items() if value is not None)
+        named = {
+            "clip": self.clip,
+            "noise": self.noise,
+            "epsilon": self.epsilon,
+            "rounds": self.rounds,
+        }
+        return " ".join(
+            f"{name}={value:.12g}" for name, value in named.items() if value is not None
+        )
 
     def __str__(self) -> str:
         return f"{TRAINING} {self.options()}"
@@ -47,10 +64,14 @@ class Training:
         """The same with all that noise is found from, for a run of so many rounds."""
         if self.noise is not None:
             if self.epsilon is not None or self.rounds is not None:
-                raise ConfigError("privacy.training: noise is given, or found from epsilon and rounds, not both")
+                raise ConfigError(
+                    "privacy.training: noise is given, or found from epsilon and rounds, not both"
+                )
             return self
         if self.epsilon is None and epsilon is None:
-            raise ConfigError("privacy.training: it needs noise=..., or privacy.epsilon for the run")
+            raise ConfigError(
+                "privacy.training: it needs noise=..., or privacy.epsilon for the run"
+            )
         return replace(self, epsilon=self.epsilon or epsilon, rounds=self.rounds or rounds)
 
     def noise_for(self, rate: float, steps: int, delta: float) -> float:
@@ -73,9 +94,11 @@ class Privacy:
     """
 
     epsilon: Positive | None = None  # ε: what each client may spend in the run; none: no limit
-    delta: Annotated[float, Range(ge=1e-12, le=0.01)] = 1e-5  # δ: the chance that ε does not hold; far below 1 / images
+    # δ: the chance that ε does not hold; far below 1 / images
+    delta: Annotated[float, Range(ge=1e-12, le=0.01)] = 1e-5
     training: str = ""  # DP-SGD, such as "clip=1" or "clip=1 noise=1.1": nothing but `fit` looks at images; or as ever
-    parts: dict[str, str] = field(default_factory=dict, hash=False)  # METHOD.KEY of an answer, or METHOD -> mechanism
+    # METHOD.KEY of an answer, or METHOD -> mechanism
+    parts: dict[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check(self, "privacy.")
@@ -101,7 +124,10 @@ class Privacy:
                 require_accountant()
             return self
         noise = _tidy(calibrated(self.epsilon, self.delta, rounds * len(free), others))
-        return replace(self, parts={p: f"{t} noise={noise:g}" if p in free else t for p, t in self.parts.items()})
+        return replace(
+            self,
+            parts={p: f"{t} noise={noise:g}" if p in free else t for p, t in self.parts.items()},
+        )
 
 
 def _training(text: str) -> Training:
@@ -109,7 +135,9 @@ def _training(text: str) -> Training:
         pairs = [option.split("=") for option in text.split()]
         values = {key: int(value) if key == "rounds" else float(value) for key, value in pairs}
     except ValueError:
-        raise ConfigError(f"privacy.training={text!r}: write it as clip=1 or clip=1 noise=1.1") from None
+        raise ConfigError(
+            f"privacy.training={text!r}: write it as clip=1 or clip=1 noise=1.1"
+        ) from None
     if "clip" not in values:
         raise ConfigError(f"privacy.training={text!r}: it needs clip=...")
     try:
@@ -150,33 +178,63 @@ class Plan:
         for name, mechanism in self.mechanisms.items():
             for part in self._covered(name, mechanism, algorithm):
                 if part in self.covers:
-                    raise ConfigError(f"privacy.parts: {part} is protected twice, by {self.covers[part]} and {name}")
+                    raise ConfigError(
+                        f"privacy.parts: {part} is protected twice, by {self.covers[part]} and {name}"
+                    )
                 self.covers[part] = name
             self.covers[name] = name  # and what is no part of the answer
 
-    def _covered(self, name: str, mechanism: Mechanism, algorithm: Algorithm[Any, Any]) -> list[str]:
+    def _covered(
+        self, name: str, mechanism: Mechanism, algorithm: Algorithm[Any, Any]
+    ) -> list[str]:
         title = type(algorithm).__name__
         every = [part for parts in self.parts.values() for part in parts]
         if name not in every and name not in self.parts:
-            raise ConfigError(f"privacy.parts: {title} sends no {name!r}: {did_you_mean(name, {*every, *self.parts})}")
-        wanted = [name] if mechanism.beside is None else [name, f"{name.partition('.')[0]}.{mechanism.beside}"]
+            raise ConfigError(
+                f"privacy.parts: {title} sends no {name!r}: {did_you_mean(name, {*every, *self.parts})}"
+            )
+        wanted = (
+            [name]
+            if mechanism.beside is None
+            else [name, f"{name.partition('.')[0]}.{mechanism.beside}"]
+        )
         for part in wanted:
             if part not in every and part not in self.parts:
-                raise ConfigError(f"privacy.parts: {title} sends no {part!r} for the labels of {name}: set labels=...")
+                raise ConfigError(
+                    f"privacy.parts: {title} sends no {part!r} for the labels of {name}: set labels=..."
+                )
             if part in self.unsent:
-                raise ConfigError(f"privacy.parts: {title} as configured sends no {part!r}: leave it out")
-            if (mechanism.needs_rows or getattr(mechanism, "each", None) == "image") and self.each(part) != "image":
+                raise ConfigError(
+                    f"privacy.parts: {title} as configured sends no {part!r}: leave it out"
+                )
+            if (mechanism.needs_rows or getattr(mechanism, "each", None) == "image") and self.each(
+                part
+            ) != "image":
                 raise ConfigError(
                     f"privacy.parts: {name}={str(mechanism)!r}: rows of {part} belong to no single image, "
                     "one can change all of them; `gaussian clip=... each=answer` bounds the answer as a whole"
                 )
         for part in wanted:
             kind = self.tells.get(part)
-            if kind is not None and kind != "nothing" and not mechanism.protects(kind == "label", part == name):
-                other = "`response` or `withhold` protects them" if kind == "label" else "it is for labels"
-                raise ConfigError(f"privacy.parts: {name}={str(mechanism)!r}: {part} holds {_what(kind)}; {other}")
+            if (
+                kind is not None
+                and kind != "nothing"
+                and not mechanism.protects(kind == "label", part == name)
+            ):
+                other = (
+                    "`response` or `withhold` protects them"
+                    if kind == "label"
+                    else "it is for labels"
+                )
+                raise ConfigError(
+                    f"privacy.parts: {name}={str(mechanism)!r}: {part} holds {_what(kind)}; {other}"
+                )
         if isinstance(mechanism, Additive):
-            lacks = "" if decimals(algorithm, name) else "there are no decimal numbers in it; `withhold` protects it"
+            lacks = (
+                ""
+                if decimals(algorithm, name)
+                else "there are no decimal numbers in it; `withhold` protects it"
+            )
             if mechanism.of == "change" and not decimals_come(algorithm, name):
                 lacks = "nothing comes down from which it could have changed; leave out of=change"
             if lacks:
@@ -185,7 +243,9 @@ class Plan:
 
     def each(self, part: str) -> Each:
         """What one image can change of a part: its own row, or the answer."""
-        return "image" if self.tells.get(part) in ("label", "row", "row of the network") else "answer"
+        return (
+            "image" if self.tells.get(part) in ("label", "row", "row of the network") else "answer"
+        )
 
     def given(self, part: str) -> str:
         """What ε of a part takes for granted."""
@@ -207,8 +267,17 @@ class Plan:
         """The parts that may leave without a promise."""
         if self.training is not None:
             return []
-        every = [part for parts in self.parts.values() for part in parts if self.tells.get(part) != "nothing"]
-        kept = [part for part, name in self.covers.items() if self.mechanisms[name].promises and not self.given(part)]
+        every = [
+            part
+            for parts in self.parts.values()
+            for part in parts
+            if self.tells.get(part) != "nothing"
+        ]
+        kept = [
+            part
+            for part, name in self.covers.items()
+            if self.mechanisms[name].promises and not self.given(part)
+        ]
         return [part for part in every if part not in kept and part not in self.unsent]
 
     def of(self, method: str) -> dict[str, Mechanism]:
@@ -233,7 +302,9 @@ class Plan:
 
     def allows(self, released: Mapping[str, int]) -> bool:
         """Whether so many releases are within the budget."""
-        return self.privacy.epsilon is None or self.cost(released) <= self.privacy.epsilon * (1 + 1e-9)
+        return self.privacy.epsilon is None or self.cost(released) <= self.privacy.epsilon * (
+            1 + 1e-9
+        )
 
     def released(self, seen: Mapping[str, int]) -> dict[str, int]:
         """How often each protected name left a client, from how often its parts did."""
@@ -249,7 +320,9 @@ class Plan:
         found = []
         for k, counts in sorted(released.items()):
             again = {
-                n: count + max(1, -(-count // max(1, rounds))) for n, count in counts.items() if n in self.mechanisms
+                n: count + max(1, -(-count // max(1, rounds)))
+                for n, count in counts.items()
+                if n in self.mechanisms
             }
             if not self.allows(again):
                 found.append(k)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rich import box
 from rich.table import Table
 
-from barter.privacy.beside import BESIDE
+from barter.privacy.side_information import BESIDE
 from barter.privacy.statement import Row, Statement
 
 __all__ = ["cells", "conclusion", "shown"]
@@ -22,7 +22,10 @@ def _epsilon(value: float) -> str:
 
 def cells(statement: Statement) -> tuple[tuple[str, ...], list[list[str]]]:
     """Headings, and a line for each part."""
-    return HEADINGS, [[row.part, row.about, _protection(row), str(row.releases), _cost(row)] for row in statement.rows]
+    return HEADINGS, [
+        [row.part, row.about, _protection(row), str(row.releases), _cost(row)]
+        for row in statement.rows
+    ]
 
 
 def _protection(row: Row) -> str:
@@ -42,7 +45,9 @@ def conclusion(statement: Statement) -> list[str]:
     if statement.why:
         lines[0] = "The run as a whole: ε = ∞, there is no promise."
         lines += [f"Why: {reason}." for reason in statement.why]
-    if statement.why and all(row.part in BESIDE for row in statement.rows if row.given or math.isinf(row.epsilon)):
+    if statement.why and all(
+        row.part in BESIDE for row in statement.rows if row.given or math.isinf(row.epsilon)
+    ):
         lines.append(
             "Sites with `epsilon` in their site.toml withhold this; they take part where privacy.epsilon is set."
         )
@@ -51,7 +56,9 @@ def conclusion(statement: Statement) -> list[str]:
     if statement.protected:
         most, budget = max(statement.clients.values(), default=0.0), statement.budget
         within = "" if budget is None else f", within {budget:g}"
-        lines.append(f"What is protected costs ε = {_epsilon(most)} with δ = {statement.delta:g} together{within}.")
+        lines.append(
+            f"What is protected costs ε = {_epsilon(most)} with δ = {statement.delta:g} together{within}."
+        )
         lines.append(f"Noise came from {statement.noise}.")
     return [*lines, f"Relation: {statement.relation}.", statement.left_out]
 

@@ -11,8 +11,16 @@ from typing import Any
 
 from barter.core.algorithm import Algorithm
 from barter.core.files import understood
-from barter.privacy.beside import BESIDE, ERRORS, HARMLESS, HELLO, PIXELS, RESULTS, said_of_itself
 from barter.privacy.settings import Plan, Privacy
+from barter.privacy.side_information import (
+    BESIDE,
+    ERRORS,
+    HARMLESS,
+    HELLO,
+    PIXELS,
+    RESULTS,
+    said_of_itself,
+)
 
 __all__ = ["TESTS", "TRAINED", "Row", "Statement", "statement"]
 
@@ -73,7 +81,10 @@ class Statement:
         """As a file; what is infinite is a word there."""
         tree = asdict(self)
         tree["rows"] = [{**row, "epsilon": _word(row["epsilon"])} for row in tree["rows"]]
-        tree |= {"epsilon": _word(self.epsilon), "clients": {str(k): _word(e) for k, e in self.clients.items()}}
+        tree |= {
+            "epsilon": _word(self.epsilon),
+            "clients": {str(k): _word(e) for k, e in self.clients.items()},
+        }
         return json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
@@ -85,7 +96,9 @@ class Statement:
     def from_json(cls, text: str) -> Statement:
         """From what `to_json` wrote."""
         tree: dict[str, Any] = json.loads(text)
-        tree["rows"] = tuple(Row(**{**row, "epsilon": float(row["epsilon"])}) for row in tree["rows"])
+        tree["rows"] = tuple(
+            Row(**{**row, "epsilon": float(row["epsilon"])}) for row in tree["rows"]
+        )
         tree |= {"epsilon": float(tree["epsilon"]), "why": tuple(tree["why"])}
         return cls(**{**tree, "clients": {int(k): float(e) for k, e in tree["clients"].items()}})
 
@@ -109,21 +122,30 @@ def statement(
     can take part in such a run. `start` is the run with whose networks this one began.
     """
     plan = Plan(privacy, algorithm)
-    beside = {k: {part: n for part, n in seen.items() if part in BESIDE} for k, seen in crossed.items()}
+    beside = {
+        k: {part: n for part, n in seen.items() if part in BESIDE} for k, seen in crossed.items()
+    }
     if not secret:
         hello = said_of_itself(numbered=False, pixels=not plan.promised)
         beside = {k: hello if plan.promised else {**seen, **hello} for k, seen in beside.items()}
-    crossed = {k: {part: n for part, n in seen.items() if part not in BESIDE} for k, seen in crossed.items()}
+    crossed = {
+        k: {part: n for part, n in seen.items() if part not in BESIDE}
+        for k, seen in crossed.items()
+    }
     spoke = {k for k, seen in crossed.items() if any(seen.values()) or beside[k].get(RESULTS)}
     said = dict.fromkeys(part for parts in plan.parts.values() for part in parts)
     parts = [*said, *sorted({part for seen in crossed.values() for part in seen} - said.keys())]
-    most = {part: max((seen.get(part, 0) for seen in crossed.values()), default=0) for part in parts}
+    most = {
+        part: max((seen.get(part, 0) for seen in crossed.values()), default=0) for part in parts
+    }
     crosses = getattr(type(algorithm), "crosses", {})
     unsaid = 0.0 if plan.training is None else math.inf  # what training cost, only a client knows
     told = {k: told.get(k, unsaid if k in spoke else 0.0) for k in crossed}
     rows = [_row(plan, crosses, part, count, told) for part, count in most.items() if count]
     rows = _around(plan, beside, rows, told, WITHHELD if secret else AS_WITHHELD)
-    clients = {k: max(plan.cost(plan.released(seen)), told[k]) for k, seen in sorted(crossed.items())}
+    clients = {
+        k: max(plan.cost(plan.released(seen)), told[k]) for k, seen in sorted(crossed.items())
+    }
     bare = ", ".join(row.part for row in rows if row.about == TRAINED and row.bare)
     why = [f"{bare} left as computed"] if bare else []
     why += [
@@ -131,13 +153,27 @@ def statement(
         for row in rows
         if row.part in plan.covers and math.isinf(row.epsilon)
     ]
-    why += [f"{row.part}: {row.given} comes from private images without protection" for row in rows if row.given]
-    why += [f"client {k} names no finite ε of what it told" for k, cost in clients.items() if math.isinf(cost)]
+    why += [
+        f"{row.part}: {row.given} comes from private images without protection"
+        for row in rows
+        if row.given
+    ]
+    why += [
+        f"client {k} names no finite ε of what it told"
+        for k, cost in clients.items()
+        if math.isinf(cost)
+    ]
     left = any(row.releases and row.part not in HARMLESS for row in rows)
     if start and left:
-        why.append(f"it began with the networks of {start}, and what that run told of the same images is not counted")
+        why.append(
+            f"it began with the networks of {start}, and what that run told of the same images is not counted"
+        )
     epsilon = math.inf if why else max(clients.values(), default=0.0) if left else 0.0
-    noise = "the operating system of each site" if secret else "the run's seed: whoever knows it can take it away"
+    noise = (
+        "the operating system of each site"
+        if secret
+        else "the run's seed: whoever knows it can take it away"
+    )
     return Statement(
         type(algorithm).__name__,
         tuple(rows),
@@ -152,13 +188,22 @@ def statement(
 
 
 def _around(
-    plan: Plan, beside: Mapping[int, Mapping[str, int]], rows: list[Row], told: Mapping[int, float], withheld: str
+    plan: Plan,
+    beside: Mapping[int, Mapping[str, int]],
+    rows: list[Row],
+    told: Mapping[int, float],
+    withheld: str,
 ) -> list[Row]:
     """The rows, before them those of what clients said of themselves, behind them of what they measured."""
-    most = {part: max((seen.get(part, 0) for seen in beside.values()), default=0) for part in BESIDE}
+    most = {
+        part: max((seen.get(part, 0) for seen in beside.values()), default=0) for part in BESIDE
+    }
 
     def row(part: str, about: str = TRAINED) -> Row:
-        count, trained = most[part], part == RESULTS and about == TRAINED and plan.training is not None
+        count, trained = (
+            most[part],
+            part == RESULTS and about == TRAINED and plan.training is not None,
+        )
         if not count:
             return Row(part, BESIDE[part], withheld, 0, 0.0, about=about)
         if part in HARMLESS:
@@ -174,12 +219,16 @@ def _around(
     return [*hello, *rows, row(RESULTS), row(RESULTS, TESTS), *errors]
 
 
-def _row(plan: Plan, crosses: Mapping[str, str], part: str, count: int, told: Mapping[int, float]) -> Row:
+def _row(
+    plan: Plan, crosses: Mapping[str, str], part: str, count: int, told: Mapping[int, float]
+) -> Row:
     text = crosses.get(part.partition(".")[0], "up: what the method does not say")
     what = text.rpartition("up:")[2].partition("; down:")[0].strip() if "up:" in text else text
     if part in plan.covers:
         name = plan.covers[part]
-        protection = str(plan.mechanisms[name]) if name == part else f"{plan.mechanisms[name]} ({name})"
+        protection = (
+            str(plan.mechanisms[name]) if name == part else f"{plan.mechanisms[name]} ({name})"
+        )
         if not plan.mechanisms[name].promises:
             return Row(part, what, f"{protection}, which promises nothing", count, math.inf)
         return Row(part, what, protection, count, plan.cost({name: count}), plan.given(part))

@@ -23,15 +23,29 @@ FEW = len(COLOURS)  # lines that can be told apart by their colours
 SHARE = ".0%"  # how accuracies are written along an axis
 TITLE = {"standoff": 6, "font": {"size": 12, "color": "#5f6c7b"}}
 SPIKE = {"spikethickness": 1, "spikecolor": GREY, "spikedash": "solid"}
-PARTS = {"up": COLOURS[0], "down": COLOURS[5], "the rest": "#c3ccd6"}  # what has the same colour everywhere
+PARTS = {
+    "up": COLOURS[0],
+    "down": COLOURS[5],
+    "the rest": "#c3ccd6",
+}  # what has the same colour everywhere
 STYLE = {
     "layout": {
-        "font": {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13, "color": INK},
+        "font": {
+            "family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif",
+            "size": 13,
+            "color": INK,
+        },
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "margin": {"l": 8, "r": 8, "t": 12, "b": 8},
         "height": 360,
-        "xaxis": {"gridcolor": GRID, "zeroline": False, "automargin": True, "title": TITLE, **SPIKE},
+        "xaxis": {
+            "gridcolor": GRID,
+            "zeroline": False,
+            "automargin": True,
+            "title": TITLE,
+            **SPIKE,
+        },
         "yaxis": {"gridcolor": GRID, "zeroline": False, "automargin": True, "ticklabelstandoff": 4},
         "legend": {
             "orientation": "h",
@@ -42,7 +56,12 @@ STYLE = {
             "font": {"size": 12},
         },
         "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": GREY, "activecolor": INK},
-        "hoverlabel": {"bgcolor": "white", "bordercolor": GRID, "font": {"color": INK}, "namelength": -1},
+        "hoverlabel": {
+            "bgcolor": "white",
+            "bordercolor": GRID,
+            "font": {"color": INK},
+            "namelength": -1,
+        },
         "colorway": list(COLOURS),
         "bargap": 0.25,
         "hoverdistance": -1,
@@ -63,20 +82,39 @@ def learning(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.
     }
     for k, name in enumerate(names):
         line = {"width": 1.2, "color": COLOURS[k] if few else GREY}
-        own = {"name": escape(name), "showlegend": few, "opacity": 0.8 if few else 0.3, "marker": {"size": 4}}
-        figure.add_scatter(y=_column(r.clients[k].get(metric) for r in records), line=line, **own, **shown)
+        own = {
+            "name": escape(name),
+            "showlegend": few,
+            "opacity": 0.8 if few else 0.3,
+            "marker": {"size": 4},
+        }
+        figure.add_scatter(
+            y=_column(r.clients[k].get(metric) for r in records), line=line, **own, **shown
+        )
     values = [[c[metric] for c in r.clients.values() if metric in c] for r in records]
     mean = _column(sum(v) / len(v) if v else None for v in values)
-    figure.add_scatter(y=mean, name="mean", line={"width": 3.5, "color": INK}, marker={"size": 8}, **shown)
+    figure.add_scatter(
+        y=mean, name="mean", line={"width": 3.5, "color": INK}, marker={"size": 8}, **shown
+    )
     if metric == "global" and any("global" in r.server for r in records):
         line = {"width": 2.5, "color": COLOURS[1], "dash": "dash"}
         server = _column(r.server.get("global") for r in records)
         figure.add_scatter(y=server, name="server's model", line=line, marker={"size": 6}, **shown)
-    known = [told for k in range(len(names)) if (told := alone(records, k).get(f"before_{metric}")) is not None]
+    known = [
+        told
+        for k in range(len(names))
+        if (told := alone(records, k).get(f"before_{metric}")) is not None
+    ]
     if known:
         level = sum(known) / len(known)
-        lowest = all(level <= value for row in values for value in row)  # nothing is drawn below it, nor is its label
-        label = {"text": f"alone {level:.1%}", "textposition": "end", "yanchor": "bottom" if lowest else "top"}
+        lowest = all(
+            level <= value for row in values for value in row
+        )  # nothing is drawn below it, nor is its label
+        label = {
+            "text": f"alone {level:.1%}",
+            "textposition": "end",
+            "yanchor": "bottom" if lowest else "top",
+        }
         figure.add_hline(y=level, line={"width": 1.5, "color": INK, "dash": "dot"}, label=label)
     return figure
 
@@ -87,14 +125,23 @@ def gains(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.Fig
     after = [records[-1].clients[k].get(metric) for k in range(len(names))]
     many = len(names) > 30
     figure = _figure("client", SHARE, len(names))
-    moved = [(k, a, b) for k, (a, b) in enumerate(zip(before, after, strict=True)) if a is not None and b is not None]
+    moved = [
+        (k, a, b)
+        for k, (a, b) in enumerate(zip(before, after, strict=True))
+        if a is not None and b is not None
+    ]
     for name, colour, chosen in (
         ("gained", "#8fcbb7", [(k, a, b) for k, a, b in moved if b >= a]),
         ("lost", "#efa98d", [(k, a, b) for k, a, b in moved if b < a]),
     ):
-        x, y = [x for k, _, _ in chosen for x in (k, k, None)], [y for _, a, b in chosen for y in (a, b, None)]
+        x, y = (
+            [x for k, _, _ in chosen for x in (k, k, None)],
+            [y for _, a, b in chosen for y in (a, b, None)],
+        )
         line = {"width": 2 if many else 5, "color": colour}
-        figure.add_scatter(x=x, y=y, mode="lines", line=line, hoverinfo="skip", name=name, showlegend=bool(chosen))
+        figure.add_scatter(
+            x=x, y=y, mode="lines", line=line, hoverinfo="skip", name=name, showlegend=bool(chosen)
+        )
     for name, colour, values in (("alone", GREY, before), ("after", COLOURS[0], after)):
         figure.add_scatter(
             y=_column(values),
@@ -129,9 +176,13 @@ def split(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> go.Figure:
     return figure
 
 
-def by_round(records: Sequence[Round], parts: Mapping[str, Sequence[float | None]], unit: str) -> go.Figure:
+def by_round(
+    records: Sequence[Round], parts: Mapping[str, Sequence[float | None]], unit: str
+) -> go.Figure:
     """A column for each round, made of its parts."""
-    figure = _figure("round", "~s" if unit else "", len(records), barmode="stack", hovermode="x unified")
+    figure = _figure(
+        "round", "~s" if unit else "", len(records), barmode="stack", hovermode="x unified"
+    )
     for name, values in parts.items():
         figure.add_bar(
             **{"x0": records[0].round, "dx": 1, "y": _column(values), "name": escape(name)},
@@ -167,12 +218,26 @@ def methods(lines: Mapping[str, Mapping[int, Curve]]) -> go.Figure:
     figure = _figure("round", SHARE, _longest(lines), height=420, hovermode="x unified")
     for i, (name, seeds) in enumerate(lines.items()):
         rounds, means, spread = (np.array(column) for column in band(seeds.values()))
-        edge = {"x": rounds, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
+        edge = {
+            "x": rounds,
+            "mode": "lines",
+            "line": {"width": 0},
+            "hoverinfo": "skip",
+            "showlegend": False,
+        }
         group = {"legendgroup": str(i)}
         figure.add_scatter(y=means - spread, **edge, **group)
-        figure.add_scatter(y=means + spread, fill="tonexty", fillcolor=_faint(_line(i)["color"]), **edge, **group)
         figure.add_scatter(
-            **{"x": rounds, "y": means, "name": escape(name), "customdata": spread, "line": {"width": 2.5, **_line(i)}},
+            y=means + spread, fill="tonexty", fillcolor=_faint(_line(i)["color"]), **edge, **group
+        )
+        figure.add_scatter(
+            **{
+                "x": rounds,
+                "y": means,
+                "name": escape(name),
+                "customdata": spread,
+                "line": {"width": 2.5, **_line(i)},
+            },
             **group,
             mode="lines+markers" if len(rounds) <= 20 else "lines",
             hovertemplate="%{y:.1%} ± %{customdata:.1%}",
@@ -185,7 +250,10 @@ def by_seed(results: Results, metric: str) -> go.Figure:
     figure = _figure("seed", SHARE, hovermode="x unified")
     for i, (name, runs) in enumerate(results.items()):
         figure.add_scatter(
-            **{"x": [str(seed) for seed in runs], "y": _column(value(rounds[-1], metric) for rounds in runs.values())},
+            **{
+                "x": [str(seed) for seed in runs],
+                "y": _column(value(rounds[-1], metric) for rounds in runs.values()),
+            },
             name=escape(name),
             mode="lines+markers",
             line={"width": 1, **_line(i)},
@@ -193,7 +261,9 @@ def by_seed(results: Results, metric: str) -> go.Figure:
             hovertemplate="%{y:.1%}",
         )
     seeds = sorted({seed for runs in results.values() for seed in runs})
-    figure.update_xaxes(type="category", categoryorder="array", categoryarray=[str(seed) for seed in seeds])
+    figure.update_xaxes(
+        type="category", categoryorder="array", categoryarray=[str(seed) for seed in seeds]
+    )
     return figure
 
 
@@ -206,7 +276,10 @@ def price(results: Results, metric: str) -> go.Figure:
     }
     for i, (name, runs) in enumerate(results.items()):
         figure.add_scatter(
-            **{"x": _column(totals[name]), "y": _column(value(rounds[-1], metric) for rounds in runs.values())},
+            **{
+                "x": _column(totals[name]),
+                "y": _column(value(rounds[-1], metric) for rounds in runs.values()),
+            },
             name=escape(name),
             mode="markers",
             marker={"size": 11, "color": _line(i)["color"], "opacity": 0.8},
@@ -214,7 +287,9 @@ def price(results: Results, metric: str) -> go.Figure:
             hovertemplate="%{text}: %{y:.1%}, %{x:.3s}B",
         )
     wide = min(map(min, totals.values())) > 0
-    return figure.update_xaxes(tickformat="~s", ticksuffix="B", type="log" if wide else "linear", nticks=6)
+    return figure.update_xaxes(
+        tickformat="~s", ticksuffix="B", type="log" if wide else "linear", nticks=6
+    )
 
 
 def _figure(x: str, tickformat: str, count: int | None = None, **layout: Any) -> go.Figure:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import tomli_w
 
-from barter.comparison import Comparison
-from barter.config import Config, read, resolve, to_toml
+from barter.compare.comparison import Comparison
 from barter.core.record import Round
 from barter.report import charts
 from barter.report.page import Section, Tile, chart, code, folded, page, side_by_side, table, text
 from barter.report.run import Split, cited, failures, phases
 from barter.runs.folder import rounds_done
 from barter.runs.summary import METRICS, Comparative, Results, cells, lines
+from barter.setup.config import Config, read, resolve, to_toml
 
 __all__ = ["ComparisonReport"]
 
@@ -54,15 +54,24 @@ class ComparisonReport:
         """The page of the runs that are finished."""
         comparison = self.comparison = Comparison.at(self.folder)
         results, missing = comparison.results()
-        finished, planned = sum(map(len, results.values())), len(comparison.variants) * len(comparison.seeds)
+        finished, planned = (
+            sum(map(len, results.values())),
+            len(comparison.variants) * len(comparison.seeds),
+        )
         title = f"{len(comparison.variants)} methods on {comparison.common['data']['source']}"
         subtitle = (
             f"{comparison.common['clients']} clients, {comparison.rounds} rounds, {len(comparison.seeds)} seeds; "
             f"{finished} of {planned} runs are finished"
         )
         sections = self._results(results, missing) if results else []
-        common = Section("Configuration", [text("What all runs share:"), code(tomli_w.dumps(comparison.common))])
-        goes_on = "The comparison goes on. This page reads itself again every few seconds." if live else ""
+        common = Section(
+            "Configuration", [text("What all runs share:"), code(tomli_w.dumps(comparison.common))]
+        )
+        goes_on = (
+            "The comparison goes on. This page reads itself again every few seconds."
+            if live
+            else ""
+        )
         tiles = _tiles(comparison.summary(results)) if results else []
         return page(title, subtitle, tiles, [*sections, common], goes_on)
 
@@ -75,9 +84,14 @@ class ComparisonReport:
         if example not in self._splits:
             self._splits[example] = Split(configs[first])
         shown = [key for key in METRICS if any(row.accuracies[key].values for row in compared.rows)]
-        curves = [chart(f"Accuracy, {METRICS[key]}", charts.methods(lines(results, key))) for key in shown]
+        curves = [
+            chart(f"Accuracy, {METRICS[key]}", charts.methods(lines(results, key))) for key in shown
+        ]
         outcomes = [
-            chart(f"{METRICS[metric].capitalize()} accuracy in the end, seed by seed", charts.by_seed(results, metric)),
+            chart(
+                f"{METRICS[metric].capitalize()} accuracy in the end, seed by seed",
+                charts.by_seed(results, metric),
+            ),
             chart("What it took", charts.price(results, metric)),
         ]
         failed = [
@@ -94,9 +108,19 @@ class ComparisonReport:
             for remark in configs[name].algorithm.remarks(rounds)
         ]
         return [
-            Section("Table", [_table(compared), *([text(f"Not finished: {'; '.join(missing)}.")] if missing else [])]),
             Section(
-                "Curves", [text("Means over seeds, and one standard deviation to each side."), side_by_side(*curves)]
+                "Table",
+                [
+                    _table(compared),
+                    *([text(f"Not finished: {'; '.join(missing)}.")] if missing else []),
+                ],
+            ),
+            Section(
+                "Curves",
+                [
+                    text("Means over seeds, and one standard deviation to each side."),
+                    side_by_side(*curves),
+                ],
             ),
             Section("Seeds and bytes", [side_by_side(*outcomes)]),
             _costs(results),
@@ -104,7 +128,10 @@ class ComparisonReport:
             *([Section("Remarks", [table(["run", "remark"], remarks)])] if remarks else []),
             failures("run", failed),
             cited([config.algorithm for config in configs.values()]),
-            Section("Variants", [folded(name, code(to_toml(config))) for name, config in configs.items()]),
+            Section(
+                "Variants",
+                [folded(name, code(to_toml(config))) for name, config in configs.items()],
+            ),
         ]
 
     def _config(self, name: str, seed: int) -> Config:
@@ -117,14 +144,20 @@ def _tiles(compared: Comparative) -> list[Tile]:
     found = []
     for row in compared.rows:
         column = row.accuracies[key]
-        spread = "" if column.deviation is None else f"± {100 * column.deviation:.1f} over {len(row.seeds)} seeds"
+        spread = (
+            ""
+            if column.deviation is None
+            else f"± {100 * column.deviation:.1f} over {len(row.seeds)} seeds"
+        )
         found.append(Tile(row.name, "-" if column.mean is None else f"{column.mean:.1%}", spread))
     return found
 
 
 def _table(compared: Comparative) -> str:
     headings, rows = cells(compared)
-    best = frozenset((i, j) for i, row in enumerate(rows) for j, (_, leads) in enumerate(row) if leads)
+    best = frozenset(
+        (i, j) for i, row in enumerate(rows) for j, (_, leads) in enumerate(row) if leads
+    )
     return table(headings, [[content for content, _ in row] for row in rows], best=best)
 
 
@@ -132,17 +165,27 @@ def _costs(results: Results) -> Section:
     """Bytes by direction and seconds by phase of every method, means over seeds; and memory, where it was recorded."""
     names = list(results)
     traffic = {
-        way: [_mean([sum(r.traffic(way) for r in rounds) for rounds in results[name].values()]) for name in names]
+        way: [
+            _mean([sum(r.traffic(way) for r in rounds) for rounds in results[name].values()])
+            for name in names
+        ]
         for way in ("up", "down")
     }
     spent = {name: [phases(rounds) for rounds in runs.values()] for name, runs in results.items()}
     every = dict.fromkeys(phase for runs in spent.values() for run in runs for phase in run)
-    seconds = {phase: [_mean([sum(run.get(phase, [])) for run in spent[name]]) for name in names] for phase in every}
+    seconds = {
+        phase: [_mean([sum(run.get(phase, [])) for run in spent[name]]) for name in names]
+        for phase in every
+    }
     peaks = [max(_peak(rounds) for rounds in runs.values()) for runs in results.values()]
     parts = [
         chart("Bytes of a run, mean over seeds", charts.bars(names, traffic, "B")),
         chart("Seconds of a run by phase, mean over seeds", charts.bars(names, seconds, " s")),
-        *([chart("Peak of the device's memory", charts.bars(names, {"peak": peaks}, "B"))] if any(peaks) else []),
+        *(
+            [chart("Peak of the device's memory", charts.bars(names, {"peak": peaks}, "B"))]
+            if any(peaks)
+            else []
+        ),
     ]
     return Section("Costs", [side_by_side(*parts)])
 

@@ -51,7 +51,9 @@ class Section:
     parts: Sequence[str]
 
 
-def page(title: str, subtitle: str, tiles: Sequence[Tile], sections: Sequence[Section], live: str = "") -> str:
+def page(
+    title: str, subtitle: str, tiles: Sequence[Tile], sections: Sequence[Section], live: str = ""
+) -> str:
     """The whole page; a live one reads itself again and again, and says why."""
     templates = files("barter.report") / "templates"
     template = Template((templates / "report.html").read_text())
@@ -69,10 +71,13 @@ def page(title: str, subtitle: str, tiles: Sequence[Tile], sections: Sequence[Se
         ),
         links="".join(f'<a href="#{anchors[s.title]}">{escape(s.title)}</a>' for s in sections),
         sections="".join(
-            f'<section id="{anchors[s.title]}"><h2>{escape(s.title)}</h2>{"".join(s.parts)}</section>' for s in sections
+            f'<section id="{anchors[s.title]}"><h2>{escape(s.title)}</h2>{"".join(s.parts)}</section>'
+            for s in sections
         ),
         version=__version__,
-        plotly=(templates / "plotly-cartesian.min.js").read_text(),  # a third of all of Plotly: it opens much sooner
+        plotly=(
+            templates / "plotly-cartesian.min.js"
+        ).read_text(),  # a third of all of Plotly: it opens much sooner
     )
 
 
@@ -113,11 +118,13 @@ def table(
         return f"<td>{f'<b>{shown}</b>' if (i, j) in best else shown}</td>"
 
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
-    body = "".join(f"<tr>{''.join(cell(i, j, c) for j, c in enumerate(row))}</tr>" for i, row in enumerate(rows))
-    foot = "".join(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in row)}</tr>" for row in together)
-    return (
-        f"<div class=wide><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody><tfoot>{foot}</tfoot></table></div>"
+    body = "".join(
+        f"<tr>{''.join(cell(i, j, c) for j, c in enumerate(row))}</tr>"
+        for i, row in enumerate(rows)
     )
+    foot = "".join(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in row)}</tr>" for row in together)
+    parts = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody><tfoot>{foot}</tfoot>"
+    return f"<div class=wide><table>{parts}</table></div>"
 
 
 def chart(title: str, figure: go.Figure) -> str:

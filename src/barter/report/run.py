@@ -14,27 +14,44 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from barter.config import Config, read, resolve, to_toml
 from barter.core.algorithm import Algorithm
 from barter.core.errors import BarterError
 from barter.core.params import BY_PYTHON
 from barter.core.record import Round
 from barter.data.task import SITES, make_task
-from barter.gallery import pictures
-from barter.parties import names_of, narrowed
 from barter.privacy.show import cells, conclusion
 from barter.privacy.statement import Statement
 from barter.report import charts
-from barter.report.page import Section, Tile, chart, code, folded, page, side_by_side, strip, table, text
+from barter.report.image_sheets import pictures
+from barter.report.page import (
+    Section,
+    Tile,
+    chart,
+    code,
+    folded,
+    page,
+    side_by_side,
+    strip,
+    table,
+    text,
+)
 from barter.runs.folder import METRICS, PRIVACY, records, rounds_done
 from barter.runs.picture import Row
 from barter.runs.progress import duration, size
 from barter.runs.tables import HEADINGS, alone, closing_cells
+from barter.setup.config import Config, read, resolve, to_toml
+from barter.setup.participants import names_of, narrowed
 
 __all__ = ["RunReport", "Split", "cited", "failures", "phases"]
 
 TESTS = {"global": "on the global test set", "local": "on the client's own mix of classes"}
-TOLD = {*TESTS, *(f"before_{name}" for name in TESTS), "bytes_up", "bytes_down", "device_memory"}  # in other sections
+TOLD = {
+    *TESTS,
+    *(f"before_{name}" for name in TESTS),
+    "bytes_up",
+    "bytes_down",
+    "device_memory",
+}  # in other sections
 # So that the page stays small: rounds and parties with images, images of each, pixels, and how many are kept exactly.
 SHOWN, COLUMNS, SIDE, EXACT = 5, 8, 48, 16
 
@@ -47,14 +64,20 @@ class Split:
         self.unknown = ""
         data = replace(config.data, download=False)  # who only looks fetches nothing
         try:
-            task = make_task(data, config.partition, config.clients, config.seed, torch.device("cpu"))
+            task = make_task(
+                data, config.partition, config.clients, config.seed, torch.device("cpu")
+            )
         except BarterError as error:
             self.unknown = f"The split cannot be shown here. {error}"
         else:
             self.counts, self.classes = task.class_table().tolist(), task.classes
 
     def section(self, caption: str) -> Section:
-        shown = chart(caption, charts.split(self.counts, self.classes)) if self.counts else text(self.unknown)
+        shown = (
+            chart(caption, charts.split(self.counts, self.classes))
+            if self.counts
+            else text(self.unknown)
+        )
         return Section("Split", [shown])
 
 
@@ -86,10 +109,16 @@ class RunReport:
         """The page of the rounds that are done."""
         rounds, config = records(self.run), self.config
         title = f"{type(config.algorithm).__name__} on {config.data.source}"
-        subtitle = f"{config.clients} clients, {len(rounds)} of {config.rounds} rounds, seed {config.seed}"
+        subtitle = (
+            f"{config.clients} clients, {len(rounds)} of {config.rounds} rounds, seed {config.seed}"
+        )
         sections = [] if not rounds else self._results(rounds, live=live)
         sections += [cited([config.algorithm]), Section("Configuration", [code(to_toml(config))])]
-        goes_on = f"The run goes on. {self._last()} This page reads itself again every few seconds." if live else ""
+        goes_on = (
+            f"The run goes on. {self._last()} This page reads itself again every few seconds."
+            if live
+            else ""
+        )
         return page(title, subtitle, tiles(rounds) if rounds else [], sections, goes_on)
 
     def _last(self) -> str:
@@ -100,16 +129,25 @@ class RunReport:
 
     def _results(self, rounds: Sequence[Round], *, live: bool) -> list[Section]:
         tests = {
-            key: title for key, title in TESTS.items() if any(key in c for r in rounds for c in r.clients.values())
+            key: title
+            for key, title in TESTS.items()
+            if any(key in c for r in rounds for c in r.clients.values())
         }
         learning = [
-            chart(f"Accuracy {tests[key]}, by round", charts.learning(rounds, key, self.names)) for key in tests
+            chart(f"Accuracy {tests[key]}, by round", charts.learning(rounds, key, self.names))
+            for key in tests
         ]
-        gains = [chart(f"Accuracy {tests[key]}, by client", charts.gains(rounds, key, self.names)) for key in tests]
+        gains = [
+            chart(f"Accuracy {tests[key]}, by client", charts.gains(rounds, key, self.names))
+            for key in tests
+        ]
         remarks = [] if live else [text(remark) for remark in self.config.algorithm.remarks(rounds)]
         return [
             *([Section("Remarks", remarks)] if remarks else []),
-            Section("Learning", [side_by_side(*learning) if tests else text("The clients report no accuracy.")]),
+            Section(
+                "Learning",
+                [side_by_side(*learning) if tests else text("The clients report no accuracy.")],
+            ),
             Section("Alone and after", [side_by_side(*gains), self._clients(rounds)]),
             self.split.section("Images by client and class"),
             *([] if live or not self.images else [_gallery(self.run)]),
@@ -144,17 +182,30 @@ def tiles(rounds: Sequence[Round]) -> list[Tile]:
     last, found = rounds[-1], []
     for key, name in (("global", "global accuracy"), ("local", "own accuracy")):
         if any(key in client for client in last.clients.values()):
-            before = [told for k in last.clients if (told := alone(rounds, k).get(f"before_{key}")) is not None]
-            gain = f"{100 * (last.mean(key) - sum(before) / len(before)):+.1f} points over alone" if before else ""
+            before = [
+                told
+                for k in last.clients
+                if (told := alone(rounds, k).get(f"before_{key}")) is not None
+            ]
+            gain = (
+                f"{100 * (last.mean(key) - sum(before) / len(before)):+.1f} points over alone"
+                if before
+                else ""
+            )
             found.append(Tile(name, f"{last.mean(key):.1%}", gain))
     if "global" in last.server:
-        found.append(Tile("server's model", f"{last.server['global']:.1%}", "on the global test set"))
+        found.append(
+            Tile("server's model", f"{last.server['global']:.1%}", "on the global test set")
+        )
     up, down = (sum(r.traffic(way) for r in rounds) for way in ("up", "down"))
     found.append(Tile("exchanged", size(up + down), f"{size(up)} up, {size(down)} down"))
     spent = sum(r.seconds["round"] for r in rounds)
     found.append(Tile("time", duration(spent), f"{duration(spent / len(rounds))} a round"))
     failed = sum(len(r.failures) for r in rounds)
-    return [*found, Tile("failures", str(failed), "of clients' calls" if failed else "every client answered")]
+    return [
+        *found,
+        Tile("failures", str(failed), "of clients' calls" if failed else "every client answered"),
+    ]
 
 
 def _privacy(run: Path) -> list[Section]:
@@ -170,7 +221,10 @@ def _traffic(rounds: Sequence[Round]) -> Section:
     methods = list(dict.fromkeys(method for r in rounds for method in r.bytes))
     if not methods:
         return Section("Traffic", [text("Nothing was exchanged.")])
-    sums = {way: [sum(r.bytes.get(m, {}).get(way, 0) for r in rounds) for m in methods] for way in ("up", "down")}
+    sums = {
+        way: [sum(r.bytes.get(m, {}).get(way, 0) for r in rounds) for m in methods]
+        for way in ("up", "down")
+    }
     by_round = {way: [r.traffic(way) for r in rounds] for way in ("up", "down")}
     return Section(
         "Traffic",
@@ -186,7 +240,10 @@ def _traffic(rounds: Sequence[Round]) -> Section:
 def phases(rounds: Sequence[Round]) -> dict[str, list[float]]:
     """The seconds of every phase in each round, and those between phases."""
     parts = [{key: s for key, s in r.seconds.items() if key != "round"} for r in rounds]
-    rest = [max(0.0, r.seconds["round"] - sum(part.values())) for r, part in zip(rounds, parts, strict=True)]
+    rest = [
+        max(0.0, r.seconds["round"] - sum(part.values()))
+        for r, part in zip(rounds, parts, strict=True)
+    ]
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: [part.get(name, 0.0) for part in parts] for name in names} | {"the rest": rest}
 
@@ -208,19 +265,31 @@ def _time(rounds: Sequence[Round]) -> Section:
 def _memory(rounds: Sequence[Round]) -> Section:
     peaks = [r.server.get("device_memory") for r in rounds]
     if not any(peaks):
-        return Section("Memory", [text("The run was on a CPU: its records hold the memory of CUDA devices only.")])
-    return Section("Memory", [chart("Peak of the device by round", charts.by_round(rounds, {"peak": peaks}, "B"))])
+        return Section(
+            "Memory",
+            [text("The run was on a CPU: its records hold the memory of CUDA devices only.")],
+        )
+    return Section(
+        "Memory",
+        [chart("Peak of the device by round", charts.by_round(rounds, {"peak": peaks}, "B"))],
+    )
 
 
 def _noted(rounds: Sequence[Round]) -> list[Section]:
     """Numbers that the method itself put into the record."""
     found = []
     for party in ("server", "clients"):
-        for key in dict.fromkeys(key for r in rounds for node in _of(r, party) for key in node if key not in TOLD):
+        for key in dict.fromkeys(
+            key for r in rounds for node in _of(r, party) for key in node if key not in TOLD
+        ):
             values = [[node[key] for node in _of(r, party) if key in node] for r in rounds]
             means = [sum(v) / len(v) if v else None for v in values]
-            name = f"{key.replace('_', ' ')}, {'server' if party == 'server' else 'mean of clients'}"
-            found.append(chart(name, charts.by_round(rounds, {key: means}, "B" if "bytes" in key else "")))
+            name = (
+                f"{key.replace('_', ' ')}, {'server' if party == 'server' else 'mean of clients'}"
+            )
+            found.append(
+                chart(name, charts.by_round(rounds, {key: means}, "B" if "bytes" in key else ""))
+            )
     return [Section("Noted by the method", [side_by_side(*found)])] if found else []
 
 
@@ -233,7 +302,9 @@ def failures(where: str, rows: Sequence[Sequence[str]]) -> Section:
     if not rows:
         return Section("Failures", [text("None: every client that was asked answered.")])
     title = f"{len(rows)} call{'s' * (len(rows) > 1)} that a client did not answer"
-    return Section("Failures", [folded(title, table([where, "what happened"], rows), unfolded=len(rows) <= 20)])
+    return Section(
+        "Failures", [folded(title, table([where, "what happened"], rows), unfolded=len(rows) <= 20)]
+    )
 
 
 def cited(algorithms: Sequence[Algorithm]) -> Section:
@@ -267,12 +338,16 @@ def _drawn(row: Row) -> tuple[str, bytes]:
     """Real images above those made of them, with gaps; small ones exactly."""
     _, real, made, _ = row
     lines = [images for images in (real, made) if images is not None]
-    sheet = np.concatenate([np.concatenate([_framed(image) for image in images], axis=1) for images in lines])
+    sheet = np.concatenate(
+        [np.concatenate([_framed(image) for image in images], axis=1) for images in lines]
+    )
     image = Image.fromarray(sheet[..., 0] if sheet.shape[-1] == 1 else sheet)
     side = max(made.shape[1:3])
     shrink = SIDE / side
     if shrink < 1:
-        image = image.resize((round(image.width * shrink), round(image.height * shrink)), Image.Resampling.LANCZOS)
+        image = image.resize(
+            (round(image.width * shrink), round(image.height * shrink)), Image.Resampling.LANCZOS
+        )
     kind, file = "png" if side <= EXACT else "jpeg", io.BytesIO()
     image.save(file, kind, quality=80)
     return kind, file.getvalue()

@@ -21,7 +21,16 @@ from barter.core.payload import Payload
 from barter.core.record import Round
 from barter.runs.checkpoint import read, write
 
-__all__ = ["RunFolder", "begun", "finished", "has_checkpoint", "last_checkpoint", "records", "rounds_done", "unborn"]
+__all__ = [
+    "RunFolder",
+    "begun",
+    "finished",
+    "has_checkpoint",
+    "last_checkpoint",
+    "records",
+    "rounds_done",
+    "unborn",
+]
 
 log = logging.getLogger("barter")
 
@@ -29,7 +38,13 @@ METRICS = "metrics.jsonl"
 PRIVACY = "privacy.json"
 
 SETUP = "flower"  # what a run on Flower is set up with
-UNBORN = {".lock", "checkpoints", ".config.toml.tmp", SETUP, f".{SETUP}.new"}  # of a run killed before it began
+UNBORN = {
+    ".lock",
+    "checkpoints",
+    ".config.toml.tmp",
+    SETUP,
+    f".{SETUP}.new",
+}  # of a run killed before it began
 CHECKPOINT = re.compile(r"round-(\d{6})\.safetensors")
 
 
@@ -51,13 +66,17 @@ class RunFolder:
         _held.add(self)
 
     @classmethod
-    def create(cls, path: Path, config: str, prepare: Callable[[], None] = lambda: None) -> RunFolder:
+    def create(
+        cls, path: Path, config: str, prepare: Callable[[], None] = lambda: None
+    ) -> RunFolder:
         """A folder for a new run; what is there already is never overwritten.
 
         The configuration is written last: a run that was killed while it was prepared can begin again.
         """
         if path.exists() and not unborn(path):
-            raise CheckpointError(f"{path} exists and is not empty: choose another --out, or `barter resume {path}`")
+            raise CheckpointError(
+                f"{path} exists and is not empty: choose another --out, or `barter resume {path}`"
+            )
         folder = cls(path)
         prepare()
         replace_text(folder.config, config)
@@ -114,9 +133,16 @@ class RunFolder:
         kept = [record for record in self.records() if record.round <= round]
         missing = sorted(set(range(1, round + 1)) - {record.round for record in kept})
         if missing:
-            lost = f"round {missing[0]}" if len(missing) == 1 else f"rounds {missing[0]} to {missing[-1]}"
+            lost = (
+                f"round {missing[0]}"
+                if len(missing) == 1
+                else f"rounds {missing[0]} to {missing[-1]}"
+            )
             log.warning(
-                "%s has no whole record of %s: tables and curves go on without%s", self.metrics, lost, self._aside()
+                "%s has no whole record of %s: tables and curves go on without%s",
+                self.metrics,
+                lost,
+                self._aside(),
             )
         replace_text(self.metrics, "".join(record.to_json() + "\n" for record in kept))
 
@@ -126,7 +152,9 @@ class RunFolder:
             return ""
         aside = self.metrics.with_suffix(".damaged")
         with writing(aside):
-            shutil.copyfile(self.metrics, aside)  # the metrics stay until what is to go on is on disk
+            shutil.copyfile(
+                self.metrics, aside
+            )  # the metrics stay until what is to go on is on disk
         return f"; what there was is in {aside}"
 
 
@@ -179,7 +207,9 @@ def begun(run: Path) -> Path:
     if not (run / "config.toml").exists():
         runs = sorted(path.parent for path in run.glob("*/seed-*/config.toml"))
         below = f"; it is a comparison, give one of its runs, such as {runs[0]}" if runs else ""
-        raise CheckpointError(f"{run} is not the folder of a run: there is no config.toml in it{below}")
+        raise CheckpointError(
+            f"{run} is not the folder of a run: there is no config.toml in it{below}"
+        )
     return run
 
 
@@ -198,4 +228,8 @@ def has_checkpoint(run: Path) -> bool:
 
 def _checkpoints(run: Path) -> list[Path]:
     folder = run / "checkpoints"
-    return sorted(path for path in folder.iterdir() if CHECKPOINT.fullmatch(path.name)) if folder.is_dir() else []
+    return (
+        sorted(path for path in folder.iterdir() if CHECKPOINT.fullmatch(path.name))
+        if folder.is_dir()
+        else []
+    )

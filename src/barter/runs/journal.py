@@ -60,7 +60,9 @@ def follow(path: Path, watcher: Watcher, check: Callable[[], None]) -> Iterator[
         missed = 0.0 if not writer or _alive(writer) else missed or time.monotonic()
         if missed and time.monotonic() - missed > 2:  # all that it wrote has been read by then
             why = refused(path.parent)  # what it could not write down either
-            raise BarterError(f"the server's process died{why and f': {why}'}; start again to continue")
+            raise BarterError(
+                f"the server's process died{why and f': {why}'}; start again to continue"
+            )
 
     with ExitStack() as phases:
         for kind, value in _lines(path, wait):

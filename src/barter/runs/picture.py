@@ -67,21 +67,35 @@ def bubbles(kinds: Sequence[Kinds], title: str, path: Path) -> None:
     per_band = -(-clients // bands)
     cell = min(0.4, max(0.09, 10 / max(per_band, lines)))
     font = min(8.0, 72 * cell * 0.8)
-    labels = [[_plain(name if len(name) <= 24 else f"{name[:23]}…") for name in kind.names] for kind in kinds]
+    labels = [
+        [_plain(name if len(name) <= 24 else f"{name[:23]}…") for name in kind.names]
+        for kind in kinds
+    ]
     left = 0.5 + 0.62 * font / 72 * max(len(label) for group in labels for label in group)
     width = max(3.5, left + cell * (per_band + 0.4) + 1.0)
-    text = [line for part in title.split("\n") if part for line in wrap(part, max(20, int((width - 0.3) / 0.075)))]
+    text = [
+        line
+        for part in title.split("\n")
+        if part
+        for line in wrap(part, max(20, int((width - 0.3) / 0.075)))
+    ]
     gaps = bands * (len(kinds) * 0.12 + 0.25) + 0.08
     above = 0.15 + 0.17 * len(text)
     height = max(above + bands * cell * (lines + 0.4 * len(kinds)) + gaps, above + 1.6)
     figure = _pyplot().figure(figsize=(width, height))
     top, across = height - above, 0.9 * 72 * cell  # the largest circle almost fills its cell
-    step = next(step for step in (1, 5, 10, 50) if step * cell >= 0.25 or step == 50)  # between clients' numbers
+    # between clients' numbers
+    step = next(step for step in (1, 5, 10, 50) if step * cell >= 0.25 or step == 50)
     for band in range(bands):
         here = range(band * per_band, min(clients, (band + 1) * per_band))
         for kind, names, colour in zip(kinds, labels, (COLOURS[0], COLOURS[1]), strict=False):
             deep, last = cell * (len(names) + 0.4), kind is kinds[-1]
-            box = (left / width, (top - deep) / height, cell * (len(here) + 0.4) / width, deep / height)
+            box = (
+                left / width,
+                (top - deep) / height,
+                cell * (len(here) + 0.4) / width,
+                deep / height,
+            )
             axes, largest = figure.add_axes(box), max(map(max, kind.counts))
             _circles(axes, kind.counts, here, largest, across, colour)
             axes.set(xlim=(here[0] - 0.7, here[-1] + 0.7), ylim=(-0.7, len(names) - 0.3))
@@ -91,27 +105,56 @@ def bubbles(kinds: Sequence[Kinds], title: str, path: Path) -> None:
             axes.set_ylabel(kind.title, fontsize=8)
             axes.yaxis.set_label_coords(-(left - 0.3) / (cell * (len(here) + 0.4)), 0.5)
             if band == 0:
-                _size_legend(figure, kind.title, largest, across, colour, left + cell * (per_band + 0.4) + 0.15, top)
+                _size_legend(
+                    figure,
+                    kind.title,
+                    largest,
+                    across,
+                    colour,
+                    left + cell * (per_band + 0.4) + 0.15,
+                    top,
+                )
             top -= deep + 0.12
         axes.set_xlabel("client" if band == bands - 1 else "", fontsize=8, labelpad=2)
         top -= 0.25
-    figure.text(0.15 / width, 1 - 0.1 / height, _plain("\n".join(text)), fontsize=9, va="top", linespacing=1.25)
+    figure.text(
+        0.15 / width,
+        1 - 0.1 / height,
+        _plain("\n".join(text)),
+        fontsize=9,
+        va="top",
+        linespacing=1.25,
+    )
     _save(figure, path)
 
 
 def _circles(
-    axes: Any, counts: Sequence[Sequence[int]], clients: Iterable[int], largest: int, across: float, colour: str
+    axes: Any,
+    counts: Sequence[Sequence[int]],
+    clients: Iterable[int],
+    largest: int,
+    across: float,
+    colour: str,
 ) -> None:
     """Those of some clients; the largest number's is so many points across, and one can see the smallest."""
     points = [(k, c, n) for k in clients for c, n in enumerate(counts[k]) if n]
     areas = [max(1.5, across * (n / largest) ** 0.5) ** 2 for _, _, n in points]
-    axes.scatter([k for k, _, _ in points], [c for _, c, _ in points], s=areas, color=colour, linewidths=0, zorder=2)
+    axes.scatter(
+        [k for k, _, _ in points],
+        [c for _, c, _ in points],
+        s=areas,
+        color=colour,
+        linewidths=0,
+        zorder=2,
+    )
     axes.grid(alpha=0.25, linewidth=0.5)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
 
 
-def _size_legend(figure: Any, title: str, largest: int, across: float, colour: str, x: float, top: float) -> None:
+def _size_legend(
+    figure: Any, title: str, largest: int, across: float, colour: str, x: float, top: float
+) -> None:
     """What three circles mean, from this place on downwards, in inches."""
     width, height = figure.get_size_inches()
     figure.text(x / width, (top - 0.02) / height, f"images\nof a {title}", fontsize=7, va="top")
@@ -119,7 +162,13 @@ def _size_legend(figure: Any, title: str, largest: int, across: float, colour: s
     for n in dict.fromkeys(_round_number(largest / part) for part in (1, 4, 20)):
         wide = max(1.5, across * (n / largest) ** 0.5)
         y -= max(wide / 72, 0.12) / 2 + 0.03
-        dot = {"marker": "o", "markersize": wide, "color": colour, "alpha": 0.5, "markeredgewidth": 0}
+        dot = {
+            "marker": "o",
+            "markersize": wide,
+            "color": colour,
+            "alpha": 0.5,
+            "markeredgewidth": 0,
+        }
         middle = (x + across / 144) / width
         figure.add_artist(_pyplot().Line2D([middle], [y / height], **dot))
         figure.text((x + across / 72 + 0.08) / width, y / height, f"{n:,}", fontsize=7, va="center")
@@ -152,9 +201,22 @@ def sheet(rows: Sequence[Row], title: str, path: Path) -> None:
     for cells, (label, images, classes) in zip(axes, lines, strict=True):
         for cell, image, name in zip(cells, images, classes, strict=False):
             grey = image.shape[-1] == 1
-            cell.imshow((image[..., 0] if grey else image).numpy(), cmap="gray" if grey else None, vmin=0, vmax=1)
+            cell.imshow(
+                (image[..., 0] if grey else image).numpy(),
+                cmap="gray" if grey else None,
+                vmin=0,
+                vmax=1,
+            )
             cell.set_title(_plain(name)[:12], fontsize=6, pad=2)
-        cells[0].text(-0.15, 0.5, _plain(label), transform=cells[0].transAxes, ha="right", va="center", fontsize=6)
+        cells[0].text(
+            -0.15,
+            0.5,
+            _plain(label),
+            transform=cells[0].transAxes,
+            ha="right",
+            va="center",
+            fontsize=6,
+        )
     figure.suptitle("\n".join(words), fontsize=8, va="top", y=1 - 0.08 / size[1])
     figure.subplots_adjust(left=0.14, right=0.99, bottom=0.01, wspace=0.05, hspace=0.2)
     figure.subplots_adjust(top=1 - head / size[1])
@@ -180,7 +242,9 @@ def curves(lines: Mapping[str, Mapping[int, Curve]], label: str, path: Path) -> 
     plt = _pyplot()
     with plt.rc_context({"pdf.fonttype": 42, "svg.fonttype": "none", "font.size": 9}):
         longest = max(map(len, lines), default=0)
-        below = len(lines) > 4 or longest > SHORT  # among the curves there is room for few and short names alone
+        below = (
+            len(lines) > 4 or longest > SHORT
+        )  # among the curves there is room for few and short names alone
         columns = 2 if longest <= 2 * SHORT else 1
         named = 0.18 * -(-len(lines) // columns) if below else 0.0  # inches that the names take
         figure, axes = plt.subplots(figsize=(5.2, max(3.4, 2.6 + named)), layout="constrained")
@@ -189,9 +253,18 @@ def curves(lines: Mapping[str, Mapping[int, Curve]], label: str, path: Path) -> 
             means, spread = ([100 * share for share in column] for column in shares)
             colour, style = COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS) % len(STYLES)]
             dots = "o" if len(rounds) <= 20 else None
-            shown = _plain(name if not name.startswith("_") else f" {name}")  # matplotlib hides what begins with one
+            shown = _plain(
+                name if not name.startswith("_") else f" {name}"
+            )  # matplotlib hides what begins with one
             axes.plot(
-                rounds, means, linestyle=style, color=colour, marker=dots, markersize=3, linewidth=1.4, label=shown
+                rounds,
+                means,
+                linestyle=style,
+                color=colour,
+                marker=dots,
+                markersize=3,
+                linewidth=1.4,
+                label=shown,
             )
             edges = [[m + way * s for m, s in zip(means, spread, strict=True)] for way in (-1, 1)]
             axes.fill_between(rounds, *edges, color=colour, alpha=0.18, linewidth=0)
@@ -199,7 +272,9 @@ def curves(lines: Mapping[str, Mapping[int, Curve]], label: str, path: Path) -> 
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.25, linewidth=0.5)
         axes.spines[["top", "right"]].set_visible(False)
-        figure.legend(loc="outside lower center", ncols=columns, frameon=False) if below else axes.legend(frameon=False)
+        figure.legend(
+            loc="outside lower center", ncols=columns, frameon=False
+        ) if below else axes.legend(frameon=False)
         _save(figure, path)
 
 

@@ -9,7 +9,14 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from barter.core.nodes import Monitor
 from barter.core.record import Round
@@ -34,13 +41,21 @@ def duration(seconds: float) -> str:
     """Seconds as a person reads them."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    return (
+        f"{hours} h {minutes:02d} min"
+        if hours
+        else f"{minutes} min {rest:02d} s"
+        if minutes
+        else f"{rest} s"
+    )
 
 
 class Watcher(Monitor):
     """Shows each phase of a round as it runs, and a line for each round that is done; tells another of it too."""
 
-    def __init__(self, console: Console, rounds: int, tell: Callable[[Round], None] | None = None) -> None:
+    def __init__(
+        self, console: Console, rounds: int, tell: Callable[[Round], None] | None = None
+    ) -> None:
         self.console, self.rounds, self.tell = console, rounds, tell
         self.round, self._started, self._begun = 1, time.monotonic(), 0
         self._phase: _Phase | None = None
@@ -67,7 +82,11 @@ class Watcher(Monitor):
 
     def line(self, record: Round) -> str:
         """A round in a line."""
-        known = [name for name in ("global", "local") if any(name in metrics for metrics in record.clients.values())]
+        known = [
+            name
+            for name in ("global", "local")
+            if any(name in metrics for metrics in record.clients.values())
+        ]
         parts = [f"{record.mean(name):6.1%} {name}" for name in known]
         if "global" in record.server:
             parts.append(f"{record.server['global']:6.1%} server")
@@ -174,7 +193,11 @@ class _Live(_Phase):
     """One line that moves and vanishes when the phase is over."""
 
     def __enter__(self) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+        )
         times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
         self.progress = Progress(*columns, *times, console=self.console, transient=True)
         self.progress.start()
@@ -202,7 +225,9 @@ class _Lines(_Phase):
         if now - self.last >= QUIET and 0 < self.done < self.total:
             self.last = now
             left = (now - self.start) * (self.total - self.done) / self.done
-            self.console.print(f"{self.title}: {self.done / self.total:.0%}, about {duration(left)} left")
+            self.console.print(
+                f"{self.title}: {self.done / self.total:.0%}, about {duration(left)} left"
+            )
 
 
 class _Cell(_Phase):
@@ -237,7 +262,9 @@ class ManyRuns:
             TextColumn("{task.completed:.0f} of {task.total:.0f}"),
         )
         times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-        self.progress = Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal)
+        self.progress = Progress(
+            *columns, *times, console=console, transient=True, disable=not console.is_terminal
+        )
 
     def __enter__(self) -> ManyRuns:
         self.progress.start()

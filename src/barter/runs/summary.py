@@ -37,7 +37,9 @@ __all__ = [
     "value",
 ]
 
-Results = Mapping[str, Mapping[int, Sequence[Round]]]  # method -> seed -> the rounds of a finished run
+Results = Mapping[
+    str, Mapping[int, Sequence[Round]]
+]  # method -> seed -> the rounds of a finished run
 
 # Accuracies, and how they are called; "trained" is after a round's local training, before what the round gives back.
 METRICS = {
@@ -48,7 +50,12 @@ METRICS = {
     "server": "server's model",
 }
 ALWAYS = ("global", "own", "server")  # of these, what is told without being asked
-_FIELDS = {"global": "global", "own": "local", "trained": "before_global", "trained-own": "before_local"}
+_FIELDS = {
+    "global": "global",
+    "own": "local",
+    "trained": "before_global",
+    "trained-own": "before_local",
+}
 FEW = 3  # seeds below which no interval is given
 
 
@@ -63,7 +70,10 @@ def value(record: Round, metric: str) -> float | None:
 def final(rounds: Sequence[Round], metric: str) -> float | None:
     """The same after the last round; of local training, after the last round in which there was any."""
     found = (value(record, metric) for record in reversed(rounds))
-    return next((v for v in found if v is not None or not _FIELDS.get(metric, "").startswith("before")), None)
+    return next(
+        (v for v in found if v is not None or not _FIELDS.get(metric, "").startswith("before")),
+        None,
+    )
 
 
 def lines(results: Results, metric: str) -> dict[str, dict[int, Curve]]:
@@ -123,7 +133,9 @@ def paired(values: Sequence[float]) -> tuple[float, float] | None:
     """The 95 % confidence interval of a mean of differences (Student's t); none for too few."""
     if len(values) < FEW:
         return None
-    half = float(stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))
+    half = (
+        float(stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))
+    )
     mean = statistics.fmean(values)
     return mean - half, mean + half
 
@@ -136,7 +148,10 @@ def summarise(results: Results, question: Question) -> Comparative:
         return Column(tuple(v for v in values if v is not None))
 
     def reached(rounds: Sequence[Round]) -> float | None:
-        return next((r.round for r in rounds if target is not None and (value(r, metric) or 0.0) >= target), None)
+        return next(
+            (r.round for r in rounds if target is not None and (value(r, metric) or 0.0) >= target),
+            None,
+        )
 
     def gap(name: str, seed: int) -> float | None:
         if baseline in (None, name) or seed not in results[str(baseline)]:
@@ -146,10 +161,18 @@ def summarise(results: Results, question: Question) -> Comparative:
 
     rows = []
     for name, runs in results.items():
-        accuracies = {key: column(final(rounds, key) for rounds in runs.values()) for key in METRICS}
-        traffic = column(float(sum(r.traffic("up") + r.traffic("down") for r in rounds)) for rounds in runs.values())
+        accuracies = {
+            key: column(final(rounds, key) for rounds in runs.values()) for key in METRICS
+        }
+        traffic = column(
+            float(sum(r.traffic("up") + r.traffic("down") for r in rounds))
+            for rounds in runs.values()
+        )
         seconds = column(sum(r.seconds["round"] for r in rounds) for rounds in runs.values())
-        arrived, gaps = column(map(reached, runs.values())), column(gap(name, seed) for seed in runs)
+        arrived, gaps = (
+            column(map(reached, runs.values())),
+            column(gap(name, seed) for seed in runs),
+        )
         rows.append(Summary(name, tuple(runs), accuracies, traffic, seconds, arrived, gaps))
     return Comparative(tuple(rows), question)
 
@@ -206,19 +229,33 @@ def to_markdown(compared: Comparative) -> str:
     headings, rows = cells(compared)
     lines = [headings, ["---"] * len(headings)]
     lines += [[f"**{text}**" if best else text for text, best in row] for row in rows]
-    return "".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |\n" for line in lines)
+    return "".join(
+        "| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |\n" for line in lines
+    )
 
 
 def to_latex(compared: Comparative) -> str:
     """The table for a paper, with booktabs; the best of each accuracy is bold."""
     headings, rows = cells(compared)
-    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
+    special = {
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "±": r"$\pm$",
+    }
     special |= {character: "\\" + character for character in "&%$#_{}"}
 
     def escaped(text: str) -> str:
-        return re.sub(r"(?<!\w)-(?=\d)", "$-$", "".join(special.get(character, character) for character in text))
+        return re.sub(
+            r"(?<!\w)-(?=\d)",
+            "$-$",
+            "".join(special.get(character, character) for character in text),
+        )
 
-    body = [[rf"\textbf{{{escaped(text)}}}" if best else escaped(text) for text, best in row] for row in rows]
+    body = [
+        [rf"\textbf{{{escaped(text)}}}" if best else escaped(text) for text, best in row]
+        for row in rows
+    ]
     lines = [rf"\begin{{tabular}}{{l{'r' * (len(headings) - 1)}}}", r"\toprule"]
     lines += [" & ".join(map(escaped, headings)) + r" \\", r"\midrule"]
     lines += [" & ".join(row) + r" \\" for row in body]
@@ -234,11 +271,23 @@ def to_csv(compared: Comparative) -> str:
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(fields)
     for s in compared.rows:
-        accuracies = [part for key in METRICS for part in (s.accuracies[key].mean, s.accuracies[key].deviation)]
+        accuracies = [
+            part
+            for key in METRICS
+            for part in (s.accuracies[key].mean, s.accuracies[key].deviation)
+        ]
         target = compared.question.target
         reached = [None, None] if target is None else [s.reached.mean, len(s.reached.values)]
         difference = [s.difference.mean, *(paired(s.difference.values) or (None, None))]
-        row = [s.name, len(s.seeds), *accuracies, s.bytes.mean, s.seconds.mean, *reached, *difference]
+        row = [
+            s.name,
+            len(s.seeds),
+            *accuracies,
+            s.bytes.mean,
+            s.seconds.mean,
+            *reached,
+            *difference,
+        ]
         writer.writerow(["" if field is None else field for field in row])
     return file.getvalue()
 
@@ -247,11 +296,15 @@ def to_rounds(results: Results) -> str:
     """Every run round by round, one line each, to draw or compute anything else from."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["method", "seed", "round", *(key.replace("-", "_") for key in METRICS), "bytes", "seconds"])
+    writer.writerow(
+        ["method", "seed", "round", *(key.replace("-", "_") for key in METRICS), "bytes", "seconds"]
+    )
     for name, runs in results.items():
         for seed, rounds in runs.items():
             for r in rounds:
                 reached = [value(r, key) for key in METRICS]
                 costs = [r.traffic("up") + r.traffic("down"), r.seconds["round"]]
-                writer.writerow([name, seed, r.round, *("" if v is None else v for v in reached), *costs])
+                writer.writerow(
+                    [name, seed, r.round, *("" if v is None else v for v in reached), *costs]
+                )
     return file.getvalue()

@@ -35,7 +35,12 @@ def closing_cells(
     rows, numbers = [], []
     for k, now in last.clients.items():
         before = alone(records, k)
-        values = [before.get("before_global"), before.get("before_local"), now.get("global"), now.get("local")]
+        values = [
+            before.get("before_global"),
+            before.get("before_local"),
+            now.get("global"),
+            now.get("local"),
+        ]
         traffic = [sum(r.clients[k][f"bytes_{way}"] for r in records) for way in ("up", "down")]
         numbers.append((values, traffic))
         held = [] if classes is None else classes[k]
@@ -50,7 +55,9 @@ def closing_cells(
     images = "-" if samples is None else f"{sum(samples):,}"
     together = [["mean, or sum", images, "", *map(_percent, means), *map(size, totals)]]
     if "global" in last.server:
-        together.append(["server's model", "", "", "", "", _percent(last.server["global"]), "", "", ""])
+        together.append(
+            ["server's model", "", "", "", "", _percent(last.server["global"]), "", "", ""]
+        )
     return rows, together
 
 
@@ -61,7 +68,10 @@ def alone(records: Sequence[Round], client: int) -> Mapping[str, float]:
 
 
 def closing_table(
-    records: Sequence[Round], architectures: Sequence[str], samples: Sequence[int], classes: Sequence[Sequence[int]]
+    records: Sequence[Round],
+    architectures: Sequence[str],
+    samples: Sequence[int],
+    classes: Sequence[Sequence[int]],
 ) -> Table:
     """Per client: what it brought, what it knew alone, what it knows now, and what that cost; fits 80 columns."""
     title = f"after round {records[-1].round}, accuracy in %: on the global test set and the client's own"
@@ -85,7 +95,9 @@ def accuracy_table(networks: Sequence[tuple[str, str]], values: Sequence[float])
         table.add_column(heading, justify="right" if heading == "accuracy" else "left")
     for (owner, architecture), value in zip(networks, values, strict=True):
         table.add_row(owner, architecture, _percent(value))
-    clients = [value for (owner, _), value in zip(networks, values, strict=True) if owner != "server"]
+    clients = [
+        value for (owner, _), value in zip(networks, values, strict=True) if owner != "server"
+    ]
     if len(clients) > 1:
         table.add_section()
         table.add_row("mean of clients", "", _percent(sum(clients) / len(clients)))
@@ -102,5 +114,9 @@ def count_table(kind: str, counts: Sequence[Sequence[int]], names: Sequence[str]
     for k, row in enumerate(counts):
         table.add_row(str(k), *(str(n) if n else "." for n in row), str(sum(row)))
     table.add_section()
-    table.add_row("all", *(str(sum(column)) for column in zip(*counts, strict=True)), str(sum(map(sum, counts))))
+    table.add_row(
+        "all",
+        *(str(sum(column)) for column in zip(*counts, strict=True)),
+        str(sum(map(sum, counts))),
+    )
     return table

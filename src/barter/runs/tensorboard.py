@@ -27,7 +27,10 @@ class TensorBoard:
     def __call__(self, record: Round) -> None:
         known = [record]
         if self._writer is None:
-            known = [*(earlier for earlier in records(self.run) if earlier.round < record.round), record]
+            known = [
+                *(earlier for earlier in records(self.run) if earlier.round < record.round),
+                record,
+            ]
             self._writer = SummaryWriter(str(self.run / FOLDER), purge_step=1)
         for one in known:
             for name, value in one.scalars().items():

@@ -1,0 +1,307 @@
+"""Commands that run something: a federation here or on Flower, a comparison, a site."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from barter.cli.common import Settings, asked, optional, screen
+from barter.cli.inspecting import privacy
+from barter.compare.comparison import Comparison, run_all
+from barter.compare.specification import Request
+from barter.compute.threads import free
+from barter.core.algorithm import Algorithm
+from barter.core.errors import (
+    BarterError,
+    CheckpointError,
+    ConfigError,
+    Interrupted,
+    PrivacyError,
+    in_short,
+    lacks_memory,
+)
+from barter.core.record import Round
+from barter.data.task import SITES, Task, make_task
+from barter.experiment import Experiment
+from barter.privacy.statement import Statement
+from barter.runs.folder import PRIVACY, begun, records, unborn
+from barter.runs.progress import ManyRuns, Watcher
+from barter.runs.summary import cells
+from barter.runs.tables import closing_table
+from barter.setup.config import Config, read, resolve, with_settings
+from barter.setup.hardware import device_named
+from barter.setup.participants import names_of
+
+__all__ = ["compare", "flower_init", "flower_start", "resume", "run", "site"]
+
+
+def run(
+    config: Path | None,
+    algorithm: str | None,
+    settings: Settings,
+    out: Path | None,
+    chosen: Mapping[str, object],
+    *,
+    simulate: bool,
+    tensorboard: bool,
+) -> None:
+    tree = asked(config, algorithm, settings) | {
+        key: value for key, value in chosen.items() if value is not None
+    }
+    resolved = resolve(tree)
+    if out is None:
+        name = str(tree.get("algorithm", {}).get("name", "dffke")).replace(":", "-")
+        source = resolved.data.source.partition(":")[0]
+        out = Path("runs") / f"{name}-{source}-seed{resolved.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if simulate and resolved.engine != "flower":
+        raise ConfigError("--simulate is Flower's simulation: add --engine flower")
+    _drive(resolved, out, resume=False, simulate=simulate, tensorboard=tensorboard)
+
+
+def resume(run: Path, rounds: int | None, threads: int | None, *, tensorboard: bool) -> None:
+    if unborn(run):
+        raise CheckpointError(
+            f"{run} was interrupted before its run began: there is nothing to continue, run it again"
+        )
+    simulated = (run / "flower").is_dir() and not (run / "flower" / "sites").exists()
+    config = resolve(read(begun(run) / "config.toml"))
+    if rounds is not None and rounds < (done := len(records(run))):
+        raise ConfigError(f"--rounds {rounds}: {run} has done {done} already")
+    if rounds is not None and rounds != config.rounds and config.engine == "flower":
+        raise ConfigError(
+            f"--rounds {rounds}: a run on Flower keeps the {config.rounds} rounds it was begun with"
+        )
+    tensorboard = tensorboard or (run / "tensorboard").is_dir()  # a log that was begun goes on
+    if threads is not None and config.engine == "flower":
+        raise ConfigError(
+            f"--threads {threads}: a run on Flower keeps those that it was begun with"
+        )
+    config = replace(config, rounds=rounds or config.rounds, threads=threads or config.threads)
+    _drive(config, run, resume=True, simulate=simulated, tensorboard=tensorboard)
+
+
+def compare(
+    what: Path | None,
+    algorithms: str,
+    seeds: str | None,
+    settings: Settings,
+    vary: Settings,
+    only: Settings,
+    out: Path | None,
+    asked: Mapping[str, object],
+    jobs: int,
+) -> None:
+    if what is not None and what.is_dir():
+        if algorithms or seeds or settings or vary or only or out:
+            raise ConfigError(
+                f"{what} is looked at; to go on, give the command that began it with --out {what}"
+            )
+        comparison = Comparison.at(what)
+        comparison.question |= {key: item for key, item in asked.items() if item is not None}
+        comparison.check()
+        _print_comparison(comparison)
+        return
+    tree = {} if what is None else read(what)
+    request = Request.of(tree, algorithms, seeds, settings or [], vary or [], asked, only or [])
+    folder = out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
+    comparison, runs = Comparison.planned(folder, request)
+    console = screen()
+    console.print(
+        f"{len(request.variants)} methods, {len(request.seeds)} seeds, {len(runs)} runs; folder {folder}"
+    )
+    with ManyRuns(console) as many:
+        try:
+            failed = run_all(runs, jobs, many.show, many.tell)
+        except KeyboardInterrupt:
+            raise Interrupted(f"stopped; the same command with --out {folder} continues") from None
+    if len(failed) < len(runs):
+        _print_comparison(comparison)
+    if failed:
+        raise BarterError(
+            f"{len(failed)} of {len(runs)} runs failed: {'; '.join(map(str, failed))}"
+        )
+
+
+def _print_comparison(comparison: Comparison) -> None:
+    compared, missing, paths = comparison.write()
+    headings, rows = cells(compared)
+    table = Table(*map(escape, headings), box=box.SIMPLE_HEAD)
+    for row in rows:
+        table.add_row(
+            *(f"[bold]{escape(text)}[/bold]" if best else escape(text) for text, best in row)
+        )
+    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+    if missing:
+        more = f"; and {len(missing) - 8} more" if len(missing) > 8 else ""
+        screen().print(f"not finished: {'; '.join(missing[:8])}{more}")
+    if comparison.question.get("baseline") not in (None, compared.question.baseline):
+        screen().print(
+            f"no run of the baseline {comparison.question['baseline']!r} is finished: no differences yet"
+        )
+    screen().print(f"table and curves: {', '.join(map(str, paths))}")
+
+
+def _drive(config: Config, out: Path, *, resume: bool, simulate: bool, tensorboard: bool) -> None:
+    console = screen()
+    watcher = Watcher(
+        console,
+        config.rounds,
+        optional("runs.tensorboard").TensorBoard(out) if tensorboard else None,
+    )
+    if config.engine == "flower":
+        _drive_flower(config, out, watcher, resume=resume, simulate=simulate)
+        return
+    experiment = Experiment.from_config(config, out, resume=resume, monitor=watcher)
+    assert experiment.folder is not None
+    architectures = len(set(experiment.architectures))
+    console.print(
+        f"{type(config.algorithm).__name__} on {config.data.source}: {config.clients} clients, "
+        f"{architectures} architecture{'s' * (architectures > 1)}, {config.rounds} rounds, "
+        f"{experiment.device.type}{_said(experiment.config.threads)}; folder {out}"
+    )
+    if experiment.round:
+        console.print(f"{experiment.round} of {config.rounds} rounds are done already")
+    records = experiment.folder.records()
+    watcher.begin(experiment.round)
+    try:
+        for record in experiment.rounds(config.rounds):
+            records.append(record)
+            watcher.finish(record)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"stopped in round {experiment.round + 1}; `barter resume {out}` continues"
+        ) from None
+    except PrivacyError:
+        if records:
+            _close(records, experiment.architectures, experiment.task, out, config.algorithm)
+        raise
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}; when that is mended, `barter resume {out}` continues"
+        ) from error
+    except (BarterError, OSError):
+        raise
+    except Exception as error:  # of nobody's answer in particular
+        if lacks_memory(error):
+            raise
+        why = f"the server stopped in round {experiment.round + 1}: {in_short(error)}"
+        stopped = BarterError(f"{why}; finished rounds are kept, `barter resume {out}` continues")
+        stopped.add_note(
+            "".join(traceback.format_exception(error))
+        )  # as of a client: whoever writes a method needs it
+        raise stopped from error
+    _close(records, experiment.architectures, experiment.task, out, config.algorithm)
+
+
+def _said(threads: int | None) -> str:
+    """How many threads of the CPU there are, and whether there could be more; nothing where nobody chose."""
+    if threads is None:
+        return ""
+    most = torch.get_num_threads()
+    return (
+        f", {threads} of {most} threads"
+        if threads < most
+        else f", {threads} thread{'s' * (threads > 1)}"
+    )
+
+
+def _close(
+    records: Sequence[Round],
+    architectures: Sequence[str],
+    task: Task,
+    out: Path,
+    algorithm: Algorithm[Any, Any],
+) -> None:
+    held = [[c for c, n in enumerate(row) if n] for row in task.class_table().tolist()]
+    samples = [len(images) for images in task.train]
+    screen(wide=True).print(closing_table(records, architectures, samples, held))
+    console = screen()
+    for remark in algorithm.remarks(records):
+        console.print(f"note: {remark}", style="yellow")
+    _end(out)
+
+
+def _end(out: Path) -> None:
+    if (out / PRIVACY).is_file() and Statement.read(out / PRIVACY).protected:
+        privacy(out)
+    elif (out / PRIVACY).is_file():
+        screen().print(f"nothing is protected: `barter privacy {out}` says what left the clients")
+    screen().print(f"run folder: {out}")
+
+
+def _drive_flower(
+    config: Config, out: Path, watcher: Watcher, *, resume: bool, simulate: bool
+) -> None:
+    """A SuperLink and a site for each client, all on this machine; or Flower's simulation of them."""
+    loopback = optional("flower.loopback")
+    if simulate:
+        optional("ray")
+    if config.threads is None and device_named(config.device).type == "cpu":
+        config = replace(config, threads=free())
+    task = make_task(
+        config.data, config.partition, config.clients, config.seed, torch.device("cpu")
+    )
+    names = names_of(config.algorithm, config.models, config.clients)
+    place = "clients in Flower's simulation" if simulate else "Flower sites on this machine"
+    watcher.console.print(
+        f"{type(config.algorithm).__name__} on {config.data.source}: {config.clients} {place}, {config.rounds} rounds"
+        f"{_said(config.threads)}; folder {out}"
+    )
+    try:
+        records = (loopback.simulate if simulate else loopback.run_here)(
+            config, out, watcher, resume=resume
+        )
+    except KeyboardInterrupt:
+        raise Interrupted(f"stopped; `barter resume {out}` continues") from None
+    _close(records, names, task, out, config.algorithm)
+
+
+def flower_init(
+    folder: Path,
+    sites: str,
+    address: str,
+    config: Path | None,
+    algorithm: str | None,
+    settings: Settings,
+) -> None:
+    tree = asked(config, algorithm, settings)
+    names = [name.strip() for name in sites.split(",")]
+    shared = tree.get("data", {}).get("source", SITES) != SITES
+    if not shared:
+        tree = with_settings(tree, [f"data.source={SITES}"])
+    resolved = resolve({**tree, "clients": len(names), "engine": "flower"})
+    own = [
+        {"data": "folder:/path/to/images", "model": "small-cnn"} if not shared else {"share": k}
+        for k in range(len(names))
+    ]
+    setups = [{"name": name, **setup} for name, setup in zip(names, own, strict=True)]
+    optional("flower.deploy").init(folder, resolved, setups, address)
+    screen().print(f"{folder / 'README.md'} says how to go on")
+
+
+def flower_start(folder: Path, host: str, *, insecure: bool) -> None:
+    config = resolve(read(folder / "run.toml"))
+    watcher = Watcher(screen(), config.rounds)
+    try:
+        optional("flower.loopback").coordinate(folder, host, watcher, insecure=insecure)
+    except KeyboardInterrupt:
+        raise Interrupted(f"stopped; `barter flower start {folder}` continues") from None
+    _end(folder / "run")
+
+
+def site(file: Path, worker: Path | None) -> None:
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
+    supervise = optional("flower.supervise")
+    supervise.site(file) if worker is None else supervise.work(file, worker)

@@ -1,0 +1,1 @@
+"""Specify and run comparisons: every variant with every seed."""

@@ -1,0 +1,1 @@
+"""Build a federation from a configuration: configuration, networks, hardware and parties."""

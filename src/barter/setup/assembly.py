@@ -1,0 +1,135 @@
+"""From a configuration to all that a run is made of; what happens then is `experiment.py`'s."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from barter.compute.fused import fuse
+from barter.core.errors import ConfigError
+from barter.core.images import Images
+from barter.core.nodes import Monitor, Node, Server
+from barter.core.params import BY_PYTHON
+from barter.core.payload import Payload
+from barter.data.partition import Dirichlet, Domains, Listed, Partition
+from barter.data.splits import clients_in
+from barter.data.task import Data, Task, make_task
+from barter.engines.base import BaseEngine
+from barter.engines.local import LocalEngine
+from barter.models.zoo import Own
+from barter.privacy.guard import Guard
+from barter.runs.folder import finished
+from barter.setup.config import Config, partition_named
+from barter.setup.hardware import device_named, memory_within
+from barter.setup.participants import described, everybodys_networks, make_client, make_server
+
+__all__ = ["Federation", "assemble", "shared", "start_from"]
+
+log = logging.getLogger("barter")
+
+
+@dataclass(frozen=True)
+class Federation:
+    """What a run is made of before its first round."""
+
+    config: Config
+    server: Server
+    engine: BaseEngine  # where the clients are
+    test: Images | None  # what a model of the server's is judged by
+    networks: Payload  # what a checkpoint says of the networks in it
+    task: Task | None = None  # the data of all, where all are here
+    architectures: tuple[str, ...] = ()  # of the clients, where they are here
+
+    def fingerprint(self) -> str:
+        """Which data are here."""
+        clients = self.engine.clients.values() if isinstance(self.engine, LocalEngine) else ()
+        held = [*(client.data for client in clients), *([] if self.test is None else [self.test])]
+        return " ".join(images.fingerprint() for images in held)
+
+
+def shared(
+    data: Data, partition: str | Partition | Sequence[Sequence[int]] | None, clients: int | None
+) -> tuple[Partition, int]:
+    """Who gets what, and how many they are; where there are data or a list for each client, nothing need be said."""
+    kind, _, path = data.source.partition(":")
+    domains = (
+        clients_in(Path(path))
+        if kind == "clients"
+        else 1
+        if data.given is None
+        else len(data.given.domains)
+    )
+    if partition is None:
+        partition = Domains() if domains > 1 else Dirichlet()
+        clients = domains if clients is None and domains > 1 else clients
+    elif isinstance(partition, str):
+        partition = partition_named(partition)()
+    elif not isinstance(partition, Partition):
+        clients = len(partition) if clients is None else clients
+        partition = Listed.of(partition)
+    return partition, 5 if clients is None else clients
+
+
+def assemble(
+    config: Config, models: Sequence[tuple[str, Own | None]] = (), monitor: Monitor | None = None
+) -> Federation:
+    """All parties in this process; models that a name does not lead to are given beside the configuration."""
+    if config.models == BY_PYTHON and all(own is None for _, own in models):
+        raise ConfigError(
+            "this run's models were given in Python: resume it there, with out=... and resume=True"
+        )
+    device = device_named(config.device)
+    memory = memory_within(device, config.device_memory)
+    task = make_task(config.data, config.partition, config.clients, config.seed, device)
+    names, parts = everybodys_networks(config, models or [(config.models, None)], task.spec)
+    clients = {
+        k: make_client(config, k, parts.own[k], parts.names[k], task, device) for k in parts.own
+    }
+    server = make_server(config, names, parts, task.spec, task.public, device)
+    engine = LocalEngine(
+        config.algorithm,
+        clients,
+        seed=config.seed,
+        min_clients=config.min_clients,
+        monitor=monitor,
+        streams=config.streams,
+        device_memory=memory,
+        tune=None if config.privacy.training else fuse,
+        threads=config.threads,
+        guard=Guard(config.privacy, config.algorithm),
+        timeout=config.timeout,
+    )
+    if config.timeout is not None and not engine.can_end():
+        log.warning(
+            "timeout=%g does not hold here: only clients that compute side by side on a CPU can be ended, with two "
+            "threads or more and at least half as many clients",
+            config.timeout,
+        )
+    networks = described(task.spec, task.classes, names)
+    architectures = tuple(parts.names[k] for k in range(config.clients))
+    return Federation(config, server, engine, task.global_test, networks, task, architectures)
+
+
+def start_from(run: Path, federation: Federation) -> None:
+    """Every party takes over the weights that its counterpart in another run ended with."""
+    assert isinstance(federation.engine, LocalEngine)
+    _, state = finished(run)
+    there, here = state["networks"]["architectures"], federation.networks["architectures"]
+    parties: list[tuple[str, int, Node, Payload]] = [
+        (f"client {k}", k, client, state["clients"].get(k, {}))
+        for k, client in federation.engine.clients.items()
+    ]
+    if federation.server.model_or_none is not None:
+        parties.append(("the server", 0, federation.server, state["server"]))
+    for who, k, party, memory in parties:
+        if "model" not in memory:
+            raise ConfigError(f"start={str(run)!r}: {who} has no network there to start from")
+        try:
+            party.model.load_state_dict(memory["model"])
+        except RuntimeError:
+            task = " for images or classes of another number" if there[k] == here[k] else ""
+            raise ConfigError(
+                f"start={str(run)!r}: the network of {who} is {there[k]}{task} there and {here[k]} here"
+            ) from None

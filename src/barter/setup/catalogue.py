@@ -1,0 +1,154 @@
+"""What there is to choose from, read from the registries' sources: who asks for names need not wait for torch."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from barter.models.families import FAMILIES
+
+__all__ = ["CHOICES", "LISTINGS", "known_keys"]
+
+PACKAGE = Path(__file__).parent.parent
+
+CHOICES = {  # what is meant by a table's name alone
+    **{"algorithm": "algorithm.name", "partition": "partition.name"},
+    **{"data": "data.source", "privacy": "privacy.epsilon"},
+}
+
+
+def _source(*place: str) -> ast.Module:
+    return ast.parse(PACKAGE.joinpath(*place).with_suffix(".py").read_text())
+
+
+def _registry(tree: ast.Module, name: str) -> dict[str, ast.expr]:
+    """The entries of a dict that is written out."""
+    for node in tree.body:
+        if (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.value, ast.Dict)
+            and ast.unparse(node.target) == name
+        ):
+            keys = [ast.literal_eval(key) for key in node.value.keys if key is not None]
+            return dict(zip(keys, node.value.values, strict=True))
+    raise LookupError(name)
+
+
+def _class(tree: ast.Module, name: str) -> ast.ClassDef:
+    return next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+
+
+def _algorithms() -> list[tuple[str, str]]:
+    tree = _source("algorithms", "__init__")
+    modules = {
+        node.names[0].name: node.module or ""
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+    }
+    kinds = {name: ast.unparse(kind) for name, kind in _registry(tree, "ALGORITHMS").items()}
+    classes = {
+        name: _class(_source(*modules[kind].split(".")[1:]), kind) for name, kind in kinds.items()
+    }
+    return [
+        (name, (ast.get_docstring(kind) or "").split("\n")[0]) for name, kind in classes.items()
+    ]
+
+
+def _models() -> list[tuple[str, str]]:
+    zoo = _registry(_source("models", "zoo"), "ZOO")
+    owners = {
+        name: ", ".join(family for family, members in FAMILIES.items() if name in members)
+        for name in zoo
+    }
+    return [(name, f"in {owner}" if owner else "") for name, owner in owners.items()]
+
+
+def _families() -> list[tuple[str, str]]:
+    return [(name, ", ".join(members)) for name, members in FAMILIES.items()]
+
+
+def _datasets() -> list[tuple[str, str]]:
+    tree = _source("data", "sources")
+    rows = {**_registry(tree, "SOURCES"), **_registry(tree, "PATH_SOURCES")}
+    return [
+        (name, ast.literal_eval(row.elts[1]))
+        for name, row in rows.items()
+        if isinstance(row, ast.Tuple)
+    ]
+
+
+def _partitions() -> list[tuple[str, str]]:
+    return [(name, _text(kind, "summary")) for name, kind in _partition_classes().items()]
+
+
+def _partition_classes() -> dict[str, ast.ClassDef]:
+    tree = _source("data", "partition")
+    return {
+        name: _class(tree, ast.unparse(kind))
+        for name, kind in _registry(tree, "PARTITIONS").items()
+    }
+
+
+def _text(kind: ast.ClassDef, name: str) -> str:
+    values = [
+        node.value
+        for node in kind.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
+    ]
+    return str(ast.literal_eval(values[0]))
+
+
+@cache
+def known_keys() -> frozenset[str]:
+    """Every key that a configuration can have, with whatever algorithm and partition."""
+    algorithms = [
+        _source("core", "algorithm"),
+        *(ast.parse(file.read_text()) for file in PACKAGE.glob("algorithms/*.py")),
+    ]
+    kinds = {
+        "": [_class(_source("setup", "config"), "Config")],
+        "algorithm.": [kind for tree in algorithms for kind in _dataclasses(tree)],
+        "partition.": [
+            _class(_source("data", "partition"), "Partition"),
+            *_partition_classes().values(),
+        ],
+        "data.": [_class(_source("data", "task"), "Data")],
+        "privacy.": [_class(_source("privacy", "settings"), "Privacy")],
+    }
+    found = {
+        table + name
+        for table, members in kinds.items()
+        for kind in members
+        for name in _fields(kind)
+    }
+    tables = {table.rstrip(".") for table in kinds}
+    return frozenset((found - tables) | {"algorithm.name", "algorithm.preset", "partition.name"})
+
+
+def _dataclasses(tree: ast.Module) -> list[ast.ClassDef]:
+    kinds = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    return [
+        kind
+        for kind in kinds
+        if any("dataclass" in ast.unparse(mark) for mark in kind.decorator_list)
+    ]
+
+
+def _fields(kind: ast.ClassDef) -> list[str]:
+    noted = [node for node in kind.body if isinstance(node, ast.AnnAssign)]
+    return [
+        ast.unparse(node.target)
+        for node in noted
+        if not ast.unparse(node.annotation).startswith("ClassVar")
+    ]
+
+
+LISTINGS: dict[str, Callable[[], list[tuple[str, str]]]] = {
+    "algorithms": _algorithms,
+    "models": _models,
+    "families": _families,
+    "datasets": _datasets,
+    "partitions": _partitions,
+}

@@ -1,0 +1,307 @@
+"""The configuration of a run: typed, checked before anything is built, and written back in full."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import tomli_w
+
+from barter.algorithms import ALGORITHMS
+from barter.core.algorithm import Algorithm
+from barter.core.errors import ConfigError
+from barter.core.params import Count, Positive, Whole, build, check, did_you_mean, imported
+from barter.data.partition import PARTITIONS, Dirichlet, Partition
+from barter.data.splits import clients_in
+from barter.data.task import Data
+from barter.privacy import Privacy
+from barter.setup.catalogue import CHOICES, known_keys
+
+__all__ = [
+    "RESULT_FREE",
+    "Config",
+    "algorithm_named",
+    "first_difference",
+    "parsed",
+    "partition_named",
+    "plain",
+    "read",
+    "resolve",
+    "to_toml",
+    "with_settings",
+]
+
+T = TypeVar("T")
+
+
+RESULT_FREE = (
+    "rounds",
+    "device",
+    "streams",
+    "device_memory",
+    "threads",
+    "engine",
+    "timeout",
+    "answer_mb",
+)  # may differ on resume
+
+PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
+DEEP = re.compile(
+    rf"(?<![\w-])(?:{PART}[ \t]*+\.[ \t]*+){{100}}"
+)  # the time for a key grows with its parts' square
+
+TABLES: dict[str, dict[str, str]] = {
+    **{"algorithm": {"name": "dffke"}, "partition": {"name": "dirichlet"}},
+    **{"data": {}, "privacy": {}},
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """A run from data to rounds."""
+
+    algorithm: Algorithm  # what the parties do in a round
+    data: Data = dataclasses.field(default_factory=Data)  # what they learn from
+    partition: Partition = dataclasses.field(default_factory=Dirichlet)  # who has which part of it
+    clients: Count = 5  # K: number of clients
+    models: str = "auto"  # a family, or one model for all; auto is small-5, or small-cnn where all must have the same
+    rounds: Count = 5  # T: communication rounds
+    seed: Whole = 0  # every random stream of the run comes from it
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # where the run computes
+    # of the computation; auto is bf16 on CUDA, else fp32
+    precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
+    streams: Count = 10  # how many clients compute at the same time on a CUDA device
+    # GiB of a CUDA device's memory to stay within; none means all there is
+    device_memory: Positive | None = None
+    # of the CPU; none means as many as there are cores that nobody else uses at the start
+    threads: Count | None = None
+    # how many clients must answer a call; none means all that were asked
+    min_clients: Count | None = None
+    # what is done to answers before they leave a client
+    privacy: Privacy = dataclasses.field(default_factory=Privacy)
+    # the folder of a run whose networks the parties start from; empty: from the seed
+    start: str = ""
+
+    # where the clients live: in this process, or at Flower's sites
+    engine: Literal["local", "flower"] = "local"
+    # seconds a client has for a call; none: an hour at a Flower site, else no limit
+    timeout: Positive | None = None
+    answer_mb: Positive = 2000.0  # megabytes that an answer of a Flower site may have
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.min_clients is not None and self.min_clients > self.clients:
+            raise ConfigError(
+                f"min_clients={self.min_clients}: there are only {self.clients} clients"
+            )
+        object.__setattr__(self, "privacy", self.privacy.settled(self.algorithm, self.rounds))
+        if self.start and self.privacy.training:
+            raise ConfigError(
+                f"start={self.start!r}: its networks know images already, before privacy.training"
+            )
+        if self.start and self.engine == "flower":
+            raise ConfigError(
+                f"start={self.start!r}: sites of a run on Flower start from the seed; use engine=local"
+            )
+
+
+def algorithm_named(name: str) -> type[Algorithm[Any, Any]]:
+    """The algorithm of this name in the registry or, as package.module:Class, anywhere else."""
+    return _named(name, "algorithm", ALGORITHMS, Algorithm, "round")
+
+
+def partition_named(name: str) -> type[Partition]:
+    """The partition of this name in the registry or, as package.module:Class, anywhere else."""
+    return _named(name, "partition", PARTITIONS, Partition, "split")
+
+
+def _named(
+    name: str, what: str, registry: Mapping[str, type[T]], base: type[T], method: str
+) -> type[T]:
+    if ":" not in name:
+        if name not in registry:
+            raise ConfigError(f"unknown {what} {name!r}: {did_you_mean(name, registry)}")
+        return registry[name]
+    known, _, rest = name.partition(":")
+    if known in registry:
+        raise ConfigError(
+            f"{name!r}: what follows {known}: is a field with its value, such as {known}:{rest}=1"
+        )
+    kind = imported(name, what)
+    if not (isinstance(kind, type) and issubclass(kind, base)) or getattr(kind, method) is getattr(
+        base, method
+    ):
+        raise ConfigError(f"{name} is no {base.__name__} with a {method} of its own")
+    return kind
+
+
+def resolve(tree: Mapping[str, Any]) -> Config:
+    """A configuration from plain values, as a TOML file holds them."""
+    values = _as_split(dict(tree))
+    for section, default in TABLES.items():
+        given = values.get(section, {})
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                f"{section} is a table: write [{section}] and its keys below it, or {CHOICES[section]}=..."
+            )
+        values[section] = {**default, **given}
+        if not isinstance(values[section].get("name", ""), str):
+            raise ConfigError(f"{section}.name={values[section]['name']!r}: must be a name")
+    kind = algorithm_named(values["algorithm"].pop("name"))
+    preset = values["algorithm"].pop("preset", None)
+    fields = values["algorithm"]
+    values["algorithm"] = (
+        build(kind, fields, "algorithm.") if preset is None else kind.preset(str(preset), fields)
+    )
+    split = partition_named(values["partition"].pop("name"))
+    values["partition"] = build(split, values["partition"], "partition.")
+    values["data"] = build(Data, values["data"], "data.")
+    values["privacy"] = build(Privacy, values["privacy"], "privacy.")
+    return build(Config, values)
+
+
+def _as_split(values: dict[str, Any]) -> dict[str, Any]:
+    """With the clients of data that are split already."""
+    data, partition = values.get("data", {}), values.get("partition", {})
+    kind, _, path = (
+        str(data.get("source", "")).partition(":") if isinstance(data, Mapping) else ("", "", "")
+    )
+    if kind != "clients" or not isinstance(partition, Mapping):
+        return values
+    if partition.get("name", "domains") != "domains" or partition.keys() - {"name", "min_samples"}:
+        raise ConfigError(
+            "data.source=clients:PATH: these data are split already; leave out partition"
+        )
+    clients = clients_in(Path(path))
+    if values.get("clients", clients) != clients:
+        raise ConfigError(
+            f"clients={values['clients']}: {path} is split among {clients}; leave it out"
+        )
+    return {**values, "partition": {**partition, "name": "domains"}, "clients": clients}
+
+
+def parsed(text: str) -> dict[str, Any]:
+    """The plain values of a text in TOML; a ValueError if it is none."""
+    if DEEP.search(text):
+        raise ValueError("a key of more than a hundred parts")
+    return tomllib.loads(text)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The plain values of a TOML file."""
+    try:
+        return parsed(path.read_bytes().decode())
+    except FileNotFoundError:
+        method = (
+            f"; the method of this name is --algorithm {path}" if str(path) in ALGORITHMS else ""
+        )
+        raise ConfigError(f"{path}: there is no such file{method}") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+
+
+def with_settings(tree: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
+    """The values with `key=value` settings put in; a dot in the key leads into a table."""
+    changed = {
+        key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()
+    }
+    for path, value in sorted(map(_setting, settings), key=_rank):
+        chosen = changed.get(path[0])
+        if not (
+            isinstance(chosen, dict) and ":" in str(chosen.get("name"))
+        ):  # whose fields are known when it is
+            _refuse_unknown(path)
+        table = changed.setdefault(path[0], {}) if len(path) == 2 else changed
+        if not isinstance(table, dict):
+            raise ConfigError(f"{'.'.join(path)}={value}: {path[0]} is not a table")
+        if path[-1] == "name" and len(path) == 2:
+            unnamed = (
+                value if path[0] == "algorithm" else TABLES[path[0]].get("name")
+            )  # partitions share no fields
+            if table.get("name", unnamed) != value:
+                table.clear()  # what belongs to another; what a file gives to no algorithm in particular stays
+        if path == ["algorithm", "preset"]:
+            for key in table.keys() - {"name"}:
+                del table[key]  # a preset that is asked for now wins over what a file set before
+        table[path[-1]] = value
+    return changed
+
+
+def _setting(text: str) -> tuple[list[str], Any]:
+    key, equals, value = text.partition("=")
+    path = key.strip().split(".")
+    if not equals or not all(path) or len(path) > 2:
+        raise ConfigError(
+            f"--set {text!r}: write key=value, such as rounds=10 or algorithm.share=0.5"
+        )
+    return path, _value(value.strip())
+
+
+def _rank(setting: tuple[list[str], Any]) -> int:
+    """Names come first, then presets, then what changes single fields of them."""
+    return {"name": 0, "preset": 1}.get(setting[0][-1], 2)
+
+
+def _refuse_unknown(path: list[str]) -> None:
+    """A key that no configuration has: name its nearest neighbour among all there are."""
+    key = ".".join(path)
+    if key not in known_keys():
+        advice = (
+            f"did you mean {CHOICES[key]!r}?" if key in CHOICES else did_you_mean(key, known_keys())
+        )
+        raise ConfigError(f"unknown key {key!r}: {advice}")
+
+
+def _value(text: str) -> Any:
+    """A value in TOML's notation; anything else is a string."""
+    try:
+        return parsed(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        return {"True": True, "False": False}.get(text, text)
+
+
+def plain(config: Config) -> dict[str, Any]:
+    """Every value of the configuration, also those nobody set, as a TOML file holds them."""
+
+    def fields(value: Any) -> dict[str, Any]:
+        every = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {name: "none" if item is None else item for name, item in every.items()}
+
+    tree = fields(config)
+    registries: dict[str, Mapping[str, type[Any]]] = {
+        "algorithm": ALGORITHMS,
+        "partition": PARTITIONS,
+    }
+    for section, registry in registries.items():
+        kind = type(tree[section])
+        names = {known: name for name, known in registry.items()}
+        name = names.get(kind, f"{kind.__module__}:{kind.__qualname__}")
+        tree[section] = {"name": name, **fields(tree[section])}
+    tree["data"], tree["privacy"] = fields(tree["data"]), fields(tree["privacy"])
+    return tree
+
+
+def to_toml(config: Config) -> str:
+    """The configuration as a file: a run from it is the same run."""
+    return tomli_w.dumps(plain(config))
+
+
+def first_difference(
+    one: Mapping[str, Any], other: Mapping[str, Any], but: Iterable[str]
+) -> str | None:
+    """The first key whose values differ, apart from some that may; a dot leads into a table."""
+    for key in sorted((one.keys() | other.keys()) - set(but)):
+        mine, theirs = one.get(key), other.get(key)
+        if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+            inner = first_difference(mine, theirs, ())
+            if inner is not None:
+                return f"{key}.{inner}"
+        elif mine != theirs:
+            return key
+    return None

@@ -1,0 +1,62 @@
+"""What a configuration asks of this machine: the device, its memory, the precision, and threads of the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import torch
+
+from barter.compute.precision import Precision
+from barter.compute.threads import free
+from barter.core.errors import ConfigError
+from barter.setup.config import Config, read
+
+__all__ = ["device_named", "memory_within", "precision_named", "with_threads"]
+
+
+def device_named(name: str) -> torch.device:
+    """The device that a configuration asks for."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device='cuda': this machine has no CUDA device; use auto or cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def precision_named(name: str, device: torch.device) -> Precision:
+    """What "auto" means on this device: bf16 with fp32 weights on a GPU that has it, fp32 elsewhere."""
+    if device.type != "cuda":
+        if name not in ("auto", "fp32"):
+            raise ConfigError(
+                f"precision={name!r}: on the {device.type} there is fp32 only; use auto"
+            )
+        return "fp32"
+    for known in get_args(Precision):
+        if name == known:
+            return known  # type: ignore[no-any-return]
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+
+
+def memory_within(device: torch.device, gib: float | None) -> int:
+    """The bytes of device memory a run may take, which torch enforces from now on; on the CPU none."""
+    if device.type != "cuda":
+        return 0
+    total = torch.cuda.get_device_properties(device).total_memory
+    limit = total if gib is None else int(gib * 2**30)
+    if limit > total:
+        raise ConfigError(f"device_memory={gib}: this device has {total / 2**30:.1f} GiB")
+    torch.cuda.set_per_process_memory_fraction(limit / total, device)
+    return limit
+
+
+def with_threads(config: Config, out: Path | None, *, resume: bool) -> Config:
+    """With a number of threads for the CPU: as asked for, as the run was begun with, or as many as cores are free."""
+    if config.threads is not None or device_named(config.device).type != "cpu":
+        return config
+    begun = None if out is None else out / "config.toml"
+    before = (
+        read(begun).get("threads") if resume and begun is not None and begun.is_file() else None
+    )
+    return replace(config, threads=before if isinstance(before, int) else free())

@@ -1,0 +1,1 @@
+"""Check that a method keeps the rules every method keeps, also with adversarial clients."""

@@ -1,0 +1,1 @@
+"""Load, evaluate and export the networks that a run has trained."""

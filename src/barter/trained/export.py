@@ -1,0 +1,132 @@
+"""A trained network as a file for others, which says how images are to be prepared for it."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from barter.core.errors import ConfigError, in_short
+from barter.trained.model import TrainedModel
+from barter.version import __version__
+
+__all__ = ["FORMATS", "export", "facts"]
+
+INPUT, OUTPUT = "images", "logits"
+FLAT = torch.contiguous_format
+
+
+def export(model: TrainedModel, to: Path) -> None:
+    """Write the network in the format that the file's ending names; what is there is never overwritten."""
+    write = FORMATS.get(to.suffix)
+    if write is None:
+        raise ConfigError(f"{to}: the file's name must end in {', '.join(FORMATS)}")
+    if to.exists():
+        raise ConfigError(f"{to} exists: choose another name")
+    try:
+        with tempfile.TemporaryDirectory(dir=to.parent, prefix=f".{to.name}-") as folder, _quiet():
+            write(model, Path(folder) / to.name)
+            for file in Path(
+                folder
+            ).iterdir():  # an ONNX file of more than 2 GB has its weights beside it
+                file.chmod(0o644)
+                file.rename(to.parent / file.name)
+    except (
+        OSError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:  # as each format says that the disk refuses
+        raise ConfigError(f"{to} cannot be written: {in_short(error)}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, torch's exporters keep to themselves what they think of torch."""
+    log = logging.getLogger("torch.onnx")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(before)
+
+
+def facts(model: TrainedModel) -> dict[str, str]:
+    """What the file says beside the weights; lists are JSON."""
+    spec = model.spec
+    return {
+        "made_by": f"barter {__version__}, {model.owner} after round {model.round}",
+        "architecture": model.architecture,
+        "input": f"{INPUT}: float32 (N, {spec.channels}, {spec.height}, {spec.width}), (pixels - mean) / std "
+        "by channel, of pixels between 0 and 1 that were resized to the size, bilinearly",
+        "output": f"{OUTPUT}: float32 (N, {spec.classes}), one for each of the classes",
+        "channels": str(spec.channels),
+        "size": json.dumps([spec.height, spec.width]),
+        "mean": json.dumps(spec.mean),
+        "std": json.dumps(spec.std),
+        "classes": json.dumps(model.classes),
+    }
+
+
+def _safetensors(model: TrainedModel, to: Path) -> None:
+    weights = {
+        name: tensor.clone(memory_format=FLAT)
+        for name, tensor in model.network.state_dict().items()
+    }
+    save_file(weights, to, facts(model))
+
+
+def _onnx(model: TrainedModel, to: Path) -> None:
+    if any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript")):
+        raise ConfigError("ONNX is not installed here: pip install 'barter-fl[onnx]'")
+    named = partial(torch.onnx.export, input_names=[INPUT], output_names=[OUTPUT])
+    program = _traced(model, "ONNX", partial(named, dynamo=True, verbose=False))
+    program.model.metadata_props.update(facts(model))
+    program.save(to)
+
+
+def _pt2(model: TrainedModel, to: Path) -> None:
+    program = _traced(model, "a PT2 program", torch.export.export)
+    buffer = io.BytesIO()  # torch's own writer ends the process where the disk is full
+    torch.export.save(program, buffer, extra_files={"barter.json": json.dumps(facts(model))})
+    to.write_bytes(buffer.getbuffer())
+
+
+def _traced(model: TrainedModel, what: str, trace: Callable[..., Any]) -> Any:
+    """The network as a graph for any number of images."""
+    batch = torch.export.Dim("batch")
+    try:
+        return trace(
+            model.network, (torch.zeros(2, *model.spec.shape),), dynamic_shapes=({0: batch},)
+        )
+    except Exception as error:
+        reason = next(iter(str(_first(error)).strip().splitlines()), type(error).__name__)
+        raise ConfigError(
+            f"{model.architecture} cannot be written as {what} ({reason}): use .safetensors"
+        ) from error
+
+
+def _first(error: BaseException) -> BaseException:
+    """Where an error comes from: torch wraps it in advice of a screen."""
+    return error if error.__cause__ is None else _first(error.__cause__)
+
+
+FORMATS: dict[str, Callable[[TrainedModel, Path], None]] = {
+    ".safetensors": _safetensors,
+    ".onnx": _onnx,
+    ".pt2": _pt2,
+}

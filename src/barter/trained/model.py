@@ -1,0 +1,143 @@
+"""What a run has trained: its networks, to use, to judge and to hand on, without the data they were trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from barter.core.errors import CheckpointError, ConfigError
+from barter.core.evaluation import accuracy
+from barter.core.images import Augment, Images, Spec, prepared
+from barter.core.model import Classifier
+from barter.core.params import BY_PYTHON
+from barter.core.payload import Payload
+from barter.data.dataset import Dataset
+from barter.models.zoo import Own
+from barter.runs.folder import finished
+from barter.setup.config import read, resolve
+from barter.setup.participants import cut, initial
+
+__all__ = ["TrainedModel", "judged", "load", "load_all"]
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A trained network, in evaluation mode, and what it wants to be given."""
+
+    network: Classifier  # from images as `prepare` makes them to logits
+    spec: Spec  # their shape, the number of classes, and how pixels are normalised
+    classes: tuple[str, ...]  # what the logits stand for
+    architecture: str
+    owner: str  # "client 3", "server"
+    round: int  # after which it was so
+
+    def prepare(self, pixels: Tensor) -> Tensor:
+        """Bytes (N, C, H, W) of any size as the network wants them: of its size, normalised."""
+        return prepared(pixels, self.spec, Augment())
+
+    @torch.no_grad()
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """The logits of images that are bytes."""
+        logits: Tensor = self.network(self.prepare(pixels))
+        return logits
+
+
+def load(run: str | Path, client: int | None = None, *, network: Own | None = None) -> TrainedModel:
+    """The network that a run's client ended with or, without one, the server's; also of a run that goes on.
+
+    A network that was given in Python must be given again, as it was: a module or a factory.
+
+    >>> import tempfile, torch
+    >>> from barter import Experiment, Local, load
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for _ in Experiment(Local(max_epochs=1), clients=2, out=f"{folder}/run").rounds(1):
+    ...         kept = load(f"{folder}/run", client=1)
+    >>> kept.architecture, kept(torch.zeros(5, 1, 8, 8, dtype=torch.uint8)).shape
+    ('small-vgg', torch.Size([5, 10]))
+    """
+    return _taken(Path(run), finished(Path(run)), client, network)
+
+
+def load_all(run: Path) -> list[TrainedModel]:
+    """The networks of all parties that have one here: the clients', then the server's."""
+    last = finished(run)
+    owners: list[int | None] = sorted(last[1]["clients"])
+    return [_taken(run, last, k, None) for k in owners + [None] * ("model" in last[1]["server"])]
+
+
+def _taken(
+    run: Path, last: tuple[int, Payload], client: int | None, own: Own | None
+) -> TrainedModel:
+    config, (t, state) = resolve(read(run / "config.toml")), last
+    if "networks" not in state:
+        raise CheckpointError(
+            f"{run} was kept by an older version, which did not say what its networks are"
+        )
+    names, there = state["networks"]["architectures"], state["clients"]
+    if client is None and "model" not in state["server"]:
+        raise ConfigError(
+            f"{run}: {type(config.algorithm).__name__}'s server has no model of its own: name a client"
+        )
+    if client is not None and client not in names:
+        raise ConfigError(f"client {client}: {run} has clients 0 to {max(names)}")
+    if client is not None and client not in there:
+        raise ConfigError(
+            f"{run} ran on Flower: the network of client {client} is at its site, not here"
+        )
+    k = client or 0
+    spec, name = Spec.of(state["networks"]["spec"]), names[k]
+    if config.models == BY_PYTHON and own is None and ":" not in name:
+        raise ConfigError(
+            f"{name} was given in Python: load it there, barter.load(run, client, network=...)"
+        )
+    parts = cut(config, {k: name}, {k: initial(name, spec, config.seed, own)}, spec)
+    network, memory = (parts.full, state["server"]) if client is None else (parts.own[k], there[k])
+    assert network is not None
+    try:
+        network.load_state_dict(memory["model"])
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{run} holds the weights of another network than {name}: {error}"
+        ) from error
+    owner = "server" if client is None else f"client {client}"
+    architecture = config.algorithm.server_network or name if client is None else parts.names[k]
+    return TrainedModel(
+        network.eval(), spec, tuple(state["networks"]["classes"]), architecture, owner, t
+    )
+
+
+def judged(
+    networks: Sequence[TrainedModel], dataset: Dataset, *, new: bool, device: torch.device
+) -> tuple[int, list[float]]:
+    """How many images there are, and the accuracy of each network on them.
+
+    They are the test images; where there are none but those that were held out, and all is new, they are all images.
+    """
+    first = networks[0]
+    if dataset.x_test.shape[1] != first.spec.channels:
+        raise ConfigError(
+            f"{dataset.name}: images of {dataset.x_test.shape[1]} channels for {first.spec.channels}"
+        )
+    x, y = dataset.x_test, dataset.y_test
+    if new and dataset.held_out:
+        x, y = torch.cat([dataset.x_train, x]), torch.cat([dataset.y_train, y])
+    labels = _numbers(dataset, first.classes)[y]
+    images = Images(x.to(device), labels.to(device), first.spec)
+    return len(images), [accuracy(kept.network.to(device), images) for kept in networks]
+
+
+def _numbers(dataset: Dataset, classes: Sequence[str]) -> Tensor:
+    """The number that each class of a data set has here: classes are known by their names."""
+    unknown = [name for name in dataset.classes if name not in classes]
+    if not unknown:
+        return torch.tensor([classes.index(name) for name in dataset.classes])
+    if dataset.numbered and len(dataset.classes) <= len(classes):
+        return torch.arange(len(dataset.classes))
+    raise ConfigError(
+        f"{dataset.name} has classes that the run does not know: {', '.join(unknown[:4])}"
+        f"{', ...' * (len(unknown) > 4)}; it knows {', '.join(classes[:4])}{', ...' * (len(classes) > 4)}"
+    )

@@ -1,0 +1,273 @@
+"""The door of a SuperLink: who comes to which port, how much is read of whom, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+import httpx
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.proto.fleet_pb2 import PullMessagesRequest, RegisterNodeFleetRequest
+from flwr.proto.node_pb2 import Node
+from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
+from flwr.superlink import main as superlink
+from flwr.supernode.fleet_http_client import FleetHttpClient
+from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+
+from barter.core.errors import ConfigError
+from barter.flower import gateway
+from barter.flower.address import Address, require_name
+from barter.flower.gateway import MEMBERS, STRANGERS, Gate, at_most
+from barter.flower.supervise import FLOWER, free_port
+
+CONTROL, SITES = 9091, 8443
+PULL, HEAD, PART = "/v1/fleet/pull-messages", "/v1/fleet/push-messages", "/v1/fleet/push-object"
+
+
+class Door:
+    """A gate, an application behind it that reads all it is sent, and requests to it."""
+
+    def __init__(self, most: int = 10**9) -> None:
+        self.bodies: list[bytes] = []
+        self.gate = Gate(
+            self._application,
+            CONTROL,
+            lambda: most,
+            lambda scope: dict(scope["headers"]).get(b"key"),
+        )
+
+    async def _application(self, scope: Any, receive: Any, send: Any) -> None:
+        body, more = b"", scope["type"] == "http"
+        while more:
+            message = await receive()
+            body, more = body + message["body"], message["more_body"]
+        self.bodies.append(body)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    def ask(
+        self,
+        path: str,
+        *parts: bytes,
+        port: int = SITES,
+        kind: str = "http",
+        pause: float = 0,
+        **headers: Any,
+    ) -> Any:
+        said: list[Any] = []
+        coming = list(parts or [b""])
+
+        async def receive() -> Any:
+            await asyncio.sleep(pause)
+            if not coming:
+                return {"type": "http.disconnect"}
+            return {"type": "http.request", "body": coming.pop(0), "more_body": bool(coming)}
+
+        async def send(message: Any) -> None:
+            said.append(message.get("status", message.get("code")))
+
+        given = [
+            (name.replace("_", "-").encode(), str(value).encode())
+            for name, value in headers.items()
+        ]
+        scope = {
+            "type": kind,
+            "path": path,
+            "server": ("::", port),
+            "client": ("127.0.0.1", 1),
+            "headers": given,
+        }
+        asyncio.run(self.gate(scope, receive, send))
+        return said[0]
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/control/start-run", "/v1/runtime/pull-task-input", "/docs", "/v1/fleet"]
+)
+def test_control_has_a_port_of_its_own(path: str) -> None:
+    door = Door()
+    assert door.ask(path) == 403, "also of one who seems to be here: proxies and tunnels are"
+    assert door.ask(path, kind="websocket") == 1008
+    assert door.bodies == []
+    assert door.ask(path, b"x", port=CONTROL) == 200
+    assert door.ask(PULL, b"y", b"z") == 200
+    assert door.bodies == [b"x", b"yz"]
+
+
+def test_of_strangers_little_is_read() -> None:
+    door = Door()
+    for path in (PULL, HEAD, PART):
+        assert door.ask(path, b"x" * STRANGERS, content_length=STRANGERS) == 200
+        assert door.ask(path, content_length=STRANGERS + 1) == 413, "nothing is read"
+        assert door.ask(path, b"x" * STRANGERS, b"x") == 413, "who does not say how much"
+        assert door.ask(path, b"x" * STRANGERS, b"x", content_length=1) == 413, (
+            "nor tells the truth"
+        )
+        assert door.ask(path, b"x" * (STRANGERS + 1), content_length=STRANGERS + 1, key="k") == 200
+        assert door.ask(path, content_length=MEMBERS + 1, key="k") == 413
+    assert [len(body) for body in door.bodies] == 3 * [STRANGERS, STRANGERS + 1]
+
+
+def test_an_answer_has_an_end() -> None:
+    door = Door(most=100)
+    assert [door.ask(PART, b"x" * 40, content_length=40, key="k") for _ in range(3)] == [
+        200,
+        200,
+        413,
+    ]
+    assert door.ask(PART, b"x" * 40, content_length=40, key="other") == 200
+    assert door.ask(HEAD, b"x" * 40, content_length=40, key="k") == 200, "the next answer"
+    assert [door.ask(PART, b"x" * 40, content_length=40, key="k") for _ in range(2)] == [200, 413]
+
+
+def test_an_answer_ends_where_its_contract_does(tmp_path: Path) -> None:
+    largest = tmp_path / "largest"
+    assert at_most(100, None) == at_most(100, largest) == 100
+    for text, most in (("40", 40), ("400", 100), ("", 100), ("nonsense", 100)):
+        largest.write_text(text)
+        assert at_most(100, largest) == most
+
+
+def test_who_is_slow_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    door = Door()
+    assert door.ask(PULL, b"x", b"y", pause=0.01) == 200
+    monkeypatch.setattr(gateway, "PATIENCE", 0.05)
+    assert door.ask(PULL, b"x", b"y", pause=0.04) == 408
+    assert door.bodies == [b"xy"]
+
+
+def test_flower_keeps_its_routes_where_the_gate_looks_for_them() -> None:
+    paths = {getattr(route, "path", "") for route in superlink.fleet_router.routes}
+    assert {PULL, HEAD, PART} <= paths
+    assert superlink.control_router.prefix == "/v1/control"
+
+
+@pytest.fixture(scope="module")
+def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int]]:
+    """A real SuperLink, told to believe every proxy; its ports for control and for sites."""
+    home, (control, sites) = tmp_path_factory.mktemp("link"), (free_port(), free_port())
+    env = {**os.environ, **FLOWER, "FLWR_HOME": str(home), "FORWARDED_ALLOW_IPS": "*"}
+    arguments = _arguments(control, sites)
+    code = f"import sys; from barter.flower import gateway; gateway.IDLE = 1.0; sys.argv[1:] = {arguments}"
+    with (home / "log").open("wb") as log:
+        link = subprocess.Popen(
+            [sys.executable, "-c", f"{code}; gateway.main()"], env=env, stdout=log, stderr=log
+        )
+    deadline = time.monotonic() + 60
+    while not _reached(control):
+        assert link.poll() is None, (home / "log").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    yield control, sites
+    link.terminate()
+    link.wait(20)
+
+
+def _arguments(control: int, sites: int) -> list[str]:
+    where = ["--sites", f"127.0.0.1:{sites}", "--port", str(control)]
+    return [
+        *where,
+        "--insecure",
+        "--isolation",
+        "process",
+        "--disable-runtime-dependency-installation",
+    ]
+
+
+def _reached(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_real_superlink_is_reached_where_it_should_be(ports: tuple[int, int]) -> None:
+    control, sites = (f"http://127.0.0.1:{port}" for port in ports)
+    forged = {
+        "x-forwarded-for": "127.0.0.1",
+        "forwarded": "for=127.0.0.1",
+        "content-type": "application/protobuf",
+    }
+    with httpx.Client(timeout=60, headers=forged) as client:
+        assert client.post(f"{sites}/v1/control/list-runs").status_code == 403
+        assert client.post(f"{control}/v1/control/list-runs").status_code == 200
+
+
+def test_a_real_superlink_reads_more_of_those_it_knows(ports: tuple[int, int]) -> None:
+    key = ec.generate_private_key(ec.SECP384R1())
+    signed = NodeAuthHttpInterceptor(key, key.public_key())
+    named = RuntimeVersionHttpInterceptor(component_name="SuperNode")
+    node = FleetHttpClient.from_server_address(f"127.0.0.1:{ports[1]}", True, None, [named, signed])
+    node._client.timeout = httpx.Timeout(60)
+    much = PullMessagesRequest(node=Node(node_id=1), message_ids=["x" * STRANGERS])
+    with node, pytest.raises(httpx.HTTPStatusError) as stranger:
+        node.PullMessages(much)
+    assert stranger.value.response.status_code == 413
+    node = FleetHttpClient.from_server_address(f"127.0.0.1:{ports[1]}", True, None, [named, signed])
+    node._client.timeout = httpx.Timeout(60)
+    with node:
+        much.node.node_id = node.RegisterNode(
+            RegisterNodeFleetRequest(public_key=signed._public_key_bytes)
+        ).node_id
+        assert not node.PullMessages(much).messages_list
+
+
+def test_a_real_superlink_keeps_nobody_who_says_nothing(ports: tuple[int, int]) -> None:
+    with socket.create_connection(("127.0.0.1", ports[1]), timeout=30) as silent:
+        silent.sendall(b"POST /v1/fl")
+        assert silent.recv(1) == b"", "it is closed"
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("fl.example.org:8443", "fl.example.org", 8443),
+        ("192.0.2.7:1", "192.0.2.7", 1),
+        ("[2001:db8::7]:65535", "2001:db8::7", 65535),
+        ("localhost:80", "localhost", 80),
+    ],
+)
+def test_addresses(text: str, host: str, port: int) -> None:
+    assert Address.read(text) == Address(host, port)
+    assert str(Address.read(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("here", "a port is a number from 1 to 65535"),
+        ("host:0", "a port is a number"),
+        ("host:65536", "a port is a number"),
+        ("host:8o", "a port is a number"),
+        ("host:٣", "a port is a number"),
+        (":8443", "'' is neither a host's name nor an address"),
+        ("2001:db8::7:8443", r"version 6 stands in brackets, as in \[2001:db8::7\]:8443"),
+        ("[fl.example.org]:8443", "'fl.example.org' is not an address of version 6"),
+        ("[::1:8443", "stands in brackets"),
+        ("256.0.0.1:8443", "'256.0.0.1' is neither"),
+        ("a b:8443", "'a b' is neither"),
+        ("https://fl.example.org:8443", "stands in brackets|is neither"),
+        ("-x.org:8443", "'-x.org' is neither"),
+    ],
+)
+def test_what_is_no_address(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"address .*write HOST:PORT.*{said}"):
+        Address.read(text)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "-a", "a/b", "..", "a b", "ä", "a\n", "x" * 41, "a.b", "\x1b[2J"]
+)
+def test_names_are_plain_and_short(name: str) -> None:
+    with pytest.raises(ConfigError, match="site name .*: use letters, digits, - and _, 40 at most"):
+        require_name(name)
+    assert require_name("North_2-b") == "North_2-b"
+    assert require_name("x" * 40)

@@ -1,0 +1,281 @@
+"""What leaves a client beside its answers: rows of the statement, on Flower and in one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr")
+
+from barter import FedAvg
+from barter.core.errors import ClientError, ConfigError
+from barter.core.nodes import Client
+from barter.experiment import Experiment
+from barter.flower import engine
+from barter.flower.deploy import conduct
+from barter.flower.site import Site
+from barter.privacy import Privacy
+from barter.privacy.side_information import RESULTS, said_of_itself
+from barter.privacy.statement import Statement, statement
+from barter.runs.journal import Journal
+from barter.setup.config import Config, to_toml
+from tests.conftest import small_federation, tiny
+from tests.flower.grid import LoopbackGrid, site
+
+PARTS = {"client_update": "gaussian clip=5 noise=2"}
+PROMISE = Privacy(epsilon=20, parts=PARTS)
+TRAINING = "training clip=1 noise=1"
+TRAINED, TESTS = "training images", "test images"
+NOTHING, WITHHELD, HERE = "", "withheld by the site", "seen here; withheld by sites with `epsilon`"
+Line = tuple[str, str, str, int, bool]
+
+
+def lines(statement: Statement) -> list[Line]:
+    """Part, whose images, protection, times, and whether ε is infinite."""
+    return [
+        (r.part, r.about, r.protection, r.releases, math.isinf(r.epsilon)) for r in statement.rows
+    ]
+
+
+def told(update: str, times: int, results: str = NOTHING) -> list[Line]:
+    """What the statement has where sites keep nothing back."""
+    return [
+        ("number of images", TRAINED, NOTHING, 1, False),
+        ("names of classes", TRAINED, NOTHING, 1, False),
+        ("mean and deviation of pixels", TRAINED, NOTHING, 1, True),
+        ("client_update", TRAINED, update, times, not update),
+        ("results of evaluation", TRAINED, results, times, not results),
+        ("results of evaluation", TESTS, NOTHING, times, True),
+    ]
+
+
+def kept(update: str, times: int, withheld: str = WITHHELD) -> list[Line]:
+    """And where all of them do."""
+    return [
+        ("number of images", TRAINED, NOTHING, 1, False),
+        ("names of classes", TRAINED, NOTHING, 1, False),
+        ("mean and deviation of pixels", TRAINED, withheld, 0, False),
+        ("client_update", TRAINED, update, times, False),
+        ("results of evaluation", TRAINED, withheld, 0, False),
+        ("results of evaluation", TESTS, withheld, 0, False),
+    ]
+
+
+def own(folder: Path, k: int, epsilon: float | None = None, *, named: bool = True) -> Site:
+    """A site with images of its own."""
+    pixels = np.random.default_rng(k).integers(256, size=(40, 8, 8, 1), dtype=np.uint8)
+    arrays = {
+        "x_train": pixels,
+        "x_test": pixels,
+        "y_train": np.arange(40) % 4,
+        "y_test": np.arange(40) % 4,
+    }
+    np.savez(
+        folder / f"{k}.npz", **arrays, **({"classes": np.array(list("abcd"))} if named else {})
+    )
+    data = f"npz:{folder / f'{k}.npz'}"
+    return site(folder / f"memory-{k}", name=f"site-{k}", data=data, device="cpu", epsilon=epsilon)
+
+
+@pytest.fixture
+def across(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Statement]:
+    """What a run of these sites says of itself, and its file."""
+    monkeypatch.setattr(engine, "POLL_SECONDS", 0.01)
+
+    def run(sites: list[Site], privacy: Privacy, rounds: int = 1, deliver: Any = None) -> Statement:
+        grid = LoopbackGrid(sites, monkeypatch)
+        grid.deliver = deliver or grid.deliver
+        algorithm: dict[str, Any] = {
+            "algorithm": tiny("fedavg"),
+            "models": "small-mlp",
+            "device": "cpu",
+        }
+        config = Config(**algorithm, clients=len(sites), rounds=rounds, privacy=privacy)
+        config = replace(config, data=replace(config.data, source="sites"))
+        out = sites[0].memory.parent / "run"
+        if deliver is not None:
+            with pytest.raises(ClientError):
+                conduct(grid, config, out, Journal(tmp_path / "journal"))
+            return Statement.read(out / "privacy.json")
+        statement = conduct(grid, config, out, Journal(tmp_path / "journal")).privacy()
+        assert Statement.read(out / "privacy.json") == statement
+        return statement
+
+    return run
+
+
+def test_what_sites_tell_has_rows_and_counts(
+    tmp_path: Path, across: Callable[..., Statement]
+) -> None:
+    statement = across([own(tmp_path, k) for k in range(2)], Privacy(parts=PARTS))
+    assert lines(statement) == told("gaussian clip=5 noise=2", 1)
+    assert statement.why == (
+        "mean and deviation of pixels, results of evaluation left as computed",
+    )
+    assert math.isinf(statement.epsilon)
+    assert math.isinf(statement.of_tests)
+    assert 0 < statement.clients[0] < 20
+
+
+def test_sites_that_want_a_promise_keep_the_rest_to_themselves(
+    tmp_path: Path, across: Callable[..., Statement]
+) -> None:
+    statement = across([own(tmp_path, k, epsilon=30) for k in range(2)], PROMISE, rounds=2)
+    assert lines(statement) == kept("gaussian clip=5 noise=2", 2)
+    assert 0 < statement.epsilon == statement.clients[0] < 20
+    assert statement.of_tests == 0
+
+
+def test_one_site_that_tells_is_enough(tmp_path: Path, across: Callable[..., Statement]) -> None:
+    statement = across([own(tmp_path, 0, epsilon=30), own(tmp_path, 1)], PROMISE)
+    assert lines(statement) == told("gaussian clip=5 noise=2", 1)
+    assert math.isinf(statement.epsilon)
+
+
+def test_a_run_that_goes_on_keeps_its_rows(
+    tmp_path: Path, across: Callable[..., Statement]
+) -> None:
+    sites = [own(tmp_path, k) for k in range(2)]
+    assert lines(across(sites, Privacy())) == told(NOTHING, 1)
+    assert lines(across(sites, Privacy(), rounds=2)) == told(NOTHING, 2)
+
+
+def test_classes_that_nobody_named_are_read_from_labels(
+    tmp_path: Path, across: Callable[..., Statement]
+) -> None:
+    statement = across([own(tmp_path, 0, named=False)], Privacy())
+    assert lines(statement)[1] == ("number of classes, by labels", TRAINED, NOTHING, 1, True)
+    careful = own(tmp_path, 1, epsilon=30, named=False)
+    config = Config(
+        algorithm=tiny("fedavg"), models="small-mlp", device="cpu", clients=1, privacy=PROMISE
+    )
+    with pytest.raises(
+        ConfigError, match=r"site site-1 wants a promise, and npz:.* does not name its classes"
+    ):
+        careful.introduce(to_toml(config))
+
+
+def test_an_evaluation_has_left_whatever_becomes_of_the_answer_it_rode_on(
+    tmp_path: Path, across: Callable[..., Statement]
+) -> None:
+    def spoilt(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
+        reply = answer()
+        return {**reply, "answer": {}} if "evaluation" in reply else reply
+
+    statement = across([own(tmp_path, 0, epsilon=30)], PROMISE, deliver=spoilt)
+    assert lines(statement)[-2:] == kept("", 0)[-2:]
+    (tmp_path / "other").mkdir()
+    statement = across([own(tmp_path / "other", 1)], PROMISE, deliver=spoilt)
+    assert lines(statement)[-2:] == told("", 1)[-2:]
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_messages_of_errors_count_unless_the_site_keeps_them(
+    tmp_path: Path, across: Callable[..., Statement], quiet: bool
+) -> None:
+    one, replies = own(tmp_path, 0, epsilon=30 if quiet else None), []
+
+    def broken(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
+        if request["ask"] == "call":
+            one.settle = lambda session: [][7]  # type: ignore[assignment]
+            replies.append(answer())
+            return replies[-1]
+        return answer()
+
+    found = [
+        line
+        for line in lines(across([one], PROMISE, deliver=broken))
+        if line[0] == "messages of errors"
+    ]
+    said = [("messages of errors", about, NOTHING, 1, True) for about in (TRAINED, TESTS)]
+    assert found == ([] if quiet else said)
+    assert ["out of range" in reply["error"] + reply["traceback"] for reply in replies] == [
+        not quiet
+    ]
+    assert "IndexError" in replies[0]["error"]
+
+
+@pytest.mark.parametrize(
+    ("privacy", "expected"),
+    [
+        (PROMISE, kept("gaussian clip=5 noise=2", 1, HERE)),
+        (Privacy(epsilon=1000, training="clip=1 noise=1"), kept(TRAINING, 1, HERE)),
+        (Privacy(), told(NOTHING, 1)),
+        (Privacy(parts=PARTS), told("gaussian clip=5 noise=2", 1)),
+        (Privacy(training="clip=1 noise=1"), told(TRAINING, 1, TRAINING)),
+    ],
+    ids=["parts within a budget", "training within a budget", "nothing", "parts", "training"],
+)
+def test_one_process_says_what_sites_would(
+    tmp_path: Path, privacy: Privacy, expected: list[Line]
+) -> None:
+    """Those that can take part: where there is a promise, the ones that want it."""
+
+    def run(**options: Any) -> Experiment:
+        fields: dict[str, Any] = {
+            "models": "small-mlp",
+            "privacy": privacy,
+            "rounds": 2,
+            "out": tmp_path / "run",
+        }
+        return small_federation(tiny("fedavg"), **fields, **options)
+
+    experiment = run()
+    experiment.step()
+    statement = experiment.privacy()
+    assert lines(statement) == expected
+    assert math.isfinite(statement.epsilon) == (privacy.epsilon is not None)
+    assert ("whoever is shown that has no promise" in statement.left_out) == (
+        privacy.epsilon is not None
+    )
+    assert experiment.folder is not None
+    experiment.folder.release()
+    assert run(resume=True).privacy() == statement, "all of it is in the checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peeking(FedAvg):
+    """Measures training images too."""
+
+    def evaluate(self, client: Client) -> dict[str, float]:
+        return {"first": float(client.data.labels[0])}
+
+
+def test_an_evaluation_sees_no_more_of_sealed_images_than_an_answer() -> None:
+    training = Privacy(training="clip=1 noise=1")
+    experiment = small_federation(Peeking(epochs=1), models="small-mlp", privacy=training)
+    with pytest.raises(
+        ClientError, match=r"looks at private images \(labels\) other than by `fit`"
+    ):
+        experiment.step()
+
+
+def test_a_site_that_only_said_hello_has_spent_nothing() -> None:
+    hello = said_of_itself(numbered=False, pixels=False)
+    crossed, training = (
+        {0: {**hello, "client_update": 1}, 1: hello},
+        Privacy(epsilon=9, training="clip=1 noise=1"),
+    )
+    assert statement(training, tiny("fedavg"), crossed, {0: 3.0}, secret=True).clients == {
+        0: 3.0,
+        1: 0.0,
+    }
+    crossed[1] = {**hello, RESULTS: 1}
+    assert math.isinf(statement(training, tiny("fedavg"), crossed, {0: 3.0}, secret=True).epsilon)
+
+
+def test_a_client_that_only_measures_needs_no_epsilon_of_its_own() -> None:
+    privacy = Privacy(epsilon=1000, training="clip=1 noise=1")
+    experiment = small_federation(
+        tiny("fedavg", fraction=0.34), models="small-mlp", privacy=privacy
+    )
+    experiment.step()
+    statement = experiment.privacy()
+    assert sorted(epsilon > 0 for epsilon in statement.clients.values()) == [False, False, True]
+    assert math.isfinite(statement.epsilon)
