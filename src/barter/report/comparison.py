@@ -14,7 +14,7 @@ from barter.report import charts
 from barter.report.page import Section, Tile, chart, code, folded, page, side_by_side, table, text
 from barter.report.run import Split, cited, failures, phases
 from barter.runs.folder import rounds_done
-from barter.runs.summary import METRICS, Comparative, Results, cells, lines
+from barter.runs.summary import ALWAYS, Comparative, Results, cells, heading, lines
 from barter.setup.config import Config, read, resolve, to_toml
 
 __all__ = ["ComparisonReport"]
@@ -83,13 +83,14 @@ class ComparisonReport:
         example = self.comparison.run(first, seed)
         if example not in self._splits:
             self._splits[example] = Split(configs[first])
-        shown = [key for key in METRICS if any(row.accuracies[key].values for row in compared.rows)]
+        wanted = dict.fromkeys([*ALWAYS, metric])
+        shown = [key for key in wanted if any(row.accuracies[key].values for row in compared.rows)]
         curves = [
-            chart(f"Accuracy, {METRICS[key]}", charts.methods(lines(results, key))) for key in shown
+            chart(heading(key).capitalize(), charts.methods(lines(results, key))) for key in shown
         ]
         outcomes = [
             chart(
-                f"{METRICS[metric].capitalize()} accuracy in the end, seed by seed",
+                f"{heading(metric).capitalize()} after the last round, seed by seed",
                 charts.by_seed(results, metric),
             ),
             chart("What it took", charts.price(results, metric)),
