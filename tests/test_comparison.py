@@ -215,8 +215,8 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(tmp_path: Path)
         planned(tmp_path / "a", "local,local:data.source=mnist")
     with pytest.raises(ConfigError, match="baseline 'fedavg' is not compared: there are 'local'"):
         planned(tmp_path / "a", "local", baseline="fedavg")
-    with pytest.raises(ConfigError, match="metric 'loss'"):
-        planned(tmp_path / "a", "local", metric="loss")
+    with pytest.raises(ConfigError, match="metric 'globl': did you mean 'global'"):
+        planned(tmp_path / "a", "local", metric="globl")
     with pytest.raises(ConfigError, match="between 0 and 1"):
         planned(tmp_path / "a", "local", target=80)
     assert not (tmp_path / "a").exists(), "and nothing is written"
@@ -321,7 +321,9 @@ def test_each_runs_once_so_many_at_a_time_and_failures_do_not_stop_the_rest(
     )
     assert len(told) == 6
     assert all(job.done == len(records(job.folder)) for job in jobs)
-    assert "local, seed 2: 20.0% global, 40.0% own; " in " ".join(told)
+    assert "local, seed 2: 20.0% clients: global test, 40.0% clients: local test; " in " ".join(
+        told
+    )
     assert sum("failed" in line and line.endswith("out of luck") for line in told) == 2
     pretended.clear()
     told.clear()
@@ -417,7 +419,7 @@ def test_from_the_command_line_to_tables_and_curves(
     printed = capsys.readouterr().out
     assert "2 methods, 3 seeds, 6 runs" in printed
     assert "+0.0 [+0.0, +0.0]" in printed
-    assert "rounds to 15% global" in printed
+    assert "rounds to 15% accuracy" in printed
     for name in (
         "table.md",
         "table.tex",
@@ -430,7 +432,7 @@ def test_from_the_command_line_to_tables_and_curves(
         assert (tmp_path / "c" / name).stat().st_size > 100
     assert "fedavg" in (tmp_path / "c" / "curves.svg").read_text(), "text stays text"
     assert main(["compare", out, "--metric", "own"]) == 0
-    assert "own above local" in capsys.readouterr().out
+    assert "local test above local" in capsys.readouterr().out
     assert main([*command, "--seeds", "0-3"]) == 1
     assert "2 of 8 runs failed: local, seed 3; fedavg, seed 3" in " ".join(
         capsys.readouterr().err.split()
@@ -467,7 +469,7 @@ def test_from_the_command_line_to_tables_and_curves(
         '[compare.variants]\n"local [/big]" = ["algorithm.name=local"]\n_under = []\n'
     )
     assert main([odd[0], str(tmp_path / "odd.toml"), *odd[1:], "--baseline", "local [/big]"]) == 0
-    assert "global above local [/big]" in " ".join(capsys.readouterr().out.split())
+    assert "accuracy above local [/big]" in " ".join(capsys.readouterr().out.split())
     assert "_under" in (tmp_path / "c-odd" / "curves.svg").read_text()
     assert main(["compare", out, "--seeds", "0"]) == 2
     assert "give the command that began it" in capsys.readouterr().err

@@ -15,9 +15,9 @@ class Knobs:
 
     share: Fraction = 0.5  # ρ: how much
     rounds: Count = 3  # T: how often
-    limit: Whole | None = None  # at most,
-    # if there is one,
+    # at most, if there is one,
     # so many
+    limit: Whole | None = None
     mode: Literal["fast", "slow"] = "fast"  # which way
     flag: bool = False  # whether
     label: str = ""  # what it is called

@@ -17,7 +17,7 @@ from barter.core.record import Round
 from barter.runs import picture
 from barter.runs.picture import COLOURS, Kinds, bubbles, curves
 from barter.runs.progress import Watcher, duration, size
-from barter.runs.tables import closing_table, count_table
+from barter.runs.tables import closing_cells, closing_table, count_table, gain
 
 
 def record(t: int, up: int) -> Round:
@@ -71,14 +71,18 @@ def test_the_closing_table_says_it_all() -> None:
         "0",
         "B",
     ]
-    mean = next(line for line in text.splitlines() if "mean" in line)
+    both, mean = [line for line in text.splitlines() if "mean" in line]
+    # The client that has a value from before: 25 and 95 alone, 50 and 90 after.
+    assert both.split() == ["mean", "of", "1", "with", "both", "25.0", "95.0", "50.0", "90.0"]
     assert mean.split() == [
-        "mean,",
+        "mean",
+        "of",
+        "2,",
         "or",
         "sum",
         "1,280",
-        "25.0",
-        "95.0",
+        "-",
+        "-",
         "60.0",
         "85.0",
         "2",
@@ -98,6 +102,32 @@ def test_the_closing_table_says_it_all() -> None:
     )
     assert "25.0" in rendered(late), "who joins late was alone until then"
     assert "61.0" in next(line for line in text.splitlines() if "server" in line)
+
+
+def test_means_compare_the_same_clients_and_count_the_idle_ones() -> None:
+    def client(accuracy: float, before: float | None = None) -> dict[str, float]:
+        found = {"global": accuracy, "local": accuracy, "bytes_up": 1, "bytes_down": 1}
+        return found if before is None else {**found, "before_global": before}
+
+    first = Round(
+        1, {0: client(0.3, 0.2), 1: client(0.1), 2: client(0.1)}, {}, {}, {}, [], participants=[0]
+    )
+    second = Round(
+        2, {0: client(0.3), 1: client(0.5), 2: client(0.1)}, {}, {}, {}, [], participants=[1]
+    )
+    assert gain([first, second], "global").points == pytest.approx(10.0)
+    _, together = closing_cells([first, second], ["a", "b", "c"], None, None)
+    assert [row[0] for row in together] == [
+        "mean of 1 with both",
+        "mean of 2 active",
+        "mean of 3 (1 idle)",
+    ]
+    # Alone 20, after 30 of client 0; clients 0 and 1: (30 + 50) / 2; all: (30 + 50 + 10) / 3.
+    assert [(row[3], row[5]) for row in together] == [
+        ("20.0", "30.0"),
+        ("-", "40.0"),
+        ("-", "30.0"),
+    ]
 
 
 @pytest.mark.parametrize("columns", [1, 4, 10])

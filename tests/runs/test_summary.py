@@ -14,6 +14,7 @@ from barter.runs.summary import (
     Column,
     Question,
     cells,
+    known_metrics,
     paired,
     summarise,
     to_csv,
@@ -120,8 +121,9 @@ def test_an_interval_holds_its_mean_and_moves_with_it(values: list[float], shift
 def test_cells_say_what_is_best_and_what_is_not_sure() -> None:
     headings, rows = cells(summarise(RESULTS, Question("global", "alone", 0.35)))
     assert headings == [
-        *("method", "seeds", "global", "own", "server's model", "bytes", "seconds"),
-        *("rounds to 35% global", "global above alone (95 %)"),
+        *("method", "seeds", "clients: global test", "clients: local test", "server: global test"),
+        *("bytes", "seconds", "rounds to 35% clients: global test"),
+        "clients: global test above alone (95 %)",
     ]
     text = {row[0][0]: [cell for cell, _ in row[1:]] for row in rows}
     assert text["alone"] == ["3", "31.0 ± 1.0", "41.0 ± 1.0", "-", "14 B", "4 s", "never", "-"]
@@ -152,7 +154,9 @@ def test_cells_say_what_is_best_and_what_is_not_sure() -> None:
 
 def test_without_baseline_and_target_there_are_no_such_columns() -> None:
     headings, rows = cells(summarise({"alone": RESULTS["alone"]}, Question()))
-    assert headings == ["method", "seeds", "global", "own", "bytes", "seconds"]
+    assert headings == [
+        *("method", "seeds", "clients: global test", "clients: local test", "bytes", "seconds"),
+    ]
     assert {len(row) for row in rows} == {len(headings)}
 
 
@@ -195,10 +199,50 @@ def test_what_came_of_local_training_stands_in_the_table_if_asked_for() -> None:
         return [Round(1, {0: {"global": 0.5, "before_global": before}}, {}, {"round": 1.0}, {}, [])]
 
     results = {"a": {0: trained(0.25)}, "b": {0: trained(0.75)}}
-    assert "trained: global" not in cells(summarise(results, Question()))[0]
+    assert "trained: global test" not in cells(summarise(results, Question()))[0]
     headings, rows = cells(summarise(results, Question("trained")))
-    at = headings.index("trained: global")
+    at = headings.index("trained: global test")
     assert [row[at] for row in rows] == [("25.0", False), ("75.0", True)]
+
+
+def by_server(accuracy: float, client: float) -> list[Round]:
+    clients = {0: {"global": client, "local": 0.5}, 1: {"global": client, "local": 0.5}}
+    server = {"global": accuracy, "drift": 3.5}
+    return [Round(1, clients, server, {"round": 1.0}, {}, [], [0], primary="server")]
+
+
+def test_methods_are_judged_by_their_primary_model() -> None:
+    """One model for all is what averaging trains; its clients' networks are what training left behind."""
+    results = {"alone": {0: rounds(0.3)}, "average": {0: by_server(0.6, 0.2)}}
+    headings, rows = cells(summarise(results, Question(baseline="alone", target=0.5)))
+    assert headings[:5] == ["method", "seeds", "model", "accuracy", "clients: global test"]
+    assert [row[2][0] for row in rows] == ["clients", "server"]
+    assert [row[3] for row in rows] == [("30.0", False), ("60.0", True)]
+    assert [row[4] for row in rows] == [("30.0", True), ("20.0", False)]
+    average = summarise(results, Question(baseline="alone", target=0.5)).rows[1]
+    assert average.difference.values == pytest.approx((0.3,)), "0.6 of the server, 0.3 of clients"
+    assert average.reached.values == (1,)
+    headings, _ = cells(summarise({"average": results["average"]}, Question()))
+    assert headings[2] == "server: global test", "if all have one, it comes first"
+
+
+def test_metrics_over_clients_by_hand() -> None:
+    clients = {
+        0: {"global": 0.2, "local": 0.5, "local_images": 30.0, "mood": 7.0},
+        1: {"global": 0.6, "local": 0.9, "local_images": 10.0},
+    }
+    record = Round(1, clients, {"drift": 3.5}, {"round": 1.0}, {}, [], [0, 1])
+    assert value(record, "own") == pytest.approx(0.7), "clients count alike"
+    assert value(record, "own-by-images") == pytest.approx((30 * 0.5 + 10 * 0.9) / 40)
+    assert (value(record, "worst"), value(record, "worst-own")) == (0.2, 0.5)
+    assert value(record, "spread") == pytest.approx(0.2), "0.4 is the mean, each is 0.2 away"
+    assert (value(record, "mood"), value(record, "server:drift")) == (7.0, 3.5)
+    results = {"a": {0: [record]}}
+    assert {"mood", "server:drift", "worst"} <= set(known_metrics(results))
+    (line,) = csv.DictReader(io.StringIO(to_rounds(results)))
+    assert (line["mood"], line["server:drift"], line["participants"]) == ("7.0", "3.5", "2")
+    headings, rows = cells(summarise(results, Question("mood")))
+    assert rows[0][headings.index("mood")] == ("7", True), "no share: not in percent"
 
 
 def test_every_round_of_every_run_is_a_line() -> None:

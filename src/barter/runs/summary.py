@@ -270,13 +270,19 @@ def _reached(summary: Summary) -> str:
 def cells(compared: Comparative) -> tuple[list[str], list[list[tuple[str, bool]]]]:
     """Return headings and rows; a cell says whether it is the best of its column.
 
-    The first accuracy is that of each method's primary model, named in the column before it.
+    Where methods have different primary models, the first accuracy is that of each method's own,
+    named in the column before it. Otherwise the column of that model comes first.
     """
     summaries, asked = compared.rows, compared.question
-    wanted = dict.fromkeys([*ALWAYS, asked.metric])
+    primary = {s.primary for s in summaries}
+    mixed = len(primary) > 1
+    first = ["primary"] if mixed else ["server"] if primary == {"server"} else []
+    wanted = dict.fromkeys([*first, *ALWAYS, asked.metric])
     shown = [key for key in wanted if any(s.accuracies[key].values for s in summaries)]
+    shown = [key for key in shown if key != "primary" or mixed]
     best = {key: _best(key, [s.accuracies[key].mean for s in summaries]) for key in shown}
-    headings = ["method", "seeds", "model", *map(heading, shown), "bytes", "seconds"]
+    headings = ["method", "seeds", *(["model"] if mixed else [])]
+    headings += [*map(heading, shown), "bytes", "seconds"]
     if asked.target is not None:
         target = f"{100 * asked.target:g}%" if is_share(asked.metric) else f"{asked.target:g}"
         headings.append(f"rounds to {target} {heading(asked.metric)}")
@@ -284,7 +290,8 @@ def cells(compared: Comparative) -> tuple[list[str], list[list[tuple[str, bool]]
         headings.append(f"{heading(asked.metric)} above {asked.baseline} (95 %)")
     rows = []
     for s in summaries:
-        row = [(s.name, False), (str(len(s.seeds)), False), (s.primary, False)]
+        row = [(s.name, False), (str(len(s.seeds)), False)]
+        row += [(s.primary, False)] if mixed else []
         for key in shown:
             mean = s.accuracies[key].mean
             row.append(

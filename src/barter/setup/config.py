@@ -275,8 +275,7 @@ def plain(config: Config) -> dict[str, Any]:
     """Every value of the configuration, also those nobody set, as a TOML file holds them."""
 
     def fields(value: Any) -> dict[str, Any]:
-        every = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return {name: "none" if item is None else item for name, item in every.items()}
+        return {f.name: _as_toml(getattr(value, f.name)) for f in dataclasses.fields(value)}
 
     tree = fields(config)
     registries: dict[str, Mapping[str, type[Any]]] = {
@@ -293,6 +292,13 @@ def plain(config: Config) -> dict[str, Any]:
     return tree
 
 
+def _as_toml(value: Any) -> Any:
+    """Return a field's value as a TOML file holds it."""
+    if value is None:
+        return "none"
+    return list(value) if isinstance(value, tuple) else value
+
+
 def to_toml(config: Config) -> str:
     """The configuration as a file: a run from it is the same run."""
     return tomli_w.dumps(plain(config))
@@ -303,8 +309,7 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
 
     def defaults(kind: type[Any]) -> dict[str, Any]:
         known = {f.name: f.default for f in dataclasses.fields(kind)}
-        known = {name: value for name, value in known.items() if value is not dataclasses.MISSING}
-        return {name: "none" if value is None else value for name, value in known.items()}
+        return {n: _as_toml(v) for n, v in known.items() if v is not dataclasses.MISSING}
 
     filled = {**defaults(Config), **tree}
     for section, kind in (("data", Data), ("evaluate", Evaluation)):
