@@ -217,7 +217,7 @@ def test_who_is_killed_while_a_run_is_set_up_can_begin_it_again(
 class Reached(Exception):
     """The set-up is over."""
 
-    def __init__(self, folder: Path, host: str) -> None:
+    def __init__(self, folder: Path, host: str, **options: Any) -> None:
         super().__init__(folder)
         raise self
 

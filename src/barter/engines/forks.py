@@ -1,8 +1,9 @@
 """Clients side by side on the cores of a CPU: they take their turns in other processes, and their memory comes home.
 
 A forked process sees all that this one holds and computes with as many threads as the turn would have here (one where
-clients compute side by side), so what it returns is to the bit what the turn would have given here. What it returns is a payload: tensors that it did not touch are only named. For the time of
-one call there is a process for each core, which takes one turn after the other: only the first finds its memory cold.
+clients compute side by side), so what it returns is to the bit what the turn would have given here. What it returns is
+a payload: tensors that it did not touch are only named. For the time of one call there is a process for each core,
+which takes one turn after the other: only the first finds its memory cold.
 """
 
 from __future__ import annotations
