@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import struct
+import tracemalloc
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -12,10 +13,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from barter.cli.app import main
+from barter.core.errors import ConfigError
+from barter.data.sources import load
+from barter.runs import checkpoint
 
+CPU = torch.device("cpu")
 X, Y = np.zeros((20, 8, 8, 1), np.uint8), np.arange(20) % 2
 PARTITION = ["show", "partition", "--set", "clients=2"]
 LOCAL = [
@@ -107,6 +113,11 @@ BAD_NPZ: dict[str, tuple[Callable[[Path], object], str]] = {
         r"3 bytes do not make \(-1, -3\)",
     ),
     "bomb": (bomb, "1,125,899,906,842,624 bytes of arrays, more than this machine's memory"),
+    "too many labels": (npz(x_train=X, y_train=Y[:5]), "a class number from 0 on for each of 20"),
+    "other domains": (
+        npz(x_train=X, y_train=Y, domains=["a"], domain_train=Y[:3]),
+        "domain_train must hold a domain number from 0 on for each of 20",
+    ),
 }
 
 
@@ -117,6 +128,100 @@ def test_arrays(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     line = said(capsys, [*PARTITION, "--set", f"data.source=npz:{tmp_path / 'a.npz'}"])
     assert re.search(message, line), line
     assert str(tmp_path / "a.npz") in line
+
+
+def test_what_a_header_rules_out_is_not_decompressed(tmp_path: Path) -> None:
+    """20 kB that decompress to 20 MB are refused by their header, as 4 MB for 4 GB are."""
+    many = np.zeros((300_000, 8, 8, 1), np.uint8)
+    cases = {
+        "lacks y_train": {"x_train": many},
+        "for each of 300000 images": {"x_train": many, "y_train": Y},
+        r"shape \(19200000,\), uint8 NHWC": {"x_train": many.reshape(-1), "y_train": Y},
+        r"\|S1 of shape .*, uint8 NHWC": {"x_train": many.view("S1"), "y_train": Y},
+    }
+    path = tmp_path / "a.npz"
+    for message, arrays in cases.items():
+        np.savez_compressed(path, **arrays)
+        assert path.stat().st_size < 25_000
+        tracemalloc.start()
+        with pytest.raises(ConfigError, match=message):
+            load(f"npz:{path}")
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 2_000_000, message  # numpy's arrays are traced too
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_labels_in_any_order_of_bytes(order: str, tmp_path: Path) -> None:
+    domains = {"domains": ["a", "b"], "domain_train": Y.astype(f"{order}i2")}
+    np.savez(tmp_path / "a.npz", x_train=X, y_train=Y.astype(f"{order}i8"), **domains)
+    found = load(f"npz:{tmp_path / 'a.npz'}")
+    assert sorted(found.y_train.tolist()) == [0] * 8 + [1] * 8
+    assert sorted(found.domain_train.tolist()) == [0] * 8 + [1] * 8
+
+
+def test_a_name_with_colons_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    line = said(capsys, [*PARTITION, "--set", "a:dog:b=1"])
+    assert "unknown key 'a:dog:b'" in line
+
+
+ROUND = "checkpoints/round-000001.safetensors"
+
+
+def claim(round: str) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        state, notes = checkpoint.read(run / ROUND, CPU)
+        checkpoint.write(run / ROUND, state, {**told(notes), "round": round})
+
+    return change
+
+
+def told(notes: dict[str, str]) -> dict[str, str]:
+    """What a run writes beside its state."""
+    return {key: notes[key] for key in ("config", "data", "round")}
+
+
+def no_state(run: Path) -> None:
+    _, notes = checkpoint.read(run / ROUND, CPU)
+    checkpoint.write(run / ROUND, None, told(notes))
+
+
+def no_networks(run: Path) -> None:
+    state, notes = checkpoint.read(run / ROUND, CPU)
+    checkpoint.write(run / ROUND, {**state, "clients": {0: {}, 1: {"model": []}}}, told(notes))
+
+
+def no_toml(run: Path) -> None:
+    state, notes = checkpoint.read(run / ROUND, CPU)
+    checkpoint.write(run / ROUND, state, {**told(notes), "config": "= ["})
+
+
+CRAFTED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a billion rounds": (claim("1000000000"), "'1000000000' is no number of a round"),
+    "another round": (claim("7"), "its header says that it is of round 7"),
+    "round -5": (claim("-5"), "'-5' is no number of a round"),
+    "path": (claim("../../x"), "'../../x' is no number of a round"),
+    "null": (no_state, "does not hold the state of a run"),
+    "other clients": (no_networks, "holds the checkpoint of another experiment"),
+    "no TOML": (no_toml, "its configuration is not TOML"),
+}
+
+
+def test_crafted_checkpoints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*LOCAL, "--set", "clients=2", "--set", "models=small-mlp"]) == 0
+    capsys.readouterr()
+    run = tmp_path / "run"
+    whole = (run / ROUND).read_bytes()
+    recorded = (run / "metrics.jsonl").read_text()
+    for case, (change, message) in CRAFTED.items():
+        change(run)
+        line = said(capsys, ["resume", str(run), "--rounds", "2"])
+        assert message in line, case
+        assert (run / "metrics.jsonl").read_text() == recorded, case
+        (run / ROUND).write_bytes(whole)
 
 
 def test_objects_of_a_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ from barter.cli import inspecting
 from barter.cli.app import main
 from barter.compare.comparison import Comparison
 from barter.compare.specification import Request
+from barter.core.errors import ConfigError
 from barter.core.record import Round
 from barter.report import page
 from barter.report.charts import learning
@@ -393,6 +394,30 @@ def test_a_live_page_follows_the_run_and_comes_to_rest(
         assert ("location.reload()" in content.rpartition("<script>")[2]) == (done < 3)
     assert "No round is finished yet." in seen[0]
     assert "Its last round ended at" in seen[1]
+
+
+def test_a_live_page_does_not_wait_for_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large data take long to read: the first page comes before, and the next one has the split."""
+    run = go_on(begun(tmp_path / "run", 2, 3), record(1, 2))
+    first = list[str]()
+
+    def slow(*_: object) -> None:
+        first.append((run / "report.html").read_text())
+        raise ConfigError("no such data")
+
+    monkeypatch.setattr("barter.report.run.make_task", slow)
+
+    def last_rounds(_: float) -> None:
+        go_on(run, record(2, 2), record(3, 2))
+
+    monkeypatch.setattr(inspecting, "time", SimpleNamespace(sleep=last_rounds))
+    last = report(run, "--live")
+    assert len(first) == 1, "the data are read once"
+    assert "1 of 3 rounds" in first[0]
+    assert "The data are being read" in first[0]
+    assert "no such data" in last
 
 
 def test_a_live_page_that_is_stopped_stops(

@@ -18,7 +18,13 @@ from barter.compute.threads import threaded
 from barter.core import seeds
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
-from barter.core.errors import CheckpointError, ClientError, ConfigError, PrivacyError
+from barter.core.errors import (
+    CheckpointError,
+    ClientError,
+    ConfigError,
+    PrivacyError,
+    in_short,
+)
 from barter.core.metrics import Evaluation
 from barter.core.nodes import Monitor, Silence, as_numbers
 from barter.core.params import BY_PYTHON
@@ -149,9 +155,9 @@ class Experiment:
         try:
             experiment.server.recall(state["server"])
             experiment.engine.recall(state["clients"])
-        except (KeyError, RuntimeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise CheckpointError(
-                f"{run} holds the checkpoint of another experiment: {error}"
+                f"{run} holds the checkpoint of another experiment: {in_short(error)}"
             ) from error
         return experiment
 
@@ -346,9 +352,13 @@ class Experiment:
             raise CheckpointError(
                 f"{path} was kept by an older version, which did not say what it is made of"
             )
-        key = first_difference(
-            plain(self.config), self._begun(tomllib.loads(origin["config"])), but=RESULT_FREE
-        )
+        try:
+            begun = self._begun(tomllib.loads(origin["config"]))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"{path} holds a damaged checkpoint: its configuration is not TOML: {in_short(error)}"
+            ) from error
+        key = first_difference(plain(self.config), begun, but=RESULT_FREE)
         if key is not None:
             raise CheckpointError(
                 f"{path / 'config.toml'} was changed after round {self.round}: {key} is not what it was; "
@@ -388,9 +398,9 @@ class Experiment:
                 ) in folder.records():  # of which some may have been told after the checkpoint
                     for k, said in record.clients.items():
                         self.engine.hear(k, said.get(EPSILON))
-            except (KeyError, RuntimeError) as error:
+            except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
                 raise CheckpointError(
-                    f"{path} holds the checkpoint of another experiment: {error}"
+                    f"{path} holds the checkpoint of another experiment: {in_short(error)}"
                 ) from error
         folder.go_on_after(self.round)
         threads, before = self.config.threads, begun.get("threads")

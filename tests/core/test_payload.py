@@ -166,3 +166,8 @@ def test_damaged_headers_are_refused() -> None:
 def test_a_state_dict_round_trips() -> None:
     state = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).state_dict()
     assert same(dict(unpack(*pack(state))), dict(state))
+
+
+def test_a_tensor_without_values_does_not_travel() -> None:
+    with pytest.raises(PayloadError, match=r"answer\.w: a tensor on the meta device"):
+        list(leaves({"w": torch.zeros(2, device="meta")}, "answer"))

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,11 +18,12 @@ import torch
 from barter import Local
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
+from barter.core.errors import ClientError
 from barter.core.nodes import Client, Server
 from barter.engines import local
 from barter.engines.forks import Job, side_by_side
 from barter.experiment import Experiment
-from tests.conftest import federation
+from tests.conftest import federation, perceptrons, same, small_federation, state, tiny
 from tests.engines.test_local import Notes
 from tests.forked import forked, status, until
 
@@ -287,38 +290,69 @@ def test_few_clients_have_all_cores() -> None:
     assert not engine._by_core(100)
 
 
+@dataclass(frozen=True)
 class Hang(Algorithm[Server, Client]):
-    """The second client waits for ever in the second round."""
+    """One client does not answer in the second round."""
 
-    crosses = {"ask": "up: who it is"}
+    crosses: ClassVar = {"ask": "up: who it is"}
+    seconds: ClassVar = 60.0
+    hanging: int = 1
 
     def round(self, server: Server, clients: Clients, t: int) -> None:
         clients.run(self.ask, t)
 
     def ask(self, client: Client, t: int) -> int:
         client.report["asked"] = t
-        if t == 2 and client.id == 1:
-            time.sleep(60)
+        if t == 2 and client.id == self.hanging:
+            time.sleep(self.seconds)
         return client.id
 
 
-def test_a_client_that_hangs_is_that_clients_failure(caplog: pytest.LogCaptureFixture) -> None:
-    experiment = federation(Hang(), clients=3, min_clients=1, timeout=2, threads=2)
-    rounds = list(
-        experiment.rounds(3)
-    )  # quick turns have processes too: who can hang is not known before
+# One client after the other on one core, side by side, and fewer clients than half the cores.
+@pytest.mark.parametrize(("clients", "threads"), [(3, 1), (3, 2), (2, 8)])
+def test_a_client_that_hangs_is_that_clients_failure(
+    clients: int, threads: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"clients": clients, "threads": threads, "min_clients": 1}
+    experiment = perceptrons(Hang(), timeout=2, **options)
+    # Quick turns have processes too: which client can hang is not known before.
+    rounds = list(experiment.rounds(3))
     why = "client 1 failed in 'ask', round 2: it was not done within 2 s, the run's timeout"
     assert [r.failures for r in rounds] == [[], [why], []]
     assert [r.clients[0]["asked"] for r in rounds] == [1, 2, 3]
     assert not caplog.messages
 
 
-def test_where_turns_have_no_processes_a_timeout_is_said_not_to_hold(
-    caplog: pytest.LogCaptureFixture,
+def test_the_only_client_is_ended_too() -> None:
+    experiment = perceptrons(Hang(0), clients=1, timeout=2, threads=1)
+    with pytest.raises(ClientError, match="0 of 1 clients answered 'ask'"):
+        list(experiment.rounds(2))
+
+
+@pytest.mark.parametrize(("clients", "threads"), [(2, 1), (1, 3)])
+def test_a_timeout_changes_no_result(clients: int, threads: int) -> None:
+    options: dict[str, Any] = {"clients": clients, "threads": threads, "models": "small-cnn"}
+    plain = small_federation(tiny("fedavg"), **options)
+    with_timeout = small_federation(tiny("fedavg"), timeout=60, **options)
+    list(plain.rounds(2))
+    list(with_timeout.rounds(2))
+    assert same(state(plain), state(with_timeout))
+
+
+def test_a_timeout_that_cannot_be_enforced_is_said_at_the_start_and_when_it_is_exceeded(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    federation(Hang(), clients=3, timeout=0.5, threads=1)
+    monkeypatch.setattr(local.forks.sys, "platform", "darwin")
+    monkeypatch.setattr(Hang, "seconds", 0.2)
+    experiment = perceptrons(Hang(), timeout=0.1, threads=1)
     (said,) = caplog.messages
-    assert "timeout=0.5" in said
+    assert "timeout=0.1 is not enforced here: only on Linux" in said
+    caplog.clear()
+    rounds = list(experiment.rounds(2))
+    (said,) = [line for line in caplog.messages if "'ask'" in line]
+    assert re.match(r"client 1 took 0\.\d s in 'ask', round 2, longer than timeout=0\.1", said)
+    assert rounds[1].failures == []
+    assert rounds[1].clients[1]["asked"] == 2
 
 
 AFTER_THREADS = """
@@ -335,7 +369,9 @@ def step():
 
 step()
 jobs = {k: Job(step, []) for k in range(3)}
-print(sorted(side_by_side(jobs, 2, lambda _: None, lambda _: None, timeout=60)))
+for threads in (1, 2):
+    homes = side_by_side(jobs, 2, lambda _: None, lambda _: None, timeout=60, threads=threads)
+    print(sorted(homes))
 """
 
 
@@ -345,4 +381,4 @@ def test_turns_compute_after_this_process_did_so_with_several_threads() -> None:
     told = subprocess.run(
         [sys.executable, "-c", AFTER_THREADS], env=free, capture_output=True, text=True, check=True
     )
-    assert told.stdout.strip() == "[(0, None, ''), (1, None, ''), (2, None, '')]"
+    assert told.stdout.splitlines() == 2 * ["[(0, None, ''), (1, None, ''), (2, None, '')]"]

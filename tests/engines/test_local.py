@@ -12,7 +12,7 @@ from barter.core.clients import Clients
 from barter.core.errors import PayloadError
 from barter.core.nodes import Client, Server
 from barter.ops.fit import fit, sgd
-from tests.conftest import federation, same, small_federation, state, tiny
+from tests.conftest import federation, perceptrons, same, small_federation, state, tiny
 
 
 class Notes:
@@ -140,3 +140,23 @@ def test_classes_that_a_client_claims_count_for_no_more_than_its_images(
     )
     with pytest.raises(PayloadError, match="the sum of its numbers is 51, not from 0 to 50"):
         told(1, 51)
+
+
+class Empty(Algorithm[Server, Client]):
+    """One client answers with a tensor that has no values."""
+
+    crosses = {"ask": "up: a number"}
+
+    def round(self, server: Server, clients: Clients, t: int) -> None:
+        clients.run(self.ask)
+
+    def ask(self, client: Client) -> torch.Tensor:
+        return torch.ones(1, device="meta" if client.id == 1 else "cpu")
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "forked"])
+def test_an_answer_without_values_is_that_clients_failure(timeout: float | None) -> None:
+    (record,) = perceptrons(Empty(), min_clients=1, timeout=timeout).rounds(1)
+    (failure,) = record.failures
+    assert "client 1 failed in 'ask', round 1: PayloadError" in failure
+    assert "meta device" in failure

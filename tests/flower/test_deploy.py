@@ -159,6 +159,18 @@ def test_without_openssl(
     assert "is openssl installed?" in capsys.readouterr().err
 
 
+def test_a_simulation_says_that_a_timeout_ends_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loopback, "Coordinator", Reached)
+    config = resolve({"clients": 2, "data": {"source": "digits"}, "timeout": 2})
+    with pytest.raises(Reached):
+        loopback.simulate(config, tmp_path / "run", Watcher(Console(), 1), resume=False)
+    (said,) = caplog.messages
+    assert "timeout=2" in said
+    assert "does not end its process" in said
+
+
 @pytest.mark.parametrize("moment", ["certificates.sh", "site.toml", "key.pub", ".config.toml.tmp"])
 def test_who_is_killed_while_a_run_is_set_up_can_begin_it_again(
     tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
@@ -205,7 +217,7 @@ def test_who_is_killed_while_a_run_is_set_up_can_begin_it_again(
 class Reached(Exception):
     """The set-up is over."""
 
-    def __init__(self, folder: Path, host: str) -> None:
+    def __init__(self, folder: Path, host: str, **options: Any) -> None:
         super().__init__(folder)
         raise self
 

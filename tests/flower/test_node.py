@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import sys
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectUnavailableError
@@ -29,7 +33,7 @@ from barter.flower.codec import decode, encode
 from barter.flower.flwr_internals import Fleet, strange
 from barter.flower.frames import Blob, Frame
 from barter.flower.handshake import Setup
-from barter.flower.heartbeat import Turn, pause
+from barter.flower.heartbeat import NOT_LET_IN, Turn, pause
 from tests.flower.test_frames import serving
 from tests.forked import forked, status, until
 
@@ -333,3 +337,48 @@ def test_a_flower_that_is_not_known_is_left_to_its_own_node(
     assert supervise.by_flower(Setup(name="a", share=0))
     (said,) = caplog.messages
     assert said.endswith("takes seconds for every call: flwr 9 was not tried")
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """A SuperLink that does not know a key, in Flower's words."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        body = json.dumps({"code": 2004, "detail": "Failed to activate SuperNode."}).encode()
+        self.send_response(412)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def test_a_node_whose_key_is_refused_ends_with_a_status_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private = ec.generate_private_key(ec.SECP384R1())
+    encoding = Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()
+    (tmp_path / "key").write_bytes(private.private_bytes(*encoding))
+    superlink = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
+    threading.Thread(target=superlink.serve_forever, daemon=True).start()
+    address = f"127.0.0.1:{superlink.server_address[1]}"
+    words = [
+        "node",
+        "--superlink",
+        address,
+        "--door",
+        str(tmp_path),
+        "--key",
+        str(tmp_path / "key"),
+    ]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "0")
+
+    def be_a_node() -> int:
+        with pytest.raises(SystemExit) as end:
+            node.main()
+        return int(end.value.code or 0)
+
+    assert status(forked(be_a_node, tmp_path / "said")) == NOT_LET_IN
+    superlink.shutdown()
+    superlink.server_close()
+    said = (tmp_path / "said").read_text()
+    assert "the SuperLink refuses this site's key: Failed to activate SuperNode." in said

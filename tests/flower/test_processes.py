@@ -400,7 +400,8 @@ def test_strangers_are_refused(deploy: Callable[..., Deployment], tmp_path: Path
     d.start()
     assert d.running["coordinator"].wait(600) != 0
     assert "0 of 2 sites came within 120 s" in d.log
-    assert "ended with status" in d.log
+    assert "s0: node ended with status 77" in d.log
+    assert f"does not let in the key {d.home('s0') / 'key'}" in d.log
     said = [(d.home(site) / "logs" / "node.log").read_text().lower() for site in ("s0", "s1")]
     assert "failed to activate supernode" in said[0]
     assert "certificate" in said[1]

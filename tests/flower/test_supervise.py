@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -16,8 +18,9 @@ import pytest
 pytest.importorskip("flwr")
 
 from barter.core.errors import ConfigError
+from barter.flower.handshake import Setup
 from barter.flower.heartbeat import Pulse, overdue, since
-from barter.flower.supervise import Watched, _rooms
+from barter.flower.supervise import Kept, Watched, _only_one, _rooms
 from tests.forked import forked, status, until
 
 WORKER = """
@@ -160,8 +163,97 @@ def test_a_site_that_was_killed_leaves_no_room(
     assert len(list(temporary.iterdir())) == 1
     with _rooms(home) as rooms:
         assert list(temporary.iterdir()) == [rooms]
-        assert not list(rooms.iterdir())
+        assert [path.name for path in rooms.iterdir()] == ["token"]
         with pytest.raises(ConfigError, match="is running already"), _rooms(home):
             pass
         assert rooms.is_dir()
     assert not list(temporary.iterdir())
+
+
+def test_a_note_deletes_no_folder_that_the_site_did_not_make(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Notes are files: a wrong one, an edited one and one of earlier versions must not cost anybody's data."""
+    home, precious = tmp_path / "home", tmp_path / "barter-results"
+    for folder in (home, precious):
+        folder.mkdir()
+    (precious / "results.csv").touch()
+    (precious / "token").write_text("another")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    named = {"folder": str(precious), "token": "guessed"}
+    for note in (str(precious), json.dumps(named), json.dumps([str(precious)]), "null"):
+        (home / "rooms").write_text(note)
+        with _rooms(home) as rooms:
+            assert rooms.is_dir()
+        assert (precious / "results.csv").exists(), note
+
+
+def test_a_copied_site_does_not_take_down_the_original(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, copy = tmp_path / "home", tmp_path / "copy"
+    home.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with _rooms(home) as rooms:
+        shutil.copytree(home, copy)
+        with _rooms(copy) as others:
+            assert others != rooms
+            assert rooms.is_dir(), "its process lives"
+        assert rooms.is_dir()
+
+
+@pytest.mark.parametrize("insecure", [False, True])
+def test_a_copied_site_is_refused_while_the_original_runs(
+    insecure: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    home, copy, other = (tmp_path / name for name in ("home", "copy", "other"))
+    for folder, key in ((home, "one"), (copy, "one"), (other, "two")):
+        folder.mkdir()
+        (folder / "key").write_text(key)
+    setup = Setup(name="ward", share=0, insecure=insecure)
+    with _only_one(setup, home):
+        with pytest.raises(ConfigError) as refused, _only_one(setup, copy):
+            pass
+        with _only_one(Setup(name="another", share=0, insecure=insecure), other):
+            pass
+    assert f"process {os.getpid()} on" in str(refused.value)
+    assert f"in {home};" in str(refused.value)
+    with _only_one(setup, copy):  # the original has ended
+        pass
+    assert not list((tmp_path / "state" / "barter" / "sites").iterdir())
+
+
+def test_the_lock_of_a_killed_site_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    setup = Setup(name="ward", share=0, insecure=True)
+
+    def killed() -> int:
+        with _only_one(setup, tmp_path):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    assert status(forked(killed, tmp_path / "said")) == -signal.SIGKILL
+    with _only_one(setup, tmp_path):
+        pass
+
+
+def test_where_no_lock_can_be_written_a_site_says_so_and_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "state").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    with _only_one(Setup(name="ward", share=0, insecure=True), tmp_path):
+        (said,) = caplog.messages
+    assert "a copy of its folder would not be noticed" in said
+
+
+def test_why_a_child_ended_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for status_, why in ((77, "the key is unknown"), (3, f"see {tmp_path / 'log'}")):
+        reasons = {77: "the key is unknown"}
+        child = Kept("node", ["sh", "-c", f"exit {status_}"], os.environ, tmp_path / "log", reasons)
+        child.tend()
+        until(lambda child=child: child.poll() is not None)  # type: ignore[misc]
+        child.tend()
+        said = f"node ended with status {status_}: {why}; starting it again in 1 s"
+        assert caplog.messages[-1] == said

@@ -3,7 +3,9 @@ from __future__ import annotations
 import os
 import signal
 import time
+import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ import torch
 from barter.core.errors import CheckpointError
 from barter.core.payload import isolate
 from barter.core.record import Round
-from barter.runs.folder import RunFolder, last_checkpoint
+from barter.runs import checkpoint
+from barter.runs.folder import RunFolder, last_checkpoint, rounds_done
 from tests.forked import forked, status, until
 
 
@@ -168,3 +171,57 @@ def test_a_forked_process_does_not_hold_the_folder(tmp_path: Path) -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         status(child)
+
+
+STATE: dict[str, Any] = {"server": {}, "clients": {}}
+
+
+@pytest.mark.parametrize("said", ["1000000000", "-5", "../../x", "", "1e3", "9", "2" * 9])
+def test_a_checkpoint_that_claims_another_round_is_damaged(tmp_path: Path, said: str) -> None:
+    """Whatever follows from a round's number, such as a list of all rounds before, is not made of a false one."""
+    folder = RunFolder.create(tmp_path / "run", "seed = 1")
+    checkpoint.write(folder.checkpoints / "round-000002.safetensors", STATE, {"round": said})
+    with pytest.raises(CheckpointError, match=r"round-000002\.safetensors is damaged"):
+        last_checkpoint(folder.path)
+
+
+def test_rounds_without_records_are_counted_without_a_list_of_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = RunFolder.create(tmp_path / "run", "seed = 1")
+    folder.append(record(1))
+    tracemalloc.start()
+    folder.go_on_after(999_999)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert "rounds 2 to 999999" in caplog.text
+    assert peak < 1_000_000
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        None,
+        [],
+        {**STATE, "server": None},
+        {**STATE, "clients": {0: "x"}},
+        {**STATE, "crossed": {0: 1}},
+        {**STATE, "networks": {"architectures": []}},
+    ],
+)
+def test_a_checkpoint_of_something_else_is_damaged(tmp_path: Path, state: Any) -> None:
+    folder = RunFolder.create(tmp_path / "run", "seed = 1")
+    folder.save(1, state, {})
+    with pytest.raises(CheckpointError, match="does not hold the state of a run"):
+        last_checkpoint(folder.path)
+
+
+def test_a_round_that_is_recorded_twice_counts_once(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "seed = 1")
+    for t in (1, 2, 2, 1):
+        folder.append(record(t))
+    with folder.metrics.open("a") as file:
+        file.write("\n{]\n" + record(-3).to_json() + "\n")
+        file.write(record(3).to_json()[:-9])  # cut short
+    assert [r.round for r in folder.records()] == [1, 2]
+    assert rounds_done(folder.path) == 2

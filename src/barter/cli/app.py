@@ -474,7 +474,8 @@ def _message(error: click.ClickException) -> str:
 def _fail(message: str, status: int) -> int:
     from rich.console import Console
 
-    Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(f"barter: {message}")
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console.print(f"barter: {message}")
     return status
 
 

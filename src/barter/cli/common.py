@@ -22,7 +22,11 @@ def screen(*, wide: bool = False) -> Console:
     """Names and paths are printed as they are; outside of a terminal tables may be wide."""
     width = 140 if wide and not sys.stdout.isatty() else None
     return Console(
-        highlight=False, markup=False, width=width, soft_wrap=not sys.stdout.isatty() and not wide
+        highlight=False,
+        markup=False,
+        emoji=False,  # data.source=a:b:c holds no picture
+        width=width,
+        soft_wrap=not sys.stdout.isatty() and not wide,
     )
 
 

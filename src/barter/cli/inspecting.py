@@ -49,6 +49,9 @@ def report(what: Path, to: Path | None, *, live: bool, images: bool) -> None:
     pages, target, console = optional("report.report"), to or what / "report.html", screen()
     subject, shown = pages.report_of(what, live=live, images=images), -1
     try:
+        if live and not subject.finished:
+            # Large data take long to read, and a browser waits for this file.
+            pages.write(target, subject.page(live=True, quick=True))
         while live and not subject.finished:
             if subject.done != shown:
                 shown = subject.done

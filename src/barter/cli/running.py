@@ -142,7 +142,8 @@ def _print_comparison(comparison: Comparison) -> None:
         table.add_row(
             *(f"[bold]{escape(text)}[/bold]" if best else escape(text) for text, best in row)
         )
-    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+    width = None if sys.stdout.isatty() else 160
+    Console(highlight=False, emoji=False, width=width).print(table)
     if missing:
         more = f"; and {len(missing) - 8} more" if len(missing) > 8 else ""
         screen().print(f"not finished: {'; '.join(missing[:8])}{more}")

@@ -68,6 +68,10 @@ def mapped(tree: Payload, leaf: Callable[[str, Any], Any], path: str) -> Payload
             raise PayloadError(
                 f"{path}: a {tree.layout} tensor of {tree.dtype} cannot travel; make it dense and real"
             )
+        if tree.is_meta:
+            raise PayloadError(
+                f"{path}: a tensor on the meta device cannot travel: it has a shape and no values"
+            )
         return leaf(path, tree)
     if kind is int and not LEAST <= tree < -LEAST:
         raise PayloadError(f"{path}: a whole number of more than 64 bits cannot travel")

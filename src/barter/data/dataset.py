@@ -26,6 +26,7 @@ MIRRORED = {
     "tiny-imagenet",
 }  # not signs: a mirrored 3 is none
 CHANNELS = (1, 3, 4)  # that images usually have
+MOST_NAMES = 100_000_000  # bytes of names of classes or domains
 NEEDED, OPTIONAL = (
     ("x_train", "y_train"),
     ("x_test", "y_test", "classes", "domains", "domain_train", "domain_test"),
@@ -80,7 +81,7 @@ def assembled(
     held_out: bool = False,
 ) -> Dataset:
     """A data set from NHWC arrays: images and labels, for training and for testing; names and numbers of domains."""
-    x_train, y_train, x_test, y_test = (torch.as_tensor(np.ascontiguousarray(a)) for a in arrays)
+    x_train, y_train, x_test, y_test = map(_as_tensor, arrays)
     one = (["all"], np.zeros(len(y_train)), np.zeros(len(y_test)))
     names, domain_train, domain_test = one if domains is None else domains
     return Dataset(
@@ -91,11 +92,17 @@ def assembled(
         y_test=y_test.long(),
         classes=classes or [str(c) for c in range(int(max(y_train.max(), y_test.max())) + 1)],
         domains=names,
-        domain_train=torch.as_tensor(domain_train).long(),
-        domain_test=torch.as_tensor(domain_test).long(),
+        domain_train=_as_tensor(domain_train).long(),
+        domain_test=_as_tensor(domain_test).long(),
         held_out=held_out,
         numbered=classes is None,
     )
+
+
+def _as_tensor(given: Any) -> Tensor:
+    """A tensor of an array in any order of bytes: torch knows the machine's own only."""
+    array = np.ascontiguousarray(given)
+    return torch.as_tensor(array.astype(array.dtype.newbyteorder("="), copy=False))
 
 
 def held_out(groups: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -106,9 +113,8 @@ def held_out(groups: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return chosen
 
 
-def from_arrays(source: Mapping[str, Any], name: str, where: str) -> Dataset:
-    """A data set from named arrays, as an npz file holds them; without a test part, some images are held out."""
-    given = {key: np.asarray(value) for key, value in source.items()}
+def require_names(given: Mapping[str, Any], where: str) -> None:
+    """Refuse arrays that lack one of a data set, or are none of them."""
     needed = {*NEEDED, *(("x_test", "y_test") if {"x_test", "y_test"} & given.keys() else ())}
     needed |= {
         f"domain_{part}"
@@ -124,6 +130,39 @@ def from_arrays(source: Mapping[str, Any], name: str, where: str) -> Dataset:
         raise ConfigError(
             f"{where}: unknown array {key!r}: {did_you_mean(key, [*NEEDED, *OPTIONAL])}"
         )
+
+
+def require_headers(given: Mapping[str, np.ndarray[Any, Any]], where: str) -> None:
+    """Refuse what cannot be a data set by names, kinds and shapes alone, before anything is decompressed.
+
+    Args:
+        given: Arrays of the right kinds and shapes; their contents are not looked at.
+        where: What the arrays come from, for messages.
+    """
+    require_names(given, where)
+    for part in ("train", "test"):
+        x = given.get(f"x_{part}")
+        if x is None:
+            continue
+        if x.dtype.kind not in "uif" or x.ndim not in (3, 4) or 0 in x.shape[1:]:
+            raise ConfigError(
+                f"{where}: x_{part} is {x.dtype} of shape {x.shape}, uint8 NHWC is expected"
+            )
+        for key, what in (("y", "class"), ("domain", "domain")):
+            numbers = given.get(f"{key}_{part}")
+            if numbers is not None and numbers.shape != x.shape[:1]:
+                raise ConfigError(
+                    f"{where}: {key}_{part} must hold a {what} number from 0 on for each of {len(x)} images"
+                )
+    for key in ("classes", "domains"):
+        if key in given and given[key].nbytes > MOST_NAMES:
+            raise ConfigError(f"{where}: {key} holds {given[key].nbytes:,} bytes of names")
+
+
+def from_arrays(source: Mapping[str, Any], name: str, where: str) -> Dataset:
+    """A data set from named arrays, as an npz file holds them; without a test part, some images are held out."""
+    given = {key: np.asarray(value) for key, value in source.items()}
+    require_names(given, where)
     classes, domains = (
         _names(given[key], f"{where}: {key}") if key in given else None for key in OPTIONAL[2:4]
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,15 @@ from PIL import Image
 from barter.core.errors import ConfigError, in_short
 from barter.core.files import understood
 from barter.core.params import BY_PYTHON, did_you_mean, imported, made
-from barter.data.dataset import NEEDED, Dataset, assembled, from_arrays, from_python, held_out
+from barter.data.dataset import (
+    NEEDED,
+    Dataset,
+    assembled,
+    from_arrays,
+    from_python,
+    held_out,
+    require_headers,
+)
 from barter.data.splits import arrays_in, read_split
 
 __all__ = ["PATH_SOURCES", "SOURCES", "load"]
@@ -243,7 +251,9 @@ def _npz(request: Request) -> Dataset:
         raise ConfigError(
             f"{request.path} holds one array; an npz file with {', '.join(NEEDED)} is expected"
         )
-    return from_arrays(arrays_in(request.path), request.name, str(request.path))
+    where = str(request.path)
+    arrays = arrays_in(request.path, require=partial(require_headers, where=where))
+    return from_arrays(arrays, request.name, where)
 
 
 def _clients(request: Request) -> Dataset:

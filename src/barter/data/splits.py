@@ -13,7 +13,9 @@ import math
 import os
 import pickle
 import zipfile
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -114,21 +116,45 @@ def _save(path: Path, images: Images, classes: list[str]) -> None:
     np.savez_compressed(path, x=pixels, y=images.labels.cpu().numpy(), classes=np.array(classes))
 
 
-def arrays_in(path: Path, *, objects: bool = False) -> dict[str, Any]:
-    """The arrays of an npz file, by name; those of objects only where they are asked for."""
+def arrays_in(
+    path: Path,
+    *,
+    objects: bool = False,
+    require: Callable[[Mapping[str, Array]], None] = lambda headers: None,
+) -> dict[str, Any]:
+    """Read the arrays of an npz file, by name.
+
+    A few megabytes can decompress to many gigabytes, so headers are read first. What is decompressed then has the
+    size that its header and the archive agree on: neither can lie alone.
+
+    Args:
+        path: The file.
+        objects: Whether arrays of objects are read too, as far as they are made of arrays.
+        require: Called before anything is decompressed, with stand-ins that have the kinds and shapes of the arrays,
+            and take no memory; raises ConfigError for what is not wanted.
+
+    Raises:
+        ConfigError: If the file cannot be read, or does not fit into memory.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
-            size, there = sum(entry.file_size for entry in archive.infolist()), _memory()
+            entries = {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()}
+            size, there = sum(entry.file_size for entry in entries.values()), _memory()
             if size > there:
                 raise ConfigError(
                     f"{path} holds {size:,} bytes of arrays, more than this machine's memory"
                 )
-            return {
-                entry.filename.removesuffix(".npy"): _array(
-                    archive.open(entry), entry.file_size, path, objects
-                )
-                for entry in archive.infolist()
-            }
+            headers = {}
+            for name, entry in entries.items():
+                with archive.open(entry) as file:
+                    shape, dtype = _header(file, entry.file_size, objects=objects)
+                    headers[name] = np.broadcast_to(np.zeros((), dtype), shape)
+            require(headers)
+            arrays = {}
+            for name, entry in entries.items():
+                with archive.open(entry) as file:
+                    arrays[name] = _array(file, entry.file_size, path, objects=objects)
+            return arrays
     except ConfigError:
         raise
     except Exception as error:  # whatever a damaged file makes go wrong
@@ -136,8 +162,21 @@ def arrays_in(path: Path, *, objects: bool = False) -> dict[str, Any]:
 
 
 def _memory() -> int:
-    """The bytes of memory that this machine has."""
+    """Return the bytes of memory that are free on this machine, or where it does not say, all it has."""
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _require_pairs(path: Path, headers: Mapping[str, Array]) -> None:
+    """Refuse images that cannot be some, and labels that are not one for each."""
+    x, y = headers.get("x"), headers.get("y")
+    if x is not None and (x.dtype.kind not in "uifO" or x.ndim not in (1, 3, 4)):
+        raise ConfigError(f"{path}: x is {x.dtype} of shape {x.shape}; images are expected")
+    if x is not None and y is not None and x.shape[:1] != y.shape[:1]:
+        raise ConfigError(f"{path}: y must hold a class number for each image of x")
 
 
 def _file(path: Path) -> dict[str, Array]:
@@ -145,7 +184,7 @@ def _file(path: Path) -> dict[str, Array]:
         raise ConfigError(
             f"{path}: there is no such file; every client has one in train/ and one in test/"
         )
-    held = arrays_in(path, objects=True)
+    held = arrays_in(path, objects=True, require=partial(_require_pairs, path))
     if set(held) == {"data"}:
         held = (
             held["data"].item()
@@ -169,22 +208,33 @@ def _file(path: Path) -> dict[str, Array]:
     return {**held, "x": x, "y": y}
 
 
-def _array(file: BinaryIO | Any, size: int, path: Path, objects: bool) -> Any:
-    """An array of a file; if it is one of objects, nothing that its pickle names is run but what makes arrays."""
+def _header(
+    file: BinaryIO | Any, size: int, *, objects: bool
+) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Read the shape and kind of an array from the start of its file, which ends after so many bytes."""
     version = np.lib.format.read_magic(file)
-    header = (
+    read = (
         np.lib.format.read_array_header_1_0
         if version == (1, 0)
         else np.lib.format.read_array_header_2_0
     )
-    shape, _, dtype = header(file)
+    shape, _, dtype = read(file)
+    if dtype.hasobject:
+        if not objects:
+            raise ValueError(
+                "it holds objects, which are not read; give arrays of numbers and of text"
+            )
+    elif min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != size - file.tell():
+        raise ValueError(f"{size - file.tell()} bytes do not make {shape} of {dtype}")
+    return shape, dtype
+
+
+def _array(file: BinaryIO | Any, size: int, path: Path, *, objects: bool) -> Any:
+    """An array of a file; if it is one of objects, nothing that its pickle names is run but what makes arrays."""
+    shape, dtype = _header(file, size, objects=objects)
     if not dtype.hasobject:
-        if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != size - file.tell():
-            raise ValueError(f"{size - file.tell()} bytes do not make {shape} of {dtype}")
         file.seek(0)
         return np.lib.format.read_array(file, allow_pickle=False)
-    if not objects:
-        raise ValueError("it holds objects, which are not read; give arrays of numbers and of text")
     try:
         return np.asarray(_Arrays(file).load(), dtype=object).reshape(shape)
     except Exception as error:

@@ -1,8 +1,9 @@
 """Clients side by side on the cores of a CPU: they take their turns in other processes, and their memory comes home.
 
-A forked process sees all that this one holds and computes with one thread, so what it returns is to the bit what the
-turn would have given here. What it returns is a payload: tensors that it did not touch are only named. For the time of
-one call there is a process for each core, which takes one turn after the other: only the first finds its memory cold.
+A forked process sees all that this one holds and computes with as many threads as the turn would have here (one where
+clients compute side by side), so what it returns is to the bit what the turn would have given here. What it returns is
+a payload: tensors that it did not touch are only named. For the time of one call there is a process for each core,
+which takes one turn after the other: only the first finds its memory cold.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from barter.core.payload import Payload, isolate, pack, unpack
 
-__all__ = ["Job", "die_with", "possible", "side_by_side"]
+__all__ = ["Job", "die_with", "obstacle", "possible", "side_by_side"]
 
 # Looked up here: a forked process may not wait for the loader's lock, which nobody is left to release.
 LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -51,12 +52,21 @@ class Job:
 
 
 def possible() -> bool:
-    """Whether turns can be forked here.
+    """Whether turns can be forked here."""
+    return not obstacle()
+
+
+def obstacle() -> str:
+    """Say why turns cannot be forked here; empty where they can.
 
     macOS has the call, but its libraries do not survive it; and where there is a GPU, training starts threads that a
     forked process would miss.
     """
-    return sys.platform == "linux" and torch.cuda.device_count() == 0
+    if sys.platform != "linux":
+        return "only on Linux can a client have a process of its own"
+    if torch.cuda.device_count():
+        return "torch sees a GPU, and then a client on the CPU cannot have a process of its own"
+    return ""
 
 
 def die_with(parent: int, sign: signal.Signals = signal.SIGKILL) -> None:
@@ -123,10 +133,17 @@ def side_by_side(
     begin: Callable[[Reporter], None],
     advance: Callable[[float], None],
     timeout: float | None = None,
+    threads: int = 1,
 ) -> Iterator[tuple[int, Payload | None, str]]:
-    """What each job returned, as they finish: (key, result, "") or (key, None, why its process died).
+    """Run jobs in forked processes; yield (key, result, "") or (key, None, why its process died) as they finish.
 
-    A job that is not done after so many seconds is ended.
+    Args:
+        jobs: What to do, by key.
+        width: How many processes run at the same time.
+        begin: Called once in each process with its monitor.
+        advance: Called here with the progress that processes report.
+        timeout: Seconds after which a job's process is ended; none means never.
+        threads: How many threads a kernel of a process uses.
     """
     known = {k: _shared(job.known) for k, job in jobs.items()}
     waiting, crew = list(jobs), {}  # type: list[int], dict[int, Worker]
@@ -136,7 +153,7 @@ def side_by_side(
     forker = ThreadPoolExecutor(1)
 
     def recruit() -> Worker:
-        worker = _fork(jobs, known, list(crew.values()), begin)
+        worker = _fork(jobs, known, list(crew.values()), begin, threads)
         crew[worker.reports] = worker
         return worker
 
@@ -211,6 +228,7 @@ def _fork(
     known: Mapping[int, list[Tensor]],
     others: list[Worker],
     begin: Callable[[Reporter], None],
+    threads: int,
 ) -> Worker:
     sys.stdout.flush()
     sys.stderr.flush()
@@ -239,7 +257,7 @@ def _fork(
         ):
             if end >= 0:
                 os.close(end)
-        torch.set_num_threads(1)
+        torch.set_num_threads(threads)
         _keep_memory()
         begin(Reporter(telling))
         while order := os.read(listening, KEY.size):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import time
@@ -31,6 +32,8 @@ from barter.privacy.guard import Guard
 from barter.privacy.side_information import EPSILON, ERRORS
 
 __all__ = ["LocalEngine"]
+
+log = logging.getLogger("barter")
 
 FORK_SECONDS = 0.1  # a turn shorter than this is not worth a process of its own
 
@@ -159,13 +162,32 @@ class LocalEngine(BaseEngine):
     def _turn(self, method: str, k: int, args: tuple[Any, ...]) -> Any:
         """A client's turn, here and now."""
         arrived = self.wire.carry(args, method, k, "down", self.clients[k].device)
+        start = time.perf_counter()
         try:
             answer = self._work(method, k, self._path(method, k), arrived)
         except Exception:
             self.note(k, [ERRORS])
             raise
+        finally:
+            self._warn_if_late(method, k, time.perf_counter() - start)
         self.hear(k, self.clients[k].report.get(EPSILON))
         return self.arrived(answer, method, k, args)
+
+    def _warn_if_late(self, method: str, k: int, seconds: float) -> None:
+        """Say that a call outlasted a timeout that cannot be enforced; its answer counts.
+
+        A client whose process is ended is as it was before the call. One that has finished here has changed, and
+        to drop its answer would be something else than what a timeout does elsewhere.
+        """
+        if self.timeout is not None and seconds > self.timeout:
+            log.warning(
+                "client %d took %.1f s in '%s', round %d, longer than timeout=%g: its answer counts",
+                k,
+                seconds,
+                method,
+                self.round,
+                self.timeout,
+            )
 
     def _path(self, method: str, client: int) -> tuple[object, ...]:
         """The name of a call's random stream."""
@@ -220,14 +242,20 @@ class LocalEngine(BaseEngine):
         """Whether each of so many clients computes on one core; fewer than half as many as cores have all of them."""
         return self.cores > 1 and 2 * clients >= self.cores
 
-    def can_end(self) -> bool:
-        """Whether a client that is not done in time can be ended: if all clients are asked, each has a process."""
-        return not self.lanes and self._by_core(len(self.clients))
+    def timeout_gap(self) -> str:
+        """Say why a client that is not done in time cannot be ended here; empty where it can."""
+        if self.lanes:
+            return "on a GPU all clients compute in one process"
+        return forks.obstacle()
 
     def _worth_forking(self, method: str, clients: int) -> bool:
-        """Whether they also do so at the same time: not where a process costs more than a turn."""
-        if self.timeout is not None:
-            return self._by_core(clients)  # only a process can be ended
+        """Decide whether turns run in processes of their own.
+
+        With a timeout they always do, however short they were before: only a process can be ended, and which turn will
+        hang is not known. Without one, a process must cost less than the turn.
+        """
+        if self.timeout is not None and not self.timeout_gap():
+            return True
         return (
             clients > 1
             and self._by_core(clients)
@@ -239,6 +267,10 @@ class LocalEngine(BaseEngine):
     ) -> Iterator[tuple[int, Callable[[], Any]]]:
         """Turns in other processes, the longest first; how to get each answer, as they come home."""
         start, jobs = time.perf_counter(), {}
+        # As many threads as a turn in this process would have: results must not depend on where it runs.
+        by_core = self._by_core(len(args))
+        width = self.cores if by_core else 1
+        threads = 1 if by_core else torch.get_num_threads()
         for k in sorted(
             args, key=lambda k: (-self._took.get((method, k), 0.0), -len(self.clients[k].data))
         ):
@@ -247,11 +279,11 @@ class LocalEngine(BaseEngine):
             except Exception as error:
                 yield k, partial(_again, error)
         homes = forks.side_by_side(
-            jobs, self.cores, self._report_to, self.watched.advance, self.timeout
+            jobs, width, self._report_to, self.watched.advance, self.timeout, threads
         )
         for k, home, death in homes:
             yield k, partial(self._at_home_again, method, k, args[k], home, death)
-        self._cost[method] = (time.perf_counter() - start) * min(self.cores, len(args)) / len(args)
+        self._cost[method] = (time.perf_counter() - start) * min(width, len(args)) / len(args)
 
     def _job(self, method: str, k: int, args: tuple[Any, ...]) -> Job:
         arrived = self.wire.carry(args, method, k, "down")

@@ -27,6 +27,7 @@ from flwr.app import Error, Message
 from flwr.serverapp import Grid
 
 try:
+    from flwr.supercore.error import ApiErrorCode, FlowerError
     from flwr.supercore.inflatable.inflatable_object import (
         get_all_nested_objects,
         get_object_tree,
@@ -47,7 +48,16 @@ try:
 except ImportError as error:
     MISSING = str(error)
 
-__all__ = ["Fleet", "connect", "hurry", "names", "registered", "run_superlink", "strange"]
+__all__ = [
+    "Fleet",
+    "NotLetIn",
+    "connect",
+    "hurry",
+    "names",
+    "registered",
+    "run_superlink",
+    "strange",
+]
 
 TRIED = ("1.41.", "1.42.")
 SOON = {
@@ -189,6 +199,13 @@ def registered(app: Any, scope: MutableMapping[str, Any]) -> bytes | None:
     )
 
 
+class NotLetIn(Exception):
+    """The SuperLink refuses a node: its key is not registered, or the same key is connected already.
+
+    Flower answers both with the same code and the same words.
+    """
+
+
 class Fleet:
     """A node's connection to its SuperLink: it takes messages, and gives replies."""
 
@@ -240,7 +257,11 @@ class Fleet:
 
 @contextmanager
 def connect(address: str, certificate: Path | None, key: Path | None) -> Iterator[Fleet]:
-    """Be a node of the SuperLink at an address, with a heartbeat; without certificate and key, an unknown one."""
+    """Be a node of the SuperLink at an address, with a heartbeat; without certificate and key, an unknown one.
+
+    Raises:
+        NotLetIn: If the SuperLink refuses the key.
+    """
     keys = None
     if key is not None:
         private = load_ssh_private_key(key.read_bytes(), None)
@@ -248,5 +269,13 @@ def connect(address: str, certificate: Path | None, key: Path | None) -> Iterato
             raise TypeError(f"{key} is not a key of the kind that Flower takes")
         keys = private, private.public_key()
     vouching = None if certificate is None else str(certificate)
-    with http_request_response(address, vouching is None, vouching, keys) as connection:
-        yield Fleet(connection)
+    try:
+        with http_request_response(address, vouching is None, vouching, keys) as connection:
+            yield Fleet(connection)
+    except SystemExit as end:
+        # Flower ends the process where it handles the answer: what was answered is this exception's context.
+        response = getattr(end.__context__, "response", None)
+        answer = FlowerError.from_json(getattr(response, "text", None))
+        if answer is not None and answer.code == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED:
+            raise NotLetIn(answer.message) from end
+        raise

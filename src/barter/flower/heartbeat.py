@@ -12,6 +12,7 @@ from pathlib import Path
 __all__ = [
     "BEGUN",
     "LONGEST",
+    "NOT_LET_IN",
     "SHORTEST",
     "TURN",
     "Pulse",
@@ -25,6 +26,9 @@ __all__ = [
 TURN = "turn"  # the file beside a worker's door that says how far it is
 BEGUN = "begun"  # the one that says which call was begun and not ended, and when
 SHORTEST, LONGEST = 0.05, 1.0  # seconds between two looks
+NOT_LET_IN = (
+    77  # the exit status of a node whose key the SuperLink refuses, as sysexits.h numbers it
+)
 # seconds that somebody who has nothing to do may be silent: he speaks much more often
 SILENCE = 60.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import signal
 import sys
@@ -24,6 +25,8 @@ from barter.runs.progress import Watcher
 from barter.setup.config import Config, read, to_toml
 
 __all__ = ["coordinate", "run_here", "simulate"]
+
+log = logging.getLogger("barter")
 
 
 @contextmanager
@@ -84,6 +87,12 @@ def run_here(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> li
 def simulate(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> list[Round]:
     """Flower's simulation: clients take turns in a pool of processes, on as many cores and GPUs as there are."""
     config, folder = replace(config, data=anchored(config.data)), out / SETUP
+    if config.timeout is not None:
+        log.warning(
+            "timeout=%g: the server goes on without a late client, but Flower's simulation does not end its process: "
+            "the client finishes its call, and its core is busy until then",
+            config.timeout,
+        )
     if not resume:
         _begin(out, config, lambda: init_simulation(folder, config))
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()

@@ -15,9 +15,9 @@ from pathlib import Path
 from flwr.app import Error, Message
 
 from barter.flower.client_app import from_records, to_records
-from barter.flower.flwr_internals import Fleet, connect
+from barter.flower.flwr_internals import Fleet, NotLetIn, connect
 from barter.flower.frames import DONE, Frame, ask
-from barter.flower.heartbeat import LONGEST, SHORTEST, TURN, pause
+from barter.flower.heartbeat import LONGEST, NOT_LET_IN, SHORTEST, TURN, pause
 
 __all__ = ["answer", "main", "serve"]
 
@@ -93,8 +93,12 @@ def main() -> None:
     logging.getLogger("barter").addHandler(logging.StreamHandler())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the SuperLink is told
     end_whole()
-    with connect(args.superlink, args.certificate, args.key) as fleet:
-        serve(fleet, args.door)
+    try:
+        with connect(args.superlink, args.certificate, args.key) as fleet:
+            serve(fleet, args.door)
+    except NotLetIn as refused:
+        logging.getLogger("barter").error("the SuperLink refuses this site's key: %s", refused)
+        sys.exit(NOT_LET_IN)  # the supervisor says what that means
     sys.exit(1)  # Flower has logged why
 
 

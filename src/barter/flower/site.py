@@ -164,7 +164,7 @@ class Site:
         if found is None:
             return
         state, notes = found
-        client, self.round = self.client, int(notes["round"])
+        client, self.round = self.client, checkpoint.round_of(self._now, notes)
         if notes["data"] != self.data:
             raise CheckpointError(
                 f"site {self.name} does not have the data that it began this run with"
@@ -188,7 +188,7 @@ class Site:
         for path in (self._now, self._start):
             if path.exists():
                 state, notes = checkpoint.read(path, torch.device("cpu"))
-                attempt, round = notes["attempt"], int(notes["round"])
+                attempt, round = notes["attempt"], checkpoint.round_of(path, notes)
                 if attempt == session["attempt"] or 0 < round <= known.get(attempt, 0):
                     if path == self._start:
                         path.rename(self._now)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -30,7 +32,16 @@ from barter.flower.consent import Consent
 from barter.flower.flwr_internals import strange
 from barter.flower.frames import Frame, serve
 from barter.flower.handshake import Setup, make_site
-from barter.flower.heartbeat import BEGUN, TURN, Pulse, Turn, allow, overdue, since
+from barter.flower.heartbeat import (
+    BEGUN,
+    NOT_LET_IN,
+    TURN,
+    Pulse,
+    Turn,
+    allow,
+    overdue,
+    since,
+)
 from barter.setup.config import read
 
 __all__ = ["FLOWER", "Child", "free_port", "load_setup", "site", "work"]
@@ -39,6 +50,7 @@ LONGEST_PAUSE = 10.0  # seconds between two attempts to start what dies at once
 LONGEST_CALL = 3600.0  # seconds, of calls that do not say how long they may take
 PULSE = "pulse"
 ROOMS = "barter-"  # how the names of folders for sockets begin
+TOKEN = "token"  # the file in such a folder that says which site made it
 SETTLED = 60.0  # seconds after which a start counts as a success
 FLOWER = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -96,6 +108,17 @@ class Kept(Child):
     due = 0.0
     started = 0.0
 
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        reasons: Mapping[int, str] | None = None,
+    ) -> None:
+        super().__init__(name, command, env, log)
+        self.reasons = reasons or {}  # exit status -> what it means
+
     def tend(self) -> None:
         now, status = time.monotonic(), self.poll()
         if self.process is None or status is not None:
@@ -107,9 +130,10 @@ class Kept(Child):
                 )
                 self.due = now + self.pause
                 log.warning(
-                    "%s ended with status %s; starting it again in %g s",
+                    "%s ended with status %s: %s; starting it again in %g s",
                     self.name,
                     status,
+                    self.reasons.get(status, f"see {self.log}"),
                     self.pause,
                 )
             if now >= self.due:
@@ -185,29 +209,132 @@ def site(path: Path) -> None:
     ended = threading.Event()
     for sign in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sign, lambda *_: ended.set())
-    with _rooms(home) as rooms:
+    with _only_one(setup, home), _rooms(home) as rooms:
         _look_after(setup, path, home, rooms, ended)
+
+
+def _identity(setup: Setup, home: Path) -> str:
+    """Name a site as its coordinator knows it: by its key, or without one by its name there."""
+    known_by = (
+        f"{setup.superlink} {setup.name}".encode()
+        if setup.insecure
+        else (home / setup.key).read_bytes()
+    )
+    return hashlib.sha256(known_by).hexdigest()[:32]
+
+
+def _locks() -> Path:
+    """Return the folder in which this user's running sites are known, whichever folders they run in."""
+    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(state) / "barter" / "sites"
+
+
+@contextmanager
+def _only_one(setup: Setup, home: Path) -> Iterator[None]:
+    """Refuse to be a site that runs already, from this folder or from a copy of it.
+
+    Two processes of one key take each other's messages and write different memories. A copied folder is another
+    file to lock, so the lock is named after the site's identity.
+    """
+    path = _locks() / _identity(setup, home)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = _locked(path)
+    except OSError as error:
+        log.warning(
+            "site %s: a copy of its folder would not be noticed: %s; set XDG_STATE_HOME to a writable folder",
+            setup.name,
+            error,
+        )
+        yield
+        return
+    if lock is None:
+        raise ConfigError(
+            f"{home}: site {setup.name!r} is running already, {_holder(path)}; a copy of a site's folder is the same "
+            f"site: end the other, or make a folder of its own with `barter flower init`"
+        )
+    with lock:
+        record = {"pid": os.getpid(), "host": socket.gethostname(), "folder": str(home)}
+        lock.write(json.dumps(record))
+        lock.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _locked(path: Path) -> TextIO | None:
+    """Open and lock a file; none where another process holds it."""
+    while True:
+        file = path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return None
+        # Who held it may have removed it in between, and then this lock is on a file that nobody else finds.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                file.truncate(0)
+                return file
+        file.close()
+
+
+def _holder(path: Path) -> str:
+    """Say which process holds a lock, as far as it has said so."""
+    try:
+        record = json.loads(path.read_text())
+        return f"process {record['pid']} on {record['host']}, in {record['folder']}"
+    except (OSError, ValueError, TypeError, KeyError):
+        return "in another process"
 
 
 @contextmanager
 def _rooms(home: Path) -> Iterator[Path]:
-    """A place for a site's socket, whose name has 108 characters at most; what one who was killed left is removed."""
+    """Make a folder for a site's socket, whose path may have 108 characters at most, and remove it at the end.
+
+    What a killed process left is removed too, but only what the site provably made: see `_abandoned`.
+    """
     with (home / "rooms").open("a+") as note:
         try:
             fcntl.flock(note, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"{home}: the site of this folder is running already") from None
         note.seek(0)
-        if Path(left := note.read()).name.startswith(ROOMS):
+        if (left := _abandoned(note.read())) is not None:
             shutil.rmtree(left, ignore_errors=True)
         rooms = Path(tempfile.mkdtemp(prefix=ROOMS))
+        token = secrets.token_hex(16)
         try:
-            note.truncate(0)
-            note.write(str(rooms))
-            note.flush()
-            yield rooms
+            with (rooms / TOKEN).open("w") as proof:
+                fcntl.flock(proof, fcntl.LOCK_EX)  # as long as this process lives
+                proof.write(token)
+                proof.flush()
+                note.truncate(0)
+                note.write(json.dumps({"folder": str(rooms), "token": token}))
+                note.flush()
+                yield rooms
         finally:
             shutil.rmtree(rooms, ignore_errors=True)
+
+
+def _abandoned(note: str) -> Path | None:
+    """Return the folder that a note names if a process that is gone made it for the writer of this note.
+
+    A note is a file that anybody may have copied or edited. It counts if the folder is this user's, holds the token
+    of the note, and no living process holds that token's lock.
+    """
+    try:
+        record = json.loads(note)
+        folder, token = Path(record["folder"]), str(record["token"])
+        with (folder / TOKEN).open() as proof:
+            fcntl.flock(proof, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = not folder.is_symlink() and folder.stat().st_uid == os.getuid()
+            if mine and folder.name.startswith(ROOMS) and proof.read() == token:
+                return folder
+    except (OSError, ValueError, TypeError, KeyError):
+        pass
+    return None
 
 
 def _look_after(setup: Setup, path: Path, home: Path, rooms: Path, ended: threading.Event) -> None:
@@ -219,7 +346,12 @@ def _look_after(setup: Setup, path: Path, home: Path, rooms: Path, ended: thread
     me = [sys.executable, "-m", "barter", "site", str(path), "--worker", str(door)]
     worker = Watched(f"site {setup.name}: worker", me, env, logs / "worker.log", rooms / PULSE)
     flowers = by_flower(setup)
-    node = Kept(f"site {setup.name}: node", [], env, logs / "node.log")
+    refused = (
+        f"{setup.superlink} does not let in the key {home / setup.key}: the coordinator has to register it "
+        f"(`barter flower start FOLDER`), or it is still connected from elsewhere, such as a copy of this folder"
+    )
+    reasons = {NOT_LET_IN: refused}
+    node = Kept(f"site {setup.name}: node", [], env, logs / "node.log", reasons)
     try:
         while not ended.wait(0.2):
             if (rooms / "lost").exists():

@@ -50,8 +50,8 @@ class ComparisonReport:
         planned = product(self.comparison.variants, self.comparison.seeds)
         return [rounds_done(self.comparison.run(name, seed)) for name, seed in planned]
 
-    def page(self, *, live: bool) -> str:
-        """The page of the runs that are finished."""
+    def page(self, *, live: bool, quick: bool = False) -> str:
+        """The page of the runs that are finished; a quick one does not wait for data that are not read yet."""
         comparison = self.comparison = Comparison.at(self.folder)
         results, missing = comparison.results()
         finished, planned = (
@@ -63,7 +63,7 @@ class ComparisonReport:
             f"{comparison.common['clients']} clients, {comparison.rounds} rounds, {len(comparison.seeds)} seeds; "
             f"{finished} of {planned} runs are finished"
         )
-        sections = self._results(results, missing) if results else []
+        sections = self._results(results, missing, quick=quick) if results else []
         common = Section(
             "Configuration", [text("What all runs share:"), code(tomli_w.dumps(comparison.common))]
         )
@@ -75,7 +75,7 @@ class ComparisonReport:
         tiles = _tiles(comparison.summary(results)) if results else []
         return page(title, subtitle, tiles, [*sections, common], goes_on)
 
-    def _results(self, results: Results, missing: Sequence[str]) -> list[Section]:
+    def _results(self, results: Results, missing: Sequence[str], *, quick: bool) -> list[Section]:
         compared = self.comparison.summary(results)
         metric = compared.question.metric
         configs = {name: self._config(name, next(iter(runs))) for name, runs in results.items()}
@@ -83,6 +83,8 @@ class ComparisonReport:
         example = self.comparison.run(first, seed)
         if example not in self._splits:
             self._splits[example] = Split(configs[first])
+        if not quick:
+            self._splits[example].read()
         wanted = dict.fromkeys([*ALWAYS, metric])
         shown = [key for key in wanted if any(row.accuracies[key].values for row in compared.rows)]
         curves = [

@@ -57,11 +57,24 @@ SHOWN, COLUMNS, SIDE, EXACT = 5, 8, 48, 16
 
 
 class Split:
-    """Who holds how many images of which class; or why nobody can say here."""
+    """Who holds how many images of which class; or why nobody can say here.
+
+    Reading the data can take long: until `read` is called, the section says that it is on its way.
+    """
 
     def __init__(self, config: Config) -> None:
+        self.config = config
         self.counts: list[list[int]] = []
-        self.unknown = ""
+        self.classes: Sequence[str] = ()
+        self.unknown = "The data are being read: the split is in the next page."
+        self._read = False
+
+    def read(self) -> None:
+        """Find the split, once."""
+        if self._read:
+            return
+        self._read = True
+        config = self.config
         data = replace(config.data, download=False)  # who only looks fetches nothing
         try:
             task = make_task(
@@ -105,9 +118,11 @@ class RunReport:
     def progress(self) -> str:
         return f"{self.done} of {self.config.rounds} rounds"
 
-    def page(self, *, live: bool) -> str:
-        """The page of the rounds that are done."""
+    def page(self, *, live: bool, quick: bool = False) -> str:
+        """The page of the rounds that are done; a quick one does not wait for data that are not read yet."""
         rounds, config = records(self.run), self.config
+        if rounds and not quick:
+            self.split.read()
         title = f"{type(config.algorithm).__name__} on {config.data.source}"
         subtitle = (
             f"{config.clients} clients, {len(rounds)} of {config.rounds} rounds, seed {config.seed}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,9 @@ from barter.core.errors import CheckpointError, in_short
 from barter.core.files import replacing
 from barter.core.payload import Payload, mark, origin, pack, unpack
 
-__all__ = ["read", "write"]
+__all__ = ["read", "round_of", "write"]
+
+ROUND = re.compile(r"[0-9]{1,9}")
 
 
 def write(target: Path, state: Payload, notes: Mapping[str, str]) -> None:
@@ -45,6 +48,7 @@ def read(path: Path, device: torch.device) -> tuple[Payload, dict[str, str]]:
     try:
         with safe_open(path, "pt") as file:
             notes = file.metadata()
+            alias = json.loads(notes["alias"])
             # Copies in torch's own memory, which parties can share again.
             stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if notes.pop("checksum") != _checksum(stored, notes):
@@ -52,10 +56,21 @@ def read(path: Path, device: torch.device) -> tuple[Payload, dict[str, str]]:
             stored = {name: tensor.to(device, copy=True) for name, tensor in stored.items()}
         for tensor in stored.values():
             mark(tensor)
-        alias = json.loads(notes["alias"])
         return unpack({name: stored[a] for name, a in alias.items()}, notes["header"]), notes
     except Exception as error:  # whatever a damaged file makes go wrong
         raise CheckpointError(f"{path} is damaged: {in_short(error)}") from error
+
+
+def round_of(path: Path, notes: Mapping[str, str]) -> int:
+    """Return the round that a checkpoint is of.
+
+    Raises:
+        CheckpointError: If its notes do not say a round.
+    """
+    said = notes.get("round", "")
+    if not ROUND.fullmatch(said):
+        raise CheckpointError(f"{path} is damaged: round {said[:40]!r} is no number of a round")
+    return int(said)
 
 
 def _checksum(tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> str:

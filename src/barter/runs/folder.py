@@ -19,7 +19,7 @@ from barter.core.errors import CheckpointError
 from barter.core.files import replace_text, writing
 from barter.core.payload import Payload
 from barter.core.record import Round
-from barter.runs.checkpoint import read, write
+from barter.runs.checkpoint import read, round_of, write
 
 __all__ = [
     "RunFolder",
@@ -46,6 +46,8 @@ UNBORN = {
     f".{SETUP}.new",
 }  # of a run killed before it began
 CHECKPOINT = re.compile(r"round-(\d{6})\.safetensors")
+# a whole line of metrics.jsonl, and its round
+RECORD = re.compile(rb'^\{[ \t]*"round":[ \t]*([0-9]+),.*\}[ \t\r]*$', re.MULTILINE)
 
 
 class RunFolder:
@@ -131,13 +133,12 @@ class RunFolder:
     def go_on_after(self, round: int) -> None:
         """Drop the records of later rounds, which no checkpoint holds; say so if earlier ones are not there."""
         kept = [record for record in self.records() if record.round <= round]
-        missing = sorted(set(range(1, round + 1)) - {record.round for record in kept})
-        if missing:
-            lost = (
-                f"round {missing[0]}"
-                if len(missing) == 1
-                else f"rounds {missing[0]} to {missing[-1]}"
-            )
+        known = {record.round for record in kept}
+        if len(known) < round:
+            # One after the other: a checkpoint can claim any number of rounds.
+            first = next(t for t in range(1, round + 1) if t not in known)
+            last = next(t for t in range(round, 0, -1) if t not in known)
+            lost = f"round {first}" if first == last else f"rounds {first} to {last}"
             log.warning(
                 "%s has no whole record of %s: tables and curves go on without%s",
                 self.metrics,
@@ -171,15 +172,20 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def records(run: Path) -> list[Round]:
-    """The rounds that were recorded in a run's folder; a line that a kill cut short, or that is damaged, is none."""
+    """Return the rounds that were recorded in a run's folder.
+
+    A line that a kill cut short, or that is damaged, is none. Of several lines of one round the last counts.
+    """
     metrics = run / METRICS
-    found: list[Round] = []
+    found: dict[int, Round] = {}
     for line in metrics.read_text(errors="replace").splitlines() if metrics.exists() else ():
         try:
-            found.append(Round.from_json(line))
+            record = Round.from_json(line)
         except ValueError:
             continue
-    return found
+        if isinstance(record.round, int) and record.round > 0:
+            found[record.round] = record
+    return list(found.values())
 
 
 def unborn(path: Path) -> bool:
@@ -188,9 +194,9 @@ def unborn(path: Path) -> bool:
 
 
 def rounds_done(run: Path) -> int:
-    """How many rounds a run's folder has recorded."""
+    """Count the rounds that a run's folder has recorded; asked for often, so no record is parsed."""
     metrics = run / METRICS
-    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+    return len(set(RECORD.findall(metrics.read_bytes()))) if metrics.exists() else 0
 
 
 def last_checkpoint(run: Path) -> tuple[int, Payload, dict[str, str]] | None:
@@ -199,7 +205,31 @@ def last_checkpoint(run: Path) -> tuple[int, Payload, dict[str, str]] | None:
     if not found:
         return None
     state, notes = read(found[-1], torch.device("cpu"))
-    return int(notes["round"]), state, notes
+    return _checked_round(found[-1], state, notes), state, notes
+
+
+def _checked_round(path: Path, state: Payload, notes: Mapping[str, str]) -> int:
+    """Return the round of a run's checkpoint, which its name says too, if it holds what a run writes."""
+    round = round_of(path, notes)
+    named = CHECKPOINT.fullmatch(path.name)
+    if named is not None and int(named[1]) != round:
+        raise CheckpointError(f"{path} is damaged: its header says that it is of round {round}")
+    if not _is_state(state):
+        raise CheckpointError(f"{path} is damaged: it does not hold the state of a run")
+    return round
+
+
+def _is_state(state: Payload) -> bool:
+    """Whether a tree can be a run's state, as far as the kinds of its parts say."""
+    if not isinstance(state, dict):
+        return False
+    tables = [state.get(key, {}) for key in ("server", "clients", "crossed", "told", "networks")]
+    if not all(isinstance(table, dict) for table in tables):
+        return False
+    _, clients, crossed, _, networks = tables
+    parts = [*clients.values(), *crossed.values()]
+    parts += [networks[key] for key in ("spec", "architectures") if key in networks]
+    return all(isinstance(part, dict) for part in parts)
 
 
 def begun(run: Path) -> Path:
@@ -218,6 +248,8 @@ def finished(run: Path) -> tuple[int, Payload]:
     found = last_checkpoint(begun(run))
     if found is None:
         raise CheckpointError(f"{run} holds no checkpoint of a finished round")
+    if not {"server", "clients"} <= found[1].keys():
+        raise CheckpointError(f"{run} holds a damaged checkpoint, without a server or clients")
     return found[:2]
 
 

@@ -170,7 +170,7 @@ class Onlooker(Watcher):
 
 def onlooker(rounds: int, done: int) -> Onlooker | None:
     """Who shows a loop in Python that starts behind some rounds: on a terminal or in a notebook; nobody elsewhere."""
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, emoji=False)
     if not console.is_jupyter and not sys.stderr.isatty():
         return None
     made = Onlooker(console, rounds)
