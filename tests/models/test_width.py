@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from barter.compute.fused import Norm, fuse
 from barter.core.errors import ConfigError
 from barter.core.images import Spec
 from barter.models.width import narrow, narrowed, scaled, widened, without_running_statistics
@@ -94,6 +95,13 @@ def test_a_part_knows_how_wide_it_was(name: str) -> None:
     x = torch.randn(3, 1, 8, 8)
     torch.testing.assert_close(whole.eval()(x), full.eval()(x))
     assert [p.shape for p in part.parameters()] != [p.shape for p in whole.parameters()]
+
+
+def test_a_wider_copy_has_room_for_what_kernels_count() -> None:
+    part = fuse(narrowed(build("small-resnet", SPEC), 0.25))
+    whole = fuse(widened(part))
+    found = {m.num_features: len(m.arrived) for m in whole.modules() if isinstance(m, Norm)}  # type: ignore[arg-type]
+    assert found == {16: 1, 32: 2}
 
 
 def test_a_network_that_was_not_cut_stays_as_it_is() -> None:

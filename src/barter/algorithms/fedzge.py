@@ -62,6 +62,7 @@ from barter.ops.distill import kl, tempered
 from barter.ops.ensemble import class_shares, mixed
 from barter.ops.fit import Trainer, adam, epoch_length, fit, index_batches
 from barter.ops.shares import log_shares
+from barter.ops.statistics import by_batch, renew
 from barter.ops.synthesis import (
     Output,
     canvases,
@@ -292,7 +293,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
         """Say what one thinks of images and of their changed copies."""
         client.batch = [*client.batch, x]
         client.model.train(self.statistics == "batch")
-        with torch.no_grad(), exact():
+        with torch.no_grad(), exact(), by_batch(client.model):
             return torch.stack([client.model(batch) for batch in (x, *changed)])
 
     def recalled(self, server: Asked) -> LabelGenerator:
@@ -482,3 +483,6 @@ class FedZGE(Algorithm[Asked, Oracle]):
             own,
             self.distil_batch or self.batch_size,
         )
+        if self.statistics == "batch":
+            # Distillation has left the statistics of generated images; the client is judged by those of its own.
+            renew(client.model, client.data, self.batch_size)

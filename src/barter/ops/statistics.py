@@ -19,12 +19,14 @@ from barter.core.payload import State
 
 __all__ = [
     "Statistics",
+    "by_batch",
     "combine_statistics",
     "compared",
     "norm_names",
     "read_statistics",
     "renew",
     "renew_batches",
+    "renew_from",
     "replace_statistics",
     "running_means",
     "whiten",
@@ -58,12 +60,25 @@ def norm_names(model: nn.Module) -> set[str]:
     return {f"{at}.{name}".removeprefix(".") for at, layer in layers for name in layer.state_dict()}
 
 
-@torch.no_grad()
 def renew(model: Classifier, data: Images, batch_size: int) -> None:
     """Give normalisation the statistics of these images under the weights as they are now, each batch counting alike.
 
     HeteroFL's static batch normalisation: training leaves no statistics, one pass afterwards does.
     """
+    batches = renew_batches(len(data), batch_size)
+    ends = torch.linspace(0, len(data), batches + 1).round().long().tolist()
+
+    def images() -> Iterator[Tensor]:
+        for start, end in pairwise(ends):
+            index = torch.arange(start, end, device=data.device)
+            yield data.batch(index if len(index) > 1 else index.repeat(2))
+
+    renew_from(model, images())
+
+
+@torch.no_grad()
+def renew_from(model: Classifier, batches: Iterable[Tensor]) -> None:
+    """Give normalisation the mean statistics of these batches of images as a network sees them."""
     norms = _norms(model)
     momenta = [layer.momentum for layer in norms]
     model.eval()
@@ -73,16 +88,26 @@ def renew(model: Classifier, data: Images, batch_size: int) -> None:
         layer.train()
         layer.reset_running_stats()
         layer.momentum = None
-    batches = renew_batches(len(data), batch_size)
-    ends = torch.linspace(0, len(data), batches + 1).round().long().tolist()
-    for start, end in pairwise(ends):
-        index = torch.arange(start, end, device=data.device)
-        with precision.autocast(data.device):
-            model(data.batch(index if len(index) > 1 else index.repeat(2)))
+    for x in batches:
+        with precision.autocast(x.device):
+            model(x)
         lanes.breathe()
     for layer, momentum in zip(norms, momenta, strict=True):
         layer.momentum = momentum
     model.eval()
+
+
+@contextmanager
+def by_batch(model: nn.Module) -> Iterator[None]:
+    """Inside, a network in training mode normalises by its batch and leaves its running statistics as they are."""
+    norms = _norms(model)
+    for layer in norms:
+        layer.track_running_stats = False
+    try:
+        yield
+    finally:
+        for layer in norms:
+            layer.track_running_stats = True
 
 
 def renew_batches(n_images: int, batch_size: int) -> int:
