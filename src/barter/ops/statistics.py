@@ -135,8 +135,8 @@ def replace_statistics(state: Mapping[str, Tensor], statistics: Statistics) -> S
     replaced = dict(state)
     names = running_means(state)
     widths = [len(state[name]) for name in names]
-    means = statistics["means"].split(widths)
-    variances = statistics["variances"].split(widths)
+    means = torch.split(statistics["means"], widths)
+    variances = torch.split(statistics["variances"], widths)
     for name, mean, variance in zip(names, means, variances, strict=True):
         replaced[name] = mean.clone()
         replaced[name.removesuffix(MEAN) + VARIANCE] = variance.clone()
