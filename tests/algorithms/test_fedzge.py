@@ -10,6 +10,7 @@ from torch import Tensor
 
 from barter.algorithms.fedzge import (
     FedZGE,
+    accuracy_by_batch,
     distillation,
     diversity,
     equilibrium,
@@ -17,12 +18,13 @@ from barter.algorithms.fedzge import (
     transferability,
 )
 from barter.core.clients import Replies
+from barter.core.evaluation import accuracy
 from barter.core.images import Spec
 from barter.core.payload import leaves
 from barter.core.wire import Wire
 from barter.models.generators import LabelGenerator
 from barter.ops.zeroth import directions
-from tests.conftest import TINY, federation, tiny
+from tests.conftest import TINY, federation, perceptrons, same, small_federation, tiny
 
 
 def softmax(x: Any) -> Any:
@@ -258,6 +260,63 @@ def test_images_of_the_last_rounds_are_kept_and_no_more() -> None:
     for mine, theirs in zip(client.lessons, server.lessons, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
     assert client.batch == []
+
+
+def test_a_client_that_answers_by_batch_statistics_keeps_its_own() -> None:
+    experiment = perceptrons(tiny("fedzge", statistics="batch"))
+    client: Any = experiment.engine.clients[0]
+    algorithm: Any = experiment.algorithm
+    before = {at: tensor.clone() for at, tensor in client.model.state_dict().items()}
+    x, changed = torch.randn(20, 1, 8, 8), torch.randn(2, 20, 1, 8, 8)
+    found = algorithm.answer(client, x, changed)
+    assert same(dict(client.model.state_dict()), before)
+    client.model.train()
+    with torch.no_grad():
+        torch.testing.assert_close(found, torch.stack([client.model(b) for b in (x, *changed)]))
+    assert not same(dict(client.model.state_dict()), before), "as training mode does otherwise"
+
+
+def test_clients_are_judged_by_the_statistics_of_their_own_images() -> None:
+    paper = FedZGE.preset("paper", {**TINY["fedzge"], "generator_steps": 1})
+    experiment = small_federation(paper, models="small-cnn")
+    experiment.step()
+    for client in experiment.engine.clients.values():
+        inputs: list[Tensor] = []
+        first = next(m for m in client.model.modules() if isinstance(m, torch.nn.BatchNorm2d))
+        hook = first.register_forward_pre_hook(lambda _, x, hear=inputs.append: hear(x[0]))
+        with torch.no_grad():
+            client.model.eval()(client.data.batch(torch.arange(len(client.data))))
+        hook.remove()
+        (seen,) = inputs
+        torch.testing.assert_close(first.running_mean, seen.mean((0, 2, 3)))
+        torch.testing.assert_close(first.running_var, seen.transpose(0, 1).flatten(1).var(1))
+
+
+def test_the_server_is_judged_by_running_and_by_batch_statistics() -> None:
+    paper = FedZGE.preset("paper", {**TINY["fedzge"], "generator_steps": 1})
+    record = perceptrons(paper).step()
+    assert 0 < record.server["global_by_batch"] <= 1
+    assert "global_by_batch" not in perceptrons(tiny("fedzge", epochs=1)).step().server
+
+
+def test_an_accuracy_by_batch_depends_on_no_running_statistics() -> None:
+    client = perceptrons(tiny("local")).engine.clients[0]  # type: ignore[attr-defined]
+    model, test = client.model, client.tests["global"]
+    norm = next(m for m in model.modules() if isinstance(m, torch.nn.BatchNorm1d))
+    assert norm.running_mean is not None
+    norm.running_mean += 5.0 * torch.randn(256)
+    before = {at: tensor.clone() for at, tensor in model.state_dict().items()}
+    found = accuracy_by_batch(model, test)
+    assert same(dict(model.state_dict()), before)
+    with torch.no_grad():
+        x = test.batch(torch.arange(len(test)))
+        hidden = model.body[1](x.flatten(1))
+        features = (
+            (hidden - hidden.mean(0)) / (hidden.var(0, correction=0) + norm.eps).sqrt()
+        ).relu()
+        expected = (model.head(features).argmax(1) == test.labels).double().mean().item()
+    assert found == pytest.approx(expected, abs=1 / len(test))
+    assert found != pytest.approx(accuracy(model, test), abs=1 / len(test))
 
 
 def test_clients_keep_their_statistics_unless_told_otherwise() -> None:

@@ -4,12 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from barter.algorithms import FedDropout, FedRolex, HeteroFL
-from barter.core.errors import ConfigError
+from barter.core.answers import most_bytes, require
+from barter.core.errors import ConfigError, PayloadError
+from barter.core.images import Spec
 from barter.core.payload import nbytes
 from barter.engines.local import LocalEngine
-from tests.conftest import federation, same, tiny
+from tests.conftest import federation, same, small_federation, tiny
 
 FAMILY = ["heterofl", "feddropout", "fedrolex"]
 AS_FEDAVG = {
@@ -50,15 +53,84 @@ def test_clients_hold_as_much_as_they_can_afford_and_only_that_travels() -> None
     assert experiment.architectures == ["small-cnn@0.5", "small-cnn@0.25", "small-cnn@0.125"]
     (record,) = experiment.rounds(1)
     sizes = [nbytes(dict(c.model.state_dict())) for c in experiment.engine.clients.values()]
-    assert [m["bytes_down"] for m in record.clients.values()] == sizes
-    assert [m["bytes_up"] for m in record.clients.values()] == [size + 10 * 8 for size in sizes]
+    whole = nbytes(dict(experiment.server.model.state_dict()))
+    normalised = 32 + 32  # channels of small-cnn
+    measured = 2 * 4 * normalised
+    assert [m["bytes_down"] for m in record.clients.values()] == [size + whole for size in sizes]
+    assert [m["bytes_up"] for m in record.clients.values()] == [
+        size + 10 * 8 + measured for size in sizes
+    ]
     assert sizes[2] < sizes[0] / 4
     assert experiment.server.model.state_dict()["body.0.0.weight"].shape[0] == 32
 
 
 def test_classes_are_counted_only_where_that_is_needed() -> None:
-    (record,) = federation(tiny("heterofl", own_rows=False)).rounds(1)
+    (record,) = federation(tiny("heterofl", own_rows=False, norm="afterwards")).rounds(1)
     assert record.traffic("up") == record.traffic("down")
+
+
+def test_statistics_are_those_of_everybodys_images_in_the_averaged_network() -> None:
+    experiment = small_federation(tiny("fedrolex", batch_size=20), models="small-cnn")
+    assert experiment.architectures[2] == "small-cnn@0.25"
+    experiment.step()
+    model = experiment.server.model
+    found = {at: x.clone() for at, x in model.state_dict().items() if "running" in at}
+    inputs: dict[str, list[torch.Tensor]] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.nn.BatchNorm2d):
+            layer.train()
+            hear = inputs.setdefault(name, []).append
+            layer.register_forward_pre_hook(lambda _, x, hear=hear: hear(x[0]))
+    for client in experiment.engine.clients.values():
+        data = client.data
+        count = len(data) // 20
+        for i in range(count):
+            start, end = (round(len(data) * j / count) for j in (i, i + 1))
+            with torch.no_grad():
+                model(data.batch(torch.arange(start, end)))
+    assert len(inputs) == 2
+    for name, batches in inputs.items():
+        mean = torch.stack([x.mean((0, 2, 3)) for x in batches]).mean(0)
+        var = torch.stack([x.transpose(0, 1).flatten(1).var(1) for x in batches]).mean(0)
+        torch.testing.assert_close(found[f"{name}.running_mean"], mean, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found[f"{name}.running_var"], var, rtol=1e-4, atol=1e-5)
+
+
+def plain(spec: Spec) -> nn.Module:
+    """A network without normalisation."""
+    pixels = spec.channels * spec.height * spec.width
+    return nn.Sequential(nn.Flatten(), nn.Linear(pixels, 16), nn.ReLU(), nn.Linear(16, 10))
+
+
+@pytest.mark.parametrize(
+    ("norm", "models"), [("afterwards", "small-mlp"), ("global", f"{__name__}:plain")]
+)
+def test_nothing_is_measured_where_no_statistics_are_wanted(norm: str, models: str) -> None:
+    experiment = small_federation(tiny("heterofl", norm=norm), models=models)
+    (record,) = experiment.rounds(1)
+    sizes = [nbytes(dict(c.model.state_dict())) for c in experiment.engine.clients.values()]
+    assert [m["bytes_down"] for m in record.clients.values()] == sizes
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong", "message"),
+    [
+        ("variances", torch.full((64,), -1.0), "the least of its numbers is -1, not from 0"),
+        ("variances", torch.full((64,), 1e30), "the least of its numbers is 1e"),
+        ("means", torch.full((64,), torch.nan), "NaN or infinity"),
+        ("means", torch.zeros(63), r"float32 \(63,\), asked for was float32 \(64\)"),
+    ],
+)
+def test_statistics_that_cannot_be_are_refused(key: str, wrong: torch.Tensor, message: str) -> None:
+    experiment = small_federation(tiny("fedrolex"), models="small-cnn")
+    engine, server = experiment.engine, experiment.server
+    known = engine.known(server, 1)  # type: ignore[attr-defined]
+    state = server.model.state_dict()
+    answer = {"means": torch.zeros(64), "variances": torch.ones(64)}
+    require(answer, experiment.algorithm, "measure", (state,), known)
+    assert most_bytes(experiment.algorithm, "measure", (state,), known) == 2 * 4 * 64
+    with pytest.raises(PayloadError, match=f"measure.{key}.*{message}"):
+        require({**answer, key: wrong}, experiment.algorithm, "measure", (state,), known)
 
 
 def moved(name: str, rounds: int) -> torch.Tensor:
@@ -119,7 +191,7 @@ def test_networks_that_cannot_be_cut_are_refused_before_training() -> None:
         federation(FedRolex(), models="small-5")
 
 
-@pytest.mark.parametrize("norm", ["afterwards", "batch", "running"])
+@pytest.mark.parametrize("norm", ["global", "afterwards", "batch", "running"])
 def test_the_server_has_a_model_of_full_width_with_any_statistics(norm: Any) -> None:
     experiment = federation(FedDropout(norm=norm, epochs=3), models="small-cnn")
     *_, record = experiment.rounds(2)

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from barter.compute.fused import Norm, fuse
 from barter.core.errors import ConfigError
 from barter.core.images import Spec
-from barter.models.width import narrow, narrowed, scaled, without_running_statistics
+from barter.models.width import narrow, narrowed, scaled, widened, without_running_statistics
 from barter.models.zoo import build
 
 SPEC = Spec(1, 8, 8, 10, (0.5,), (0.5,))
@@ -83,3 +84,28 @@ def test_without_running_statistics_a_batch_is_normalised_by_itself() -> None:
     assert not torch.allclose(static.eval()(x), build("small-cnn", SPEC).eval()(x), atol=1e-2)
     alone = without_running_statistics(build("small-mlp", SPEC)).eval()(x[:1])
     assert torch.isfinite(alone).all(), "one image is enough"
+
+
+@pytest.mark.parametrize("name", ["small-cnn", "small-resnet", "small-separable"])
+def test_a_part_knows_how_wide_it_was(name: str) -> None:
+    full = build(name, SPEC)
+    part = scaled(narrowed(full, 1 / 32), 1 / 32)  # of some layers one channel is left
+    whole = widened(part)
+    whole.load_state_dict(full.state_dict())
+    x = torch.randn(3, 1, 8, 8)
+    torch.testing.assert_close(whole.eval()(x), full.eval()(x))
+    assert [p.shape for p in part.parameters()] != [p.shape for p in whole.parameters()]
+
+
+def test_a_wider_copy_has_room_for_what_kernels_count() -> None:
+    part = fuse(narrowed(build("small-resnet", SPEC), 0.25))
+    whole = fuse(widened(part))
+    found = {m.num_features: len(m.arrived) for m in whole.modules() if isinstance(m, Norm)}  # type: ignore[arg-type]
+    assert found == {16: 1, 32: 2}
+
+
+def test_a_network_that_was_not_cut_stays_as_it_is() -> None:
+    full = build("small-cnn", SPEC)
+    copied = widened(full)
+    torch.testing.assert_close(copied.state_dict(), full.state_dict())
+    assert copied is not full

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from barter.core.images import Images, Spec
 from barter.core.model import SplitClassifier
-from barter.ops.statistics import renew, whitening
+from barter.ops.statistics import (
+    combine_statistics,
+    read_statistics,
+    renew,
+    renew_batches,
+    replace_statistics,
+    whitening,
+)
 
 SPEC = Spec(1, 2, 2, 2, (0.0,), (1.0 / 255,))
 
@@ -42,6 +49,27 @@ def test_statistics_afterwards_are_those_of_the_data(batch_size: int) -> None:
     assert norm.running_var.tolist() == pytest.approx(x.var(1).mean(0).tolist(), rel=1e-5)
     assert norm.momentum == 0.3
     assert not any(part.training for part in model.modules())
+
+
+def test_statistics_of_two_parties_make_those_of_one_pass_over_all_batches() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Flatten(), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3), nn.BatchNorm1d(3)]
+    model = SplitClassifier(nn.Sequential(*layers), nn.Linear(3, 2))
+    data = numbers(20)
+    few, many = (
+        Images(data.pixels[own], data.labels[own], SPEC) for own in (slice(5), slice(5, 20))
+    )
+    found = []
+    for own in (few, many):
+        renew(model, own, 5)
+        found.append(read_statistics(model.state_dict()))
+    batches = [renew_batches(len(own), 5) for own in (few, many)]
+    assert batches == [1, 3]
+    combined = replace_statistics(model.state_dict(), combine_statistics(found, batches))
+    renew(model, data, 5)  # the same four batches
+    torch.testing.assert_close(read_statistics(combined), read_statistics(model.state_dict()))
+    assert combined.keys() == model.state_dict().keys()
+    assert not torch.allclose(found[0]["means"], found[1]["means"], atol=0.1)
 
 
 def test_a_single_image_counts_twice() -> None:

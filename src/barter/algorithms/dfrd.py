@@ -19,7 +19,7 @@ Where the paper is silent or at odds with itself:
 Preset "paper" is the published code but for that. It is made for 200 rounds: its generator has 20 small steps in each,
 and at temperature 10 its global model hardly moves. The default is preset "sound": more and larger steps of the
 generator, distillation times the temperature squared, images in the data's range, optimizers that last for a round, a
-slow generator that begins as a copy, statistics of the clients' own data. With the temperature squared the paper's rate
+slow generator that begins as a copy, statistics of the clients' data. With the temperature squared the paper's rate
 undoes a good average, so fine-tuning has a quarter of it (benchmarks/README.md).
 
 And images should look to the clients' networks like their own, by the statistics of batch normalisation, as DENSE has

@@ -3,8 +3,8 @@ Clients", ICLR 2021, Algorithm 1 (arXiv:2010.01264).
 
 Every client trains the first channels of each layer, as many as it can afford. What only the widest clients have is
 averaged over them alone; what nobody has is never trained. Its clients' training is the paper's but for the learning
-rate, which preset "paper" has; statistics of normalisation, which its server gathers on everybody's data, are here
-gathered by each client on its own and averaged like weights. Budgets are DFRD's.
+rate, which preset "paper" has. Statistics of normalisation are those of everybody's data in the averaged network, as in
+the authors' code; clients measure them, each on its own images. Budgets are DFRD's.
 """
 
 from __future__ import annotations

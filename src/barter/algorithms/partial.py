@@ -2,6 +2,12 @@
 
 Every client trains as much of the server's network as it can afford, some of the channels of each layer, and the server
 averages each weight over the clients that had it.
+
+Training leaves no running statistics. HeteroFL's code gathers them afterwards, by a pass of everybody's training images
+through the averaged network. With `norm = "global"` images stay at their clients and the averaged network is sent to
+them: each client passes its own images through it, and the server takes the mean of the statistics, weighted by
+batches. That is what one pass over all clients' batches gives. Clients must be able to run the whole network for it,
+though not to train it; with `norm = "afterwards"` none runs more than its part.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ import torch
 from torch import Tensor
 from typing_extensions import TypeVar
 
+from barter.compute import lanes
 from barter.core.algorithm import Algorithm
 from barter.core.answers import Known
 from barter.core.clients import Clients, Replies
@@ -23,9 +30,17 @@ from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive, Whole
 from barter.core.payload import State
-from barter.models.width import narrowed, scaled, without_running_statistics
+from barter.models.width import narrowed, scaled, widened, without_running_statistics
 from barter.ops.fit import epoch_length, fit, sgd
-from barter.ops.statistics import renew
+from barter.ops.statistics import (
+    Statistics,
+    combine_statistics,
+    read_statistics,
+    renew,
+    renew_batches,
+    replace_statistics,
+    running_means,
+)
 from barter.ops.submodel import (
     Extraction,
     Places,
@@ -39,7 +54,7 @@ from barter.ops.submodel import (
 
 __all__ = ["PartialTraining", "Update"]
 
-Norm: TypeAlias = Literal["afterwards", "batch", "running"]
+Norm: TypeAlias = Literal["global", "afterwards", "batch", "running"]
 S = TypeVar("S", bound=Server, default=Server)
 
 
@@ -60,6 +75,7 @@ class PartialTraining(Algorithm[S, Client]):
     replicas = True
     crosses = {
         "train": "down: the weights of the client's channels; up: the same, trained, and how often each class came up",
+        "measure": "down: the averaged weights at full width; up: mean and variance of every normalised channel",
     }
 
     fraction: Fraction = 1.0  # share of clients per round
@@ -71,7 +87,8 @@ class PartialTraining(Algorithm[S, Client]):
     lr: Positive = 0.02  # η: learning rate of the clients' SGD; HeteroFL has 0.1, DFRD 0.01
     momentum: NonNegative = 0.9  # of the clients' SGD; DFRD has none
     weight_decay: NonNegative = 5e-4  # of the clients' SGD; DFRD has none
-    norm: Norm = "afterwards"  # statistics: a pass over own data after training, each batch's (DFRD), running (FedAvg)
+    # statistics: of all clients' data in the averaged network, of own data in own part, batch (DFRD), running (FedAvg)
+    norm: Norm = "global"
     scaler: bool = True  # hidden outputs are divided by the client's rate in training
     masked_loss: bool = True  # logits of classes that a client lacks count as zero in its loss
     own_rows: bool = True  # the head's row of a class is averaged over the clients that have it
@@ -101,12 +118,32 @@ class PartialTraining(Algorithm[S, Client]):
         self.exchange(server, clients.sample(self.fraction), t)
 
     def exchange(self, server: S, active: Clients, t: int) -> Replies[Update]:
-        """Every client trains its part of the server's model, and the server averages them."""
+        """Have every client train its part of the server's model, and average the parts."""
         where = self.choose(server, active, t)
         w = server.model.state_dict()
         updates = active.scatter(self.train, {k: extracted(w, where[k]) for k in active})
-        server.model.load_state_dict(self.averaged(server, updates, where))
+        averaged = self.averaged(server, updates, where)
+        if self.norm == "global" and running_means(averaged):
+            averaged = self.measured(active.only(updates), averaged)
+        server.model.load_state_dict(averaged)
         return updates
+
+    def measured(self, active: Clients, w: State) -> State:
+        """Return the averaged weights with running statistics that the clients measure on their data."""
+        statistics = active.run(self.measure, w)
+        batches = [renew_batches(n, self.batch_size) for n in statistics.num_examples.values()]
+        return replace_statistics(w, combine_statistics(list(statistics.values()), batches))
+
+    def measure(self, client: Client, w: State) -> Statistics:
+        """Return the statistics of the client's images in the whole network with these weights."""
+        whole = lanes.kept("whole network", lambda: widened(client.model))
+        whole.load_state_dict(w)
+        renew(whole, client.data, self.batch_size)
+        return read_statistics(whole.state_dict())
+
+    def normalised(self, known: Known) -> int:
+        """Return the number of channels of the server's network that have running statistics."""
+        return sum(known.server[name][0].numel() for name in running_means(known.server))
 
     def choose(self, server: S, active: Clients, t: int) -> dict[int, Places]:
         """Which channels each client gets in this round."""
@@ -130,7 +167,7 @@ class PartialTraining(Algorithm[S, Client]):
             adjust=torch.mul,  # a class that the client has no image of counts as zero
             seen=counts,
         )
-        if self.norm == "afterwards":
+        if self.norm in ("global", "afterwards"):
             renew(client.model, client.data, self.batch_size)
         return {
             "weights": client.model.state_dict(),

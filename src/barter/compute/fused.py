@@ -227,10 +227,10 @@ def fuse(module: M) -> M:
     for part in module.modules():
         if type(part) in FUSED and not _otherwise(part):
             part.__class__ = FUSED[type(part)]
-        if isinstance(part, Norm) and part.arrived is None:
-            part.arrived = torch.zeros(
-                -(-part.num_features // 16), dtype=torch.int32, device=device
-            )
+        if isinstance(part, Norm):
+            groups = -(-part.num_features // 16)
+            if part.arrived is None or len(part.arrived) != groups:  # new, or a wider copy
+                part.arrived = torch.zeros(groups, dtype=torch.int32, device=device)
     return module
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "Floats",
     "Labels",
     "Named",
+    "NonNegatives",
     "Pixels",
     "Places",
     "Room",
@@ -44,6 +45,12 @@ class Floats:
 
     def __init__(self, *shape: Size | EllipsisType, most: float | str = BOUND) -> None:
         self.shape, self.most = shape, most
+
+
+class NonNegatives(Floats):
+    """Decimal numbers in this shape, none below zero: variances, distances."""
+
+    least = 0.0
 
 
 class Places(Floats):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from barter.core.errors import ConfigError
 from barter.core.model import Classifier
 
-__all__ = ["narrow", "narrowed", "scaled", "without_running_statistics"]
+__all__ = ["narrow", "narrowed", "scaled", "widened", "without_running_statistics"]
+
+SIZES = ("in_channels", "out_channels", "groups", "in_features", "out_features", "num_features")
 
 
 def narrow(width: int, rate: float) -> int:
@@ -34,6 +37,7 @@ def narrowed(network: Classifier, rate: float) -> Classifier:
     weighted = [layer for layer in layers if not isinstance(layer, _BatchNorm)]
     before, seen = 0, set[int]()  # outputs of the layer before, and of all until there
     for layer in layers:
+        _note_size(layer)
         if isinstance(layer, _BatchNorm):
             _cut_norm(layer, narrow(layer.num_features, rate))
             continue
@@ -54,6 +58,41 @@ def narrowed(network: Classifier, rate: float) -> Classifier:
         before = outputs
         seen.add(outputs)
     return model
+
+
+def widened(part: Classifier) -> Classifier:
+    """Return a copy of a narrowed network at the width it was cut from; weights that were cut are zero."""
+    model = copy.deepcopy(part)
+    for layer in model.modules():
+        uncut: _Uncut | None = getattr(layer, "uncut", None)
+        if uncut is None:
+            continue
+        for name, size in uncut.sizes.items():
+            setattr(layer, name, size)
+        for name, shape in uncut.shapes.items():
+            old = getattr(layer, name)
+            new = torch.zeros(shape, dtype=old.dtype, device=old.device)
+            setattr(layer, name, nn.Parameter(new) if isinstance(old, nn.Parameter) else new)
+        del layer.uncut
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+
+@dataclass(frozen=True)
+class _Uncut:
+    """Sizes and shapes of a layer before it was cut."""
+
+    sizes: dict[str, int]
+    shapes: dict[str, torch.Size]
+
+
+def _note_size(layer: nn.Module) -> None:
+    """Have a layer remember its size, which does not follow from what is left once it is cut.
+
+    A depthwise convolution of which one channel is left, for example, looks like one on grey images.
+    """
+    sizes = {name: getattr(layer, name) for name in SIZES if hasattr(layer, name)}
+    tensors = [*layer.named_parameters(), *layer.named_buffers()]
+    layer.uncut = _Uncut(sizes, {name: tensor.shape for name, tensor in tensors})  # type: ignore[assignment]
 
 
 def _sizes(layer: nn.Conv2d | nn.Linear) -> tuple[int, int]:
