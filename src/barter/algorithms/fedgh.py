@@ -43,7 +43,7 @@ class FedGH(SharedHead):
     """Prototypes of classes go up, a head that was trained on them comes down."""
 
     crosses = {
-        "learn": "up: mean features of the client's classes; who missed the head gets it first",
+        "learn": "up: mean features of the client's classes (whoever missed the head gets it first)",
         "receive": "down: the head, trained on everybody's mean features",
     }
 
