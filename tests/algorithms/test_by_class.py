@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from barter.algorithms import FedGH, FedTGP, fedproto, fedtgp
+from barter import Experiment
+from barter.algorithms import FedGH, FedTGP, LGFedAvg, fedproto, fedtgp
 from barter.algorithms.feddistill import Register
 from barter.algorithms.feddistill import loss as distilled
 from barter.algorithms.fedproto import Follower
-from barter.algorithms.one_width import HeadServer
+from barter.algorithms.one_width import HeadClient, HeadServer
 from barter.core import seeds
 from barter.core.clients import Replies
+from barter.core.evaluation import accuracy
 from barter.core.images import Augment, Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Client
 from barter.data.partition import Classes
-from barter.ops.heads import head_state
+from barter.data.task import Data
+from barter.ops.heads import head_state, put_on
 from barter.ops.prototypes import ByClass, class_means, joined, mean_of
-from tests.conftest import federation, perceptrons, same, tiny
+from barter.testing.conformance import few_digits
+from tests.conftest import federation, perceptrons, same, small_federation, tiny
 
 SPEC = Spec(1, 1, 2, 2, (0.0,), (1.0,))  # two pixels, as they are
 
@@ -164,9 +170,10 @@ def test_lgfedavg_averages_heads_and_nothing_else() -> None:
     records = list(experiment.rounds(2))
     head = 4 * (48 * 10 + 10)
     assert [r.bytes["learn"] for r in records] == [
-        {"up": 3 * head, "down": 0},
         {"up": 3 * head, "down": 3 * head},
-    ]
+        {"up": 3 * head, "down": 0},
+    ], "the first head comes with the question, the averaged one after it"
+    assert [r.bytes["receive"] for r in records] == 2 * [{"up": 0, "down": 3 * head}]
     sizes = [len(c.data) for c in experiment.engine.clients.values()]
     heads = [
         c.model.state_dict()["head.weight"].double() for c in experiment.engine.clients.values()
@@ -175,6 +182,161 @@ def test_lgfedavg_averages_heads_and_nothing_else() -> None:
     assert torch.allclose(
         cast(HeadServer, experiment.server).head["weight"].double(), mean, atol=1e-6
     )
+
+
+def wide(spec: Spec) -> nn.Module:
+    """A network whose weights, and not only their distribution, are known."""
+    return with_weights(
+        nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10)), 1
+    )
+
+
+def deep(spec: Spec) -> nn.Module:
+    layers = nn.Flatten(), nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 10)
+    return with_weights(nn.Sequential(*layers), 2)
+
+
+def with_weights(network: nn.Module, seed: int) -> nn.Module:
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=draw))
+    return network
+
+
+def run_network(kind: Any, weights: list[Tensor], x: Tensor) -> Tensor:
+    """The logits of one of these networks, from nothing but its weights."""
+    x = x.flatten(1) @ weights[0].T + weights[1]
+    if kind is deep:
+        x = torch.tanh(x) @ weights[2].T + weights[3]
+    return x.clamp(min=0) @ weights[-2].T + weights[-1]
+
+
+def test_lgfedavg_is_what_plain_torch_computes() -> None:
+    """Full batches from one start: nothing is random, and every number can be computed beside it."""
+    x, y, x_test, y_test = few_digits(120)
+    by_label = y.argsort().tolist()
+    lists = [by_label[:40], by_label[40:]]  # other classes, and one client counts twice as much
+    algorithm = LGFedAvg(features=8, epochs=2, batch_size=1000, lr=0.5)
+    kinds = [wide, deep]
+    data = Data(source=(x, y, x_test, y_test), augment=False)  # type: ignore[arg-type]
+    experiment = Experiment(algorithm, data=data, partition=lists, models=kinds, device="cpu")
+    records = list(experiment.rounds(3))
+
+    mean, std = x.double().div(255).mean(), x.double().div(255).std(correction=0)
+
+    def normalised(pixels: Tensor) -> Tensor:
+        return (pixels.double() / 255 - mean) / std
+
+    spec = experiment.task.spec
+    assert spec.mean == pytest.approx((float(mean),), rel=1e-5)
+    assert spec.std == pytest.approx((float(std),), rel=1e-5)
+    networks = [[p.detach().double() for p in kind(SPEC).parameters()] for kind in kinds]
+    head = networks[0][-2:]
+    for record in records:
+        for k, kind in enumerate(kinds):
+            weights = networks[k][:-2] + head
+            for _ in range(2):
+                weights = [w.requires_grad_() for w in weights]
+                said = run_network(kind, weights, normalised(x[lists[k]]))
+                right = said.log_softmax(1)[torch.arange(len(lists[k])), y[lists[k]]]
+                slopes = torch.autograd.grad(-right.mean(), weights)
+                weights = [(w - 0.5 * s).detach() for w, s in zip(weights, slopes, strict=True)]
+            networks[k] = weights
+        head = [(networks[0][at] + 2 * networks[1][at]) / 3 for at in (-2, -1)]
+        for k, kind in enumerate(kinds):
+            for name, weights in (("", networks[k]), ("shared_", networks[k][:-2] + head)):
+                said = run_network(kind, weights, normalised(x_test)).argmax(1)
+                expected = float((said == y_test).double().mean())
+                assert record.clients[k][f"{name}global"] == pytest.approx(expected), (name, k)
+    shared = cast(HeadServer, experiment.server).head
+    assert torch.allclose(shared["weight"].double(), head[0], atol=1e-5)
+    assert torch.allclose(shared["bias"].double(), head[1], atol=1e-5)
+    for k, client in experiment.engine.clients.items():
+        for parameter, expected_weights in zip(client.model.parameters(), networks[k], strict=True):
+            assert torch.allclose(parameter.double(), expected_weights, atol=1e-5)
+    first = records[0].clients[0]
+    assert first["global"] != first["shared_global"], "two moments, two numbers"
+
+
+@pytest.mark.parametrize("name", ["lgfedavg", "fedgen"])
+def test_networks_that_share_a_head_start_from_one(name: str) -> None:
+    experiment = small_federation(tiny(name, lr=1e-12))
+    clients = experiment.engine.clients
+    first = {at: w.clone() for at, w in head_state(clients[0].model).items()}
+    assert not torch.allclose(head_state(clients[1].model)["weight"], first["weight"], atol=1e-3)
+    (record,) = experiment.rounds(1)
+    for client in clients.values():
+        assert torch.allclose(head_state(client.model)["weight"], first["weight"], atol=1e-6)
+    assert "before_global" in record.clients[0], "the first head tells nothing of others"
+
+
+def test_fedghs_clients_start_from_their_own_heads() -> None:
+    experiment = small_federation(tiny("fedgh", lr=1e-12))
+    clients = experiment.engine.clients
+    own = {k: head_state(c.model)["weight"].clone() for k, c in clients.items()}
+    experiment.step()
+    for k, client in clients.items():
+        assert torch.allclose(head_state(client.model)["weight"], own[k], atol=1e-6)
+
+
+def test_networks_of_another_run_keep_their_heads(tmp_path: Path) -> None:
+    small_federation(tiny("fedgh", lr=0.1), out=tmp_path / "run").step()
+    experiment = small_federation(tiny("lgfedavg", lr=1e-12), start=tmp_path / "run")
+    heads = {k: head_state(c.model)["weight"].clone() for k, c in experiment.engine.clients.items()}
+    record = experiment.step()
+    assert record.bytes["learn"]["down"] == 0
+    for k, client in experiment.engine.clients.items():
+        assert torch.allclose(head_state(client.model)["weight"], heads[k], atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["lgfedavg", "fedgen", "fedgh"])
+def test_networks_are_judged_with_their_own_head_and_with_the_shared_one(name: str) -> None:
+    experiment = small_federation(tiny(name, batch_size=10, lr=0.1, fraction=0.34))
+    *_, record = experiment.rounds(2)
+    shared = cast(HeadServer, experiment.server).head
+    for k, client in experiment.engine.clients.items():
+        assert same(cast(HeadClient, client).head, shared), "who did not take part has it too"
+        by_shared = copy.deepcopy(client.model)
+        put_on(by_shared, shared)
+        for test, data in client.tests.items():
+            assert record.clients[k][test] == accuracy(client.model, data)
+            assert record.clients[k][f"shared_{test}"] == accuracy(by_shared, data)
+    metrics = record.clients.values()
+    assert any(m["global"] != m["shared_global"] for m in metrics)
+
+
+def test_an_evaluation_looks_at_each_image_once_and_changes_nothing() -> None:
+    experiment = small_federation(tiny("lgfedavg"))
+    experiment.step()
+    client = cast(HeadClient, experiment.engine.clients[1])
+    before = {at: w.clone() for at, w in client.model.state_dict().items()}
+    seen: list[int] = []
+    client.model.features, features = (  # type: ignore[method-assign]
+        lambda x: (seen.append(len(x)), features(x))[1],
+        client.model.features,
+    )
+    random = torch.get_rng_state()
+    experiment.algorithm.evaluate(client)
+    assert sum(seen) == sum(len(data) for data in client.tests.values())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert same(dict(client.model.state_dict()), before)
+
+
+def test_who_missed_the_head_is_sent_it_with_the_next_question() -> None:
+    experiment = small_federation(tiny("lgfedavg", lr=1e-12))
+    experiment.step()
+    server, client = cast(HeadServer, experiment.server), experiment.engine.clients[1]
+    assert server.holders == [0, 1, 2]
+    # What a checkpoint of an older version lacks, and a client whose `receive` failed.
+    server.recall({at: value for at, value in server.memory().items() if at != "holders"})
+    client.recall({at: value for at, value in client.memory().items() if at != "head"})
+    assert (server.holders, cast(HeadClient, client).head) == ([], {})
+    head = {at: w.clone() for at, w in server.head.items()}
+    record = experiment.step()
+    assert record.bytes["learn"]["down"] == 3 * 4 * (48 * 10 + 10)
+    assert torch.allclose(head_state(client.model)["weight"], head["weight"], atol=1e-6)
+    assert server.holders == [0, 1, 2]
 
 
 def test_fedghs_head_by_hand() -> None:
@@ -201,9 +363,13 @@ def test_fedghs_clients_train_on_with_the_servers_head() -> None:
     prototypes = sum(
         4 * 48 + 8 for c in experiment.engine.clients.values() for _ in c.data.labels.unique()
     )
-    assert told.bytes == {"learn": {"up": prototypes, "down": 0}}
+    down = 3 * 4 * (48 * 10 + 10)
+    assert told.bytes == {
+        "learn": {"up": prototypes, "down": 0},
+        "receive": {"up": 0, "down": down},
+    }, "clients begin with heads of their own"
     (again,) = second
-    assert again.bytes["learn"]["down"] == 3 * 4 * (48 * 10 + 10)
+    assert again.bytes == told.bytes
     for client in experiment.engine.clients.values():
         assert torch.allclose(head_state(client.model)["weight"], head["weight"], atol=1e-6)
     assert not torch.allclose(head["weight"], cast(HeadServer, experiment.server).head["weight"]), (

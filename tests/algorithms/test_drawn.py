@@ -617,3 +617,13 @@ def test_fediod_teaches_the_server_all_classes() -> None:
     accuracy, entropy = drawn(10.0)
     assert accuracy > 0.35
     assert entropy > drawn(0.0)[1]
+
+
+def test_presets_have_the_numbers_of_the_papers() -> None:
+    one_shot = DENSE.preset("paper")
+    assert (one_shot.epochs, one_shot.batch_size, one_shot.lr) == (400, 128, 0.01)
+    assert (one_shot.passes, one_shot.generator_steps, one_shot.samples) == (200, 30, 256)
+    assert (one_shot.distil_batch, one_shot.distil_lr, one_shot.temperature) == (256, 0.005, 20.0)
+    zero_shot = FedZKT.preset("paper")
+    assert (zero_shot.lr, zero_shot.batch_size) == (0.01, 256), "of clients"
+    assert (zero_shot.iterations, zero_shot.client_steps, zero_shot.samples) == (200, 200, 256)

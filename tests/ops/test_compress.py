@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from barter.core.errors import PayloadError
 from barter.core.payload import nbytes
@@ -73,3 +75,66 @@ def test_few_numbers_choose_no_allocation() -> None:
     wide = torch.ones(1).expand(10**8)  # their product would have 10**16 entries
     with pytest.raises(PayloadError, match="another network"):
         restored([[wide[:, None], wide[None]]], {"w": torch.ones(4, 4)})
+
+
+@settings(max_examples=30)
+@given(
+    rows=st.integers(1, 150),
+    columns=st.integers(1, 150),
+    true_rank=st.integers(1, 40),
+    noise=st.sampled_from([0.0, 1e-3, 1.0]),
+    energy=st.sampled_from([0.5, 0.9, 0.95, 0.98]),
+    seed=st.integers(0, 1000),
+)
+def test_factors_keep_what_those_of_an_svd_keep(
+    rows: int, columns: int, true_rank: int, noise: float, energy: float, seed: int
+) -> None:
+    """Wide, tall and rank-deficient matrices alike."""
+    draw = torch.Generator().manual_seed(seed)
+    low = torch.randn(rows, true_rank, generator=draw) @ torch.randn(
+        true_rank, columns, generator=draw
+    )
+    matrix = low + noise * torch.randn(rows, columns, generator=draw)
+    u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    kept = rank(s, energy)
+    parts = compressed({"w": matrix}, energy)[0]
+    if kept * (rows + columns) >= rows * columns:
+        assert len(parts) == 1
+        return
+    assert [part.shape for part in parts] == [(rows, kept), (kept, columns)]
+    best = (u[:, :kept] * s[:kept]) @ v[:kept]
+    whole = float(matrix.double().norm())
+    assert float((parts[0].double() @ parts[1].double() - best).norm()) < 1e-5 * whole
+
+
+def test_a_kernel_has_the_factors_of_its_matrix() -> None:
+    draw = torch.Generator().manual_seed(0)
+    kernel = torch.randn(160, 20, 3, 3, generator=draw).to(memory_format=torch.channels_last)
+    kernel = kernel * torch.logspace(0, -3, 160).view(-1, 1, 1, 1)  # some outputs hardly change
+    matrix = kernel.reshape(160, 180)
+    singular = torch.linalg.svdvals(matrix.double())
+    (parts,) = compressed({"w": kernel}, 0.95)
+    assert parts[0].shape[1] == rank(singular, 0.95)
+    assert parts[0].shape[1] * (160 + 180) < 160 * 180
+    back = restored([parts], {"w": kernel})["w"]
+    lost = float((back - kernel).double().square().sum() / kernel.double().square().sum())
+    kept = parts[0].shape[1]
+    expected = float(singular[kept:].square().sum() / singular.square().sum())
+    assert lost == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_change_of_nothing_travels_as_one_value() -> None:
+    parts = compressed({"w": torch.zeros(40, 30)}, 0.95)[0]
+    assert [part.shape for part in parts] == [(40, 1), (1, 30)]
+    assert not restored([parts], {"w": torch.zeros(40, 30)})["w"].any()
+
+
+def test_no_layer_is_decomposed_by_an_svd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes several times as long for the layers of usual networks."""
+
+    def refuse(*args: object, **options: object) -> None:
+        raise AssertionError("svd")
+
+    monkeypatch.setattr(torch.linalg, "svd", refuse)
+    for shape in ((8, 32), (32, 8)):
+        compressed({"w": torch.ones(shape)}, 0.95)

@@ -14,7 +14,7 @@ own model is of another opinion; and lets its model learn the models' mean opini
   know which changes leave a label what it is.
 - Labels are drawn evenly from the classes that somebody has; in the code from all. So clients say what they have.
 - The optimizer of the server's model is new in each pass over the images.
-- The defaults have fewer steps, images and local epochs than the authors' code; preset "paper" has its numbers.
+- The defaults have fewer steps, images and local epochs than the authors' commands; preset "paper" has their numbers.
 """
 
 from __future__ import annotations
@@ -105,12 +105,13 @@ class DENSE(Algorithm[Archive]):
     crosses = {"learn": "up: the client's weights, how many images of each class"}
     presets = {
         "paper": {
-            "epochs": 100,
+            "epochs": 400,
             "batch_size": 128,
             "passes": 200,
             "generator_steps": 30,
             "samples": 256,
             "distil_batch": 256,
+            "distil_lr": 0.005,
             "pool": 51_200,
         }
     }
@@ -118,7 +119,7 @@ class DENSE(Algorithm[Archive]):
     # the server's network: of the zoo, or package.module:function; none: the first client's
     student: str | None = None
     fraction: Fraction = 1.0  # share of clients per round that may hand in their models
-    epochs: Count = 10  # E: local epochs; 100 in the authors' code
+    epochs: Count = 10  # E: local epochs; 400 in the authors' commands
     batch_size: Count = 32  # private images per step; 128 in the authors' code
     lr: Positive = 0.01  # η: learning rate of the clients' SGD
     momentum: NonNegative = 0.9  # of all SGD
@@ -133,7 +134,7 @@ class DENSE(Algorithm[Archive]):
     lam_adv: NonNegative = 1.0
     temperature: Positive = 20.0  # of distillation, whose loss counts temperature² times
     distil_batch: Count = 64  # drawn images per step of the server's model
-    distil_lr: Positive = 0.01  # η_S: learning rate of that SGD
+    distil_lr: Positive = 0.01  # η_S: learning rate of that SGD; 0.005 in the authors' commands
     pool: Count = 8192  # images that are kept, the newest
     # clients count alike, or by their images of a class (ours)
     weighting: Literal["clients", "classes"] = "clients"

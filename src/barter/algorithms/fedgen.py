@@ -7,6 +7,9 @@ features of all classes, and their networks to answer to an image as they do to 
 
 - The paper's clients share whole networks, or in one variant the last layers; here the head, as in HtFLlib, so that
   the rest may differ.
+- All clients start with one head, the first client's, as in HtFLlib; the paper's start from one network.
+- `global` and `local` are of networks after local training, with the heads they trained; `shared_global` and
+  `shared_local` are with the averaged head put on, as HtFLlib measures.
 - HtFLlib does not keep the generator that it trained, so that its clients see an untrained one in every round; and it
   has neither diversity nor the second of the clients' terms. Here all of them are the paper's.
 - The noise is uniform, as in the code; the paper says Gaussian. Diversity is that of the code, with means instead of
@@ -29,20 +32,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from barter.algorithms.one_width import HeadServer, SharedHead
+from barter.algorithms.one_width import HeadClient, HeadServer, SharedHead
 from barter.compute import lanes
 from barter.core.clients import Clients
 from barter.core.contracts import Counts
 from barter.core.images import Augment, Spec, prepared
 from barter.core.model import Classifier
-from barter.core.nodes import Client
 from barter.core.params import Count, Fraction, NonNegative, Positive
 from barter.core.payload import State, isolate
 from barter.models.generators import LatentGenerator
 from barter.ops.average import Average, average
 from barter.ops.distill import kl
 from barter.ops.fit import Trainer, adam
-from barter.ops.heads import Head, head_state, put_on
+from barter.ops.heads import Head, head_state
 from barter.ops.synthesis import diversity, fidelity_by_label, label_weights
 
 __all__ = ["FedGen", "Source", "Update", "generator_loss", "loss"]
@@ -104,7 +106,9 @@ class FedGen(SharedHead[Source]):
     """Heads go up, their mean and a generator of features come down."""
 
     crosses = {
-        "learn": "down: the head, the generator, the classes it knows; up: the head, how many images of each class"
+        "learn": "down: the first head, the generator, the classes it knows; up: the head, how many "
+        "images of each class",
+        "receive": "down: the averaged head",
     }
 
     alpha: NonNegative = 10.0  # α: how much the cross entropy on generated features counts
@@ -121,17 +125,18 @@ class FedGen(SharedHead[Source]):
     average: Average = "mean"
 
     def round(self, server: Source, clients: Clients, t: int) -> None:
-        w, strength = (server.head, server.generator, server.known), self.decay ** (t - 1)
-        updates = clients.sample(self.fraction).run(self.learn, *w, strength)
+        active = clients.sample(self.fraction)
+        head, strength = self.missing_head(server, active), self.decay ** (t - 1)
+        updates = active.run(self.learn, head, server.generator, server.known, strength)
         heads = updates.each(lambda _, update: update["head"])
         self.improve(server, heads, torch.stack([update["counts"] for update in updates.values()]))
-        server.head = average(heads, by=self.average)
+        self.share_head(server, clients, average(heads, by=self.average))
 
     def learn(
-        self, client: Client, head: State, generator: State, known: list[int], strength: float
+        self, client: HeadClient, head: State, generator: State, known: list[int], strength: float
     ) -> Update:
         data, device = client.data, client.device
-        put_on(client.model, head)
+        self.put_head_on(client, head)
         if generator and (self.alpha or self.beta):
             made = LatentGenerator.restored(generator, data.spec.classes)
             whole = partial(

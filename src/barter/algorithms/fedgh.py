@@ -6,9 +6,10 @@ and all clients' features, and everyone trains on with that head.
 
 - The authors' server takes one step for each prototype that it gets; HtFLlib's goes over them many times, in batches,
   and so does this. The authors' published code takes those steps with the clients' optimizer: its head never changes.
-- In the first round clients have the heads they were born with; the server's is a new one.
-- Predictions are those of the network after local training, as the authors measure. HtFLlib measures at the start of
-  the next round, with the server's head just put on.
+- In the first round clients have their own untrained heads and the server's is a new one, as in the authors' code.
+  HtFLlib's clients all start with the first client's.
+- `global` and `local` are of networks after local training, with the heads they trained, as the authors measure.
+  HtFLlib puts the server's head on before it measures: `shared_global` and `shared_local`.
 """
 
 from __future__ import annotations
@@ -20,15 +21,13 @@ from typing import Annotated
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from barter.algorithms.one_width import HeadServer, SharedHead
+from barter.algorithms.one_width import HeadClient, HeadServer, SharedHead
 from barter.compute import lanes
 from barter.core.clients import Clients
 from barter.core.contracts import Named
-from barter.core.nodes import Client
 from barter.core.params import Count, Positive
 from barter.core.payload import State, isolate
 from barter.ops.fit import fit_rows, sgd
-from barter.ops.heads import put_on
 from barter.ops.prototypes import ByClass, joined, prototypes_of
 
 __all__ = ["FedGH", "loss"]
@@ -43,17 +42,26 @@ def loss(head: nn.Linear, vectors: Tensor, classes: Tensor) -> Tensor:
 class FedGH(SharedHead):
     """Prototypes of classes go up, a head that was trained on them comes down."""
 
-    crosses = {"learn": "down: the head; up: mean features of the client's classes"}
+    crosses = {
+        "learn": "up: mean features of the client's classes (whoever missed the head gets it first)",
+        "receive": "down: the head, trained on everybody's mean features",
+    }
 
     server_epochs: Count = 100  # times that the server goes over the prototypes; once in the paper
     server_lr: Positive = 0.01  # η_θ: learning rate of the server's SGD
 
-    def round(self, server: HeadServer, clients: Clients, t: int) -> None:
-        prototypes = clients.sample(self.fraction).run(self.learn, server.head)
-        server.head = self.generalised(server, joined(prototypes.values()))
+    def setup(self, server: HeadServer, clients: Clients) -> None:
+        """Leave clients their own heads in the first round, as the authors do."""
 
-    def learn(self, client: Client, head: State) -> Annotated[ByClass, Named("vector", "features")]:
-        put_on(client.model, head)
+    def round(self, server: HeadServer, clients: Clients, t: int) -> None:
+        active = clients.sample(self.fraction)
+        prototypes = active.run(self.learn, self.missing_head(server, active))
+        self.share_head(server, clients, self.generalised(server, joined(prototypes.values())))
+
+    def learn(
+        self, client: HeadClient, head: State
+    ) -> Annotated[ByClass, Named("vector", "features")]:
+        self.put_head_on(client, head)
         self.train(client)
         return prototypes_of(client.model, client.data)
 

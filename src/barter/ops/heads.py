@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, TypeAlias
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from barter.core.contracts import Entries
 from barter.core.errors import ConfigError
+from barter.core.evaluation import predict
+from barter.core.images import Images
 from barter.core.model import Classifier, SplitClassifier
 from barter.core.payload import State
 
-__all__ = ["Head", "felt", "head_state", "linear_head", "put_on"]
+__all__ = ["Head", "felt", "head_state", "linear_head", "logits_by_heads", "put_on"]
 
 Head: TypeAlias = Annotated[
     State, Entries({"weight": ("classes", "features"), "bias": ("classes",)})
@@ -38,6 +41,25 @@ def put_on(model: Classifier, head: State) -> None:
     """Give a network this head, if there is one already."""
     if head:
         linear_head(model).load_state_dict(head)
+
+
+def logits_by_heads(model: Classifier, head: State, data: Images) -> tuple[Tensor, Tensor]:
+    """Return the logits of all images by the network's own head, and by another one.
+
+    The features, which are nearly all of the work, are computed once. The network is in evaluation
+    mode and has its own head on when this returns.
+    """
+    model.eval()
+    index = torch.arange(len(data), device=data.device)
+    features = predict(model.features, data.batch, index)
+    by_own = predict(model.logits, features.__getitem__, index)
+    own = {name: tensor.clone() for name, tensor in head_state(model).items()}
+    put_on(model, head)
+    try:
+        by_other = predict(model.logits, features.__getitem__, index)
+    finally:
+        put_on(model, own)
+    return by_own, by_other
 
 
 def felt(change: State, model: Classifier) -> State:

@@ -121,6 +121,7 @@ def start_from(run: Path, federation: Federation) -> None:
         (f"client {k}", k, client, state["clients"].get(k, {}))
         for k, client in federation.engine.clients.items()
     ]
+    federation.server.fresh = False
     if federation.server.model_or_none is not None:
         parties.append(("the server", 0, federation.server, state["server"]))
     for who, k, party, memory in parties:
