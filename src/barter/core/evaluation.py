@@ -69,8 +69,11 @@ def accuracy(model: Classifier, data: Images, by_class: Tensor | None = None) ->
 
 
 def evaluate(client: Client, at_home: Tensor | None = None) -> dict[str, float]:
-    """The accuracy of a client's model on each of its test sets; its own know what is frequent `at_home`."""
-    here = {"local": at_home}
+    """Measure the accuracy of a client's model on each of its test and validation sets.
+
+    On those with the client's own mix of classes, `at_home` is added to the logits.
+    """
+    here = {"local": at_home, "val_local": at_home}
     return {
         name: accuracy(client.model, data, here.get(name)) for name, data in client.tests.items()
     }

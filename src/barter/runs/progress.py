@@ -20,6 +20,7 @@ from rich.progress import (
 
 from barter.core.nodes import Monitor
 from barter.core.record import Round
+from barter.runs.selection import validation_accuracy
 
 __all__ = ["ManyRuns", "Onlooker", "Watcher", "Work", "duration", "onlooker", "size"]
 
@@ -90,6 +91,9 @@ class Watcher(Monitor):
         parts = [f"{record.mean(name):6.1%} {name}" for name in known]
         if "global" in record.server:
             parts.append(f"{record.server['global']:6.1%} server")
+        validated = validation_accuracy(record)
+        if validated is not None:
+            parts.append(f"{validated:6.1%} validation")
         numbers = f"accuracy {', '.join(parts)}"
         traffic = f"{size(record.traffic('up'))} up, {size(record.traffic('down'))} down"
         spent = f"{record.seconds['round']:.0f} s{self.left(record)}"

@@ -15,6 +15,7 @@ from scipy.special import stdtrit  # all of scipy.stats takes a second to load
 from barter.core.record import Round
 from barter.runs.picture import Curve
 from barter.runs.progress import duration, size
+from barter.runs.selection import best_round, validation_accuracy
 
 __all__ = [
     "ALWAYS",
@@ -48,6 +49,8 @@ METRICS = {
     "trained": "trained: global",
     "trained-own": "trained: own",
     "server": "server's model",
+    "val": "validation",
+    "val-local": "validation: own",
 }
 ALWAYS = ("global", "own", "server")  # of these, what is told without being asked
 _FIELDS = {
@@ -55,14 +58,17 @@ _FIELDS = {
     "own": "local",
     "trained": "before_global",
     "trained-own": "before_local",
+    "val-local": "val_local",
 }
 FEW = 3  # seeds below which no interval is given
 
 
 def value(record: Round, metric: str) -> float | None:
-    """The clients' mean accuracy of this kind, or that of the server's model."""
+    """The clients' mean accuracy of this kind, that of the server's model, or that by which rounds are chosen."""
     if metric == "server":
         return record.server.get("global")
+    if metric == "val":
+        return validation_accuracy(record)
     name = _FIELDS[metric]
     return record.mean(name) if any(name in client for client in record.clients.values()) else None
 
@@ -101,7 +107,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Summary:
-    """One method: accuracies after the last round, and what they cost."""
+    """One method: accuracies after the last round and after the best on validation, and what they cost."""
 
     name: str
     seeds: tuple[int, ...]
@@ -110,6 +116,8 @@ class Summary:
     seconds: Column
     reached: Column  # rounds until the target was reached, of the seeds that did
     difference: Column  # to the baseline, seed by seed
+    best_round: Column = Column(())  # the round with the highest validation accuracy
+    best: Column = Column(())  # the test accuracy after that round
 
 
 @dataclass(frozen=True)
@@ -119,6 +127,11 @@ class Question:
     metric: str = "global"
     baseline: str | None = None
     target: float | None = None
+
+    @property
+    def tested(self) -> str:
+        """The accuracy on test images to report of a round that validation chose."""
+        return "global" if self.metric.startswith("val") else self.metric
 
 
 @dataclass(frozen=True)
@@ -173,7 +186,20 @@ def summarise(results: Results, question: Question) -> Comparative:
             column(map(reached, runs.values())),
             column(gap(name, seed) for seed in runs),
         )
-        rows.append(Summary(name, tuple(runs), accuracies, traffic, seconds, arrived, gaps))
+        chosen = [best for rounds in runs.values() if (best := best_round(rounds)) is not None]
+        rows.append(
+            Summary(
+                name,
+                tuple(runs),
+                accuracies,
+                traffic,
+                seconds,
+                arrived,
+                gaps,
+                best_round=column(float(best.round) for best in chosen),
+                best=column(value(best, question.tested) for best in chosen),
+            )
+        )
     return Comparative(tuple(rows), question)
 
 
@@ -182,6 +208,10 @@ def _percent(column: Column) -> str:
         return "-"
     spread = "" if column.deviation is None else f" ± {100 * column.deviation:.1f}"
     return f"{100 * column.mean:.1f}{spread}"
+
+
+def _rounds(column: Column) -> str:
+    return "-" if column.mean is None else f"{column.mean:.1f}".removesuffix(".0")
 
 
 def _difference(summary: Summary) -> str:
@@ -208,7 +238,11 @@ def cells(compared: Comparative) -> tuple[list[str], list[list[tuple[str, bool]]
     wanted = [key for key in METRICS if key in (*ALWAYS, asked.metric)]
     shown = [key for key in wanted if any(s.accuracies[key].values for s in summaries)]
     best = {key: max(s.accuracies[key].mean or 0.0 for s in summaries) for key in shown}
-    headings = ["method", "seeds", *(METRICS[key] for key in shown), "bytes", "seconds"]
+    validated = any(s.best_round.values for s in summaries)
+    headings = ["method", "seeds", *(METRICS[key] for key in shown)]
+    if validated:
+        headings += ["best round on validation", f"{METRICS[asked.tested]} in it"]
+    headings += ["bytes", "seconds"]
     if asked.target is not None:
         headings.append(f"rounds to {100 * asked.target:g}% {METRICS[asked.metric]}")
     if asked.baseline is not None:
@@ -217,6 +251,7 @@ def cells(compared: Comparative) -> tuple[list[str], list[list[tuple[str, bool]]
     for s in summaries:
         row = [(s.name, False), (str(len(s.seeds)), False)]
         row += [(_percent(s.accuracies[key]), s.accuracies[key].mean == best[key]) for key in shown]
+        row += [(_rounds(s.best_round), False), (_percent(s.best), False)] if validated else []
         row += [(size(s.bytes.mean or 0.0), False), (duration(s.seconds.mean or 0.0), False)]
         row += [] if asked.target is None else [(_reached(s), False)]
         row += [] if asked.baseline is None else [(_difference(s), False)]
@@ -267,6 +302,7 @@ def to_csv(compared: Comparative) -> str:
     fields = ["method", "seeds"]
     fields += [f"{key.replace('-', '_')}_{part}" for key in METRICS for part in ("mean", "std")]
     fields += ["bytes", "seconds", "rounds_to_target", "reached", "difference", "low", "high"]
+    fields += ["best_round_mean", "best_round_std", "best_mean", "best_std"]
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(fields)
@@ -287,6 +323,10 @@ def to_csv(compared: Comparative) -> str:
             s.seconds.mean,
             *reached,
             *difference,
+            s.best_round.mean,
+            s.best_round.deviation,
+            s.best.mean,
+            s.best.deviation,
         ]
         writer.writerow(["" if field is None else field for field in row])
     return file.getvalue()

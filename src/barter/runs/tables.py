@@ -9,6 +9,7 @@ from rich.table import Table
 
 from barter.core.record import Round
 from barter.runs.progress import size
+from barter.runs.selection import best_round
 
 __all__ = ["HEADINGS", "accuracy_table", "alone", "closing_cells", "closing_table", "count_table"]
 
@@ -58,7 +59,23 @@ def closing_cells(
         together.append(
             ["server's model", "", "", "", "", _percent(last.server["global"]), "", "", ""]
         )
-    return rows, together
+    best = best_round(records)
+    return rows, together if best is None else [*together, *_best_cells(best)]
+
+
+def _best_cells(best: Round) -> list[list[str]]:
+    """The rows of test accuracies after the round that validation chose."""
+
+    def mean(name: str) -> float | None:
+        known = any(name in metrics for metrics in best.clients.values())
+        return best.mean(name) if known else None
+
+    after = [_percent(mean("global")), _percent(mean("local"))]
+    rows = [[f"best val, round {best.round}", "", "", "", "", *after, "", ""]]
+    if "global" in best.server:
+        server = _percent(best.server["global"])
+        rows.append([f"server, round {best.round}", "", "", "", "", server, "", "", ""])
+    return rows
 
 
 def alone(records: Sequence[Round], client: int) -> Mapping[str, float]:

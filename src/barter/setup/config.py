@@ -32,6 +32,7 @@ __all__ = [
     "read",
     "resolve",
     "to_toml",
+    "with_later",
     "with_settings",
 ]
 
@@ -47,7 +48,13 @@ RESULT_FREE = (
     "engine",
     "timeout",
     "answer_mb",
+    "keep",
+    "keep_rounds",
+    "patience",
 )  # may differ on resume
+
+# Fields that older versions did not write, with the values that change nothing.
+LATER: dict[str, Any] = {"data": {"validation": 0.0}, "patience": "none"}
 
 PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
 DEEP = re.compile(
@@ -85,6 +92,11 @@ class Config:
     privacy: Privacy = dataclasses.field(default_factory=Privacy)
     # the folder of a run whose networks the parties start from; empty: from the seed
     start: str = ""
+    # the checkpoint that stays beside those of the last rounds: none, or that of the best round on validation
+    keep: Literal["last", "best"] = "last"
+    keep_rounds: Count = 2  # how many of the last rounds keep their checkpoints
+    # stop when validation accuracy has not improved for so many rounds; none: never
+    patience: Count | None = None
 
     # where the clients live: in this process, or at Flower's sites
     engine: Literal["local", "flower"] = "local"
@@ -97,6 +109,12 @@ class Config:
         if self.min_clients is not None and self.min_clients > self.clients:
             raise ConfigError(
                 f"min_clients={self.min_clients}: there are only {self.clients} clients"
+            )
+        if not self.data.validation and (self.keep == "best" or self.patience is not None):
+            asked = "keep='best'" if self.keep == "best" else f"patience={self.patience}"
+            raise ConfigError(
+                f"{asked}: rounds are compared by their accuracy on validation images, and there are none; set "
+                "data.validation to a share of the training images, such as 0.1"
             )
         object.__setattr__(self, "privacy", self.privacy.settled(self.algorithm, self.rounds))
         if self.start and self.privacy.training:
@@ -290,6 +308,15 @@ def plain(config: Config) -> dict[str, Any]:
 def to_toml(config: Config) -> str:
     """The configuration as a file: a run from it is the same run."""
     return tomli_w.dumps(plain(config))
+
+
+def with_later(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain values that an older version wrote, with the fields that came later."""
+    filled = {**LATER, **tree}
+    for section, fields in LATER.items():
+        if isinstance(fields, Mapping):
+            filled[section] = {**fields, **tree.get(section, {})}
+    return filled
 
 
 def first_difference(
