@@ -286,8 +286,7 @@ def checkpoint_of(run: Path, which: Which) -> tuple[int, Payload, dict[str, str]
     if round not in kept:
         there = f"round{'s' * (len(kept) > 1)} {', '.join(map(str, kept))}"
         raise CheckpointError(
-            f"{run}: {title} is not kept: there is the checkpoint of {there}; runs with keep=best keep the best, "
-            "and keep_rounds says how many of the last"
+            f"{run}: {title} is not kept, only {there}; keep=best keeps the best round, keep_rounds more of the last"
         )
     state, notes = read(_file(run, round), torch.device("cpu"))
     return int(notes["round"]), state, notes

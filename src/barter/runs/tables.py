@@ -71,7 +71,7 @@ def _best_cells(best: Round) -> list[list[str]]:
         return best.mean(name) if known else None
 
     after = [_percent(mean("global")), _percent(mean("local"))]
-    rows = [[f"best val, round {best.round}", "", "", "", "", *after, "", ""]]
+    rows = [[f"best on val, round {best.round}", "", "", "", "", *after, "", ""]]
     if "global" in best.server:
         server = _percent(best.server["global"])
         rows.append([f"server, round {best.round}", "", "", "", "", server, "", "", ""])
