@@ -109,6 +109,12 @@ def test_patience_counts_rounds_without_improvement() -> None:
         selection.add(record)
         stops.append(selection.stop() is not None)
     assert stops == [False, False, False, False, True, False]
+    seldom = Selection(2)
+    for record in played(0.3, None, None, 0.2, None, None):
+        seldom.add(record)
+        assert seldom.stop() is None, "rounds without a measurement say nothing"
+    seldom.add(played(*[None] * 6, 0.1)[-1])
+    assert seldom.stop() is not None
     assert Selection(None).stop() is None
 
 

@@ -21,6 +21,7 @@ from barter.core.clients import Clients
 from barter.core.errors import CheckpointError, ClientError, ConfigError, PrivacyError
 from barter.core.nodes import Monitor, Silence, as_numbers
 from barter.core.params import BY_PYTHON
+from barter.core.payload import Payload
 from barter.core.record import Round
 from barter.data.partition import Partition
 from barter.data.task import Data
@@ -38,6 +39,7 @@ from barter.runs.folder import (
     early_stop,
     finished,
     has_checkpoint,
+    kept_rounds,
     last_checkpoint,
 )
 from barter.runs.progress import onlooker
@@ -446,6 +448,19 @@ class Experiment:
         elif noted is not None and not noted.overruled:
             folder.forget_stop()
 
+    def _found(self, path: Path, behind: Which) -> tuple[int, Payload, dict[str, str]] | None:
+        """Read the checkpoint to continue from; None if no round is finished."""
+        if behind != "last":
+            return checkpoint_of(path, behind)
+        try:
+            return last_checkpoint(path)
+        except CheckpointError as error:
+            earlier = kept_rounds(path)[:-1]
+            if not earlier or not isinstance(self.engine, LocalEngine):
+                raise
+            back = f"`barter resume {path} --round {earlier[-1]}` goes back to an earlier round"
+            raise CheckpointError(f"{error}; {back}") from error
+
     def _open(self, path: Path, resume: bool, behind: Which) -> RunFolder:
         if not resume:
             return RunFolder.create(path, to_toml(self.config))
@@ -454,7 +469,7 @@ class Experiment:
         key = first_difference(plain(self.config), begun, but=RESULT_FREE)
         if key is not None:
             raise CheckpointError(f"{path} is a run of another configuration: {key} differs")
-        found = last_checkpoint(path) if behind == "last" else checkpoint_of(path, behind)
+        found = self._found(path, behind)
         if found is not None:
             self.round, state, origin = found
             self._require_same(path, origin)

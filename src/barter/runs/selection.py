@@ -71,14 +71,16 @@ class Selection:
         self.patience = patience
         self.best: int | None = None
         self.highest = -1.0
-        self.last = 0
         self.restart = 0  # the round from which patience is counted anew
+        self.measured: list[int] = []  # rounds that recorded a validation accuracy
 
     def add(self, record: Round) -> None:
         """Take a finished round into account."""
-        self.last = record.round
         value = validation_accuracy(record)
-        if value is not None and value > self.highest:
+        if value is None:
+            return
+        self.measured.append(record.round)
+        if value > self.highest:
             self.best, self.highest = record.round, value
 
     def overrule(self, stop: Stop) -> Stop:
@@ -87,9 +89,13 @@ class Selection:
         return replace(stop, overruled=True)
 
     def stop(self) -> Stop | None:
-        """Return the early stop that is due after the last round, or None if the run goes on."""
+        """Return the early stop that is due now, or None if the run goes on.
+
+        Only rounds that recorded a validation accuracy use up patience.
+        """
         if self.patience is None or self.best is None:
             return None
-        if self.last - max(self.best, self.restart) < self.patience:
+        since = max(self.best, self.restart)
+        if sum(measured > since for measured in self.measured) < self.patience:
             return None
-        return Stop(self.last, self.best, self.highest, self.patience)
+        return Stop(self.measured[-1], self.best, self.highest, self.patience)
