@@ -245,7 +245,12 @@ def folder(path: Path) -> None:
 LAST = f"checkpoints/round-{ROUNDS:06d}.safetensors"
 DAMAGE: dict[str, tuple[str, Callable[[Path], object], list[str], str]] = {
     "checkpoint is empty": (LAST, lambda path: path.write_bytes(b""), ["resume"], "is damaged"),
-    "checkpoint is torn": (LAST, lambda path: os.truncate(path, 999), ["resume"], "is damaged"),
+    "checkpoint is torn": (
+        LAST,
+        lambda path: os.truncate(path, 999),
+        ["resume"],
+        "is damaged.*; `barter resume .* --round 1` goes back",
+    ),
     "checkpoint has another header": (LAST, longer_header, ["resume"], "is damaged"),
     "checkpoint has a flipped bit": (
         LAST,

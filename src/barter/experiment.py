@@ -28,6 +28,7 @@ from barter.core.errors import (
 from barter.core.metrics import Evaluation
 from barter.core.nodes import Monitor, Silence, as_numbers
 from barter.core.params import BY_PYTHON
+from barter.core.payload import Payload
 from barter.core.record import Round
 from barter.data.partition import Partition
 from barter.data.task import Data
@@ -38,8 +39,18 @@ from barter.privacy import Privacy
 from barter.privacy.settings import Plan
 from barter.privacy.side_information import EPSILON
 from barter.privacy.statement import Statement, statement
-from barter.runs.folder import RunFolder, finished, has_checkpoint, last_checkpoint
+from barter.runs.folder import (
+    RunFolder,
+    Which,
+    checkpoint_of,
+    early_stop,
+    finished,
+    has_checkpoint,
+    kept_rounds,
+    last_checkpoint,
+)
 from barter.runs.progress import onlooker
+from barter.runs.selection import Selection, Stop
 from barter.setup.assembly import Federation, assemble, shared, start_from
 from barter.setup.config import (
     RESULT_FREE,
@@ -64,10 +75,14 @@ class Experiment:
     """A federation ready to run; the loop over its rounds is the caller's.
 
     >>> from barter import Experiment, Local
-    >>> for r in Experiment(Local(max_epochs=1), data="digits", clients=5).rounds(10):
-    ...     if r.mean("global") > 0.2:
+    >>> from barter.data.task import Data
+    >>> digits = Data(source="digits", validation=0.1)
+    >>> for r in Experiment(Local(max_epochs=1), data=digits, clients=5).rounds(10):
+    ...     if r.mean("val") > 0.2:
     ...         break
     """
+
+    stopped: Stop | None = None  # why `rounds` does not go on
 
     def __init__(
         self,
@@ -89,6 +104,9 @@ class Experiment:
         evaluate: Evaluation | None = None,
         start: str | Path = "",
         rounds: int = 5,
+        keep: str = "last",
+        keep_rounds: int = 2,
+        patience: int | None = None,
         out: str | Path | None = None,
         resume: bool = False,
         monitor: Monitor | None = None,
@@ -115,6 +133,9 @@ class Experiment:
             privacy=privacy or Privacy(),
             evaluate=evaluate or Evaluation(),
             start=str(start),
+            keep=keep,  # type: ignore[arg-type]
+            keep_rounds=keep_rounds,
+            patience=patience,
         )
         place = None if out is None else Path(out)
         config = with_threads(config, place, resume=resume)
@@ -128,10 +149,22 @@ class Experiment:
         *,
         resume: bool = False,
         monitor: Monitor | None = None,
+        behind: Which = "last",
+        overrule: bool = False,
     ) -> Experiment:
-        """The experiment that a configuration describes, with all clients in this process."""
+        """The experiment that a configuration describes, with all clients in this process.
+
+        Args:
+            config: The configuration.
+            out: The run's folder; None keeps nothing.
+            resume: Continue the run in the folder.
+            monitor: Is told how far the run has come.
+            behind: The round behind which a resumed run continues; later ones are dropped.
+            overrule: Let a resumed run go on that stopped early.
+        """
         config = with_threads(replace(config, engine="local"), out, resume=resume)
-        return cls.of(assemble(config, monitor=monitor), out, resume=resume)
+        federation = assemble(config, monitor=monitor)
+        return cls.of(federation, out, resume=resume, behind=behind, overrule=overrule)
 
     @classmethod
     def revisited(cls, run: Path, *, unlimited: bool = False) -> Experiment:
@@ -162,13 +195,28 @@ class Experiment:
         return experiment
 
     @classmethod
-    def of(cls, federation: Federation, out: Path | None, *, resume: bool) -> Experiment:
-        """The experiment of parties that are there already, here or elsewhere."""
+    def of(
+        cls,
+        federation: Federation,
+        out: Path | None,
+        *,
+        resume: bool,
+        behind: Which = "last",
+        overrule: bool = False,
+    ) -> Experiment:
+        """The experiment of parties that are there already, here or elsewhere; see `from_config`."""
         experiment = cls.__new__(cls)
-        experiment._begin(federation, out, resume)
+        experiment._begin(federation, out, resume, behind, overrule)
         return experiment
 
-    def _begin(self, federation: Federation, out: Path | None, resume: bool) -> None:
+    def _begin(
+        self,
+        federation: Federation,
+        out: Path | None,
+        resume: bool,
+        behind: Which = "last",
+        overrule: bool = False,
+    ) -> None:
         self.config, self.server, self.engine = (
             federation.config,
             federation.server,
@@ -179,6 +227,8 @@ class Experiment:
             federation.test,
             federation.networks,
         )
+        self.validation = federation.validation
+        self.selection = Selection(self.config.patience)
         if federation.task is not None:
             self.task, self.architectures = federation.task, list(federation.architectures)
         self.device, self.precision = (
@@ -196,25 +246,30 @@ class Experiment:
         if self.config.start and not (resume and out is not None and has_checkpoint(out)):
             start_from(Path(self.config.start), federation)
         self._data = "" if out is None else federation.fingerprint()
-        self.folder = None if out is None else self._open(out, resume)
+        self.folder = None if out is None else self._open(out, resume, behind)
+        if self.folder is not None and resume:
+            self._recall_stop(self.folder, overrule)
         if self.folder is not None and self.round:
             self.folder.state(self.privacy().to_json())  # a kill may have come before
 
     def rounds(self, n: int, *, progress: bool = True) -> Iterator[Round]:
         """Run until round n is done, and hand out each round's record on the way.
 
+        With `patience`, the run ends earlier if validation accuracy stops improving; `stopped` says why.
         A terminal or a notebook shows how far it has come, if that is wanted and nobody watches already.
         """
         wanted = progress and self.round < n and isinstance(self.engine.watched, Silence)
         watcher = onlooker(n, self.round) if wanted else None
         done = [] if self.folder is None else self.folder.records()
         self.engine.last_round = n
-        while self.round < n:
+        while self.round < n and self.stopped is None:
             done.append(self.step() if watcher is None else watcher.over(self.engine, self.step))
             yield done[-1]
         if wanted:
             for remark in self.algorithm.remarks(done):
                 log.warning("%s", remark)
+            if self.stopped is not None and self.round < n:
+                log.warning("%s", self.stopped)
 
     def step(self) -> Round:
         """One round."""
@@ -254,6 +309,7 @@ class Experiment:
         """What has left the clients so far, and what that promises to whoever is in an image."""
         secret = not isinstance(self.engine, LocalEngine)
         engine, start = self.engine, self.config.start
+        selection = self.config.keep == "best" or self.config.patience is not None
         return statement(
             self.config.privacy,
             self.algorithm,
@@ -261,6 +317,8 @@ class Experiment:
             engine.told,
             secret=secret,
             start=start,
+            validation=self.config.data.validation > 0,
+            selection=selection,
         )
 
     def _require_budget(self) -> None:
@@ -295,11 +353,35 @@ class Experiment:
             self.algorithm.round(self.server, everybody, t)
         record = self._record(t, everybody, start)
         self.round = t
+        best = self.selection.best
+        self.selection.add(record)
+        self.stopped = self.selection.stop()
         if self.folder is not None:
             self.folder.append(record)
-            self.folder.save(t, self._state(), self._origin())
+            self._save(self.folder, best)
             self.folder.state(self.privacy().to_json())
+            if self.stopped is not None:
+                self.folder.note_stop(self.stopped)
+        if self.selection.best is None and t == 1:
+            self._warn_without_validation()
         return record
+
+    def _save(self, folder: RunFolder, former_best: int | None) -> None:
+        """Write the checkpoint of the round that is done; keep the last ones and, if wanted, the best."""
+        keep = set(range(self.round - self.config.keep_rounds + 1, self.round))
+        until_saved = set[int]()
+        if self.config.keep == "best" and self.selection.best is not None:
+            keep.add(self.selection.best)
+            # If this round is the new best, the former one is needed until it is on disk.
+            until_saved |= set() if former_best is None else {former_best}
+        folder.save(self.round, self._state(), self._origin(), keep, until_saved)
+
+    def _warn_without_validation(self) -> None:
+        """Say so if no validation accuracy came that `keep` or `patience` could go by."""
+        if self.config.keep == "best" or self.config.patience is not None:
+            log.warning(
+                "no client tells its validation accuracy: no round is the best, and the run does not stop early"
+            )
 
     def _record(self, t: int, everybody: Clients, start: float) -> Round:
         participants = sorted(self.engine.participants)
@@ -308,6 +390,9 @@ class Experiment:
         server, self.server.report = as_numbers(self.server.report), {}
         if self.test is not None and self.config.evaluate.is_due(t, self.engine.last_round):
             server |= self.algorithm.evaluate_server(self.server, self.test)
+        if self.validation is not None:
+            validated = self.algorithm.evaluate_server(self.server, self.validation)
+            server |= {"val": validated["global"]} if "global" in validated else {}
         seconds = {**self.engine.seconds, "round": time.perf_counter() - start}
         if self.device.type == "cuda":
             server["device_memory"] = float(torch.cuda.max_memory_reserved(self.device))
@@ -375,7 +460,39 @@ class Experiment:
         privacy = plain(replace(self.config, privacy=Privacy()))["privacy"]
         return with_defaults({"privacy": privacy, **tree})
 
-    def _open(self, path: Path, resume: bool) -> RunFolder:
+    def _recall_stop(self, folder: RunFolder, overrule: bool) -> None:
+        """Find out whether a resumed run has stopped early, and whether it goes on nevertheless."""
+        for record in folder.records():
+            self.selection.add(record)
+        noted = early_stop(folder.path)
+        if noted is not None and noted.round > self.round:  # of rounds that were dropped
+            folder.forget_stop()
+            noted = None
+        if noted is not None and noted.overruled:
+            self.selection.overrule(noted)
+        due = self.selection.stop()
+        if due is not None and noted is not None and overrule:
+            folder.note_stop(self.selection.overrule(due))
+        elif due is not None:
+            folder.note_stop(due)
+            self.stopped = due
+        elif noted is not None and not noted.overruled:
+            folder.forget_stop()
+
+    def _found(self, path: Path, behind: Which) -> tuple[int, Payload, dict[str, str]] | None:
+        """Read the checkpoint to continue from; None if no round is finished."""
+        if behind != "last":
+            return checkpoint_of(path, behind)
+        try:
+            return last_checkpoint(path)
+        except CheckpointError as error:
+            earlier = kept_rounds(path)[:-1]
+            if not earlier or not isinstance(self.engine, LocalEngine):
+                raise
+            back = f"`barter resume {path} --round {earlier[-1]}` goes back to an earlier round"
+            raise CheckpointError(f"{error}; {back}") from error
+
+    def _open(self, path: Path, resume: bool, behind: Which) -> RunFolder:
         if not resume:
             return RunFolder.create(path, to_toml(self.config))
         folder = RunFolder.existing(path)
@@ -383,7 +500,7 @@ class Experiment:
         key = first_difference(plain(self.config), begun, but=RESULT_FREE)
         if key is not None:
             raise CheckpointError(f"{path} is a run of another configuration: {key} differs")
-        found = last_checkpoint(path)
+        found = self._found(path, behind)
         if found is not None:
             self.round, state, origin = found
             self._require_same(path, origin)
@@ -411,6 +528,8 @@ class Experiment:
                 threads,
                 before,
             )
-        longer = {"rounds": max(self.config.rounds, begun["rounds"])}
-        folder.change(longer if threads is None else {**longer, "threads": threads})
+        now = plain(self.config)
+        changes = {key: now[key] for key in ("keep", "keep_rounds", "patience")}
+        changes["rounds"] = max(self.config.rounds, begun["rounds"])
+        folder.change(changes if threads is None else {**changes, "threads": threads})
         return folder

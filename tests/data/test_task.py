@@ -6,7 +6,7 @@ import torch
 
 from barter.core.errors import ConfigError
 from barter.data.partition import Dirichlet, Iid, Quantity
-from barter.data.task import Data, make_task
+from barter.data.task import Data, Task, held_out, make_task
 
 CPU = torch.device("cpu")
 
@@ -34,6 +34,44 @@ def test_the_split_depends_on_the_seed_alone() -> None:
     )
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
+
+
+def held(task: Task) -> torch.Tensor:
+    assert task.global_validation is not None
+    return task.global_validation.pixels.flatten(1)
+
+
+def test_validation_images_are_held_out_from_each_clients_own() -> None:
+    whole, task, again, other = (
+        make_task(Data(validation=share), Dirichlet(), 5, 0, CPU) for share in (0.0, 0.2, 0.2, 0.1)
+    )
+    assert (whole.validation, whole.global_validation) == ([], None)
+    for k, (train, kept) in enumerate(zip(task.train, task.validation, strict=True)):
+        before = whole.train[k].pixels.flatten(1)
+        after = torch.cat([train.pixels, kept.pixels]).flatten(1)
+        assert sorted(map(tuple, after.tolist())) == sorted(map(tuple, before.tolist()))
+        assert len(kept) == round(0.2 * len(before))
+        counts = whole.train[k].class_counts().double() * 0.2
+        assert (kept.class_counts() - counts).abs().max() <= 1, "the client's own mix of classes"
+        assert torch.equal(task.local_tests[k].pixels, whole.local_tests[k].pixels)
+        assert not kept.augment.crop
+    assert torch.equal(held(task), torch.cat([own.pixels for own in task.validation]).flatten(1))
+    assert torch.equal(held(task), held(again))
+    assert len(held(other)) < len(held(task))
+    assert int(task.domain_table.sum()) == sum(map(len, task.train)) < 1433
+    assert torch.equal(task.global_test.pixels, whole.global_test.pixels)
+    assert task.spec == whole.spec
+
+
+def test_every_image_can_be_held_out_and_one_stays() -> None:
+    dataset = Data().load()
+    part = np.arange(40)
+    found = [held_out(dataset, part, 0.1, seed, 0) for seed in range(100)]
+    assert all(len(kept) == 4 and len(rest) == 36 for rest, kept in found)
+    assert set(np.concatenate([kept for _, kept in found])) == set(part)
+    assert [len(kept) for kept in held_out(dataset, part[:2], 0.9, 0, 0)] == [1, 1]
+    with pytest.raises(ConfigError, match="client 3 has 1 training image, and needs two"):
+        held_out(dataset, part[:1], 0.1, 0, 3)
 
 
 def test_pixels_are_normalised_by_their_own_statistics() -> None:

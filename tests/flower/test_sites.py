@@ -16,7 +16,9 @@ from barter.core.images import Spec
 from barter.data.task import Data
 from barter.flower.consent import Consent
 from barter.flower.handshake import Hello, Setup, agree, introduce, make_site
+from barter.runs.folder import kept_rounds
 from barter.runs.journal import Journal
+from barter.runs.selection import best_round
 from barter.setup.config import Config, to_toml
 from tests.conftest import tiny
 
@@ -172,15 +174,29 @@ def test_sites_with_data_and_networks_of_their_own(
     ]
     grid = LoopbackGrid(sites, monkeypatch)
     run = config(
-        rounds=2, models="tests.flower.test_sites:own_network"
-    )  # the coordinator runs no code that it does not name
+        rounds=2,
+        models="tests.flower.test_sites:own_network",  # or the coordinator runs no code
+        data=Data(source="sites", validation=0.2),
+        keep="best",
+        keep_rounds=1,
+    )
     experiment = conduct(grid, run, tmp_path / "run", Journal(tmp_path / "journal"))
     assert experiment.folder is not None
-    for record in experiment.folder.records():
+    rounds = experiment.folder.records()
+    for record in rounds:
         assert record.failures == []
         assert all(
             "local" in metrics and "global" not in metrics for metrics in record.clients.values()
         )
+        assert all(
+            "val_local" in metrics and "val" not in metrics for metrics in record.clients.values()
+        ), "there is no pooled validation set"
+    best = best_round(rounds)
+    assert best is not None
+    assert kept_rounds(tmp_path / "run") == sorted({best.round, 2})
+    for one in grid.sites.values():
+        assert (len(one.client.data), len(one.client.tests["val_local"])) == (48, 12)
+    assert [member.examples for member in experiment.engine.members.values()] == [48, 48]
     # Nothing of a site's data is known to the server but what it said in its hello and what DFFKE sends.
     assert experiment.test is None
     assert experiment.server.spec.mean[0] == pytest.approx((127.5 + 63.5) / 2 / 255, abs=0.01)

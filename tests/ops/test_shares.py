@@ -84,9 +84,13 @@ def test_a_loss_of_adjusted_logits_by_hand() -> None:
 
 def test_only_the_clients_own_test_knows_what_is_frequent_at_home() -> None:
     tests = {"global": images(1, 1, 2), "local": images(3, 1, 0)}
+    tests |= {"val": tests["global"], "val_local": tests["local"]}
     client = Client(0, Constant(0.0, 1.0, 0.5), torch.device("cpu"), images(3, 1, 0), tests)
-    assert evaluate(client) == {"global": 0.25, "local": 0.25}
-    assert evaluate(client, torch.tensor([2.0, 0.0, 0.0])) == {"global": 0.25, "local": 0.75}
+    assert evaluate(client) == dict.fromkeys(tests, 0.25)
+    assert evaluate(client, torch.tensor([2.0, 0.0, 0.0])) == {
+        **{"global": 0.25, "local": 0.75},
+        **{"val": 0.25, "val_local": 0.75},
+    }
     assert accuracy(client.model, tests["global"], torch.tensor([0.0, 0.0, 9.0])) == 0.5
 
 

@@ -14,7 +14,14 @@ from barter.core.errors import CheckpointError
 from barter.core.payload import isolate
 from barter.core.record import Round
 from barter.runs import checkpoint
-from barter.runs.folder import RunFolder, last_checkpoint, rounds_done
+from barter.runs import folder as folders
+from barter.runs.folder import (
+    RunFolder,
+    checkpoint_of,
+    kept_rounds,
+    last_checkpoint,
+    rounds_done,
+)
 from tests.forked import forked, status, until
 
 
@@ -58,6 +65,28 @@ def test_checkpoints_come_back_whole_and_only_the_last_stays(tmp_path: Path) -> 
     assert torch.equal(found[1]["b"][0], shared)
     assert found[1]["b"][1] == {7: (3, None, "x", 0.1)}
     assert found[1]["e"].shape == (0, 3)
+
+
+def test_earlier_checkpoints_stay_as_asked_and_the_disk_holds_no_more_than_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder.create(tmp_path / "run", "seed = 1")
+    written, during = folders.write, list[list[int]]()
+
+    def watched(*args: Any) -> None:
+        during.append(kept_rounds(folder.path))
+        written(*args)
+
+    monkeypatch.setattr(folders, "write", watched)
+    for t in range(1, 6):
+        folder.append(record(t))
+        folder.save(t, {"x": torch.ones(1)}, {}, keep={1, t - 1})
+    assert during == [[], [1], [1, 2], [1, 3], [1, 4]], "what can go goes before"
+    assert kept_rounds(folder.path) == [1, 4, 5]
+    assert [checkpoint_of(folder.path, which)[0] for which in (1, 4, "last")] == [1, 4, 5]
+    folder.go_on_after(4)
+    assert kept_rounds(folder.path) == [1, 4]
+    assert [r.round for r in folder.records()] == [1, 2, 3, 4]
 
 
 def test_lines_behind_the_checkpoint_and_torn_lines_go(tmp_path: Path) -> None:

@@ -18,7 +18,16 @@ from typing import Annotated
 import click
 import typer
 
-from barter.cli.options import Arithmetic, Device, Listing, Place, Settings, TensorBoard
+from barter.cli.options import (
+    Arithmetic,
+    Device,
+    Listing,
+    Patience,
+    Place,
+    RoundOf,
+    Settings,
+    TensorBoard,
+)
 from barter.core.errors import BarterError, CheckpointError, ConfigError, lacks_memory
 from barter.setup.catalogue import CHOICES, LISTINGS, known_keys
 from barter.version import __version__
@@ -90,6 +99,7 @@ def run(
             help="Where clients live: in this process, or each in a Flower site of its own."
         ),
     ] = None,
+    patience: Patience = None,
     simulate: Annotated[
         bool,
         typer.Option(
@@ -102,7 +112,13 @@ def run(
     from barter.cli import running
 
     where = {"start": start and str(start), "device": device, "engine": engine}
-    chosen = {**where, "precision": precision, "device_memory": device_memory, "threads": threads}
+    chosen = {
+        **where,
+        "precision": precision,
+        "device_memory": device_memory,
+        "threads": threads,
+        "patience": patience,
+    }
     values = {key: getattr(value, "value", value) for key, value in chosen.items()}
     running.run(
         config, algorithm, settings, out, values, simulate=simulate, tensorboard=tensorboard
@@ -119,12 +135,24 @@ def resume(
         int | None,
         typer.Option(min=1, help="Of the CPU; without, as before. With others last digits differ."),
     ] = None,
+    patience: Patience = None,
+    behind: Annotated[
+        str,
+        typer.Option(
+            "--round",
+            metavar="best|last|N",
+            help="Go back to this round, whose checkpoint is kept, and drop later ones.",
+        ),
+    ] = "last",
     tensorboard: TensorBoard = False,
 ) -> None:
-    """Continue the run in the folder RUN behind its last finished round, as if it had never been interrupted."""
+    """Continue the run in the folder RUN behind its last finished round, as if it had never been interrupted.
+
+    A run that stopped early continues with --rounds, or with more --patience.
+    """
     from barter.cli import running
 
-    running.resume(run, rounds, threads, tensorboard=tensorboard)
+    running.resume(run, rounds, threads, patience, behind, tensorboard=tensorboard)
 
 
 @app.command()
@@ -161,8 +189,8 @@ def compare(
         str | None,
         typer.Option(
             help="Of curves and differences: primary (default: the server's model or the mean of "
-            "clients, as the method has it), global, own, server, trained, trained-own, "
-            "own-by-images, worst, worst-own, spread, or any metric of the records."
+            "clients, as the method has it), global, own, server, trained, trained-own, val, "
+            "val-local, own-by-images, worst, worst-own, spread, or any metric of the records."
         ),
     ] = None,
     target: Annotated[
@@ -236,11 +264,12 @@ def evaluate(
         str, typer.Option(metavar="SOURCE", help="A data set's name, npz:PATH or folder:PATH.")
     ],
     client: Annotated[int | None, typer.Option(min=0, help="Only this client's network.")] = None,
+    round: RoundOf = "last",
 ) -> None:
     """The accuracy of RUN's networks on other data: on its test images or, where it has no such part, on all of it."""
     from barter.cli import inspecting
 
-    inspecting.evaluate(run, data, client)
+    inspecting.evaluate(run, data, client, round)
 
 
 @app.command()
@@ -250,11 +279,12 @@ def export(
     client: Annotated[
         int | None, typer.Option(min=0, help="Whose network; without it, the server's model.")
     ] = None,
+    round: RoundOf = "last",
 ) -> None:
     """Write a network of RUN into a file that says how images are to be prepared for it."""
     from barter.cli import inspecting
 
-    inspecting.export(run, to, client)
+    inspecting.export(run, to, client, round)
 
 
 @app.command()

@@ -11,9 +11,10 @@ from typing import Any
 from rich.console import Console
 
 from barter.core.errors import ConfigError
+from barter.runs.folder import Which
 from barter.setup.config import read, with_settings
 
-__all__ = ["EXTRAS", "Settings", "asked", "optional", "screen"]
+__all__ = ["EXTRAS", "Settings", "asked", "chosen_round", "optional", "screen"]
 
 Settings = Sequence[str] | None
 
@@ -35,6 +36,17 @@ def asked(
 ) -> dict[str, Any]:
     first = [] if algorithm is None else [f"algorithm.name={algorithm}"]
     return with_settings({} if config is None else read(config), [*first, *(settings or [])])
+
+
+def chosen_round(text: str) -> Which:
+    """Read the value of --round."""
+    if text == "last":
+        return "last"
+    if text == "best":
+        return "best"
+    if not text.isdecimal() or not int(text):
+        raise ConfigError(f"--round {text}: write best, last, or the number of a round from 1 on")
+    return int(text)
 
 
 EXTRAS = {

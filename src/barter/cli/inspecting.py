@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from barter.attacks.attack import attacked
-from barter.cli.common import Settings, asked, optional, screen
+from barter.cli.common import Settings, asked, chosen_round, optional, screen
 from barter.core.errors import BarterError, CheckpointError, Interrupted
 from barter.core.params import describe
 from barter.data.sources import load as load_data
@@ -79,22 +79,26 @@ def attack(run: Path, shadows: int) -> None:
         screen(wide=True).print(line)
 
 
-def evaluate(run: Path, source: str, client: int | None) -> None:
-    networks = load_all(begun(run)) if client is None else [load(begun(run), client)]
+def evaluate(run: Path, source: str, client: int | None, round: str) -> None:
+    which = chosen_round(round)
+    networks = (
+        load_all(begun(run), which) if client is None else [load(begun(run), client, round=which)]
+    )
     spec, own = networks[0].spec, resolve(read(run / "config.toml")).data
     dataset = load_data(
         source, root=own.root, size=spec.height if spec.height == spec.width else None
     )
     new = anchored(replace(own, source=source)).source != anchored(own).source
     count, values = judged(networks, dataset, new=new, device=device_named("auto"))
-    screen().print(f"accuracy in % on {count:,} images of {source}\n")
+    after = f"after round {networks[0].round}"
+    screen().print(f"accuracy in % {after} on {count:,} images of {source}\n")
     screen(wide=True).print(
         accuracy_table([(kept.owner, kept.architecture) for kept in networks], values)
     )
 
 
-def export(run: Path, to: Path, client: int | None) -> None:
-    kept = load(begun(run), client)
+def export(run: Path, to: Path, client: int | None, round: str) -> None:
+    kept = load(begun(run), client, round=chosen_round(round))
     write_network(kept, to)
     screen().print(f"{kept.owner} of {run}, {kept.architecture} after round {kept.round}: {to}")
 
@@ -146,9 +150,8 @@ def show_partition(
 ) -> None:
     first = [] if name is None else [f"partition.name={name}"]
     resolved = resolve(asked(config, None, [*first, *(settings or [])]))
-    task = make_task(
-        resolved.data, resolved.partition, resolved.clients, resolved.seed, torch.device("cpu")
-    )
+    data = replace(resolved.data, validation=0.0)  # what clients hold out is theirs too
+    task = make_task(data, resolved.partition, resolved.clients, resolved.seed, torch.device("cpu"))
     kinds, console = [Kinds("class", task.classes, task.class_table().tolist())], screen(wide=True)
     if len(task.domains) > 1:
         kinds.append(Kinds("domain", task.domains, task.domain_table.tolist()))

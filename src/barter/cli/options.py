@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["Arithmetic", "Device", "Listing", "Place", "Settings", "TensorBoard"]
+__all__ = [
+    "Arithmetic",
+    "Device",
+    "Listing",
+    "Patience",
+    "Place",
+    "RoundOf",
+    "Settings",
+    "TensorBoard",
+]
 
 Settings = Annotated[
     list[str] | None,
@@ -21,6 +30,26 @@ Settings = Annotated[
 
 TensorBoard = Annotated[
     bool, typer.Option("--tensorboard", help="Write every round for TensorBoard, into the folder.")
+]
+
+
+RoundOf = Annotated[
+    str,
+    typer.Option(
+        "--round",
+        metavar="best|last|N",
+        help="Of this round; best is the one with the highest validation accuracy.",
+    ),
+]
+
+
+Patience = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Stop when validation accuracy has not improved for N rounds; takes data.validation.",
+    ),
 ]
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from barter.cli.common import Settings, asked, optional, screen
+from barter.cli.common import Settings, asked, chosen_round, optional, screen
 from barter.cli.inspecting import privacy
 from barter.compare.comparison import Comparison, run_all
 from barter.compare.specification import Request
@@ -36,7 +36,15 @@ from barter.core.record import Round
 from barter.data.task import SITES, Task, make_task
 from barter.experiment import Experiment
 from barter.privacy.statement import Statement
-from barter.runs.folder import PRIVACY, begun, records, unborn
+from barter.runs.folder import (
+    PRIVACY,
+    Which,
+    begun,
+    early_stop,
+    records,
+    stopped_early,
+    unborn,
+)
 from barter.runs.progress import ManyRuns, Watcher
 from barter.runs.summary import cells
 from barter.runs.tables import closing_table
@@ -70,14 +78,23 @@ def run(
     _drive(resolved, out, resume=False, simulate=simulate, tensorboard=tensorboard)
 
 
-def resume(run: Path, rounds: int | None, threads: int | None, *, tensorboard: bool) -> None:
+def resume(
+    run: Path,
+    rounds: int | None,
+    threads: int | None,
+    patience: int | None,
+    behind: str,
+    *,
+    tensorboard: bool,
+) -> None:
     if unborn(run):
         raise CheckpointError(
             f"{run} was interrupted before its run began: there is nothing to continue, run it again"
         )
     simulated = (run / "flower").is_dir() and not (run / "flower" / "sites").exists()
     config = resolve(read(begun(run) / "config.toml"))
-    if rounds is not None and rounds < (done := len(records(run))):
+    which = chosen_round(behind)
+    if which == "last" and rounds is not None and rounds < (done := len(records(run))):
         raise ConfigError(f"--rounds {rounds}: {run} has done {done} already")
     if rounds is not None and rounds != config.rounds and config.engine == "flower":
         raise ConfigError(
@@ -88,8 +105,31 @@ def resume(run: Path, rounds: int | None, threads: int | None, *, tensorboard: b
         raise ConfigError(
             f"--threads {threads}: a run on Flower keeps those that it was begun with"
         )
-    config = replace(config, rounds=rounds or config.rounds, threads=threads or config.threads)
-    _drive(config, run, resume=True, simulate=simulated, tensorboard=tensorboard)
+    if config.engine == "flower" and (patience is not None or which != "last"):
+        option = f"--round {behind}" if patience is None else f"--patience {patience}"
+        raise ConfigError(
+            f"{option}: sites of a run on Flower know its last round, and keep its configuration"
+        )
+    stop = early_stop(run) if stopped_early(run) else None
+    longer = stop is not None and patience is not None and patience > stop.patience
+    if stop is not None and rounds is None and which == "last" and not longer:
+        screen().print(f"{run} {stop}; --rounds or a larger --patience continues")
+        return
+    config = replace(
+        config,
+        rounds=rounds or config.rounds,
+        threads=threads or config.threads,
+        patience=patience or config.patience,
+    )
+    _drive(
+        config,
+        run,
+        resume=True,
+        simulate=simulated,
+        tensorboard=tensorboard,
+        behind=which,
+        overrule=rounds is not None,
+    )
 
 
 def compare(
@@ -154,7 +194,16 @@ def _print_comparison(comparison: Comparison) -> None:
     screen().print(f"table and curves: {', '.join(map(str, paths))}")
 
 
-def _drive(config: Config, out: Path, *, resume: bool, simulate: bool, tensorboard: bool) -> None:
+def _drive(
+    config: Config,
+    out: Path,
+    *,
+    resume: bool,
+    simulate: bool,
+    tensorboard: bool,
+    behind: Which = "last",
+    overrule: bool = False,
+) -> None:
     console = screen()
     watcher = Watcher(
         console,
@@ -164,7 +213,9 @@ def _drive(config: Config, out: Path, *, resume: bool, simulate: bool, tensorboa
     if config.engine == "flower":
         _drive_flower(config, out, watcher, resume=resume, simulate=simulate)
         return
-    experiment = Experiment.from_config(config, out, resume=resume, monitor=watcher)
+    experiment = Experiment.from_config(
+        config, out, resume=resume, monitor=watcher, behind=behind, overrule=overrule
+    )
     assert experiment.folder is not None
     architectures = len(set(experiment.architectures))
     console.print(
@@ -203,6 +254,8 @@ def _drive(config: Config, out: Path, *, resume: bool, simulate: bool, tensorboa
             "".join(traceback.format_exception(error))
         )  # as of a client: whoever writes a method needs it
         raise stopped from error
+    if experiment.stopped is not None and experiment.round < config.rounds:
+        console.print(str(experiment.stopped))
     _close(records, experiment.architectures, experiment.task, out, config.algorithm)
 
 

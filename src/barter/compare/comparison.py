@@ -24,7 +24,7 @@ from barter.core.errors import CheckpointError, ConfigError
 from barter.core.files import replace_text, writing
 from barter.core.record import Round
 from barter.data.task import anchored
-from barter.runs.folder import records, rounds_done
+from barter.runs.folder import ended, records, rounds_done, stopped_early
 from barter.runs.picture import curves
 from barter.runs.progress import duration
 from barter.runs.summary import (
@@ -52,6 +52,7 @@ from barter.setup.config import (
     read,
     resolve,
     to_toml,
+    with_defaults,
     with_settings,
 )
 
@@ -59,6 +60,8 @@ __all__ = ["Comparison", "Job", "View", "run_all"]
 
 PLAN = "comparison.toml"
 MODELS = {"server": "server's model", "clients": "mean of clients"}
+# Runs of one table stop by one rule.
+MAY_DIFFER = tuple(key for key in RESULT_FREE if key != "patience")
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Job:
 
     @property
     def finished(self) -> bool:
-        return self.done >= self.config.rounds
+        return ended(self.folder, self.config.rounds)
 
     def __str__(self) -> str:
         return f"{self.variant}, seed {self.seed}"
@@ -139,9 +142,9 @@ class Comparison:
         common = {
             key: item
             for key, item in shared.items()
-            if key not in ("algorithm", "seed", *RESULT_FREE)
+            if key not in ("algorithm", "seed", *MAY_DIFFER)
         }
-        odd = first_difference(self.common, common, ()) if self.common else None
+        odd = first_difference(with_defaults(self.common), common, ()) if self.common else None
         if odd is not None:
             raise CheckpointError(
                 f"{self.folder} compares runs with another {odd}: choose another --out"
@@ -174,7 +177,7 @@ class Comparison:
         """Runs of a variant that are there already must be of this configuration, but for their seed."""
         for path in sorted((self.folder / self.variants[name]).glob("seed-*/config.toml")):
             mine, theirs = plain(_anchored(config)), plain(_anchored(resolve(read(path))))
-            odd = first_difference(mine, theirs, ("seed", *RESULT_FREE))
+            odd = first_difference(mine, theirs, ("seed", *MAY_DIFFER))
             if odd is not None:
                 raise CheckpointError(
                     f"{path.parent} was begun with another {odd}: choose another --out"
@@ -212,7 +215,7 @@ class Comparison:
         missing = []
         for name, seed in product(self.variants, self.seeds):
             rounds = records(self.run(name, seed))
-            if len(rounds) >= self.rounds:
+            if len(rounds) >= self.rounds or (rounds and stopped_early(self.run(name, seed))):
                 results.setdefault(name, {})[seed] = rounds[: self.rounds]
             else:
                 missing.append(f"{name}, seed {seed}")

@@ -89,7 +89,7 @@ def evaluate(client: Client, at_home: Tensor | None = None) -> dict[str, float]:
 
     Args:
         client: The client.
-        at_home: Added to its logits on the local test set, a number for each class.
+        at_home: Added to its logits on its local test and validation sets, a number for each class.
     """
     found: dict[str, float] = {}
     client.model.eval()  # whether tests are due or not, so that skipping them changes nothing else
@@ -97,7 +97,7 @@ def evaluate(client: Client, at_home: Tensor | None = None) -> dict[str, float]:
         return found
     for test, data in client.tests.items():
         if client.evaluation.runs(test):
-            by_class = at_home if test == "local" else None
+            by_class = at_home if test in ("local", "val_local") else None
             found |= score(client.model, data, test, client.evaluation, by_class)
     return found
 

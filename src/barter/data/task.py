@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -12,13 +13,23 @@ from torch import Tensor
 
 from barter.core.errors import ConfigError
 from barter.core.images import Augment, Images, Spec
-from barter.core.params import BY_PYTHON, Side, check
+from barter.core.params import BY_PYTHON, Range, Side, check
 from barter.core.seeds import stream_seed
 from barter.data.dataset import Dataset, from_python
 from barter.data.partition import Domains, Listed, Partition
 from barter.data.sources import PATH_SOURCES, load
 
-__all__ = ["SITES", "Data", "Task", "anchored", "make_task", "own_data", "public_data"]
+__all__ = [
+    "SITES",
+    "Data",
+    "Task",
+    "anchored",
+    "held_out",
+    "make_task",
+    "own_data",
+    "public_data",
+    "validation_size",
+]
 
 SITES = "sites"  # the source of a run to which every client brings its own data
 
@@ -39,6 +50,8 @@ class Data:
     flip: bool | None = None
     # a source whose training images everybody has, for methods that want public data
     public: str = ""
+    # share of each client's training images that it holds out to choose rounds by
+    validation: Annotated[float, Range(ge=0, le=0.9)] = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str):
@@ -86,6 +99,10 @@ class Task:
     public: Images | None
     domains: list[str]
     domain_table: Tensor  # samples by client and domain
+    # of each client, held out from its training images; none without data.validation
+    validation: list[Images] = field(default_factory=list)
+    # the validation images of all clients together
+    global_validation: Images | None = None
 
     def class_table(self) -> Tensor:
         """Samples by client and class."""
@@ -114,6 +131,14 @@ def make_task(
         stream_seed(seed, "partition"),
     )
     global_test = Images(dataset.x_test.to(device), dataset.y_test.to(device), spec)
+    trained, validation = parts, list[Images]()
+    if data.validation:
+        split = [held_out(dataset, part, data.validation, seed, k) for k, part in enumerate(parts)]
+        trained = [kept for kept, _ in split]
+        validation = [
+            Images(dataset.x_train[held].to(device), dataset.y_train[held].to(device), spec)
+            for _, held in split
+        ]
     return Task(
         spec=spec,
         classes=dataset.classes,
@@ -121,7 +146,7 @@ def make_task(
             Images(
                 dataset.x_train[part].to(device), dataset.y_train[part].to(device), spec, augment
             )
-            for part in parts
+            for part in trained
         ],
         local_tests=[
             _local_test(dataset, part, spec, seed, k, device) for k, part in enumerate(parts)
@@ -136,9 +161,61 @@ def make_task(
         public=public_data(data, spec, device),
         domains=dataset.domains,
         domain_table=torch.stack(
-            [dataset.domain_train[part].bincount(minlength=len(dataset.domains)) for part in parts]
+            [
+                dataset.domain_train[part].bincount(minlength=len(dataset.domains))
+                for part in trained
+            ]
         ),
+        validation=validation,
+        global_validation=_together(validation, spec) if validation else None,
     )
+
+
+def held_out(
+    dataset: Dataset, part: np.ndarray[Any, Any], share: float, seed: int, client: int
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Split a client's training images into those it trains on and its validation images.
+
+    Every image is equally likely to be held out, and the client's mix of classes and domains is kept:
+    images are drawn at equal distances from a list that is sorted by class.
+
+    Args:
+        dataset: The data of all clients.
+        part: Indices of the client's training images.
+        share: The share of them that is held out.
+        seed: The run's seed.
+        client: The client's id, which has a random stream of its own.
+
+    Returns:
+        Indices for training and for validation, each in the order of `part`.
+    """
+    count = validation_size(len(part), share, f"client {client}")
+    rng = np.random.default_rng(stream_seed(seed, "validation", client))
+    kinds = (dataset.domain_train * len(dataset.classes) + dataset.y_train)[part].numpy()
+    shuffled = rng.permutation(len(part))
+    by_kind = shuffled[np.argsort(kinds[shuffled], kind="stable")]
+    chosen = by_kind[np.floor((np.arange(count) + rng.random()) * len(part) / count).astype(int)]
+    held = np.zeros(len(part), dtype=bool)
+    held[chosen] = True
+    return part[~held], part[held]
+
+
+def _together(parts: Sequence[Images], spec: Spec) -> Images:
+    pixels = torch.cat([images.pixels for images in parts])
+    labels = torch.cat([images.labels for images in parts])
+    return Images(pixels, labels, spec)
+
+
+def validation_size(images: int, share: float, owner: str) -> int:
+    """Return how many of a client's training images it holds out; one at least, and one stays."""
+    if not share:
+        return 0
+    if images < 2:
+        raise ConfigError(
+            f"data.validation={share:g}: {owner} has {images} training image{'s' * (images != 1)}, "
+            "and needs two to hold one out"
+        )
+    return min(max(1, round(share * images)), images - 1)
 
 
 def own_data(data: Data, source: str) -> tuple[Dataset, Spec, Augment]:

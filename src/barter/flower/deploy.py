@@ -111,7 +111,7 @@ def conduct(
         spec, ids = agree(config, list(here.values()))
         roster = Roster(secrets.token_hex(8), [], spec, list(ids.values()))
     ids = dict(enumerate(roster.members))
-    server, test = federation(config, roster.spec, ids)
+    server, test, validation = federation(config, roster.spec, ids)
     if not (out / "config.toml").is_file():
         RunFolder.create(out, toml).release()
     nodes = {said.name: node for node, said in here.items()}
@@ -141,12 +141,15 @@ def conduct(
         roster.spec, ids[0].classes, {k: said.architecture for k, said in ids.items()}
     )
     config = with_threads(config, out, resume=True)
-    experiment = Experiment.of(Federation(config, server, engine, test, networks), out, resume=True)
+    parties = Federation(config, server, engine, test, networks, validation=validation)
+    experiment = Experiment.of(parties, out, resume=True)
     about = roster.begin(out, experiment.round) | {"config": toml, "spec": roster.spec.plain()}
     journal.note("begin", experiment.round)
     for record in experiment.rounds(config.rounds):
         journal.note("round", record.to_json())
         log.info("round %d of %d: %.0f s", record.round, config.rounds, record.seconds["round"])
+    if experiment.stopped is not None and experiment.round < config.rounds:
+        journal.note("say", str(experiment.stopped))
     journal.note("done", experiment.round)
     return experiment
 

@@ -11,6 +11,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
 import torch
 
 from barter.compute.fused import fuse
@@ -20,7 +21,15 @@ from barter.core.images import Images, Spec
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Positive, Range, Whole, check
 from barter.core.payload import Payload
-from barter.data.task import SITES, Data, make_task, own_data, public_data
+from barter.data.task import (
+    SITES,
+    Data,
+    held_out,
+    make_task,
+    own_data,
+    public_data,
+    validation_size,
+)
 from barter.engines.local import LocalEngine
 from barter.flower.address import Address, require_name
 from barter.flower.consent import Consent
@@ -164,7 +173,8 @@ def introduce(setup: Setup, toml: str) -> Payload:
             spec = dataclasses.replace(
                 spec, mean=(USUAL[0],) * spec.channels, std=(USUAL[1],) * spec.channels
             )
-        classes, examples = tuple(dataset.classes), len(dataset.y_train)
+        classes, images = tuple(dataset.classes), len(dataset.y_train)
+        examples = images - validation_size(images, config.data.validation, f"site {setup.name}")
         return Hello(setup.name, None, spec, classes, examples, architecture, careful).payload()
     task = make_task(
         _data(setup, config), config.partition, config.clients, config.seed, torch.device("cpu")
@@ -223,12 +233,15 @@ def settle(setup: Setup, session: Payload) -> tuple[LocalEngine, Precision]:
         client = make_client(config, setup.share, network, name, task, device)
     else:
         dataset, _, augment = own_data(data, setup.data)
-        train = Images(dataset.x_train.to(device), dataset.y_train.to(device), spec, augment)
-        test = Images(dataset.x_test.to(device), dataset.y_test.to(device), spec)
+        x, y = dataset.x_train, dataset.y_train
+        tests = {"local": Images(dataset.x_test.to(device), dataset.y_test.to(device), spec)}
+        if data.validation:
+            trained, held = held_out(dataset, np.arange(len(y)), data.validation, config.seed, k)
+            tests["val_local"] = Images(x[held].to(device), y[held].to(device), spec)
+            x, y = x[trained], y[trained]
+        train = Images(x.to(device), y.to(device), spec, augment)
         kind: type[Client] = config.algorithm.parties()[1]
-        client = kind(
-            k, network, device, train, {"local": test}, public_data(data, spec, device), name
-        )
+        client = kind(k, network, device, train, tests, public_data(data, spec, device), name)
     client.evaluation = config.evaluate
     memory = memory_within(device, config.device_memory)
     tune = None if config.privacy.training else fuse
@@ -321,8 +334,8 @@ def _pooled(hellos: Sequence[Hello]) -> Spec:
 
 def federation(
     config: Config, spec: Spec, members: Mapping[int, Hello]
-) -> tuple[Server, Images | None]:
-    """The server of these sites, and its test set."""
+) -> tuple[Server, Images | None, Images | None]:
+    """The server of these sites, its test set and its validation set, where it can have them."""
     device, algorithm = device_named(config.device), config.algorithm
     built, unknown = {}, {}
     for name in dict.fromkeys(hello.architecture for hello in members.values()):
@@ -343,13 +356,12 @@ def federation(
             )
     names = {k: hello.architecture for k, hello in members.items()}
     parts = cut(config, names, {k: built[name] for k, name in names.items() if name in built}, spec)
-    test = None
+    test = validation = None
     if config.data.source != SITES:
-        test = make_task(
-            config.data, config.partition, config.clients, config.seed, device
-        ).global_test
+        task = make_task(config.data, config.partition, config.clients, config.seed, device)
+        test, validation = task.global_test, task.global_validation
     server = make_server(config, names, parts, spec, public_data(config.data, spec, device), device)
-    return server, test
+    return server, test, validation
 
 
 def new_attempt() -> str:

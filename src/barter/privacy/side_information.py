@@ -29,8 +29,8 @@ BESIDE = {
     EXAMPLES: "of the client's own, for training; before round 1",
     NAMES: "those that the run is about; before round 1",
     NUMBERS: "one more than the largest label, as nobody named them; before round 1",
-    PIXELS: "of all training images; before round 1",
-    RESULTS: "accuracies on the client's test images, and what it notes of its training",
+    PIXELS: "of all training and validation images; before round 1",
+    RESULTS: "accuracies on the client's test and validation images, and what it notes of its training",
     ERRORS: "what went wrong at the client, which may quote its data",
 }
 

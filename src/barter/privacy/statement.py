@@ -30,6 +30,7 @@ RELATION = (
 )
 LEFT_OUT = "Not counted: whether a client answers, when, and how long it takes."
 HERE = "The experimenter, in one process, sees what sites would withhold: whoever is shown that has no promise."
+VALIDATION = "Validation images count as test images: they are held out from training."
 TRAINED, TESTS = "training images", "test images"
 WITHHELD, AS_WITHHELD = "withheld by the site", "seen here; withheld by sites with `epsilon`"
 
@@ -115,11 +116,14 @@ def statement(
     *,
     secret: bool,
     start: str = "",
+    validation: bool = False,
+    selection: bool = False,
 ) -> Statement:
     """Of what came up from each client, part by part; clients that told us of a larger ε of theirs are believed.
 
     Where noise is not secret, all clients are in one process: what leaves beside answers is what sites would tell that
-    can take part in such a run. `start` is the run with whose networks this one began.
+    can take part in such a run. `start` is the run with whose networks this one began, `validation` says that clients
+    hold images out, and `selection` that their accuracies decide which round is kept, or when the run stops.
     """
     plan = Plan(privacy, algorithm)
     beside = {
@@ -127,7 +131,15 @@ def statement(
     }
     if not secret:
         hello = said_of_itself(numbered=False, pixels=not plan.promised)
-        beside = {k: hello if plan.promised else {**seen, **hello} for k, seen in beside.items()}
+        if plan.promised:
+            # Whoever chooses by results that sites would withhold reveals them.
+            used = {RESULTS} if selection else set()
+            beside = {
+                k: {**{part: n for part, n in seen.items() if part in used}, **hello}
+                for k, seen in beside.items()
+            }
+        else:
+            beside = {k: {**seen, **hello} for k, seen in beside.items()}
     crossed = {
         k: {part: n for part, n in seen.items() if part not in BESIDE}
         for k, seen in crossed.items()
@@ -174,6 +186,11 @@ def statement(
         if secret
         else "the run's seed: whoever knows it can take it away"
     )
+    left_out = [LEFT_OUT]
+    if plan.promised and not secret:
+        left_out.append(HERE)
+    if validation:
+        left_out.append(VALIDATION)
     return Statement(
         type(algorithm).__name__,
         tuple(rows),
@@ -183,7 +200,7 @@ def statement(
         clients,
         tuple(why),
         noise,
-        left_out=LEFT_OUT if secret or not plan.promised else f"{LEFT_OUT} {HERE}",
+        left_out=" ".join(left_out),
     )
 
 

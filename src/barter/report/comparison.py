@@ -13,7 +13,7 @@ from barter.core.record import Round
 from barter.report import charts
 from barter.report.page import Section, Tile, chart, code, folded, page, side_by_side, table, text
 from barter.report.run import Split, cited, failures, phases
-from barter.runs.folder import rounds_done
+from barter.runs.folder import ended, rounds_done
 from barter.runs.summary import ALWAYS, Comparative, Results, cells, heading, lines
 from barter.setup.config import Config, read, resolve, to_toml
 
@@ -30,25 +30,28 @@ class ComparisonReport:
 
     @property
     def done(self) -> int:
-        return sum(self._rounds())
+        return sum(rounds_done(run) for run in self._runs())
 
     @property
     def empty(self) -> bool:
-        return not any(done >= self.comparison.rounds for done in self._rounds())
+        return not any(self._ended())
 
     @property
     def finished(self) -> bool:
-        return all(done >= self.comparison.rounds for done in self._rounds())
+        return all(self._ended())
 
     @property
     def progress(self) -> str:
-        rounds = self._rounds()
-        return f"{sum(done >= self.comparison.rounds for done in rounds)} of {len(rounds)} runs"
+        runs = self._ended()
+        return f"{sum(runs)} of {len(runs)} runs"
 
-    def _rounds(self) -> list[int]:
+    def _runs(self) -> list[Path]:
         self.comparison = Comparison.at(self.folder)
         planned = product(self.comparison.variants, self.comparison.seeds)
-        return [rounds_done(self.comparison.run(name, seed)) for name, seed in planned]
+        return [self.comparison.run(name, seed) for name, seed in planned]
+
+    def _ended(self) -> list[bool]:
+        return [ended(run, self.comparison.rounds) for run in self._runs()]
 
     def page(self, *, live: bool, quick: bool = False) -> str:
         """The page of the runs that are finished; a quick one does not wait for data that are not read yet."""

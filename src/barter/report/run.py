@@ -35,7 +35,7 @@ from barter.report.page import (
     table,
     text,
 )
-from barter.runs.folder import METRICS, PRIVACY, records, rounds_done
+from barter.runs.folder import METRICS, PRIVACY, ended, records, rounds_done
 from barter.runs.picture import Row
 from barter.runs.progress import duration, size
 from barter.runs.tables import HEADINGS, alone, closing_cells
@@ -112,7 +112,7 @@ class RunReport:
 
     @property
     def finished(self) -> bool:
-        return self.done >= self.config.rounds
+        return ended(self.run, self.config.rounds)
 
     @property
     def progress(self) -> str:

@@ -1,4 +1,4 @@
-"""The folder of a run: config.toml, metrics.jsonl and the checkpoint of the last finished round."""
+"""The folder of a run: config.toml, metrics.jsonl and the checkpoints of the last rounds and of the best one."""
 
 from __future__ import annotations
 
@@ -9,26 +9,34 @@ import re
 import shutil
 import tomllib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import tomli_w
 import torch
 
 from barter.core.errors import CheckpointError
-from barter.core.files import replace_text, writing
+from barter.core.files import replace_text, understood, writing
 from barter.core.payload import Payload
 from barter.core.record import Round
 from barter.runs.checkpoint import read, round_of, write
+from barter.runs.selection import Stop, best_round
 
 __all__ = [
     "RunFolder",
+    "Which",
     "begun",
+    "checkpoint_of",
+    "early_stop",
+    "ended",
     "finished",
     "has_checkpoint",
+    "kept_rounds",
     "last_checkpoint",
     "records",
     "rounds_done",
+    "stopped_early",
     "unborn",
 ]
 
@@ -36,6 +44,9 @@ log = logging.getLogger("barter")
 
 METRICS = "metrics.jsonl"
 PRIVACY = "privacy.json"
+STOPPED = "stopped.json"  # when and why a run stopped before its last round
+
+Which: TypeAlias = int | Literal["last", "best"]  # of a run's rounds that are kept
 
 SETUP = "flower"  # what a run on Flower is set up with
 UNBORN = {
@@ -97,7 +108,7 @@ class RunFolder:
     def metrics(self) -> Path:
         return self.path / METRICS
 
-    def change(self, values: Mapping[str, int]) -> None:
+    def change(self, values: Mapping[str, int | str]) -> None:
         """From now on the run has these values of its configuration."""
         config = tomllib.loads(self.config.read_text())
         if config != {**config, **values}:
@@ -106,6 +117,14 @@ class RunFolder:
     def state(self, privacy: str) -> None:
         """What the run told of private images until now."""
         replace_text(self.path / PRIVACY, privacy)
+
+    def note_stop(self, stop: Stop) -> None:
+        """Record that the run stopped early, or that it was told to go on nevertheless."""
+        replace_text(self.path / STOPPED, stop.to_json())
+
+    def forget_stop(self) -> None:
+        """Record that the run goes on as if it had not stopped."""
+        (self.path / STOPPED).unlink(missing_ok=True)
 
     def release(self) -> None:
         """Let another experiment have the folder."""
@@ -122,16 +141,40 @@ class RunFolder:
         """The rounds that were recorded."""
         return records(self.path)
 
-    def save(self, round: int, state: Payload, origin: Mapping[str, str]) -> None:
-        """The checkpoint of a finished round and what it is made of; the one before goes only when this one is safe."""
-        target = self.checkpoints / f"round-{round:06d}.safetensors"
-        write(target, state, {**origin, "round": str(round)})
-        for old in self.checkpoints.iterdir():
-            if old != target:
-                old.unlink()
+    def save(
+        self,
+        round: int,
+        state: Payload,
+        origin: Mapping[str, str],
+        keep: Collection[int] = (),
+        until_saved: Collection[int] = (),
+    ) -> None:
+        """Write the checkpoint of a finished round, and delete those that are not needed any more.
+
+        What can go goes before the new one is written, so that the disk holds no more than is needed: the checkpoint
+        of the round before stays until the new one is safe.
+
+        Args:
+            round: The finished round.
+            state: What the checkpoint holds.
+            origin: What the state was made of.
+            keep: Earlier rounds whose checkpoints stay.
+            until_saved: Earlier rounds whose checkpoints stay until the new one is safe.
+        """
+        wanted = {_file(self.path, kept) for kept in {round, *keep}}
+        needed = {*wanted, *(_file(self.path, kept) for kept in until_saved)}
+        self._clear(but={*needed, *_checkpoints(self.path)[-1:]})
+        write(_file(self.path, round), state, {**origin, "round": str(round)})
+        self._clear(but=wanted)
+
+    def _clear(self, but: Collection[Path]) -> None:
+        for path in self.checkpoints.iterdir():
+            if path not in but:
+                path.unlink()
 
     def go_on_after(self, round: int) -> None:
-        """Drop the records of later rounds, which no checkpoint holds; say so if earlier ones are not there."""
+        """Drop checkpoints and records of later rounds; warn if earlier records are missing."""
+        self._clear(but=[path for path in _checkpoints(self.path) if _round(path) <= round])
         kept = [record for record in self.records() if record.round <= round]
         known = {record.round for record in kept}
         if len(known) < round:
@@ -199,13 +242,66 @@ def rounds_done(run: Path) -> int:
     return len(set(RECORD.findall(metrics.read_bytes()))) if metrics.exists() else 0
 
 
+def early_stop(run: Path) -> Stop | None:
+    """Return the early stop of a run, also an overruled one; None if there was none."""
+    file = run / STOPPED
+    return understood(file, Stop.from_json) if file.exists() else None
+
+
+def ended(run: Path, rounds: int) -> bool:
+    """Whether a run has come to its end: as many rounds are done, or it stopped early."""
+    return rounds_done(run) >= rounds or stopped_early(run)
+
+
+def stopped_early(run: Path) -> bool:
+    """Whether a run stopped early and was not told to go on."""
+    stop = early_stop(run)
+    return stop is not None and not stop.overruled
+
+
+def kept_rounds(run: Path) -> list[int]:
+    """The rounds whose checkpoints a run's folder holds."""
+    return [_round(path) for path in _checkpoints(run)]
+
+
+def checkpoint_of(run: Path, which: Which) -> tuple[int, Payload, dict[str, str]]:
+    """Read the checkpoint of a round: its number, its state and what it is made of.
+
+    Args:
+        run: The run's folder.
+        which: A round, "last", or "best" for the one with the highest validation accuracy.
+
+    Raises:
+        CheckpointError: If that round is not kept, or no round is the best.
+    """
+    kept = kept_rounds(run)
+    if not kept:
+        raise CheckpointError(f"{run} holds no checkpoint of a finished round")
+    title = f"round {which}"
+    if which == "last":
+        round = kept[-1]
+    elif which == "best":
+        best = best_round(records(run))
+        if best is None:
+            raise CheckpointError(
+                f"{run} has no best round: it recorded no validation accuracy, which takes data.validation"
+            )
+        round, title = best.round, f"round {best.round}, the best on validation,"
+    else:
+        round = which
+    if round not in kept:
+        there = f"round{'s' * (len(kept) > 1)} {', '.join(map(str, kept))}"
+        raise CheckpointError(
+            f"{run}: {title} is not kept, only {there}; keep=best keeps the best round, keep_rounds more of the last"
+        )
+    path = _file(run, round)
+    state, notes = read(path, torch.device("cpu"))
+    return _checked_round(path, state, notes), state, notes
+
+
 def last_checkpoint(run: Path) -> tuple[int, Payload, dict[str, str]] | None:
     """The last finished round of a run's folder, its state and what it is made of; nothing if no round was finished."""
-    found = _checkpoints(run)
-    if not found:
-        return None
-    state, notes = read(found[-1], torch.device("cpu"))
-    return _checked_round(found[-1], state, notes), state, notes
+    return checkpoint_of(run, "last") if has_checkpoint(run) else None
 
 
 def _checked_round(path: Path, state: Payload, notes: Mapping[str, str]) -> int:
@@ -243,19 +339,24 @@ def begun(run: Path) -> Path:
     return run
 
 
-def finished(run: Path) -> tuple[int, Payload]:
-    """The last finished round of a run's folder and its state, to look at; an error if there is none."""
-    found = last_checkpoint(begun(run))
-    if found is None:
-        raise CheckpointError(f"{run} holds no checkpoint of a finished round")
-    if not {"server", "clients"} <= found[1].keys():
-        raise CheckpointError(f"{run} holds a damaged checkpoint, without a server or clients")
-    return found[:2]
+def finished(run: Path, which: Which = "last") -> tuple[int, Payload]:
+    """A finished round of a run's folder and its state, to look at; an error if it is not kept."""
+    return checkpoint_of(begun(run), which)[:2]
 
 
 def has_checkpoint(run: Path) -> bool:
     """Whether a run has finished a round."""
     return bool(_checkpoints(run))
+
+
+def _file(run: Path, round: int) -> Path:
+    return run / "checkpoints" / f"round-{round:06d}.safetensors"
+
+
+def _round(checkpoint: Path) -> int:
+    found = CHECKPOINT.fullmatch(checkpoint.name)
+    assert found is not None
+    return int(found[1])
 
 
 def _checkpoints(run: Path) -> list[Path]:

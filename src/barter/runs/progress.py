@@ -20,6 +20,7 @@ from rich.progress import (
 
 from barter.core.nodes import Monitor
 from barter.core.record import Round
+from barter.runs.selection import validation_accuracy
 
 __all__ = ["ManyRuns", "Onlooker", "Watcher", "Work", "duration", "onlooker", "size"]
 
@@ -91,6 +92,9 @@ class Watcher(Monitor):
         found = record.server.get("global")
         server = [] if found is None else [f"{found:6.1%} server"]
         parts = [*server, *clients] if record.primary == "server" else [*clients, *server]
+        validated = validation_accuracy(record)
+        if validated is not None:
+            parts.append(f"{validated:6.1%} validation")
         numbers = f"accuracy {', '.join(parts)}" if parts else "not evaluated"
         traffic = f"{size(record.traffic('up'))} up, {size(record.traffic('down'))} down"
         spent = f"{record.seconds['round']:.0f} s{self.left(record)}"

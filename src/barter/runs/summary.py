@@ -15,6 +15,7 @@ from scipy.special import stdtrit  # all of scipy.stats takes a second to load
 from barter.core.record import Round
 from barter.runs.picture import Curve
 from barter.runs.progress import duration, size
+from barter.runs.selection import best_round, validation_accuracy
 
 __all__ = [
     "ALWAYS",
@@ -57,6 +58,8 @@ METRICS = {
     "worst": "worst client: global test",
     "worst-own": "worst client: local test",
     "spread": "spread over clients: global test",
+    "val": "validation",
+    "val-local": "clients: local validation",
 }
 ALWAYS = ("primary", "global", "own", "server")  # shown without being asked for
 _FIELDS = {
@@ -67,6 +70,7 @@ _FIELDS = {
     "worst": "global",
     "worst-own": "local",
     "spread": "global",
+    "val-local": "val_local",
 }
 # Endings of metrics that are shares, shown in percent, and of those that are better when lower.
 _SHARES = ("global", "local", "macro_f1", "auc", "calibration")
@@ -85,6 +89,8 @@ def value(record: Round, metric: str) -> float | None:
     """
     if metric == "primary":
         return record.headline()
+    if metric == "val":
+        return validation_accuracy(record)
     if metric == "server":
         return record.server.get("global")
     if metric.startswith(SERVER):
@@ -155,7 +161,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Summary:
-    """One method: accuracies after the last round, and what they cost."""
+    """One method: accuracies after the last round and after the best on validation, and what they cost."""
 
     name: str
     seeds: tuple[int, ...]
@@ -165,6 +171,8 @@ class Summary:
     seconds: Column
     reached: Column  # rounds until the target was reached, of the seeds that did
     difference: Column  # to the baseline, seed by seed
+    best_round: Column = Column(())  # the round with the highest validation accuracy
+    best: Column = Column(())  # the test accuracy after that round
 
 
 @dataclass(frozen=True)
@@ -174,6 +182,11 @@ class Question:
     metric: str = "primary"
     baseline: str | None = None
     target: float | None = None
+
+    @property
+    def tested(self) -> str:
+        """The accuracy on test images to report of a round that validation chose."""
+        return "primary" if self.metric.startswith("val") else self.metric
 
 
 @dataclass(frozen=True)
@@ -230,8 +243,20 @@ def summarise(results: Results, question: Question) -> Comparative:
             column(map(reached, runs.values())),
             column(gap(name, seed) for seed in runs),
         )
+        chosen = [best for rounds in runs.values() if (best := best_round(rounds)) is not None]
         rows.append(
-            Summary(name, tuple(runs), primary, accuracies, traffic, seconds, arrived, gaps)
+            Summary(
+                name,
+                tuple(runs),
+                primary,
+                accuracies,
+                traffic,
+                seconds,
+                arrived,
+                gaps,
+                best_round=column(float(best.round) for best in chosen),
+                best=column(value(best, question.tested) for best in chosen),
+            )
         )
     return Comparative(tuple(rows), question)
 
@@ -246,6 +271,10 @@ def _with_spread(column: Column, metric: str) -> str:
         return "-"
     mean = _number(column.mean, metric)
     return mean if column.deviation is None else f"{mean} ± {_number(column.deviation, metric)}"
+
+
+def _rounds(column: Column) -> str:
+    return "-" if column.mean is None else f"{column.mean:.1f}".removesuffix(".0")
 
 
 def _difference(summary: Summary, metric: str) -> str:
@@ -281,8 +310,11 @@ def cells(compared: Comparative) -> tuple[list[str], list[list[tuple[str, bool]]
     shown = [key for key in wanted if any(s.accuracies[key].values for s in summaries)]
     shown = [key for key in shown if key != "primary" or mixed]
     best = {key: _best(key, [s.accuracies[key].mean for s in summaries]) for key in shown}
-    headings = ["method", "seeds", *(["model"] if mixed else [])]
-    headings += [*map(heading, shown), "bytes", "seconds"]
+    validated = any(s.best_round.values for s in summaries)
+    headings = ["method", "seeds", *(["model"] if mixed else []), *map(heading, shown)]
+    if validated:
+        headings += ["best round on validation", f"{heading(asked.tested)} in it"]
+    headings += ["bytes", "seconds"]
     if asked.target is not None:
         target = f"{100 * asked.target:g}%" if is_share(asked.metric) else f"{asked.target:g}"
         headings.append(f"rounds to {target} {heading(asked.metric)}")
@@ -297,6 +329,8 @@ def cells(compared: Comparative) -> tuple[list[str], list[list[tuple[str, bool]]
             row.append(
                 (_with_spread(s.accuracies[key], key), mean is not None and mean == best[key])
             )
+        if validated:
+            row += [(_rounds(s.best_round), False), (_with_spread(s.best, asked.tested), False)]
         row += [(size(s.bytes.mean or 0.0), False), (duration(s.seconds.mean or 0.0), False)]
         row += [] if asked.target is None else [(_reached(s), False)]
         row += [] if asked.baseline is None else [(_difference(s, asked.metric), False)]
@@ -353,6 +387,7 @@ def to_csv(compared: Comparative) -> str:
     fields = ["method", "seeds", "primary_model"]
     fields += [f"{key.replace('-', '_')}_{part}" for key in metrics for part in ("mean", "std")]
     fields += ["bytes", "seconds", "rounds_to_target", "reached", "difference", "low", "high"]
+    fields += ["best_round_mean", "best_round_std", "best_mean", "best_std"]
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(fields)
@@ -374,6 +409,10 @@ def to_csv(compared: Comparative) -> str:
             s.seconds.mean,
             *reached,
             *difference,
+            s.best_round.mean,
+            s.best_round.deviation,
+            s.best.mean,
+            s.best.deviation,
         ]
         writer.writerow(["" if field is None else field for field in row])
     return file.getvalue()

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from barter.core.record import Round
 from barter.runs.progress import size
+from barter.runs.selection import best_round
 
 __all__ = [
     "HEADINGS",
@@ -135,7 +136,23 @@ def _together(
     server = next((r.server["global"] for r in reversed(records) if "global" in r.server), None)
     if server is not None:
         together.append(["server's model", "", "", "", "", _percent(server), "", "", ""])
-    return together
+    best = best_round(records)
+    return together if best is None else [*together, *_best_cells(best)]
+
+
+def _best_cells(best: Round) -> list[list[str]]:
+    """The rows of test accuracies after the round that validation chose."""
+
+    def mean(name: str) -> float | None:
+        known = any(name in metrics for metrics in best.clients.values())
+        return best.mean(name) if known else None
+
+    after = [_percent(mean("global")), _percent(mean("local"))]
+    rows = [[f"best on val, round {best.round}", "", "", "", "", *after, "", ""]]
+    if "global" in best.server:
+        server = _percent(best.server["global"])
+        rows.append([f"server, round {best.round}", "", "", "", "", server, "", "", ""])
+    return rows
 
 
 def alone(records: Sequence[Round], client: int) -> Mapping[str, float]:

@@ -41,12 +41,14 @@ class Federation:
     networks: Payload  # what a checkpoint says of the networks in it
     task: Task | None = None  # the data of all, where all are here
     architectures: tuple[str, ...] = ()  # of the clients, where they are here
+    # by which rounds of a server's model are chosen: the validation images of all clients
+    validation: Images | None = None
 
     def fingerprint(self) -> str:
         """Which data are here."""
         clients = self.engine.clients.values() if isinstance(self.engine, LocalEngine) else ()
-        held = [*(client.data for client in clients), *([] if self.test is None else [self.test])]
-        return " ".join(images.fingerprint() for images in held)
+        held = [*(client.data for client in clients), self.test, self.validation]
+        return " ".join(images.fingerprint() for images in held if images is not None)
 
 
 def shared(
@@ -109,7 +111,16 @@ def assemble(
         )
     networks = described(task.spec, task.classes, names)
     architectures = tuple(parts.names[k] for k in range(config.clients))
-    return Federation(config, server, engine, task.global_test, networks, task, architectures)
+    return Federation(
+        config,
+        server,
+        engine,
+        task.global_test,
+        networks,
+        task,
+        architectures,
+        task.global_validation,
+    )
 
 
 def start_from(run: Path, federation: Federation) -> None:

@@ -49,7 +49,11 @@ RESULT_FREE = (
     "engine",
     "timeout",
     "answer_mb",
+    "keep",
+    "keep_rounds",
+    "patience",
 )  # may differ on resume
+
 
 PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
 DEEP = re.compile(
@@ -89,6 +93,11 @@ class Config:
     # which tests are run, how often and on which clients, and what they measure
     evaluate: Evaluation = dataclasses.field(default_factory=Evaluation)
     start: str = ""
+    # the checkpoint that stays beside those of the last rounds: none, or that of the best round on validation
+    keep: Literal["last", "best"] = "last"
+    keep_rounds: Count = 2  # how many of the last rounds keep their checkpoints
+    # stop when validation accuracy has not improved for so many rounds; none: never
+    patience: Count | None = None
 
     # where the clients live: in this process, or at Flower's sites
     engine: Literal["local", "flower"] = "local"
@@ -101,6 +110,12 @@ class Config:
         if self.min_clients is not None and self.min_clients > self.clients:
             raise ConfigError(
                 f"min_clients={self.min_clients}: there are only {self.clients} clients"
+            )
+        if not self.data.validation and (self.keep == "best" or self.patience is not None):
+            asked = "keep='best'" if self.keep == "best" else f"patience={self.patience}"
+            raise ConfigError(
+                f"{asked}: rounds are compared by their accuracy on validation images, and there are none; set "
+                "data.validation to a share of the training images, such as 0.1"
             )
         object.__setattr__(self, "privacy", self.privacy.settled(self.algorithm, self.rounds))
         if self.start and self.privacy.training:

@@ -120,6 +120,8 @@ def make_client(
 ) -> Client:
     """Client k with its share of a task."""
     tests = {"global": task.global_test, "local": task.local_tests[k]}
+    if task.global_validation is not None:
+        tests |= {"val": task.global_validation, "val_local": task.validation[k]}
     kind = config.algorithm.parties()[1]
     return kind(k, copy.deepcopy(network), device, task.train[k], tests, task.public, architecture)
 

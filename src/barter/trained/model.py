@@ -17,7 +17,7 @@ from barter.core.params import BY_PYTHON
 from barter.core.payload import Payload
 from barter.data.dataset import Dataset
 from barter.models.zoo import Own
-from barter.runs.folder import finished
+from barter.runs.folder import Which, finished
 from barter.setup.config import read, resolve
 from barter.setup.participants import cut, initial
 
@@ -46,10 +46,23 @@ class TrainedModel:
         return logits
 
 
-def load(run: str | Path, client: int | None = None, *, network: Own | None = None) -> TrainedModel:
-    """The network that a run's client ended with or, without one, the server's; also of a run that goes on.
+def load(
+    run: str | Path,
+    client: int | None = None,
+    *,
+    round: Which = "last",
+    network: Own | None = None,
+) -> TrainedModel:
+    """Load a trained network of a run, which may still be going on.
 
-    A network that was given in Python must be given again, as it was: a module or a factory.
+    Args:
+        run: The run's folder.
+        client: The client whose network is wanted; without one, the server's model.
+        round: A round whose checkpoint is kept, "last", or "best": the one with the highest validation accuracy.
+        network: The module or factory that the network was made of, if it was given in Python.
+
+    Raises:
+        CheckpointError: If that round is not kept; the message names those that are.
 
     >>> import tempfile, torch
     >>> from barter import Experiment, Local, load
@@ -59,12 +72,12 @@ def load(run: str | Path, client: int | None = None, *, network: Own | None = No
     >>> kept.architecture, kept(torch.zeros(5, 1, 8, 8, dtype=torch.uint8)).shape
     ('small-vgg', torch.Size([5, 10]))
     """
-    return _taken(Path(run), finished(Path(run)), client, network)
+    return _taken(Path(run), finished(Path(run), round), client, network)
 
 
-def load_all(run: Path) -> list[TrainedModel]:
+def load_all(run: Path, round: Which = "last") -> list[TrainedModel]:
     """The networks of all parties that have one here: the clients', then the server's."""
-    last = finished(run)
+    last = finished(run, round)
     owners: list[int | None] = sorted(last[1]["clients"])
     return [_taken(run, last, k, None) for k in owners + [None] * ("model" in last[1]["server"])]
 
