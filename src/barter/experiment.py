@@ -19,6 +19,7 @@ from barter.core import seeds
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
 from barter.core.errors import CheckpointError, ClientError, ConfigError, PrivacyError
+from barter.core.metrics import Evaluation
 from barter.core.nodes import Monitor, Silence, as_numbers
 from barter.core.params import BY_PYTHON
 from barter.core.record import Round
@@ -34,7 +35,16 @@ from barter.privacy.statement import Statement, statement
 from barter.runs.folder import RunFolder, finished, has_checkpoint, last_checkpoint
 from barter.runs.progress import onlooker
 from barter.setup.assembly import Federation, assemble, shared, start_from
-from barter.setup.config import RESULT_FREE, Config, first_difference, plain, read, resolve, to_toml
+from barter.setup.config import (
+    RESULT_FREE,
+    Config,
+    first_difference,
+    plain,
+    read,
+    resolve,
+    to_toml,
+    with_defaults,
+)
 from barter.setup.hardware import precision_named, with_threads
 
 __all__ = ["Experiment"]
@@ -70,6 +80,7 @@ class Experiment:
         min_clients: int | None = None,
         timeout: float | None = None,
         privacy: Privacy | None = None,
+        evaluate: Evaluation | None = None,
         start: str | Path = "",
         rounds: int = 5,
         out: str | Path | None = None,
@@ -96,6 +107,7 @@ class Experiment:
             min_clients=min_clients,
             timeout=timeout,
             privacy=privacy or Privacy(),
+            evaluate=evaluate or Evaluation(),
             start=str(start),
         )
         place = None if out is None else Path(out)
@@ -168,6 +180,11 @@ class Experiment:
             precision_named(self.config.precision, self.server.device),
         )
         self.server.monitor = self.engine
+        self.engine.evaluation = self.config.evaluate
+        self.engine.last_round = self.config.rounds
+        here = self.engine.clients.values() if isinstance(self.engine, LocalEngine) else ()
+        for node in (self.server, *here):
+            node.evaluation = self.config.evaluate
         self.engine.meet(self.server)
         self.round, self._unfinished = 0, False
         if self.config.start and not (resume and out is not None and has_checkpoint(out)):
@@ -185,6 +202,7 @@ class Experiment:
         wanted = progress and self.round < n and isinstance(self.engine.watched, Silence)
         watcher = onlooker(n, self.round) if wanted else None
         done = [] if self.folder is None else self.folder.records()
+        self.engine.last_round = n
         while self.round < n:
             done.append(self.step() if watcher is None else watcher.over(self.engine, self.step))
             yield done[-1]
@@ -262,6 +280,7 @@ class Experiment:
     def _run(self, t: int) -> Round:
         start = time.perf_counter()
         everybody = Clients(self.engine, self.engine.client_ids)
+        self.engine.participants.clear()
         if t == 1:
             with seeds.scope(self.config.seed, 0, "server", device=self.device):
                 self.algorithm.setup(self.server, everybody)
@@ -277,9 +296,11 @@ class Experiment:
         return record
 
     def _record(self, t: int, everybody: Clients, start: float) -> Round:
-        metrics = everybody.run(self.algorithm.evaluate)
+        participants = sorted(self.engine.participants)
+        tested = [k for k in everybody if self.engine.tests_due(k, EVALUATION)]
+        metrics = everybody.only({*tested, *participants}).run(self.algorithm.evaluate)
         server, self.server.report = as_numbers(self.server.report), {}
-        if self.test is not None:
+        if self.test is not None and self.config.evaluate.is_due(t, self.engine.last_round):
             server |= self.algorithm.evaluate_server(self.server, self.test)
         seconds = {**self.engine.seconds, "round": time.perf_counter() - start}
         if self.device.type == "cuda":
@@ -295,7 +316,16 @@ class Experiment:
                 by_method.setdefault(method, {"up": 0, "down": 0})[direction] += count
                 by_client[client][f"bytes_{direction}"] += count
         clients = {k: {**metrics.get(k, {}), **by_client[k]} for k in everybody}
-        return Round(t, clients, server, seconds, by_method, failures)
+        return Round(
+            t,
+            clients,
+            server,
+            seconds,
+            by_method,
+            failures,
+            participants=participants,
+            primary=self.algorithm.primary,
+        )
 
     def _origin(self) -> dict[str, str]:
         """What the run's results come from."""
@@ -331,8 +361,9 @@ class Experiment:
             )
 
     def _begun(self, tree: Mapping[str, Any]) -> dict[str, Any]:
-        """What a run was begun with; some were before there was privacy, and say nothing of it."""
-        return {"privacy": plain(replace(self.config, privacy=Privacy()))["privacy"], **tree}
+        """What a run was begun with; an older version did not write some keys, which had no effect."""
+        privacy = plain(replace(self.config, privacy=Privacy()))["privacy"]
+        return with_defaults({"privacy": privacy, **tree})
 
     def _open(self, path: Path, resume: bool) -> RunFolder:
         if not resume:

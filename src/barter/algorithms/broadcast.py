@@ -11,7 +11,7 @@ from typing_extensions import TypeVar
 
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
-from barter.core.evaluation import evaluate
+from barter.core.evaluation import note_before
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
 from barter.core.payload import State
@@ -57,7 +57,7 @@ class Broadcast(Algorithm[S, C]):
     def client_update(self, client: C, w: State) -> State:
         self.begin(client, w)
         self.train(client)
-        client.report |= {f"before_{name}": value for name, value in evaluate(client).items()}
+        note_before(client)
         return self.outgoing(client.model)
 
     def begin(self, client: C, w: State) -> None:

@@ -47,6 +47,7 @@ class Condenser(Client):
 class Condensation(Algorithm[Server, Condenser]):
     """Condensed images go up, one model comes down."""
 
+    primary = "server"
     one_architecture = True
 
     fraction: Fraction = 1.0  # share of clients per round

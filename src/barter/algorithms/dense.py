@@ -99,6 +99,7 @@ def sketch_loss(
 class DENSE(Algorithm[Archive]):
     """Models are handed in once; the server's learns from them on images that it draws."""
 
+    primary = "server"
     global_model = True
     replicas = True
     crosses = {"learn": "up: the client's weights, how many images of each class"}

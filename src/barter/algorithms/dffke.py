@@ -43,7 +43,7 @@ from barter.core.answers import WORD, Known
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Floats, Labels, Room, When, Within
 from barter.core.errors import ConfigError
-from barter.core.evaluation import adjusted, evaluate, predict
+from barter.core.evaluation import adjusted, note_before, predict
 from barter.core.images import Augment, Images, Spec, augmented, prepared
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
@@ -286,9 +286,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         )
         client.report["epochs"] = fitted.epochs
         if epochs:
-            client.report |= {
-                f"before_{name}": value for name, value in evaluate(client, home).items()
-            }
+            note_before(client, home)
 
     def at_home(self, client: Trader) -> Tensor | None:
         return log_shares(client.data) if self.balanced else None

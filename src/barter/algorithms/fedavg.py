@@ -9,12 +9,14 @@ learning rate per task, 0.05 is a middle value of its range.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
 from barter.core.payload import State
+from barter.core.record import Primary
 from barter.ops.average import Average, average
 from barter.ops.fit import fit, sgd
 
@@ -25,6 +27,7 @@ __all__ = ["FedAvg"]
 class FedAvg(Algorithm):
     """One model for all, averaged from what the clients make of it."""
 
+    primary: ClassVar[Primary] = "server"
     one_architecture = True
     crosses = {"client_update": "down: the server's weights; up: the client's weights"}
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from barter.compute import lanes
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients, Replies
-from barter.core.evaluation import evaluate, predict
+from barter.core.evaluation import note_before, predict
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
 from barter.core.payload import State
@@ -80,7 +80,7 @@ class FedDF(Algorithm):
 
     def learn(self, client: Client) -> State:
         fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=sgd(self.lr))
-        client.report |= {f"before_{name}": value for name, value in evaluate(client).items()}
+        note_before(client)
         return client.model.state_dict()
 
     def fused(

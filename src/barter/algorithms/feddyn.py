@@ -62,6 +62,7 @@ class Task(TypedDict):
 class FedDyn(Algorithm[Cloud, Drifter]):
     """FedAvg whose clients are drawn back by as much as they have drifted."""
 
+    primary = "server"
     one_architecture = True
     crosses = {
         "present": "nothing",

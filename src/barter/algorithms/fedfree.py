@@ -44,7 +44,7 @@ from barter.core.answers import WORD, Known
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Floats, Room, When, Within
 from barter.core.errors import ConfigError, PayloadError
-from barter.core.evaluation import evaluate
+from barter.core.evaluation import note_before
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
 from barter.core.record import Round
@@ -247,7 +247,7 @@ class FedFree(Algorithm[Bridge, Client]):
     def learn(self, client: Client) -> Annotated[list[Layer], Room("largest")]:
         before = layers_of(client.model)
         fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=sgd(self.lr))
-        client.report |= {f"before_{name}": value for name, value in evaluate(client).items()}
+        note_before(client)
         after = layers_of(client.model)
         if self.credited:
             for old, new in zip(before, after, strict=True):

@@ -122,6 +122,7 @@ def wishes(
 class FedIOD(Algorithm[Curator, Judge]):
     """Images go down, logits and slopes come up: the server's model learns from clients that show no weights."""
 
+    primary = "server"
     global_model = True
     crosses = {
         "learn": "up: how many images of each class",

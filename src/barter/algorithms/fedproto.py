@@ -102,9 +102,12 @@ class FedProto(OneWidth[S, Follower]):
             return super().evaluate(client)
         report, client.report = client.report, {}
         by_head, found = evaluate(client), {}
-        for name, data in client.tests.items():
+        for name in by_head.keys() & client.tests.keys():
+            data = client.tests[name]
             said = nearest(features_of(client.model, data), client.prototypes[0])
             found[name] = float((said == data.labels).double().mean())
+        if "local" in found:
+            found["local_images"] = len(client.tests["local"])
         return {
             **found,
             **{f"head_{name}": value for name, value in by_head.items()},

@@ -50,7 +50,7 @@ from barter.compute.precision import exact
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Counts, Floats, When
-from barter.core.evaluation import adjusted, evaluate, predict
+from barter.core.evaluation import adjusted, note_before, predict
 from barter.core.images import Augment, Images, Spec, prepared, statistics
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
@@ -145,6 +145,7 @@ def rehearsal(
 class FedZGE(Algorithm[Asked, Oracle]):
     """Black-box clients: images go down, logits come up."""
 
+    primary = "server"
     global_model = True
     crosses = {
         "learn": "up: how many images of each class; mean and deviation of each frequency over all images",
@@ -269,10 +270,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
                 recipe=recipe,
                 by_class=self.at_home(client),
             )
-        client.report |= {
-            f"before_{name}": value
-            for name, value in evaluate(client, self.at_home(client)).items()
-        }
+        note_before(client, self.at_home(client))
         client.batch, data = [], client.data
         counts, images = (
             data.class_counts(),

@@ -31,7 +31,7 @@ from barter.algorithms.fedprox import FedProx
 from barter.compute import lanes
 from barter.core.clients import Clients
 from barter.core.errors import ConfigError
-from barter.core.evaluation import evaluate
+from barter.core.evaluation import note_before
 from barter.core.images import Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
@@ -85,6 +85,7 @@ def lesson(
 class FedZKT(FedProx):
     """The server's model learns from the clients' on images that it draws, and then theirs from its."""
 
+    primary = "clients"
     one_architecture = False
     global_model = True
     replicas = True
@@ -133,7 +134,7 @@ class FedZKT(FedProx):
 
     def learn(self, client: Client) -> State:
         self.train(client)
-        client.report |= {f"before_{name}": value for name, value in evaluate(client).items()}
+        note_before(client)
         return client.model.state_dict()
 
     def codes(self, party: Server | Client) -> Tensor:

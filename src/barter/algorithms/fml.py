@@ -58,6 +58,7 @@ def loss(
 class FML(FedAvg):
     """A shared small model is averaged, and every client's own learns with it."""
 
+    primary = "clients"
     one_architecture = False
     global_model = True
     crosses = {"client_update": "down: the shared model's weights; up: the same, trained"}

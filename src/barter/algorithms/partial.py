@@ -56,6 +56,7 @@ class Update(TypedDict):
 class PartialTraining(Algorithm[S, Client]):
     """Each client trains a part of the network, as wide as it can afford."""
 
+    primary = "server"
     replicas = True
     crosses = {
         "train": "down: the weights of the client's channels; up: the same, trained, and how often each class came up",

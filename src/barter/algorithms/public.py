@@ -16,7 +16,7 @@ from typing_extensions import TypeVar
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Counts, Floats, Places, When
-from barter.core.evaluation import evaluate, predict
+from barter.core.evaluation import note_before, predict
 from barter.core.images import Images
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
@@ -83,7 +83,7 @@ class PublicDistillation(Algorithm[S, C]):
     def answer(self, client: C, places: Annotated[Tensor, Places("images")]) -> Answer:
         """What the client says, after training on its own data."""
         self.train(client)
-        client.report |= {f"before_{name}": value for name, value in evaluate(client).items()}
+        note_before(client)
         logits = predict(client.model.eval(), public_images(client).batch, places)
         none = torch.zeros(0, dtype=torch.long, device=client.device)
         return {

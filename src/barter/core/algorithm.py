@@ -12,13 +12,13 @@ from typing_extensions import TypeVar
 
 from barter.core.clients import Clients
 from barter.core.errors import ConfigError
-from barter.core.evaluation import accuracy, evaluate
+from barter.core.evaluation import evaluate, score
 from barter.core.images import Images, Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server, as_numbers
 from barter.core.params import build, check, did_you_mean
 from barter.core.payload import State
-from barter.core.record import Round
+from barter.core.record import Primary, Round
 
 __all__ = ["Algorithm", "Tells"]
 
@@ -49,6 +49,8 @@ class Algorithm(Generic[S, C]):
     # METHOD.KEY of an answer -> what a private image can change of it
     tells: ClassVar[Mapping[str, Tells]] = {}
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}  # named sets of hyperparameters
+    # whose accuracy is the headline: of the server's model, or the mean over the clients' models
+    primary: ClassVar[Primary] = "clients"
     # whether the server has a model beside theirs; see server_network
     global_model: ClassVar[bool] = False
     # whether the server has no model even though all have one architecture
@@ -103,7 +105,10 @@ class Algorithm(Generic[S, C]):
     def evaluate(self, client: C) -> dict[str, float]:
         """What the round's record says of a client: its accuracies, and what it noted itself."""
         report, client.report = client.report, {}
-        return {**evaluate(client, self.at_home(client)), **as_numbers(report)}
+        found = evaluate(client, self.at_home(client))
+        if "local" in found:
+            found["local_images"] = len(client.tests["local"])  # to weigh clients by test images
+        return {**found, **as_numbers(report)}
 
     def at_home(self, client: C) -> Tensor | None:
         """What a client adds to its logits for images like its own, a number for each class; nothing if its network
@@ -112,7 +117,9 @@ class Algorithm(Generic[S, C]):
 
     def evaluate_server(self, server: S, test: Images) -> dict[str, float]:
         """What the round's record says of the server's model."""
-        return {} if server.model_or_none is None else {"global": accuracy(server.model, test)}
+        if server.model_or_none is None or not server.evaluation.runs("global"):
+            return {}
+        return score(server.model, test, "global", server.evaluation)
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
         """What somebody who sees accuracies alone should know of a run: no exchange ever took place, images are alike.

@@ -80,6 +80,8 @@ class Replies(dict[int, R], Generic[R]):
 class Engine(Protocol):
     """Where clients live and how they are reached."""
 
+    participants: set[int]  # clients that answered a call in this round
+
     @property
     def client_ids(self) -> Sequence[int]: ...
 
@@ -162,6 +164,7 @@ class Clients(Sequence[int]):
         failures: list[Failure] = []
         for k in self._ids:
             replies = self._engine.call(method.__name__, {k: (payload,)})
+            self._engine.participants.update(replies)
             payload = replies.get(k, payload)
             failures += replies.failures.values()
         self._require_enough(method.__name__, len(self), failures)
@@ -170,7 +173,9 @@ class Clients(Sequence[int]):
     def _ask(self, method: Callable[..., R], args: Mapping[int, tuple[Any, ...]]) -> Replies[R]:
         if not args:
             return Replies({}, {}, {})
-        replies, name = self._engine.call(method.__name__, args), method.__name__
+        name = method.__name__
+        replies = self._engine.call(name, args)
+        self._engine.participants.update(replies)
 
         def excuse(
             errors: Mapping[int, Exception], before: Mapping[int, Failure]

@@ -12,10 +12,11 @@ from torch import Tensor
 from barter.compute import lanes, precision
 from barter.compute.graphs import Forward
 from barter.core.images import Images
+from barter.core.metrics import Evaluation, measure
 from barter.core.model import Classifier
 from barter.core.nodes import Client
 
-__all__ = ["accuracy", "adjusted", "evaluate", "knowing_alone", "predict"]
+__all__ = ["accuracy", "adjusted", "evaluate", "knowing_alone", "note_before", "predict", "score"]
 
 OfBatch: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -63,17 +64,48 @@ def adjusted(logits: Tensor, by_class: Tensor | None) -> Tensor:
 
 def accuracy(model: Classifier, data: Images, by_class: Tensor | None = None) -> float:
     """The share of images that the model names rightly, in evaluation mode, with logits adjusted by class."""
+    return score(model, data, "accuracy", Evaluation(), by_class)["accuracy"]
+
+
+def score(
+    model: Classifier,
+    data: Images,
+    test: str,
+    evaluation: Evaluation,
+    by_class: Tensor | None = None,
+) -> dict[str, float]:
+    """Measure a model on a test set, in evaluation mode, with logits adjusted by class.
+
+    Returns:
+        The accuracy under the test's name, and further metrics that the evaluation asks for.
+    """
     model.eval()
     logits = predict(model, data.batch, torch.arange(len(data), device=data.device))
-    return float((adjusted(logits, by_class).argmax(1) == data.labels).double().mean())
+    return measure(test, adjusted(logits, by_class), data.labels, evaluation.metrics)
 
 
 def evaluate(client: Client, at_home: Tensor | None = None) -> dict[str, float]:
-    """The accuracy of a client's model on each of its test sets; its own know what is frequent `at_home`."""
-    here = {"local": at_home}
-    return {
-        name: accuracy(client.model, data, here.get(name)) for name, data in client.tests.items()
-    }
+    """Measure a client's model on its test sets, if its tests are due in this round.
+
+    Args:
+        client: The client.
+        at_home: Added to its logits on the local test set, a number for each class.
+    """
+    found: dict[str, float] = {}
+    client.model.eval()  # whether tests are due or not, so that skipping them changes nothing else
+    if not client.tested:
+        return found
+    for test, data in client.tests.items():
+        if client.evaluation.runs(test):
+            by_class = at_home if test == "local" else None
+            found |= score(client.model, data, test, client.evaluation, by_class)
+    return found
+
+
+def note_before(client: Client, at_home: Tensor | None = None) -> None:
+    """Put the client's current accuracies into its report, as those before an exchange."""
+    found = evaluate(client, at_home)
+    client.report |= {f"before_{name}": value for name, value in found.items()}
 
 
 @contextmanager
@@ -89,6 +121,6 @@ def knowing_alone(client: Client) -> Iterator[None]:
     ):
         return
     modes = [part.training for part in client.model.modules()]
-    client.report |= {f"before_{name}": value for name, value in evaluate(client).items()}
+    note_before(client)
     for part, training in zip(client.model.modules(), modes, strict=True):
         part.training = training

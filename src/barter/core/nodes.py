@@ -12,6 +12,7 @@ import torch
 
 from barter.compute import lanes
 from barter.core.images import Images, Spec
+from barter.core.metrics import Evaluation
 from barter.core.model import Classifier
 from barter.core.payload import Payload, State, isolate, leaves, nbytes
 
@@ -53,6 +54,8 @@ class Node:
         self.model_or_none, self.device, self.public = model, device, public
         self.architecture = "server"  # nodes of one name have the same network
         self.monitor: Monitor = Silence()
+        self.evaluation = Evaluation()  # which tests are run, and what they measure
+        self.tested = True  # whether tests are due in this round
         self.report: dict[str, float] = {}  # plain numbers for the round's record
         for name in self.remembered():
             if not hasattr(type(self), name):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, TypeAlias
 
-__all__ = ["Round"]
+__all__ = ["Primary", "Round"]
+
+# Whose accuracy is a method's headline: the server's model, or the mean over the clients' own.
+Primary: TypeAlias = Literal["server", "clients"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,14 +29,40 @@ class Round:
     seconds: dict[str, float]  # phase -> seconds
     bytes: dict[str, dict[str, int]]  # method -> "up" and "down"
     failures: list[str]
+    participants: list[int] = dataclasses.field(
+        default_factory=list
+    )  # clients that answered a call
+    primary: Primary = "clients"  # whose accuracy is the method's headline
 
-    def mean(self, metric: str) -> float:
-        """The mean over all clients that report this metric."""
-        values = [metrics[metric] for metrics in self.clients.values() if metric in metrics]
+    def values(self, metric: str, clients: Collection[int] | None = None) -> dict[int, float]:
+        """Return this metric of every client that reports it, or of these clients only."""
+        return {
+            k: metrics[metric]
+            for k, metrics in self.clients.items()
+            if metric in metrics and (clients is None or k in clients)
+        }
+
+    def mean(self, metric: str, clients: Collection[int] | None = None) -> float:
+        """Return the mean over all clients that report this metric, or over these clients only.
+
+        Every client counts alike, whatever number of images it has.
+        """
+        values = self.values(metric, clients)
         if not values:
             known = sorted({name for metrics in self.clients.values() for name in metrics})
             raise KeyError(f"no client reports {metric!r}; there are: {', '.join(known)}")
-        return sum(values) / len(values)
+        return sum(values.values()) / len(values)
+
+    def headline(self, test: str = "global") -> float | None:
+        """Return the accuracy of the method's primary model on a test set; None if not evaluated.
+
+        It is the server's model for methods that train one model for all, and the mean over the
+        clients' models otherwise (`primary`).
+        """
+        if self.primary == "server":
+            return self.server.get(test)
+        values = self.values(test)
+        return sum(values.values()) / len(values) if values else None
 
     def traffic(self, direction: str) -> int:
         """All bytes that went this way, "up" or "down"."""
@@ -60,7 +89,11 @@ class Round:
         """From a line of `to_json`; ValueError if it is none."""
         try:
             fields: Mapping[str, Any] = json.loads(line)
-            record = cls(**{**fields, "clients": {int(k): v for k, v in fields["clients"].items()}})
+            clients = {int(k): v for k, v in fields["clients"].items()}
+            everyone = {
+                "participants": list(clients)
+            }  # of a version that did not say who took part
+            record = cls(**{**everyone, **fields, "clients": clients})
             tables: list[Mapping[str, float]] = [
                 record.server,
                 record.seconds,
@@ -69,11 +102,14 @@ class Round:
             numbers = [
                 record.round,
                 record.seconds["round"],
+                *record.participants,
                 *(n for table in tables for n in table.values()),
             ]
             numbers += [n for table in record.bytes.values() for n in (table["up"], table["down"])]
-            whole = all(isinstance(n, int | float) for n in numbers) and isinstance(
-                record.failures, list
+            whole = (
+                all(isinstance(n, int | float) for n in numbers)
+                and isinstance(record.failures, list)
+                and record.primary in ("server", "clients")
             )
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"no record of a round: {error}") from error

@@ -20,6 +20,7 @@ from barter.core import seeds
 from barter.core.algorithm import Algorithm
 from barter.core.answers import Known, require, shapes_of
 from barter.core.clients import Failure, Replies
+from barter.core.metrics import Evaluation
 from barter.core.nodes import Monitor, Server, Silence
 from barter.core.payload import Payload, leaves, mapped
 from barter.core.wire import Wire
@@ -47,6 +48,9 @@ class BaseEngine:
         self.wire = Wire(algorithm.may_be_infinite)
         self.watched = monitor or Silence()
         self.round = 0
+        self.evaluation = Evaluation()  # which tests clients run, and when
+        self.last_round = 0  # of the run, which is always evaluated; 0: not known
+        self.participants: set[int] = set()  # clients that answered a call in this round
         self.failures: list[Failure] = []
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._calls: Counter[tuple[int, str, int]] = Counter()
@@ -171,6 +175,13 @@ class BaseEngine:
         """What an error says of a client."""
         told = "".join(traceback.format_exception(error))
         return Failure(client, method, self.round, f"{type(error).__name__}: {error}", told)
+
+    def tests_due(self, client: int, method: str) -> bool:
+        """Whether a client that is asked for a method runs its tests in this round."""
+        if not self.evaluation.is_due(self.round, self.last_round):
+            return False
+        takes_part = set() if method == Algorithm.evaluate.__name__ else {client}
+        return self.evaluation.includes(client, self.client_ids, self.participants | takes_part)
 
     def alone(self) -> bool:
         """Whether nothing of one client can have reached another: the server has not been told anything yet."""

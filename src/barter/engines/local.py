@@ -67,6 +67,8 @@ class LocalEngine(BaseEngine):
     ) -> None:
         super().__init__(algorithm, seed=seed, min_clients=min_clients, monitor=monitor)
         self.clients, self.guard, self.timeout = clients, guard, timeout
+        # of a site, which knows of no other client: whether the server wants its tests in this round
+        self.tested: bool | None = None
         for client in clients.values():
             client.monitor = self
         self._cost: dict[str, float] = {}  # seconds of a turn, by method, when last measured
@@ -112,6 +114,9 @@ class LocalEngine(BaseEngine):
         with nullcontext() if self.home is None else self.home.open():
             yield
             lanes.rest()
+
+    def tests_due(self, client: int, method: str) -> bool:
+        return super().tests_due(client, method) if self.tested is None else self.tested
 
     def order(self, ids: Sequence[int]) -> Sequence[int]:
         """The order in which clients take their turns; any gives the same result."""
@@ -169,6 +174,7 @@ class LocalEngine(BaseEngine):
 
     def _work(self, method: str, k: int, path: tuple[object, ...], arrived: tuple[Any, ...]) -> Any:
         client, lane = self.clients[k], id(lanes.current())
+        client.tested = self.tests_due(k, method)
         self._credit[lane] = 1.0
         try:
             seed = self.seed if self.guard is None else self.guard.seed(self.seed)

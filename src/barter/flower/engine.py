@@ -226,6 +226,7 @@ class FlowerEngine(BaseEngine):
                 "method": method,
                 "before": self.asked_before(method, k),
                 "evaluate": method == self._last,
+                "tested": self.tests_due(k, method),
                 "alone": alone,
                 "timeout": self.timeout,
             }

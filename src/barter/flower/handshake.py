@@ -229,6 +229,7 @@ def settle(setup: Setup, session: Payload) -> tuple[LocalEngine, Precision]:
         client = kind(
             k, network, device, train, {"local": test}, public_data(data, spec, device), name
         )
+    client.evaluation = config.evaluate
     memory = memory_within(device, config.device_memory)
     tune = None if config.privacy.training else fuse
     guard = Guard(config.privacy, config.algorithm, secret=True)

@@ -92,6 +92,7 @@ class Site:
                 part.training = training
         self.unseen = None
         self.engine.round = round
+        self.engine.tested = request.get("tested", True)
         self.engine.repeat(method, k, request["before"])
         client.released |= {
             name: max(n, client.released.get(name, 0)) for name, n in self._left().items()

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent
 
 CHOICES = {  # what is meant by a table's name alone
     **{"algorithm": "algorithm.name", "partition": "partition.name"},
-    **{"data": "data.source", "privacy": "privacy.epsilon"},
+    **{"data": "data.source", "privacy": "privacy.epsilon", "evaluate": "evaluate.every"},
 }
 
 
@@ -116,6 +116,7 @@ def known_keys() -> frozenset[str]:
         ],
         "data.": [_class(_source("data", "task"), "Data")],
         "privacy.": [_class(_source("privacy", "settings"), "Privacy")],
+        "evaluate.": [_class(_source("core", "metrics"), "Evaluation")],
     }
     found = {
         table + name

@@ -14,6 +14,7 @@ import tomli_w
 from barter.algorithms import ALGORITHMS
 from barter.core.algorithm import Algorithm
 from barter.core.errors import ConfigError
+from barter.core.metrics import Evaluation
 from barter.core.params import Count, Positive, Whole, build, check, did_you_mean, imported
 from barter.data.partition import PARTITIONS, Dirichlet, Partition
 from barter.data.splits import clients_in
@@ -32,6 +33,7 @@ __all__ = [
     "read",
     "resolve",
     "to_toml",
+    "with_defaults",
     "with_settings",
 ]
 
@@ -56,7 +58,7 @@ DEEP = re.compile(
 
 TABLES: dict[str, dict[str, str]] = {
     **{"algorithm": {"name": "dffke"}, "partition": {"name": "dirichlet"}},
-    **{"data": {}, "privacy": {}},
+    **{"data": {}, "privacy": {}, "evaluate": {}},
 }
 
 
@@ -84,6 +86,8 @@ class Config:
     # what is done to answers before they leave a client
     privacy: Privacy = dataclasses.field(default_factory=Privacy)
     # the folder of a run whose networks the parties start from; empty: from the seed
+    # which tests are run, how often and on which clients, and what they measure
+    evaluate: Evaluation = dataclasses.field(default_factory=Evaluation)
     start: str = ""
 
     # where the clients live: in this process, or at Flower's sites
@@ -161,6 +165,7 @@ def resolve(tree: Mapping[str, Any]) -> Config:
     values["partition"] = build(split, values["partition"], "partition.")
     values["data"] = build(Data, values["data"], "data.")
     values["privacy"] = build(Privacy, values["privacy"], "privacy.")
+    values["evaluate"] = build(Evaluation, values["evaluate"], "evaluate.")
     return build(Config, values)
 
 
@@ -283,13 +288,28 @@ def plain(config: Config) -> dict[str, Any]:
         names = {known: name for name, known in registry.items()}
         name = names.get(kind, f"{kind.__module__}:{kind.__qualname__}")
         tree[section] = {"name": name, **fields(tree[section])}
-    tree["data"], tree["privacy"] = fields(tree["data"]), fields(tree["privacy"])
+    for section in ("data", "privacy", "evaluate"):
+        tree[section] = fields(tree[section])
     return tree
 
 
 def to_toml(config: Config) -> str:
     """The configuration as a file: a run from it is the same run."""
     return tomli_w.dumps(plain(config))
+
+
+def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return plain values with the defaults of keys that an older version did not write."""
+
+    def defaults(kind: type[Any]) -> dict[str, Any]:
+        known = {f.name: f.default for f in dataclasses.fields(kind)}
+        known = {name: value for name, value in known.items() if value is not dataclasses.MISSING}
+        return {name: "none" if value is None else value for name, value in known.items()}
+
+    filled = {**defaults(Config), **tree}
+    for section, kind in (("data", Data), ("evaluate", Evaluation)):
+        filled[section] = {**defaults(kind), **tree.get(section, {})}
+    return filled
 
 
 def first_difference(

@@ -1,0 +1,145 @@
+"""What is measured of a model: which tests, when and on which clients, and metrics of its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from barter.core import seeds
+from barter.core.params import Count, check
+
+__all__ = ["Evaluation", "Metric", "auc", "calibration_error", "macro_f1", "measure"]
+
+Metric: TypeAlias = Literal["loss", "macro_f1", "auc", "calibration", "per_class"]
+
+BINS = 15  # of confidence, for the calibration error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The table [evaluate]: which tests are run, how often, on which clients, and what they measure.
+
+    >>> from barter.core.metrics import Evaluation
+    >>> every_third = Evaluation(every=3)
+    >>> [t for t in range(1, 9) if every_third.is_due(t, last=8)]
+    [1, 3, 6, 8]
+    """
+
+    # test sets: global is everybody's (all classes), local follows the client's own mix of classes
+    tests: tuple[Literal["global", "local"], ...] = ("global", "local")
+    # rounds between two evaluations; the first and the last round are always evaluated
+    every: Count = 1
+    # evaluated clients: all, those that took part in the round (sampled), or this number, always the same
+    clients: Literal["all", "sampled"] | Count = "all"
+    # beside accuracy: loss, macro_f1, auc (macro, one against the rest), calibration (expected error), per_class
+    metrics: tuple[Metric, ...] = ()
+
+    def __post_init__(self) -> None:
+        check(self, "evaluate.")
+
+    def is_due(self, t: int, last: int) -> bool:
+        """Whether round t is evaluated, in a run whose last round is `last`."""
+        return t == 1 or t % self.every == 0 or t == last
+
+    def includes(self, client: int, ids: Collection[int], participants: Collection[int]) -> bool:
+        """Whether a client is evaluated in a round that is due.
+
+        Args:
+            client: The client's id.
+            ids: All clients of the run.
+            participants: The clients that took part in this round so far.
+        """
+        if self.clients == "all":
+            return True
+        if self.clients == "sampled":
+            return client in participants
+        generator = torch.Generator().manual_seed(seeds.stream_seed(0, "evaluated clients"))
+        order = torch.randperm(len(ids), generator=generator)[: self.clients]
+        return client in {sorted(ids)[i] for i in order.tolist()}
+
+    def runs(self, test: str) -> bool:
+        """Whether a test set is used; only the global and the local one can be left out."""
+        return test not in ("global", "local") or test in self.tests
+
+
+def macro_f1(logits: Tensor, labels: Tensor) -> float:
+    """Return the mean F1 score over the classes that occur among labels or predictions."""
+    classes = logits.shape[1]
+    predicted = logits.argmax(1)
+    hits = torch.bincount(labels[predicted == labels], minlength=classes).double()
+    actual = torch.bincount(labels, minlength=classes).double()
+    claimed = torch.bincount(predicted, minlength=classes).double()
+    occurs = (actual + claimed) > 0
+    return float((2 * hits[occurs] / (actual + claimed)[occurs]).mean())
+
+
+def auc(logits: Tensor, labels: Tensor) -> float:
+    """Return the area under the ROC curve, one class against the rest, averaged over classes.
+
+    Scores are probabilities. Classes without a positive or without a negative image are left out;
+    with none left the result is 0.5.
+    """
+    scores = logits.double().softmax(1)
+    areas = []
+    for c in range(logits.shape[1]):
+        positive = labels == c
+        n, m = int(positive.sum()), int((~positive).sum())
+        if n and m:
+            ranks = _mean_ranks(scores[:, c])
+            areas.append((float(ranks[positive].sum()) - n * (n + 1) / 2) / (n * m))
+    return sum(areas) / len(areas) if areas else 0.5
+
+
+def _mean_ranks(values: Tensor) -> Tensor:
+    """Return the rank of each value, from 1 on; equal values share the mean of their ranks."""
+    _, place, count = torch.unique(values, return_inverse=True, return_counts=True)
+    last = count.cumsum(0)
+    ranks: Tensor = (last - (count - 1) / 2)[place].double()
+    return ranks
+
+
+def calibration_error(logits: Tensor, labels: Tensor) -> float:
+    """Return the expected calibration error (Guo et al., ICML 2017) with 15 bins of equal width."""
+    confidence, predicted = logits.double().softmax(1).max(1)
+    gap = (predicted == labels).double() - confidence
+    bins = (confidence * BINS).ceil().long().clamp(1, BINS) - 1
+    sums = torch.zeros(BINS, dtype=torch.double, device=logits.device).index_add_(0, bins, gap)
+    return float(sums.abs().sum() / len(labels))
+
+
+def _loss(logits: Tensor, labels: Tensor) -> float:
+    return float(F.cross_entropy(logits.double(), labels))
+
+
+SCALARS: dict[Metric, Callable[[Tensor, Tensor], float]] = {
+    "loss": _loss,
+    "macro_f1": macro_f1,
+    "auc": auc,
+    "calibration": calibration_error,
+}
+
+
+def measure(
+    test: str, logits: Tensor, labels: Tensor, metrics: Collection[Metric]
+) -> dict[str, float]:
+    """Return the accuracy under the test's name, and each further metric as TEST_METRIC.
+
+    >>> import torch
+    >>> from barter.core.metrics import measure
+    >>> measure("global", torch.eye(2), torch.tensor([0, 0]), ["per_class"])
+    {'global': 0.5, 'global_class_0': 0.5}
+    """
+    right = (logits.argmax(1) == labels).double()
+    found = {test: float(right.mean())}
+    for metric in metrics:
+        if metric == "per_class":
+            present = sorted(set(labels.tolist()))
+            found |= {f"{test}_class_{c}": float(right[labels == c].mean()) for c in present}
+        else:
+            found[f"{test}_{metric}"] = SCALARS[metric](logits, labels)
+    return found
