@@ -14,7 +14,7 @@ from barter.core.record import Round
 from barter.report.colours import GAINED, GREY, GRID, INK, LOST, PAPER, REST, SCALE, SOFT
 from barter.report.units import time_unit
 from barter.runs.picture import COLOURS, Curve, band
-from barter.runs.summary import Results, value
+from barter.runs.summary import Results, final
 from barter.runs.tables import alone
 
 __all__ = [
@@ -342,7 +342,7 @@ def by_seed(results: Results, metric: str) -> go.Figure:
         figure.add_scatter(
             **{
                 "x": [str(seed) for seed in runs],
-                "y": _column(value(rounds[-1], metric) for rounds in runs.values()),
+                "y": _column(final(rounds, metric) for rounds in runs.values()),
             },
             name=escape(name),
             mode="lines+markers",
@@ -368,7 +368,7 @@ def price(results: Results, metric: str) -> go.Figure:
         figure.add_scatter(
             **{
                 "x": _column(totals[name]),
-                "y": _column(value(rounds[-1], metric) for rounds in runs.values()),
+                "y": _column(final(rounds, metric) for rounds in runs.values()),
             },
             name=escape(name),
             mode="markers",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -44,17 +45,14 @@ from barter.runs.tables import HEADINGS, alone, closing_cells
 from barter.setup.config import Config, read, resolve, to_toml
 from barter.setup.participants import names_of, narrowed
 
-__all__ = ["RunReport", "Split", "cited", "counted", "failures", "phases"]
+__all__ = ["TESTS", "RunReport", "Split", "cited", "counted", "failures", "phases"]
 
 TESTS = {"global": "global test set", "local": "local tests"}
-TOLD = {
-    *TESTS,
-    *(f"before_{name}" for name in TESTS),
-    "bytes_up",
-    "bytes_down",
-    "device_memory",
-}  # in other sections
-NOTED = "Noted by the method"
+# Numbers of other sections; the number of local test images only weighs clients.
+TOLD = {*TESTS, *(f"before_{test}" for test in TESTS), "bytes_up", "bytes_down", "device_memory"}
+TOLD |= {f"{test}_images" for test in TESTS}
+PER_CLASS = re.compile(rf"({'|'.join(TESTS)})_class_(\d+)")
+FURTHER = re.compile(rf"({'|'.join(TESTS)})_(loss|macro_f1|auc|calibration)")
 # So that the page stays small: rounds and parties with images, images of each, pixels, and how many are kept exactly.
 SHOWN, COLUMNS, SIDE, EXACT = 5, 8, 48, 16
 
@@ -64,6 +62,7 @@ class Split:
 
     def __init__(self, config: Config) -> None:
         self.counts: list[list[int]] = []
+        self.classes: Sequence[str] = ()
         self.unknown = ""
         data = replace(config.data, download=False)  # who only looks fetches nothing
         try:
@@ -153,6 +152,7 @@ class RunReport:
             _traffic(rounds),
             _time(rounds),
             _memory(rounds),
+            _metrics(rounds, self.split.classes),
             _noted(rounds),
             failures("round", [[str(r.round), failure] for r in rounds for failure in r.failures]),
         ]
@@ -307,29 +307,72 @@ def _memory(rounds: Sequence[Round]) -> Section:
     return Section("Memory", [chart("Peak of the device by round", drawn)])
 
 
+def _metrics(rounds: Sequence[Round], classes: Sequence[str]) -> Section:
+    """Return what [evaluate] measures beside accuracy: numbers by round, and accuracy by class."""
+    parts = _by_round(rounds, [key for key in _keys(rounds) if FURTHER.fullmatch(key)])
+    for test, title in TESTS.items():
+        last = next((r for r in reversed(rounds) if _class_shares(r, test)), None)
+        if last is not None:
+            shares = _class_shares(last, test)
+            named = {
+                whose: {
+                    classes[c] if c < len(classes) else f"class {c}": values
+                    for c, values in sorted(by_class.items())
+                }
+                for whose, by_class in shares.items()
+            }
+            parts.append(
+                chart(f"Accuracy by class, {title}, round {last.round}", charts.outcomes(named))
+            )
+    return Section("Metrics", [side_by_side(*parts)] if parts else [])
+
+
+def _class_shares(record: Round, test: str) -> dict[str, dict[int, list[float]]]:
+    """Return the accuracy of each class: of the server's model, and of every client that has it."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for whose, party in (("server's model", "server"), ("mean of clients", "clients")):
+        for node in _of(record, party):
+            for key, share in node.items():
+                match = PER_CLASS.fullmatch(key)
+                if match is not None and match[1] == test:
+                    found.setdefault(whose, {}).setdefault(int(match[2]), []).append(share)
+    return found
+
+
 def _noted(rounds: Sequence[Round]) -> Section:
     """Return the numbers that the method itself put into the record."""
-    found: dict[str, list[float | None]] = {}
-    for party, whose in (("server", "server"), ("clients", "mean of clients")):
-        for key in dict.fromkeys(
-            key for r in rounds for node in _of(r, party) for key in node if key not in TOLD
-        ):
-            values = [[node[key] for node in _of(r, party) if key in node] for r in rounds]
-            found[f"{key.replace('_', ' ')}, {whose}"] = [
-                sum(v) / len(v) if v else None for v in values
-            ]
-    if not found:
-        return Section(NOTED, [])
-    if len(rounds) == 1:
-        rows = [[name, "-" if mean is None else f"{mean:.4g}"] for name, (mean,) in found.items()]
-        return Section(NOTED, [table(["number", f"round {rounds[0].round}"], rows)])
-    drawn = [
-        chart(
-            name, charts.by_round(rounds, {name: means}, "bytes" if "bytes" in name else "number")
-        )
-        for name, means in found.items()
+    own = [
+        key
+        for key in _keys(rounds)
+        if key not in TOLD and not FURTHER.fullmatch(key) and not PER_CLASS.fullmatch(key)
     ]
-    return Section(NOTED, [side_by_side(*drawn)])
+    parts = _by_round(rounds, own)
+    return Section("Noted by the method", [side_by_side(*parts)] if parts else [])
+
+
+def _keys(rounds: Sequence[Round]) -> list[str]:
+    nodes = (node for party in ("server", "clients") for r in rounds for node in _of(r, party))
+    return list(dict.fromkeys(key for node in nodes for key in node))
+
+
+def _by_round(rounds: Sequence[Round], keys: Sequence[str]) -> list[str]:
+    """Draw numbers of the record by round; of a single round, list them."""
+    found: dict[str, tuple[str, list[float | None]]] = {}
+    for party, whose in (("server", "server"), ("clients", "mean of clients")):
+        for key in keys:
+            values = [[node[key] for node in _of(r, party) if key in node] for r in rounds]
+            if any(values):
+                means = [sum(v) / len(v) if v else None for v in values]
+                found[f"{key.replace('_', ' ')}, {whose}"] = key, means
+    if len(rounds) == 1:
+        rows = [
+            [name, "-" if mean is None else f"{mean:.4g}"] for name, (_, [mean]) in found.items()
+        ]
+        return [table(["number", f"round {rounds[0].round}"], rows)] if rows else []
+    return [
+        chart(name, charts.by_round(rounds, {key: means}, "bytes" if "bytes" in key else "number"))
+        for name, (key, means) in found.items()
+    ]
 
 
 def _of(record: Round, party: str) -> list[Mapping[str, float]]:
