@@ -160,7 +160,9 @@ def compare(
     metric: Annotated[
         str | None,
         typer.Option(
-            help="Of curves and differences: global, own, trained, trained-own or server."
+            help="Of curves and differences: primary (default: the server's model or the mean of "
+            "clients, as the method has it), global, own, server, trained, trained-own, "
+            "own-by-images, worst, worst-own, spread, or any metric of the records."
         ),
     ] = None,
     target: Annotated[

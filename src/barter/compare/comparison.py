@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import re
 import signal
@@ -32,6 +33,9 @@ from barter.runs.summary import (
     Comparative,
     Question,
     Results,
+    heading,
+    is_share,
+    known_metrics,
     lines,
     summarise,
     to_csv,
@@ -54,6 +58,7 @@ from barter.setup.config import (
 __all__ = ["Comparison", "Job", "View", "run_all"]
 
 PLAN = "comparison.toml"
+MODELS = {"server": "server's model", "clients": "mean of clients"}
 
 
 @dataclass(frozen=True)
@@ -195,8 +200,9 @@ class Comparison:
             raise ConfigError(
                 f"baseline {baseline!r} is not compared: there are {', '.join(map(repr, self.variants))}"
             )
-        if metric is not None and metric not in METRICS:
-            raise ConfigError(f"metric {metric!r}: there are {', '.join(METRICS)}")
+        near = difflib.get_close_matches(str(metric), METRICS, n=1, cutoff=0.8)
+        if metric is not None and metric not in METRICS and near:
+            raise ConfigError(f"metric {metric!r}: did you mean {near[0]!r}?")
         if target is not None and not 0 <= float(target) <= 1:
             raise ConfigError(f"target={target}: an accuracy is between 0 and 1")
 
@@ -214,7 +220,10 @@ class Comparison:
 
     def summary(self, results: Results) -> Comparative:
         """What the finished runs say to the question."""
-        metric, baseline = self.question.get("metric", "global"), self.question.get("baseline")
+        metric, baseline = self.question.get("metric", "primary"), self.question.get("baseline")
+        known = known_metrics(results)
+        if metric not in known:
+            raise ConfigError(f"metric {metric!r}: the runs report {', '.join(known)}")
         question = Question(
             metric, baseline if baseline in results else None, self.question.get("target")
         )
@@ -238,8 +247,16 @@ class Comparison:
         metric = compared.question.metric
         for ending in ("svg", "pdf", "png"):
             paths.append(self.folder / f"curves.{ending}")
-            curves(lines(results, metric), f"accuracy, {METRICS[metric]} (%)", paths[-1])
+            curves(lines(results, metric), curve_label(results, metric), paths[-1])
         return compared, missing, paths
+
+
+def curve_label(results: Results, metric: str) -> str:
+    """Return the label of a figure of one metric: which metric, of which model."""
+    if metric != "primary":
+        return f"{heading(metric)} (%)" if is_share(metric) else heading(metric)
+    models = {rounds[-1].primary for runs in results.values() for rounds in runs.values()}
+    return f"accuracy on the global test set (%), {' or '.join(sorted(MODELS[m] for m in models))}"
 
 
 def _anchored(config: Config) -> Config:
@@ -285,7 +302,7 @@ def run_all(
 
 def _outcome(job: Job) -> str:
     last = records(job.folder)[-1]
-    reached = {METRICS[key]: value(last, key) for key in ALWAYS}
+    reached = {heading(key): value(last, key) for key in ALWAYS if key != "primary"}
     return ", ".join(f"{item:.1%} {name}" for name, item in reached.items() if item is not None)
 
 

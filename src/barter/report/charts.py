@@ -14,8 +14,8 @@ from barter.core.record import Round
 from barter.report.colours import GAINED, GREY, GRID, INK, LOST, PAPER, REST, SCALE, SOFT
 from barter.report.units import time_unit
 from barter.runs.picture import COLOURS, Curve, band
-from barter.runs.summary import Results, final
-from barter.runs.tables import alone
+from barter.runs.summary import Results, final, is_share
+from barter.runs.tables import evaluated, gain, participants
 
 __all__ = [
     "Quantity",
@@ -97,9 +97,9 @@ def learning(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.
     Rounds in which nobody was evaluated are left out. Where only some clients have a local-only
     accuracy, the mean over just these clients is drawn too: only it compares with the dotted line.
     """
-    evaluated = [r for r in records if r.values(metric) or _server(r, metric) is not None]
+    tested = [r for r in records if r.values(metric) or _server(r, metric) is not None]
     few = len(names) <= FEW
-    figure = _figure("round", SHARE, _span(evaluated), hovermode="x unified" if few else "closest")
+    figure = _figure("round", SHARE, _span(tested), hovermode="x unified" if few else "closest")
     figure.update_layout(legend={"entrywidth": 0.33, "entrywidthmode": "fraction"})
     hover = "%{y:.1%}" if few else "round %{x}: %{y:.1%}"
 
@@ -111,42 +111,43 @@ def learning(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.
             name=escape(name),
             mode="lines+markers" if markers else "lines",
             hovertemplate=hover,
-            **_spacing(evaluated),
+            **_spacing(tested),
             **style,
         )
 
     for k, name in enumerate(names):
         add(
             name,
-            (r.clients[k].get(metric) for r in evaluated),
+            (r.clients[k].get(metric) for r in tested),
             line={"width": 1.2, "color": COLOURS[k] if few else GREY},
             marker={"size": 4},
             opacity=0.8 if few else 0.3,
             showlegend=few,
         )
-    by_server = metric == "global" and evaluated[-1].primary == "server"
+    by_server = metric == "global" and tested[-1].primary == "server"
     strong = {"line": {"width": 3.5, "color": INK}, "marker": {"size": 8}}
     weaker = {"line": {"width": 2.5, "color": COLOURS[1], "dash": "dash"}, "marker": {"size": 6}}
-    means = [_mean(r.values(metric).values()) for r in evaluated]
+    means = [_mean(r.values(metric).values()) for r in tested]
     if any(mean is not None for mean in means):
-        most = max(len(r.values(metric)) for r in evaluated)
-        add(f"mean of {_clients(most)}", means, **(weaker if by_server else strong))
-    if any(_server(r, metric) is not None for r in evaluated):
-        models = [_server(r, metric) for r in evaluated]
+        counts = [len(values) for r in tested if (values := r.values(metric))]
+        fewest = "" if min(counts) == max(counts) else f"{min(counts)} to "
+        add(f"mean of {fewest}{_clients(max(counts))}", means, **(weaker if by_server else strong))
+    if any(_server(r, metric) is not None for r in tested):
+        models = [_server(r, metric) for r in tested]
         add("server's model", models, **(strong if by_server else weaker))
-    known = _local_only(records, metric, range(len(names)))
+    known = gain(records, metric).before
     if known:
         fewer = len(known) < len(names)
         if fewer:
             add(
                 f"mean of the {len(known)} with a local-only value",
-                (_mean(r.values(metric, known).values()) for r in evaluated),
+                (_mean(r.values(metric, known).values()) for r in tested),
                 line={"width": 2, "color": COLOURS[2], "dash": "dot"},
                 marker={"size": 5},
             )
         level = sum(known.values()) / len(known)
-        drawn = [value for r in evaluated for value in r.values(metric).values()]
-        lowest = all(level <= value for value in drawn)  # then the label has room below no line
+        drawn = [value for r in tested for value in r.values(metric).values()]
+        lowest = all(level <= value for value in drawn)  # nothing is below it: nor is its label
         label = {
             "text": f"local only {level:.1%}" + (f", {_clients(len(known))}" if fewer else ""),
             "textposition": "end",
@@ -157,11 +158,11 @@ def learning(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.
 
 
 def gains(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.Figure:
-    """Draw each client's accuracy local only and after the last round, and a line between the two."""
+    """Draw each client's accuracy local only and when it was last evaluated, and a line between."""
     clients = range(len(names))
-    before = _local_only(records, metric, clients)
-    after = next(found for r in reversed(records) if (found := r.values(metric)))
-    took_part = {k for r in records for k in r.participants}
+    before = gain(records, metric).before
+    after = evaluated(records, metric)
+    took_part = participants(records) or set(clients)  # no record says who did
     many = len(names) > 30
     figure = _figure("client", SHARE, len(names))
     both = [k for k in clients if k in before and k in after]
@@ -218,7 +219,7 @@ def split(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> go.Figure:
         colorbar={
             "thickness": 10,
             "outlinewidth": 0,
-            "title": {"text": "images", "font": {"size": 12, "color": SOFT}},
+            "title": {"text": "images", "side": "right", "font": {"size": 12, "color": SOFT}},
         },
     )
     figure.update_xaxes(showgrid=False)
@@ -303,9 +304,10 @@ def outcomes(columns: Mapping[str, Mapping[str, Sequence[float]]]) -> go.Figure:
     return figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
 
 
-def methods(lines: Mapping[str, Mapping[int, Curve]]) -> go.Figure:
+def methods(lines: Mapping[str, Mapping[int, Curve]], metric: str) -> go.Figure:
     """Draw a line per method by round: the mean over seeds, and a band of one standard deviation."""
-    figure = _figure("round", SHARE, _longest(lines), height=420, hovermode="x unified")
+    ticks, precise = _formats(metric)
+    figure = _figure("round", ticks, _longest(lines), height=420, hovermode="x unified")
     for i, (name, seeds) in enumerate(lines.items()):
         rounds, means, spread = (np.array(column) for column in band(seeds.values()))
         edge = {
@@ -330,14 +332,15 @@ def methods(lines: Mapping[str, Mapping[int, Curve]]) -> go.Figure:
             },
             **group,
             mode="lines+markers" if len(rounds) <= 20 else "lines",
-            hovertemplate="%{y:.1%} ± %{customdata:.1%}",
+            hovertemplate=f"%{{y:{precise}}} ± %{{customdata:{precise}}}",
         )
     return figure
 
 
 def by_seed(results: Results, metric: str) -> go.Figure:
     """Draw the last accuracy of every method, seed by seed."""
-    figure = _figure("seed", SHARE, hovermode="x unified")
+    ticks, precise = _formats(metric)
+    figure = _figure("seed", ticks, hovermode="x unified")
     for i, (name, runs) in enumerate(results.items()):
         figure.add_scatter(
             **{
@@ -348,7 +351,7 @@ def by_seed(results: Results, metric: str) -> go.Figure:
             mode="lines+markers",
             line={"width": 1, **_line(i)},
             marker={"size": 9},
-            hovertemplate="%{y:.1%}",
+            hovertemplate=f"%{{y:{precise}}}",
         )
     seeds = sorted({seed for runs in results.values() for seed in runs})
     figure.update_xaxes(
@@ -359,7 +362,8 @@ def by_seed(results: Results, metric: str) -> go.Figure:
 
 def price(results: Results, metric: str) -> go.Figure:
     """Draw what every run reached, and the bytes that it took."""
-    figure = _figure("bytes, both ways", SHARE)
+    ticks, precise = _formats(metric)
+    figure = _figure("bytes, both ways", ticks)
     totals = {
         name: [sum(r.traffic("up") + r.traffic("down") for r in rounds) for rounds in runs.values()]
         for name, runs in results.items()
@@ -374,12 +378,19 @@ def price(results: Results, metric: str) -> go.Figure:
             mode="markers",
             marker={"size": 11, "color": _line(i)["color"], "opacity": 0.8},
             text=[f"seed {seed}" for seed in runs],
-            hovertemplate="%{text}: %{y:.1%}, %{x:.3s}B",
+            hovertemplate=f"%{{text}}: %{{y:{precise}}}, %{{x:.3s}}B",
         )
-    wide = min(map(min, totals.values())) > 0
-    return figure.update_xaxes(
-        tickformat="~s", ticksuffix="B", type="log" if wide else "linear", nticks=6
-    )
+    amounts = [amount for column in totals.values() for amount in column]
+    figure.update_layout(margin={"r": 28})  # for the last tick's label
+    figure.update_xaxes(tickformat="~s", ticksuffix="B", nticks=6)
+    if 0 < 10 * min(amounts) <= max(amounts):  # a linear axis would crowd the small ones
+        return figure.update_xaxes(type="log", dtick=1)
+    return figure.update_xaxes(rangemode="tozero")
+
+
+def _formats(metric: str) -> tuple[str, str]:
+    """Return how a metric's values are written along an axis, and precisely in labels."""
+    return (SHARE, ".1%") if is_share(metric) else ("", ".4~g")
 
 
 def _figure(x: str, tickformat: str, count: int | None = None, **layout: Any) -> go.Figure:
@@ -447,12 +458,6 @@ def _span(records: Sequence[Round]) -> int:
 def _server(record: Round, metric: str) -> float | None:
     """Return the accuracy of the server's model, which is tested on the global test set only."""
     return record.server.get("global") if metric == "global" else None
-
-
-def _local_only(records: Sequence[Round], metric: str, clients: Iterable[int]) -> dict[int, float]:
-    """Return what clients reached before any exchange; of those of which it is known."""
-    found = {k: alone(records, k).get(f"before_{metric}") for k in clients}
-    return {k: share for k, share in found.items() if share is not None}
 
 
 def _mean(values: Collection[float]) -> float | None:

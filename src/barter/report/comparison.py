@@ -15,7 +15,7 @@ from barter.report.page import Section, Tile, chart, code, folded, page, side_by
 from barter.report.run import TESTS, Split, cited, counted, failures, phases
 from barter.runs.folder import rounds_done
 from barter.runs.picture import Curve
-from barter.runs.summary import ALWAYS, METRICS, Comparative, Results, cells, lines
+from barter.runs.summary import ALWAYS, Comparative, Results, cells, heading, is_share, lines
 from barter.setup.config import Config, read, resolve, to_toml
 
 __all__ = ["ComparisonReport"]
@@ -73,7 +73,7 @@ class ComparisonReport:
         goes_on = (
             "The comparison goes on. This page reloads itself every few seconds." if live else ""
         )
-        tiles = _tiles(comparison.summary(results), comparison.rounds, results) if results else []
+        tiles = _tiles(comparison.summary(results), comparison.rounds) if results else []
         return page(self._title(), subtitle, tiles, [*sections, common], goes_on)
 
     def _title(self) -> str:
@@ -153,36 +153,29 @@ def _describe(metric: str, primary: Collection[str]) -> str:
         "global": CLIENTS,
         "own": LOCAL,
     }
-    return known.get(metric) or METRICS.get(metric, metric).capitalize()
+    return known.get(metric) or heading(metric).capitalize()
 
 
-def _primary(results: Results) -> dict[str, str]:
-    """Return for every method which model its headline is of."""
-    return {
-        name: next(rounds[-1].primary for rounds in runs.values()) for name, runs in results.items()
-    }
-
-
-def _tiles(compared: Comparative, rounds: int, results: Results) -> list[Tile]:
+def _tiles(compared: Comparative, rounds: int) -> list[Tile]:
     """Return a card per method: what it reaches, of which model, and over which seeds."""
     key = compared.question.metric
-    primary = _primary(results)
     found = []
     for row in compared.rows:
         column = row.accuracies[key]
         when = f"round {rounds}, {counted(len(row.seeds), 'seed')}"
         if column.deviation is not None:
-            when = (
-                f"round {rounds}, mean ± {100 * column.deviation:.1f} over {len(row.seeds)} seeds"
-            )
-        value = "-" if column.mean is None else f"{column.mean:.1%}"
-        found.append(Tile(row.name, value, [_describe(key, [primary[row.name]]), when]))
+            spread = 100 * column.deviation if is_share(key) else column.deviation
+            when = f"round {rounds}, mean ± {spread:.3g} over {len(row.seeds)} seeds"
+        value = "-"
+        if column.mean is not None:
+            value = f"{column.mean:.1%}" if is_share(key) else f"{column.mean:.4g}"
+        found.append(Tile(row.name, value, [_describe(key, [row.primary]), when]))
     return found
 
 
 def _accuracies(compared: Comparative, results: Results) -> Section:
     """Draw curves of the metric that is asked about and of the usual ones; of one round, bars."""
-    primary = _primary(results).values()
+    primary = {row.primary for row in compared.rows}
     shown: dict[str, dict[str, dict[int, Curve]]] = {}
     for key in dict.fromkeys([compared.question.metric, *ALWAYS]):
         drawn = {
@@ -190,7 +183,7 @@ def _accuracies(compared: Comparative, results: Results) -> Section:
             for name, seeds in lines(results, key).items()
             if any(value is not None for curve in seeds.values() for _, value in curve)
         }
-        if drawn and drawn not in shown.values():  # the primary model's is one of the others
+        if drawn and drawn not in shown.values():  # the primary model's may be one of the others
             shown[key] = drawn
     if max(len(rounds) for runs in results.values() for rounds in runs.values()) == 1:
         columns = {
@@ -199,11 +192,12 @@ def _accuracies(compared: Comparative, results: Results) -> Section:
                 for name, seeds in drawn.items()
             }
             for key, drawn in shown.items()
+            if is_share(key)
         }
         title = "Accuracy after the round, mean over seeds and one standard deviation to each side"
         return Section("Accuracy", [chart(title, charts.outcomes(columns))] if columns else [])
     curves = [
-        chart(f"{_describe(key, primary)}, by round", charts.methods(drawn))
+        chart(f"{_describe(key, primary)}, by round", charts.methods(drawn, key))
         for key, drawn in shown.items()
     ]
     note = text("Means over seeds, and one standard deviation to each side.")
@@ -211,14 +205,13 @@ def _accuracies(compared: Comparative, results: Results) -> Section:
 
 
 def _seeds_and_bytes(compared: Comparative, results: Results) -> Section:
-    """Draw what depends on the seed, and on the bytes; a chart of a single point is left out."""
+    """Draw what depends on the seed, and on the bytes; what does not differ is left out."""
     metric = compared.question.metric
-    what = _describe(metric, _primary(results).values())
+    what = _describe(metric, {row.primary for row in compared.rows})
     parts = []
     if any(len(runs) > 1 for runs in results.values()):
         parts.append(chart(f"{what}, seed by seed", charts.by_seed(results, metric)))
-    exchanged = any(row.bytes.mean for row in compared.rows)
-    if exchanged and sum(map(len, results.values())) > 1:
+    if len({amount for row in compared.rows for amount in row.bytes.values}) > 1:
         parts.append(chart(f"{what}, and the bytes it took", charts.price(results, metric)))
     return Section("Seeds and bytes", [side_by_side(*parts)] if parts else [])
 

@@ -41,7 +41,7 @@ from barter.report.units import elapsed
 from barter.runs.folder import METRICS, PRIVACY, records, rounds_done
 from barter.runs.picture import Row
 from barter.runs.progress import size
-from barter.runs.tables import HEADINGS, alone, closing_cells
+from barter.runs.tables import HEADINGS, closing_cells, gain, participants
 from barter.setup.config import Config, read, resolve, to_toml
 from barter.setup.participants import names_of, narrowed
 
@@ -51,6 +51,7 @@ TESTS = {"global": "global test set", "local": "local tests"}
 # Numbers of other sections; the number of local test images only weighs clients.
 TOLD = {*TESTS, *(f"before_{test}" for test in TESTS), "bytes_up", "bytes_down", "device_memory"}
 TOLD |= {f"{test}_images" for test in TESTS}
+# Metrics of [evaluate] are TEST_METRIC, those before an exchange before_TEST_METRIC.
 PER_CLASS = re.compile(rf"({'|'.join(TESTS)})_class_(\d+)")
 FURTHER = re.compile(rf"({'|'.join(TESTS)})_(loss|macro_f1|auc|calibration)")
 # So that the page stays small: rounds and parties with images, images of each, pixels, and how many are kept exactly.
@@ -220,11 +221,11 @@ def _clients_card(rounds: Sequence[Round], test: str) -> Tile | None:
         return None
     after = last.values(test)
     notes = [f"{TESTS[test]}, mean of {counted(len(after), 'client')}, round {last.round}"]
-    before = {k: alone(rounds, k).get(f"before_{test}") for k in after}
-    gains = [after[k] - share for k, share in before.items() if share is not None]
-    if gains:
-        whose = "" if len(gains) == len(after) else f", the same {counted(len(gains), 'client')}"
-        notes.append(f"{100 * sum(gains) / len(gains):+.1f} points over local only{whose}")
+    change = gain(rounds, test)
+    if change.points is not None:
+        everybody = change.before.keys() == after.keys()
+        whose = "" if everybody else f", same {counted(len(change.before), 'client')}"
+        notes.append(f"{change.points:+.1f} points over local only{whose}")
     idle = _idle(rounds) & after.keys()
     if idle:
         notes.append(f"{len(idle)} of these never took part")
@@ -233,7 +234,8 @@ def _clients_card(rounds: Sequence[Round], test: str) -> Tile | None:
 
 def _idle(rounds: Sequence[Round]) -> set[int]:
     """Return the clients that took part in no round."""
-    return set(rounds[-1].clients) - {k for r in rounds for k in r.participants}
+    active = participants(rounds)
+    return set(rounds[-1].clients) - active if active else set()  # else no record says who did
 
 
 def counted(number: int, thing: str) -> str:
@@ -344,7 +346,9 @@ def _noted(rounds: Sequence[Round]) -> Section:
     own = [
         key
         for key in _keys(rounds)
-        if key not in TOLD and not FURTHER.fullmatch(key) and not PER_CLASS.fullmatch(key)
+        if (told := key.removeprefix("before_")) not in TOLD
+        and not FURTHER.fullmatch(told)
+        and not PER_CLASS.fullmatch(told)
     ]
     parts = _by_round(rounds, own)
     return Section("Noted by the method", [side_by_side(*parts)] if parts else [])
@@ -366,7 +370,8 @@ def _by_round(rounds: Sequence[Round], keys: Sequence[str]) -> list[str]:
                 found[f"{key.replace('_', ' ')}, {whose}"] = key, means
     if len(rounds) == 1:
         rows = [
-            [name, "-" if mean is None else f"{mean:.4g}"] for name, (_, [mean]) in found.items()
+            [name, size(mean or 0) if "bytes" in key else f"{mean:.4g}"]
+            for name, (key, [mean]) in found.items()
         ]
         return [table(["number", f"round {rounds[0].round}"], rows)] if rows else []
     return [

@@ -82,15 +82,16 @@ class Watcher(Monitor):
 
     def line(self, record: Round) -> str:
         """A round in a line."""
-        known = [
-            name
-            for name in ("global", "local")
-            if any(name in metrics for metrics in record.clients.values())
-        ]
-        parts = [f"{record.mean(name):6.1%} {name}" for name in known]
-        if "global" in record.server:
-            parts.append(f"{record.server['global']:6.1%} server")
-        numbers = f"accuracy {', '.join(parts)}"
+        clients = []
+        for test in ("global", "local"):
+            values = record.values(test)
+            if values:
+                some = "" if len(values) == len(record.clients) else f" of {len(values)} clients"
+                clients.append(f"{record.mean(test):6.1%} {test}{some}")
+        found = record.server.get("global")
+        server = [] if found is None else [f"{found:6.1%} server"]
+        parts = [*server, *clients] if record.primary == "server" else [*clients, *server]
+        numbers = f"accuracy {', '.join(parts)}" if parts else "not evaluated"
         traffic = f"{size(record.traffic('up'))} up, {size(record.traffic('down'))} down"
         spent = f"{record.seconds['round']:.0f} s{self.left(record)}"
         return f"round {record.round}/{self.rounds}: {numbers}; {traffic}; {spent}"

@@ -27,6 +27,9 @@ __all__ = [
     "Summary",
     "cells",
     "final",
+    "heading",
+    "is_share",
+    "known_metrics",
     "lines",
     "paired",
     "summarise",
@@ -41,39 +44,90 @@ Results = Mapping[
     str, Mapping[int, Sequence[Round]]
 ]  # method -> seed -> the rounds of a finished run
 
-# Accuracies, and how they are called; "trained" is after a round's local training, before what the round gives back.
+# Metrics by name, and their headings. Accuracies of clients are means in which every client counts alike, unless
+# the heading says otherwise; "trained" is after a round's local training, before what the round gives back.
 METRICS = {
-    "global": "global",
-    "own": "own",
-    "trained": "trained: global",
-    "trained-own": "trained: own",
-    "server": "server's model",
+    "primary": "accuracy",
+    "global": "clients: global test",
+    "own": "clients: local test",
+    "server": "server: global test",
+    "trained": "trained: global test",
+    "trained-own": "trained: local test",
+    "own-by-images": "clients: local test, by images",
+    "worst": "worst client: global test",
+    "worst-own": "worst client: local test",
+    "spread": "spread over clients: global test",
 }
-ALWAYS = ("global", "own", "server")  # of these, what is told without being asked
+ALWAYS = ("primary", "global", "own", "server")  # shown without being asked for
 _FIELDS = {
     "global": "global",
     "own": "local",
     "trained": "before_global",
     "trained-own": "before_local",
+    "worst": "global",
+    "worst-own": "local",
+    "spread": "global",
 }
+# Endings of metrics that are shares, shown in percent, and of those that are better when lower.
+_SHARES = ("global", "local", "macro_f1", "auc", "calibration")
+_LOWER = ("loss", "calibration", "spread")
+SERVER = "server:"  # before the name of a metric that the server reports
 FEW = 3  # seeds below which no interval is given
 
 
 def value(record: Round, metric: str) -> float | None:
-    """The clients' mean accuracy of this kind, or that of the server's model."""
+    """Return a metric of a round, or None if it was not measured.
+
+    Args:
+        record: The round.
+        metric: A name of `METRICS`; any other name is the mean over the clients that report it, and
+            server:NAME is what the server reports.
+    """
+    if metric == "primary":
+        return record.headline()
     if metric == "server":
         return record.server.get("global")
-    name = _FIELDS[metric]
-    return record.mean(name) if any(name in client for client in record.clients.values()) else None
+    if metric.startswith(SERVER):
+        return record.server.get(metric.removeprefix(SERVER))
+    if metric == "own-by-images":
+        images = record.values("local_images")
+        weighted = {k: n * record.clients[k]["local"] for k, n in images.items()}
+        return sum(weighted.values()) / sum(images.values()) if images else None
+    values = list(record.values(_FIELDS.get(metric, metric)).values())
+    if not values:
+        return None
+    if metric.startswith("worst"):
+        return min(values)
+    return statistics.pstdev(values) if metric == "spread" else statistics.fmean(values)
+
+
+def heading(metric: str) -> str:
+    """Return how a metric is called in tables and figures."""
+    return METRICS.get(metric, metric)
+
+
+def is_share(metric: str) -> bool:
+    """Whether a metric is a share between 0 and 1, which is shown in percent."""
+    name = metric.removeprefix(SERVER)
+    return metric in METRICS or name.endswith(_SHARES) or "_class_" in name
+
+
+def known_metrics(results: Results) -> list[str]:
+    """Return the names of all metrics that the runs report, `METRICS` first."""
+    found = dict.fromkeys(METRICS)
+    for runs in results.values():
+        for rounds in runs.values():
+            for record in rounds:
+                found |= dict.fromkeys(name for k in record.clients.values() for name in k)
+                found |= dict.fromkeys(SERVER + name for name in record.server)
+    same = {*_FIELDS.values(), SERVER + "global", "bytes_up", "bytes_down"} - {*METRICS}
+    return [name for name in found if name not in same]
 
 
 def final(rounds: Sequence[Round], metric: str) -> float | None:
-    """The same after the last round; of local training, after the last round in which there was any."""
+    """Return a metric after the last round; of local training, after the last round that had any."""
     found = (value(record, metric) for record in reversed(rounds))
-    return next(
-        (v for v in found if v is not None or not _FIELDS.get(metric, "").startswith("before")),
-        None,
-    )
+    return next((v for v in found if v is not None or not metric.startswith("trained")), None)
 
 
 def lines(results: Results, metric: str) -> dict[str, dict[int, Curve]]:
@@ -105,6 +159,7 @@ class Summary:
 
     name: str
     seeds: tuple[int, ...]
+    primary: str  # whose accuracy the primary one is: the server's model, or the clients'
     accuracies: dict[str, Column]
     bytes: Column
     seconds: Column
@@ -116,7 +171,7 @@ class Summary:
 class Question:
     """What else is asked of the runs: rounds until an accuracy, and the difference to one of the methods."""
 
-    metric: str = "global"
+    metric: str = "primary"
     baseline: str | None = None
     target: float | None = None
 
@@ -162,8 +217,10 @@ def summarise(results: Results, question: Question) -> Comparative:
     rows = []
     for name, runs in results.items():
         accuracies = {
-            key: column(final(rounds, key) for rounds in runs.values()) for key in METRICS
+            key: column(final(rounds, key) for rounds in runs.values())
+            for key in dict.fromkeys([*METRICS, metric])
         }
+        primary = next((rounds[-1].primary for rounds in runs.values()), "clients")
         traffic = column(
             float(sum(r.traffic("up") + r.traffic("down") for r in rounds))
             for rounds in runs.values()
@@ -173,26 +230,34 @@ def summarise(results: Results, question: Question) -> Comparative:
             column(map(reached, runs.values())),
             column(gap(name, seed) for seed in runs),
         )
-        rows.append(Summary(name, tuple(runs), accuracies, traffic, seconds, arrived, gaps))
+        rows.append(
+            Summary(name, tuple(runs), primary, accuracies, traffic, seconds, arrived, gaps)
+        )
     return Comparative(tuple(rows), question)
 
 
-def _percent(column: Column) -> str:
+def _number(value: float, metric: str, *, sign: str = "") -> str:
+    """Return a value of a metric as text: shares in percent, other numbers as they are."""
+    return f"{100 * value:{sign}.1f}" if is_share(metric) else f"{value:{sign}.4g}"
+
+
+def _with_spread(column: Column, metric: str) -> str:
     if column.mean is None:
         return "-"
-    spread = "" if column.deviation is None else f" ± {100 * column.deviation:.1f}"
-    return f"{100 * column.mean:.1f}{spread}"
+    mean = _number(column.mean, metric)
+    return mean if column.deviation is None else f"{mean} ± {_number(column.deviation, metric)}"
 
 
-def _difference(summary: Summary) -> str:
+def _difference(summary: Summary, metric: str) -> str:
     column, pairs = summary.difference, len(summary.difference.values)
     if column.mean is None:
         return "-"
-    interval = paired(column.values)
+    mean, interval = _number(column.mean, metric, sign="+"), paired(column.values)
     if interval is None:
-        return f"{100 * column.mean:+.1f} (too few seeds)"
+        return f"{mean} (too few seeds)"
     fewer = "" if pairs == len(summary.seeds) else f", {pairs} seeds"
-    return f"{100 * column.mean:+.1f} [{100 * interval[0]:+.1f}, {100 * interval[1]:+.1f}]{fewer}"
+    low, high = (_number(bound, metric, sign="+") for bound in interval)
+    return f"{mean} [{low}, {high}]{fewer}"
 
 
 def _reached(summary: Summary) -> str:
@@ -203,25 +268,38 @@ def _reached(summary: Summary) -> str:
 
 
 def cells(compared: Comparative) -> tuple[list[str], list[list[tuple[str, bool]]]]:
-    """Headings and rows; a cell says whether it is the best of its column."""
+    """Return headings and rows; a cell says whether it is the best of its column.
+
+    The first accuracy is that of each method's primary model, named in the column before it.
+    """
     summaries, asked = compared.rows, compared.question
-    wanted = [key for key in METRICS if key in (*ALWAYS, asked.metric)]
+    wanted = dict.fromkeys([*ALWAYS, asked.metric])
     shown = [key for key in wanted if any(s.accuracies[key].values for s in summaries)]
-    best = {key: max(s.accuracies[key].mean or 0.0 for s in summaries) for key in shown}
-    headings = ["method", "seeds", *(METRICS[key] for key in shown), "bytes", "seconds"]
+    best = {key: _best(key, [s.accuracies[key].mean for s in summaries]) for key in shown}
+    headings = ["method", "seeds", "model", *map(heading, shown), "bytes", "seconds"]
     if asked.target is not None:
-        headings.append(f"rounds to {100 * asked.target:g}% {METRICS[asked.metric]}")
+        target = f"{100 * asked.target:g}%" if is_share(asked.metric) else f"{asked.target:g}"
+        headings.append(f"rounds to {target} {heading(asked.metric)}")
     if asked.baseline is not None:
-        headings.append(f"{METRICS[asked.metric]} above {asked.baseline} (95 %)")
+        headings.append(f"{heading(asked.metric)} above {asked.baseline} (95 %)")
     rows = []
     for s in summaries:
-        row = [(s.name, False), (str(len(s.seeds)), False)]
-        row += [(_percent(s.accuracies[key]), s.accuracies[key].mean == best[key]) for key in shown]
+        row = [(s.name, False), (str(len(s.seeds)), False), (s.primary, False)]
+        for key in shown:
+            mean = s.accuracies[key].mean
+            row.append(
+                (_with_spread(s.accuracies[key], key), mean is not None and mean == best[key])
+            )
         row += [(size(s.bytes.mean or 0.0), False), (duration(s.seconds.mean or 0.0), False)]
         row += [] if asked.target is None else [(_reached(s), False)]
-        row += [] if asked.baseline is None else [(_difference(s), False)]
+        row += [] if asked.baseline is None else [(_difference(s, asked.metric), False)]
         rows.append(row)
     return headings, rows
+
+
+def _best(metric: str, means: Iterable[float | None]) -> float:
+    known = [mean for mean in means if mean is not None]
+    return min(known) if metric.endswith(_LOWER) else max(known)
 
 
 def to_markdown(compared: Comparative) -> str:
@@ -264,8 +342,9 @@ def to_latex(compared: Comparative) -> str:
 
 def to_csv(compared: Comparative) -> str:
     """All numbers as they are: accuracies between 0 and 1, bytes, seconds."""
-    fields = ["method", "seeds"]
-    fields += [f"{key.replace('-', '_')}_{part}" for key in METRICS for part in ("mean", "std")]
+    metrics = list(dict.fromkeys([*METRICS, compared.question.metric]))
+    fields = ["method", "seeds", "primary_model"]
+    fields += [f"{key.replace('-', '_')}_{part}" for key in metrics for part in ("mean", "std")]
     fields += ["bytes", "seconds", "rounds_to_target", "reached", "difference", "low", "high"]
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
@@ -273,7 +352,7 @@ def to_csv(compared: Comparative) -> str:
     for s in compared.rows:
         accuracies = [
             part
-            for key in METRICS
+            for key in metrics
             for part in (s.accuracies[key].mean, s.accuracies[key].deviation)
         ]
         target = compared.question.target
@@ -282,6 +361,7 @@ def to_csv(compared: Comparative) -> str:
         row = [
             s.name,
             len(s.seeds),
+            s.primary,
             *accuracies,
             s.bytes.mean,
             s.seconds.mean,
@@ -293,18 +373,19 @@ def to_csv(compared: Comparative) -> str:
 
 
 def to_rounds(results: Results) -> str:
-    """Every run round by round, one line each, to draw or compute anything else from."""
+    """Write every run round by round, one line each, with all metrics that the runs report."""
+    metrics = known_metrics(results)
+    columns = [key.replace("-", "_") for key in metrics]
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(
-        ["method", "seed", "round", *(key.replace("-", "_") for key in METRICS), "bytes", "seconds"]
-    )
+    start = ["method", "seed", "round", "primary_model", "participants", "evaluated_clients"]
+    writer.writerow([*start, *columns, "bytes", "seconds"])
     for name, runs in results.items():
         for seed, rounds in runs.items():
             for r in rounds:
-                reached = [value(r, key) for key in METRICS]
+                evaluated = {*r.values("global"), *r.values("local")}
+                facts = [name, seed, r.round, r.primary, len(r.participants), len(evaluated)]
+                reached = ["" if (v := value(r, key)) is None else v for key in metrics]
                 costs = [r.traffic("up") + r.traffic("down"), r.seconds["round"]]
-                writer.writerow(
-                    [name, seed, r.round, *("" if v is None else v for v in reached), *costs]
-                )
+                writer.writerow([*facts, *reached, *costs])
     return file.getvalue()

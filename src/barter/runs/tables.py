@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from rich import box
 from rich.table import Table
@@ -10,7 +11,18 @@ from rich.table import Table
 from barter.core.record import Round
 from barter.runs.progress import size
 
-__all__ = ["HEADINGS", "accuracy_table", "alone", "closing_cells", "closing_table", "count_table"]
+__all__ = [
+    "HEADINGS",
+    "Gain",
+    "accuracy_table",
+    "alone",
+    "closing_cells",
+    "closing_table",
+    "count_table",
+    "evaluated",
+    "gain",
+    "participants",
+]
 
 
 HEADINGS = (
@@ -18,10 +30,49 @@ HEADINGS = (
     *("alone\nglobal", "alone\nown", "after\nglobal", "after\nown"),
     *("up", "down"),
 )
+TESTS = ("global", "local")
 
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f}"
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known: list[float] = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Accuracies of the same clients before any exchange and after a round."""
+
+    before: dict[int, float]  # client -> accuracy after local training alone
+    after: dict[int, float]  # the same clients -> accuracy after the last evaluated round
+
+    @property
+    def points(self) -> float | None:
+        """The mean difference in percentage points; None without a client."""
+        if not self.before:
+            return None
+        return 100 * sum(self.after[k] - self.before[k] for k in self.before) / len(self.before)
+
+
+def gain(records: Sequence[Round], test: str) -> Gain:
+    """Compare clients that have both values: local training only, and after the last round."""
+    after = evaluated(records, test)
+    before = {k: alone(records, k).get(f"before_{test}") for k in after}
+    known = {k: value for k, value in before.items() if value is not None}
+    return Gain(known, {k: after[k] for k in known})
+
+
+def evaluated(records: Sequence[Round], test: str) -> dict[int, float]:
+    """Return the accuracy of each client when it was last evaluated."""
+    return {k: value for record in records for k, value in record.values(test).items()}
+
+
+def participants(records: Sequence[Round]) -> set[int]:
+    """Return the clients that took part in at least one round."""
+    return {k for record in records for k in record.participants}
 
 
 def closing_cells(
@@ -30,35 +81,61 @@ def closing_cells(
     samples: Sequence[int] | None,
     classes: Sequence[Sequence[int]] | None,
 ) -> tuple[list[list[str]], list[list[str]]]:
-    """A row for each client, then those for all of them; what clients hold may be unknown."""
-    last = records[-1]
-    rows, numbers = [], []
-    for k, now in last.clients.items():
+    """Return a row for each client, then rows for all of them; what clients hold may be unknown.
+
+    A mean of local-only accuracies stands beside the mean of the same clients afterwards ("with
+    both"). Clients that took part ("active") and those that never did ("idle") are counted.
+    """
+    after = {test: evaluated(records, test) for test in TESTS}
+    rows: list[list[str]] = []
+    traffic: dict[int, list[float]] = {}
+    for k in records[-1].clients:
         before = alone(records, k)
-        values = [
-            before.get("before_global"),
-            before.get("before_local"),
-            now.get("global"),
-            now.get("local"),
-        ]
-        traffic = [sum(r.clients[k][f"bytes_{way}"] for r in records) for way in ("up", "down")]
-        numbers.append((values, traffic))
+        values = [before.get(f"before_{test}") for test in TESTS]
+        values += [after[test].get(k) for test in TESTS]
+        traffic[k] = [sum(r.clients[k][f"bytes_{way}"] for r in records) for way in ("up", "down")]
         held = [] if classes is None else classes[k]
         listed = " ".join(map(str, held)) if len(held) <= 10 else f"{len(held)} classes"
         images = "-" if samples is None else f"{samples[k]:,}"
-        rows.append([names[k], images, listed or "-", *map(_percent, values), *map(size, traffic)])
-    means = []
-    for column in zip(*(values for values, _ in numbers), strict=True):
-        known = [value for value in column if value is not None]
-        means.append(sum(known) / len(known) if known else None)
-    totals = [sum(column) for column in zip(*(traffic for _, traffic in numbers), strict=True)]
+        amounts = map(size, traffic[k])
+        rows.append([names[k], images, listed or "-", *map(_percent, values), *amounts])
+    return rows, _together(records, after, samples, list(traffic.values()))
+
+
+def _together(
+    records: Sequence[Round],
+    after: Mapping[str, Mapping[int, float]],
+    samples: Sequence[int] | None,
+    traffic: Sequence[Sequence[float]],
+) -> list[list[str]]:
+    """The rows below the clients': means and sums, and the server's model."""
+    everyone = set(records[-1].clients)
+    active = participants(records) or everyone
+    gains = {test: gain(records, test) for test in TESTS}
+    compared = {k for test in TESTS for k in gains[test].before}
+    totals = [size(sum(column)) for column in zip(*traffic, strict=True)]
     images = "-" if samples is None else f"{sum(samples):,}"
-    together = [["mean, or sum", images, "", *map(_percent, means), *map(size, totals)]]
-    if "global" in last.server:
-        together.append(
-            ["server's model", "", "", "", "", _percent(last.server["global"]), "", "", ""]
-        )
-    return rows, together
+
+    def means(clients: Collection[int]) -> list[str]:
+        return [_percent(_mean(after[test].get(k) for k in clients)) for test in TESTS]
+
+    before = [_percent(_mean(gains[test].before.values())) for test in TESTS]
+    unknown = ["-", "-"]
+    together = []
+    if compared and compared < everyone:
+        count = f"mean of {len(compared)} with both"
+        together.append([count, "", "", *before, *means(compared), "", ""])
+        before = unknown
+    if compared < active < everyone:
+        count = f"mean of {len(active)} active"
+        together.append([count, "", "", *unknown, *means(active), "", ""])
+    idle = len(everyone) - len(active)
+    count = f"mean of {len(everyone)} ({idle} idle)" if idle else f"mean of {len(everyone)}, or sum"
+    together.append([count, images, "", *before, *means(everyone), *totals])
+    server = next((r.server["global"] for r in reversed(records) if "global" in r.server), None)
+    if server is not None:
+        together.append(["server's model", "", "", "", "", _percent(server), "", "", ""])
+    return together
 
 
 def alone(records: Sequence[Round], client: int) -> Mapping[str, float]:
