@@ -23,7 +23,7 @@ DARK: dict[str, str] = {
     SOFT: "#a7b3c0",
     GRID: "#303943",
     PAPER: "#262e37",
-    REST: "#5d6a78",
+    REST: "#6b7988",
     COLOURS[0]: "#3d9fe0",
     COLOURS[5]: "#9ad8f7",
     COLOURS[6]: "#f4f4f4",
