@@ -322,7 +322,7 @@ def test_local_only_is_drawn_beside_the_same_clients(tmp_path: Path) -> None:
     content = report(sampled(tmp_path / "run"))
     drawn = charts(content)
     lines = drawn["Accuracy by round, global test set"]
-    same = named(lines, "mean of the 2 with a local-only value")
+    same = named(lines, "mean of the 2 with local only")
     assert same["y"] == pytest.approx([0.305, 0.305])
     assert named(lines, "mean of 10 clients")["y"][0] == pytest.approx(0.141)
     assert layouts(content)[0]["shapes"][0]["label"]["text"] == "local only 20.5%, 2 clients"
@@ -711,6 +711,44 @@ def test_in_a_browser(tmp_path: Path, browser: Browser, kind: str, width: int) -
                 f"[...document.querySelectorAll('{place}')].map(t => t.textContent)"
             )
             assert ODD in shown, "as it was written"
+
+
+@needs_chromium
+def test_on_a_phone_no_column_is_out_of_sight(tmp_path: Path, browser: Browser) -> None:
+    names = ["what left the clients", "of", "protected by", "times", "ε"]
+    parts = [["results of evaluation", "training images", "tells nothing of an image", "3", "∞"]]
+    wide = page.table([f"column {i}" for i in range(9)], [["client 0"] + ["12.3 ± 4.5"] * 8])
+    sections = [page.Section("Privacy", [page.table(names, parts, stacked=True), wide])]
+    file = tmp_path / "page.html"
+    file.write_text(page.page("tables", "", [], sections))
+    browser.open(file, 390)
+    edges = (
+        "[...document.querySelectorAll('.stacked td')].map(c => c.getBoundingClientRect().right)"
+    )
+    assert max(browser.value(edges)) <= 390
+    hints = "[...document.querySelectorAll('.hint')].map(h => h.offsetHeight > 0)"
+    browser.until(f"{hints}[1]")
+    assert browser.value(hints) == [False, True], "only where something is cut off"
+    browser.value("document.querySelectorAll('.wide')[1].scrollTo(9999, 0)")
+    browser.until(f"!{hints}[1]")
+    first = browser.value("document.querySelectorAll('tbody td')[5].getBoundingClientRect().left")
+    assert first >= 0, "the name of the row stays"
+
+
+@needs_chromium
+def test_charts_follow_the_colour_scheme(tmp_path: Path, browser: Browser) -> None:
+    run = written(tmp_path / "run", 3, 2)
+    report(run)
+    colour = "getComputedStyle(document.querySelector('.xtick text')).fill"
+    drawn = "document.querySelectorAll('.chart > script').length === 0"
+    for scheme, ink in (("dark", DARK[INK]), ("light", INK)):
+        shown = f"rgb({', '.join(str(int(ink[at : at + 2], 16)) for at in (1, 3, 5))})"
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        browser.call("Emulation.setEmulatedMedia", features=features)
+        if scheme == "dark":
+            browser.open(run / "report.html", 1280)
+        browser.until(f"{drawn} && {colour} === '{shown}'")
+    assert browser.said == []
 
 
 @needs_chromium

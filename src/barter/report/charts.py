@@ -35,7 +35,7 @@ __all__ = [
 Quantity: TypeAlias = Literal["bytes", "seconds", "number"]  # what a bar stands for
 
 FEW = len(COLOURS)  # lines that can be told apart by their colours
-SHARE = ".0%"  # how accuracies are written along an axis
+SHARE = "~%"  # how accuracies are written along an axis: 40%, or 97.5% if ticks are that close
 TITLE = {"standoff": 6, "font": {"size": 12, "color": SOFT}}
 THICK = 40  # pixels: a bar that stands alone is no thicker
 SPIKE = {"spikethickness": 1, "spikecolor": GREY, "spikedash": "solid"}
@@ -100,7 +100,8 @@ def learning(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.
     tested = [r for r in records if r.values(metric) or _server(r, metric) is not None]
     few = len(names) <= FEW
     figure = _figure("round", SHARE, _span(tested), hovermode="x unified" if few else "closest")
-    figure.update_layout(legend={"entrywidth": 0.33, "entrywidthmode": "fraction"})
+    if few:
+        figure.update_layout(legend={"entrywidth": 0.33, "entrywidthmode": "fraction"})
     hover = "%{y:.1%}" if few else "round %{x}: %{y:.1%}"
 
     def add(name: str, values: Iterable[float | None], **style: Any) -> None:
@@ -140,7 +141,7 @@ def learning(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.
         fewer = len(known) < len(names)
         if fewer:
             add(
-                f"mean of the {len(known)} with a local-only value",
+                f"mean of the {len(known)} with local only",
                 (_mean(r.values(metric, known).values()) for r in tested),
                 line={"width": 2, "color": COLOURS[2], "dash": "dot"},
                 marker={"size": 5},
@@ -310,6 +311,8 @@ def methods(lines: Mapping[str, Mapping[int, Curve]], metric: str) -> go.Figure:
     figure = _figure("round", ticks, _longest(lines), height=420, hovermode="x unified")
     for i, (name, seeds) in enumerate(lines.items()):
         rounds, means, spread = (np.array(column) for column in band(seeds.values()))
+        if not len(rounds):  # the next method keeps its colour, which is the same in all charts
+            continue
         edge = {
             "x": rounds,
             "mode": "lines",
@@ -385,7 +388,7 @@ def price(results: Results, metric: str) -> go.Figure:
     figure.update_xaxes(tickformat="~s", ticksuffix="B", nticks=6)
     if 0 < 10 * min(amounts) <= max(amounts):  # a linear axis would crowd the small ones
         return figure.update_xaxes(type="log", dtick=1)
-    return figure.update_xaxes(rangemode="tozero")
+    return figure.update_xaxes(autorangeoptions={"include": 0})
 
 
 def _formats(metric: str) -> tuple[str, str]:

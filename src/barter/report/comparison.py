@@ -164,8 +164,9 @@ def _tiles(compared: Comparative, rounds: int) -> list[Tile]:
         column = row.accuracies[key]
         when = f"round {rounds}, {counted(len(row.seeds), 'seed')}"
         if column.deviation is not None:
-            spread = 100 * column.deviation if is_share(key) else column.deviation
-            when = f"round {rounds}, mean ± {spread:.3g} over {len(row.seeds)} seeds"
+            deviation = column.deviation
+            spread = f"{100 * deviation:.1f}" if is_share(key) else f"{deviation:.2g}"
+            when = f"round {rounds}, mean ± {spread} over {len(row.seeds)} seeds"
         value = "-"
         if column.mean is not None:
             value = f"{column.mean:.1%}" if is_share(key) else f"{column.mean:.4g}"
@@ -178,12 +179,10 @@ def _accuracies(compared: Comparative, results: Results) -> Section:
     primary = {row.primary for row in compared.rows}
     shown: dict[str, dict[str, dict[int, Curve]]] = {}
     for key in dict.fromkeys([compared.question.metric, *ALWAYS]):
-        drawn = {
-            name: seeds
-            for name, seeds in lines(results, key).items()
-            if any(value is not None for curve in seeds.values() for _, value in curve)
-        }
-        if drawn and drawn not in shown.values():  # the primary model's may be one of the others
+        drawn = lines(results, key)
+        curves = [curve for seeds in drawn.values() for curve in seeds.values()]
+        known = any(value is not None for curve in curves for _, value in curve)
+        if known and drawn not in shown.values():  # the primary model's may be one of the others
             shown[key] = drawn
     if max(len(rounds) for runs in results.values() for rounds in runs.values()) == 1:
         columns = {
@@ -196,12 +195,12 @@ def _accuracies(compared: Comparative, results: Results) -> Section:
         }
         title = "Accuracy after the round, mean over seeds and one standard deviation to each side"
         return Section("Accuracy", [chart(title, charts.outcomes(columns))] if columns else [])
-    curves = [
+    figures = [
         chart(f"{_describe(key, primary)}, by round", charts.methods(drawn, key))
         for key, drawn in shown.items()
     ]
     note = text("Means over seeds, and one standard deviation to each side.")
-    return Section("Curves", [note, side_by_side(*curves)] if curves else [])
+    return Section("Curves", [note, side_by_side(*figures)] if figures else [])
 
 
 def _seeds_and_bytes(compared: Comparative, results: Results) -> Section:
