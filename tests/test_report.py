@@ -428,7 +428,7 @@ def test_a_table_on_a_phone_hides_no_column() -> None:
     assert "Scroll sideways for more columns" in page.table(["part"], [["weights"]])
 
 
-def test_the_split_is_the_same_way_up_as_its_picture(tmp_path: Path) -> None:
+def test_the_split_is_the_same_way_up_as_its_picture() -> None:
     figure = split([[1, 0, 2], [0, 5, 0]], ["first", "second", "third"])
     assert figure.layout.yaxis.autorange is None, "not reversed: the first class is at the bottom"
     assert (figure.layout.xaxis.title.text, figure.layout.yaxis.title.text) == ("client", "class")
