@@ -132,7 +132,8 @@ class Browser:
         raise AssertionError(f"after {seconds} s still not: {condition}")
 
     def hover(self, element: str) -> None:
-        """Move the mouse to the middle of an element."""
+        """Move the mouse to the middle of an element, which is scrolled into view first."""
+        self.value(f"{element}.scrollIntoView({{block: 'center'}})")
         at = self.value(
             f"(e => [e.x + e.width / 2, e.y + e.height / 2])({element}.getBoundingClientRect())"
         )

@@ -388,9 +388,11 @@ class Experiment:
         tested = [k for k in everybody if self.engine.tests_due(k, EVALUATION)]
         metrics = everybody.only({*tested, *participants}).run(self.algorithm.evaluate)
         server, self.server.report = as_numbers(self.server.report), {}
-        if self.test is not None and self.config.evaluate.is_due(t, self.engine.last_round):
+        evaluate = self.config.evaluate
+        due = evaluate.is_due(t, self.engine.last_round)
+        if due and self.test is not None and evaluate.runs("global"):
             server |= self.algorithm.evaluate_server(self.server, self.test)
-        if self.validation is not None:
+        if due and self.validation is not None:
             validated = self.algorithm.evaluate_server(self.server, self.validation)
             server |= {"val": validated["global"]} if "global" in validated else {}
         seconds = {**self.engine.seconds, "round": time.perf_counter() - start}

@@ -117,7 +117,7 @@ class Algorithm(Generic[S, C]):
 
     def evaluate_server(self, server: S, test: Images) -> dict[str, float]:
         """What the round's record says of the server's model."""
-        if server.model_or_none is None or not server.evaluation.runs("global"):
+        if server.model_or_none is None:
             return {}
         return score(server.model, test, "global", server.evaluation)
 

@@ -1,32 +1,48 @@
-"""Charts of what rounds left behind, for a page: Plotly's figures, whose numbers are those of the records."""
+"""Plotly figures of a run's rounds and of a comparison, for a page; their numbers are the records'."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from html import escape
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import plotly.graph_objects as go
 
 from barter.core.record import Round
+from barter.report.colours import GAINED, GREY, GRID, INK, LOST, PAPER, REST, SCALE, SOFT
+from barter.report.units import time_unit
 from barter.runs.picture import COLOURS, Curve, band
-from barter.runs.summary import Results, value
-from barter.runs.tables import alone
+from barter.runs.summary import Results, final, is_share
+from barter.runs.tables import evaluated, gain, participants
 
-__all__ = ["bars", "by_round", "by_seed", "gains", "learning", "methods", "price", "split"]
+__all__ = [
+    "Quantity",
+    "bars",
+    "by_round",
+    "by_seed",
+    "gains",
+    "learning",
+    "methods",
+    "outcomes",
+    "price",
+    "split",
+]
 
 # Plotly reads names as HTML, so names of clients, classes and methods are escaped everywhere below.
 
-INK, GREY, GRID = "#1f2933", "#8794a3", "#e6eaef"
+Quantity: TypeAlias = Literal["bytes", "seconds", "number"]  # what a bar stands for
+
 FEW = len(COLOURS)  # lines that can be told apart by their colours
-SHARE = ".0%"  # how accuracies are written along an axis
-TITLE = {"standoff": 6, "font": {"size": 12, "color": "#5f6c7b"}}
+SHARE = "~%"  # how accuracies are written along an axis: 40%, or 97.5% if ticks are that close
+TITLE = {"standoff": 6, "font": {"size": 12, "color": SOFT}}
+THICK = 40  # pixels: a bar that stands alone is no thicker
 SPIKE = {"spikethickness": 1, "spikecolor": GREY, "spikedash": "solid"}
 PARTS = {
     "up": COLOURS[0],
     "down": COLOURS[5],
-    "the rest": "#c3ccd6",
+    "the rest": REST,
 }  # what has the same colour everywhere
 STYLE = {
     "layout": {
@@ -46,7 +62,13 @@ STYLE = {
             "title": TITLE,
             **SPIKE,
         },
-        "yaxis": {"gridcolor": GRID, "zeroline": False, "automargin": True, "ticklabelstandoff": 4},
+        "yaxis": {
+            "gridcolor": GRID,
+            "zeroline": False,
+            "automargin": True,
+            "ticklabelstandoff": 4,
+            "title": TITLE,
+        },
         "legend": {
             "orientation": "h",
             "yref": "container",
@@ -57,7 +79,7 @@ STYLE = {
         },
         "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": GREY, "activecolor": INK},
         "hoverlabel": {
-            "bgcolor": "white",
+            "bgcolor": PAPER,
             "bordercolor": GRID,
             "font": {"color": INK},
             "namelength": -1,
@@ -70,48 +92,65 @@ STYLE = {
 
 
 def learning(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.Figure:
-    """A line for each client by round and a strong one for their mean; dotted, what they knew alone."""
+    """Draw each client's accuracy by round, their mean, and dotted what they reached local only.
+
+    Rounds in which nobody was evaluated are left out. Where only some clients have a local-only
+    accuracy, the mean over just these clients is drawn too: only it compares with the dotted line.
+    """
+    tested = [r for r in records if r.values(metric) or _server(r, metric) is not None]
     few = len(names) <= FEW
-    figure = _figure("round", SHARE, len(records), hovermode="x unified" if few else "closest")
-    figure.update_layout(legend={"entrywidth": 0.33, "entrywidthmode": "fraction"})
-    shown = {
-        "x0": records[0].round,
-        "dx": 1,
-        "mode": "lines+markers" if len(records) <= 20 else "lines",
-        "hovertemplate": "%{y:.1%}" if few else "round %{x}: %{y:.1%}",
-    }
-    for k, name in enumerate(names):
-        line = {"width": 1.2, "color": COLOURS[k] if few else GREY}
-        own = {
-            "name": escape(name),
-            "showlegend": few,
-            "opacity": 0.8 if few else 0.3,
-            "marker": {"size": 4},
-        }
+    figure = _figure("round", SHARE, _span(tested), hovermode="x unified" if few else "closest")
+    if few:
+        figure.update_layout(legend={"entrywidth": 0.33, "entrywidthmode": "fraction"})
+    hover = "%{y:.1%}" if few else "round %{x}: %{y:.1%}"
+
+    def add(name: str, values: Iterable[float | None], **style: Any) -> None:
+        column = _column(values)
+        markers = len(column) <= 20 or np.isnan(column).any()
         figure.add_scatter(
-            y=_column(r.clients[k].get(metric) for r in records), line=line, **own, **shown
+            y=column,
+            name=escape(name),
+            mode="lines+markers" if markers else "lines",
+            hovertemplate=hover,
+            **_spacing(tested),
+            **style,
         )
-    values = [[c[metric] for c in r.clients.values() if metric in c] for r in records]
-    mean = _column(sum(v) / len(v) if v else None for v in values)
-    figure.add_scatter(
-        y=mean, name="mean", line={"width": 3.5, "color": INK}, marker={"size": 8}, **shown
-    )
-    if metric == "global" and any("global" in r.server for r in records):
-        line = {"width": 2.5, "color": COLOURS[1], "dash": "dash"}
-        server = _column(r.server.get("global") for r in records)
-        figure.add_scatter(y=server, name="server's model", line=line, marker={"size": 6}, **shown)
-    known = [
-        told
-        for k in range(len(names))
-        if (told := alone(records, k).get(f"before_{metric}")) is not None
-    ]
+
+    for k, name in enumerate(names):
+        add(
+            name,
+            (r.clients[k].get(metric) for r in tested),
+            line={"width": 1.2, "color": COLOURS[k] if few else GREY},
+            marker={"size": 4},
+            opacity=0.8 if few else 0.3,
+            showlegend=few,
+        )
+    by_server = metric == "global" and tested[-1].primary == "server"
+    strong = {"line": {"width": 3.5, "color": INK}, "marker": {"size": 8}}
+    weaker = {"line": {"width": 2.5, "color": COLOURS[1], "dash": "dash"}, "marker": {"size": 6}}
+    means = [_mean(r.values(metric).values()) for r in tested]
+    if any(mean is not None for mean in means):
+        counts = [len(values) for r in tested if (values := r.values(metric))]
+        fewest = "" if min(counts) == max(counts) else f"{min(counts)} to "
+        add(f"mean of {fewest}{_clients(max(counts))}", means, **(weaker if by_server else strong))
+    if any(_server(r, metric) is not None for r in tested):
+        models = [_server(r, metric) for r in tested]
+        add("server's model", models, **(strong if by_server else weaker))
+    known = gain(records, metric).before
     if known:
-        level = sum(known) / len(known)
-        lowest = all(
-            level <= value for row in values for value in row
-        )  # nothing is drawn below it, nor is its label
+        fewer = len(known) < len(names)
+        if fewer:
+            add(
+                f"mean of the {len(known)} with local only",
+                (_mean(r.values(metric, known).values()) for r in tested),
+                line={"width": 2, "color": COLOURS[2], "dash": "dot"},
+                marker={"size": 5},
+            )
+        level = sum(known.values()) / len(known)
+        drawn = [value for r in tested for value in r.values(metric).values()]
+        lowest = all(level <= value for value in drawn)  # nothing is below it: nor is its label
         label = {
-            "text": f"alone {level:.1%}",
+            "text": f"local only {level:.1%}" + (f", {_clients(len(known))}" if fewer else ""),
             "textposition": "end",
             "yanchor": "bottom" if lowest else "top",
         }
@@ -120,104 +159,160 @@ def learning(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.
 
 
 def gains(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.Figure:
-    """For each client what it knew alone and what it knows now, and a line between the two."""
-    before = [alone(records, k).get(f"before_{metric}") for k in range(len(names))]
-    after = [records[-1].clients[k].get(metric) for k in range(len(names))]
+    """Draw each client's accuracy local only and when it was last evaluated, and a line between."""
+    clients = range(len(names))
+    before = gain(records, metric).before
+    after = evaluated(records, metric)
+    took_part = participants(records) or set(clients)  # no record says who did
     many = len(names) > 30
     figure = _figure("client", SHARE, len(names))
-    moved = [
-        (k, a, b)
-        for k, (a, b) in enumerate(zip(before, after, strict=True))
-        if a is not None and b is not None
-    ]
+    both = [k for k in clients if k in before and k in after]
     for name, colour, chosen in (
-        ("gained", "#8fcbb7", [(k, a, b) for k, a, b in moved if b >= a]),
-        ("lost", "#efa98d", [(k, a, b) for k, a, b in moved if b < a]),
+        ("gained", GAINED, [k for k in both if after[k] >= before[k]]),
+        ("lost", LOST, [k for k in both if after[k] < before[k]]),
     ):
-        x, y = (
-            [x for k, _, _ in chosen for x in (k, k, None)],
-            [y for _, a, b in chosen for y in (a, b, None)],
-        )
-        line = {"width": 2 if many else 5, "color": colour}
         figure.add_scatter(
-            x=x, y=y, mode="lines", line=line, hoverinfo="skip", name=name, showlegend=bool(chosen)
+            x=[x for k in chosen for x in (k, k, None)],
+            y=[y for k in chosen for y in (before[k], after[k], None)],
+            mode="lines",
+            line={"width": 2 if many else 5, "color": colour},
+            hoverinfo="skip",
+            name=name,
+            showlegend=bool(chosen),
         )
-    for name, colour, values in (("alone", GREY, before), ("after", COLOURS[0], after)):
+    size = 5 if many else 11
+    idle = {k: share for k, share in after.items() if k not in took_part}
+    active = {k: share for k, share in after.items() if k in took_part}
+    for name, marker, values in (
+        ("local only", {"size": size, "color": GREY}, before),
+        ("after", {"size": size, "color": COLOURS[0]}, active),
+        ("never took part", {"size": size, "color": GREY, "symbol": "circle-open"}, idle),
+    ):
         figure.add_scatter(
-            y=_column(values),
+            y=_column(values.get(k) for k in clients),
             mode="markers",
-            marker={"size": 5 if many else 11, "color": colour},
+            marker=marker,
             name=name,
             text=[escape(client) for client in names],
             hovertemplate="%{text}: %{y:.1%}",
-            showlegend=any(value is not None for value in values),
+            showlegend=bool(values),
         )
     return figure
 
 
 def split(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> go.Figure:
-    """Clients by classes: the darker, the more images."""
+    """Draw clients by classes, darker for more images; the first class is at the bottom.
+
+    `barter show partition` draws its picture the same way up.
+    """
     table = np.array(counts, dtype=np.int32).T
     small = table.size <= 150
     figure = _figure("client", "", len(counts), height=min(720, max(260, 110 + 24 * len(classes))))
     figure.add_heatmap(
         z=table,
         y=[escape(name) for name in classes],
-        colorscale=[[0, "#f3f5f7"], [1e-6, "#d9e8f3"], [1, COLOURS[0]]],
+        colorscale=[list(step) for step in SCALE],
         xgap=2 if small else 0,
         ygap=2 if small else 0,
         text=[[str(n or "") for n in row] for row in table.tolist()] if small else None,
         texttemplate="%{text}" if small else None,
         hovertemplate="client %{x}, class %{y}: %{z:,} images<extra></extra>",
-        colorbar={"thickness": 10, "outlinewidth": 0},
+        colorbar={
+            "thickness": 10,
+            "outlinewidth": 0,
+            "title": {"text": "images", "side": "right", "font": {"size": 12, "color": SOFT}},
+        },
     )
     figure.update_xaxes(showgrid=False)
-    figure.update_yaxes(showgrid=False, type="category", autorange="reversed")
-    return figure
+    return figure.update_yaxes(showgrid=False, type="category", title={"text": "class"})
 
 
 def by_round(
-    records: Sequence[Round], parts: Mapping[str, Sequence[float | None]], unit: str
+    records: Sequence[Round], parts: Mapping[str, Sequence[float | None]], quantity: Quantity
 ) -> go.Figure:
-    """A column for each round, made of its parts."""
-    figure = _figure(
-        "round", "~s" if unit else "", len(records), barmode="stack", hovermode="x unified"
+    """Draw a column for each round, made of its parts."""
+    figure = _figure("round", "", _span(records), barmode="stack", hovermode="x unified")
+    scale = _Scale(
+        quantity, [sum(filter(None, column)) for column in zip(*parts.values(), strict=True)]
     )
     for name, values in parts.items():
         figure.add_bar(
-            **{"x0": records[0].round, "dx": 1, "y": _column(values), "name": escape(name)},
+            **_spacing(records),
+            y=scale.column(values),
+            name=escape(name),
             marker={"color": PARTS.get(name)},
-            hovertemplate=f"%{{y:.3s}}{unit}" if unit else "%{y:.4~g}",
+            hovertemplate=f"%{{y:{scale.precise}}}{scale.suffix}",
         )
-    figure.update_yaxes(ticksuffix=unit, rangemode="tozero")
-    return figure.update_layout(bargap=0.25 if len(records) <= 50 else 0, showlegend=len(parts) > 1)
+    figure.update_yaxes(tickformat=scale.ticks, ticksuffix=scale.suffix, rangemode="tozero")
+    bargap = 0.6 if len(records) <= 4 else 0.25 if len(records) <= 50 else 0
+    return figure.update_layout(bargap=bargap, showlegend=len(parts) > 1)
 
 
-def bars(labels: Sequence[str], parts: Mapping[str, Sequence[float]], unit: str) -> go.Figure:
-    """A bar for each label, made of its parts."""
-    figure = _figure("", "", barmode="stack", bargap=0.4, height=max(360, 110 + 36 * len(labels)))
+def bars(
+    labels: Sequence[str],
+    parts: Mapping[str, Sequence[float]],
+    quantity: Quantity,
+    lowest: int = 360,
+) -> go.Figure:
+    """Draw a bar for each label, made of its parts; the figure is at least `lowest` pixels high."""
+    height = max(lowest, 110 + 36 * len(labels))
+    room = (height - 110) / len(labels)
+    figure = _figure("", "", barmode="stack", bargap=1 - min(0.6, THICK / room), height=height)
+    scale = _Scale(quantity, [sum(column) for column in zip(*parts.values(), strict=True)])
     for name, values in parts.items():
         figure.add_bar(
-            **{
-                "y": [escape(label).replace(", ", ",<br>") for label in labels],
-                "x": _column(values),
-                "name": escape(name),
-            },
+            y=_labels(labels),
+            x=scale.column(values),
+            name=escape(name),
             orientation="h",
             marker={"color": PARTS.get(name)},
-            hovertemplate=f"%{{x:.3s}}{unit}",
+            hovertemplate=f"%{{x:{scale.precise}}}{scale.suffix}",
         )
     figure.update_layout(margin={"r": 28})  # for the last tick's label
-    figure.update_xaxes(tickformat="~s", ticksuffix=unit, nticks=6)
+    figure.update_xaxes(tickformat=scale.ticks, ticksuffix=scale.suffix, nticks=6)
     figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
     return figure.update_layout(showlegend=len(parts) > 1)
 
 
-def methods(lines: Mapping[str, Mapping[int, Curve]]) -> go.Figure:
-    """A line per method by round: the mean over seeds, and a band of one standard deviation to each side."""
-    figure = _figure("round", SHARE, _longest(lines), height=420, hovermode="x unified")
+def outcomes(columns: Mapping[str, Mapping[str, Sequence[float]]]) -> go.Figure:
+    """Draw a bar per method for each kind of accuracy, and a standard deviation over seeds.
+
+    Args:
+        columns: Kind of accuracy -> method -> its value for every seed.
+    """
+    methods = list(dict.fromkeys(name for values in columns.values() for name in values))
+    height = 110 + 22 * len(methods) * len(columns) + 16 * len(methods)
+    figure = _figure("", "", barmode="group", bargap=0.3, height=max(200, height))
+    for i, (kind, values) in enumerate(columns.items()):
+        known = [name for name in methods if values.get(name)]
+        spread = [
+            float(np.std(values[name], ddof=1)) if len(values[name]) > 1 else 0 for name in known
+        ]
+        figure.add_bar(
+            y=_labels(known),
+            x=_column(sum(values[name]) / len(values[name]) for name in known),
+            error_x={"type": "data", "array": spread, "color": INK, "thickness": 1.2, "width": 3}
+            if any(spread)
+            else None,
+            customdata=_column(spread),
+            name=escape(kind),
+            orientation="h",
+            marker={"color": COLOURS[i % FEW]},
+            hovertemplate="%{x:.1%} ± %{customdata:.1%}",
+        )
+    figure.update_layout(margin={"r": 28}, showlegend=len(columns) > 1)
+    figure.update_xaxes(tickformat=SHARE, nticks=6, rangemode="tozero")
+    return figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
+
+
+def methods(lines: Mapping[str, Mapping[int, Curve]], metric: str) -> go.Figure:
+    """Draw a line per method by round: the mean over seeds, and a band of one standard deviation."""
+    ticks, precise = _formats(metric)
+    figure = _figure("round", ticks, _longest(lines), height=420, hovermode="x unified")
     for i, (name, seeds) in enumerate(lines.items()):
         rounds, means, spread = (np.array(column) for column in band(seeds.values()))
+        if not len(rounds):  # the next method keeps its colour, which is the same in all charts
+            continue
         edge = {
             "x": rounds,
             "mode": "lines",
@@ -240,25 +335,26 @@ def methods(lines: Mapping[str, Mapping[int, Curve]]) -> go.Figure:
             },
             **group,
             mode="lines+markers" if len(rounds) <= 20 else "lines",
-            hovertemplate="%{y:.1%} ± %{customdata:.1%}",
+            hovertemplate=f"%{{y:{precise}}} ± %{{customdata:{precise}}}",
         )
     return figure
 
 
 def by_seed(results: Results, metric: str) -> go.Figure:
-    """The last accuracy of every method, seed by seed."""
-    figure = _figure("seed", SHARE, hovermode="x unified")
+    """Draw the last accuracy of every method, seed by seed."""
+    ticks, precise = _formats(metric)
+    figure = _figure("seed", ticks, hovermode="x unified")
     for i, (name, runs) in enumerate(results.items()):
         figure.add_scatter(
             **{
                 "x": [str(seed) for seed in runs],
-                "y": _column(value(rounds[-1], metric) for rounds in runs.values()),
+                "y": _column(final(rounds, metric) for rounds in runs.values()),
             },
             name=escape(name),
             mode="lines+markers",
             line={"width": 1, **_line(i)},
             marker={"size": 9},
-            hovertemplate="%{y:.1%}",
+            hovertemplate=f"%{{y:{precise}}}",
         )
     seeds = sorted({seed for runs in results.values() for seed in runs})
     figure.update_xaxes(
@@ -268,8 +364,9 @@ def by_seed(results: Results, metric: str) -> go.Figure:
 
 
 def price(results: Results, metric: str) -> go.Figure:
-    """What every run reached, and the bytes that it took."""
-    figure = _figure("bytes, both ways", SHARE)
+    """Draw what every run reached, and the bytes that it took."""
+    ticks, precise = _formats(metric)
+    figure = _figure("bytes, both ways", ticks)
     totals = {
         name: [sum(r.traffic("up") + r.traffic("down") for r in rounds) for rounds in runs.values()]
         for name, runs in results.items()
@@ -278,22 +375,32 @@ def price(results: Results, metric: str) -> go.Figure:
         figure.add_scatter(
             **{
                 "x": _column(totals[name]),
-                "y": _column(value(rounds[-1], metric) for rounds in runs.values()),
+                "y": _column(final(rounds, metric) for rounds in runs.values()),
             },
             name=escape(name),
             mode="markers",
             marker={"size": 11, "color": _line(i)["color"], "opacity": 0.8},
             text=[f"seed {seed}" for seed in runs],
-            hovertemplate="%{text}: %{y:.1%}, %{x:.3s}B",
+            hovertemplate=f"%{{text}}: %{{y:{precise}}}, %{{x:.3s}}B",
         )
-    wide = min(map(min, totals.values())) > 0
-    return figure.update_xaxes(
-        tickformat="~s", ticksuffix="B", type="log" if wide else "linear", nticks=6
-    )
+    amounts = [amount for column in totals.values() for amount in column]
+    figure.update_layout(margin={"r": 28})  # for the last tick's label
+    figure.update_xaxes(tickformat="~s", ticksuffix="B", nticks=6)
+    if 0 < 10 * min(amounts) <= max(amounts):  # a linear axis would crowd the small ones
+        return figure.update_xaxes(type="log", dtick=1)
+    return figure.update_xaxes(autorangeoptions={"include": 0})
+
+
+def _formats(metric: str) -> tuple[str, str]:
+    """Return how a metric's values are written along an axis, and precisely in labels."""
+    return (SHARE, ".1%") if is_share(metric) else ("", ".4~g")
 
 
 def _figure(x: str, tickformat: str, count: int | None = None, **layout: Any) -> go.Figure:
-    """An empty figure in the house's style, its x counting so many; what its y is stands above it in the page."""
+    """Return an empty figure in the page's style; `count` is the number of places along x.
+
+    The caption in the page says what y is.
+    """
     figure = go.Figure(layout={"template": STYLE, **layout})
     figure.update_xaxes(dtick=1 if count is not None and count <= 20 else None)
     if x:
@@ -320,3 +427,45 @@ def _faint(colour: str) -> str:
 def _column(values: Iterable[float | None]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Exact and compact in the page; a value that is missing is a gap."""
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+
+
+class _Scale:
+    """How an axis writes numbers: their unit, and formats of ticks and labels."""
+
+    def __init__(self, quantity: Quantity, values: Iterable[float]) -> None:
+        unit = time_unit(values)
+        self.factor = 1 / unit.seconds if quantity == "seconds" else 1.0
+        self.suffix = {"bytes": "B", "seconds": f" {unit.name}", "number": ""}[quantity]
+        self.ticks = {"bytes": "~s", "seconds": ",~r", "number": ""}[quantity]
+        self.precise = {"bytes": ".3s", "seconds": ",.3~r", "number": ".4~g"}[quantity]
+
+    def column(self, values: Iterable[float | None]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        return _column(values) * self.factor
+
+
+def _labels(names: Sequence[str]) -> list[str]:
+    return [escape(name).replace(", ", ",<br>") for name in names]
+
+
+def _spacing(records: Sequence[Round]) -> dict[str, Any]:
+    """Return where along x the rounds are: compact if they are evenly spaced."""
+    rounds = [r.round for r in records]
+    steps = {b - a for a, b in pairwise(rounds)} or {1}
+    return {"x0": rounds[0], "dx": steps.pop()} if len(steps) == 1 else {"x": rounds}
+
+
+def _span(records: Sequence[Round]) -> int:
+    return records[-1].round - records[0].round + 1
+
+
+def _server(record: Round, metric: str) -> float | None:
+    """Return the accuracy of the server's model, which is tested on the global test set only."""
+    return record.server.get("global") if metric == "global" else None
+
+
+def _mean(values: Collection[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _clients(count: int) -> str:
+    return f"{count} client{'s' * (count != 1)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -12,16 +12,21 @@ from barter.compare.comparison import Comparison
 from barter.core.record import Round
 from barter.report import charts
 from barter.report.page import Section, Tile, chart, code, folded, page, side_by_side, table, text
-from barter.report.run import Split, cited, failures, phases
+from barter.report.run import TESTS, Split, cited, counted, failures, phases
 from barter.runs.folder import ended, rounds_done
-from barter.runs.summary import ALWAYS, Comparative, Results, cells, heading, lines
+from barter.runs.picture import Curve
+from barter.runs.summary import ALWAYS, Comparative, Results, cells, heading, is_share, lines
 from barter.setup.config import Config, read, resolve, to_toml
 
 __all__ = ["ComparisonReport"]
 
+SERVER = f"Accuracy of the server's model, {TESTS['global']}"
+CLIENTS = f"Accuracy of the clients' models, {TESTS['global']}"
+LOCAL = f"Accuracy of the clients' models, {TESTS['local']}"
+
 
 class ComparisonReport:
-    """What the finished runs of a comparison have come to, whenever one asks; more may be planned meanwhile."""
+    """The page of a comparison's finished runs; more may run, or be planned, meanwhile."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -57,49 +62,52 @@ class ComparisonReport:
         """The page of the runs that are finished; a quick one does not wait for data that are not read yet."""
         comparison = self.comparison = Comparison.at(self.folder)
         results, missing = comparison.results()
-        finished, planned = (
-            sum(map(len, results.values())),
-            len(comparison.variants) * len(comparison.seeds),
-        )
-        title = f"{len(comparison.variants)} methods on {comparison.common['data']['source']}"
+        finished = sum(map(len, results.values()))
+        planned = len(comparison.variants) * len(comparison.seeds)
         subtitle = (
-            f"{comparison.common['clients']} clients, {comparison.rounds} rounds, {len(comparison.seeds)} seeds; "
-            f"{finished} of {planned} runs are finished"
+            f"{counted(comparison.common['clients'], 'client')}, "
+            f"{counted(comparison.rounds, 'round')}, {counted(len(comparison.seeds), 'seed')}; "
+            f"{finished} of {counted(planned, 'run')} finished"
         )
         sections = self._results(results, missing, quick=quick) if results else []
         common = Section(
             "Configuration", [text("What all runs share:"), code(tomli_w.dumps(comparison.common))]
         )
         goes_on = (
-            "The comparison goes on. This page reads itself again every few seconds."
-            if live
-            else ""
+            "The comparison goes on. This page reloads itself every few seconds." if live else ""
         )
-        tiles = _tiles(comparison.summary(results)) if results else []
-        return page(title, subtitle, tiles, [*sections, common], goes_on)
+        tiles = _tiles(comparison.summary(results), comparison.rounds) if results else []
+        return page(self._title(), subtitle, tiles, [*sections, common], goes_on)
+
+    def _title(self) -> str:
+        """Name the methods, or count them: variants of one method are a sweep, not methods."""
+        source = self.comparison.common["data"]["source"]
+        variants = len(self.comparison.variants)
+        folders = [
+            next(
+                (f for seed in self.comparison.seeds if _started(f := self._run(name, seed))), None
+            )
+            for name in self.comparison.variants
+        ]
+        started = [resolve(read(f / "config.toml")) for f in folders if f is not None]
+        kinds = list(dict.fromkeys(type(config.algorithm).__name__ for config in started))
+        if len(started) < variants:  # what the others will run is known when they start
+            return f"{counted(variants, 'variant')} on {source}"
+        if len(kinds) == variants:
+            return f"{' and '.join(kinds) if variants < 3 else f'{variants} methods'} on {source}"
+        if len(kinds) == 1:
+            return f"{kinds[0]} on {source}: {counted(variants, 'variant')}"
+        return f"{counted(variants, 'variant')} of {len(kinds)} methods on {source}"
 
     def _results(self, results: Results, missing: Sequence[str], *, quick: bool) -> list[Section]:
         compared = self.comparison.summary(results)
-        metric = compared.question.metric
         configs = {name: self._config(name, next(iter(runs))) for name, runs in results.items()}
         first, seed = next((name, next(iter(runs))) for name, runs in results.items())
-        example = self.comparison.run(first, seed)
+        example = self._run(first, seed)
         if example not in self._splits:
             self._splits[example] = Split(configs[first])
         if not quick:
             self._splits[example].read()
-        wanted = dict.fromkeys([*ALWAYS, metric])
-        shown = [key for key in wanted if any(row.accuracies[key].values for row in compared.rows)]
-        curves = [
-            chart(heading(key).capitalize(), charts.methods(lines(results, key))) for key in shown
-        ]
-        outcomes = [
-            chart(
-                f"{heading(metric).capitalize()} after the last round, seed by seed",
-                charts.by_seed(results, metric),
-            ),
-            chart("What it took", charts.price(results, metric)),
-        ]
         failed = [
             [f"{name}, seed {seed}", failure]
             for name, runs in results.items()
@@ -113,25 +121,14 @@ class ComparisonReport:
             for seed, rounds in runs.items()
             for remark in configs[name].algorithm.remarks(rounds)
         ]
+        unfinished = [text(f"Not finished: {'; '.join(missing)}.")] if missing else []
         return [
-            Section(
-                "Table",
-                [
-                    _table(compared),
-                    *([text(f"Not finished: {'; '.join(missing)}.")] if missing else []),
-                ],
-            ),
-            Section(
-                "Curves",
-                [
-                    text("Means over seeds, and one standard deviation to each side."),
-                    side_by_side(*curves),
-                ],
-            ),
-            Section("Seeds and bytes", [side_by_side(*outcomes)]),
+            Section("Table", [_table(compared), *unfinished]),
+            _accuracies(compared, results),
+            _seeds_and_bytes(compared, results),
             _costs(results),
             self._splits[example].section(f"Images by client and class: {first}, seed {seed}"),
-            *([Section("Remarks", [table(["run", "remark"], remarks)])] if remarks else []),
+            Section("Remarks", [table(["run", "remark"], remarks)] if remarks else []),
             failures("run", failed),
             cited([config.algorithm for config in configs.values()]),
             Section(
@@ -140,23 +137,87 @@ class ComparisonReport:
             ),
         ]
 
+    def _run(self, name: str, seed: int) -> Path:
+        return self.comparison.run(name, seed)
+
     def _config(self, name: str, seed: int) -> Config:
-        return resolve(read(self.comparison.run(name, seed) / "config.toml"))
+        return resolve(read(self._run(name, seed) / "config.toml"))
 
 
-def _tiles(compared: Comparative) -> list[Tile]:
-    """What each method reaches."""
+def _started(run: Path) -> bool:
+    return (run / "config.toml").is_file()
+
+
+def _describe(metric: str, primary: Collection[str]) -> str:
+    """Say what a metric is of, on which test set; `primary` are the methods' primary models."""
+    if metric == "primary" and len(set(primary)) == 1:
+        metric = {"server": "server", "clients": "global"}[next(iter(primary))]
+    known = {
+        "primary": f"Accuracy of each method's primary model, {TESTS['global']}",
+        "server": SERVER,
+        "global": CLIENTS,
+        "own": LOCAL,
+    }
+    return known.get(metric) or heading(metric).capitalize()
+
+
+def _tiles(compared: Comparative, rounds: int) -> list[Tile]:
+    """Return a card per method: what it reaches, of which model, and over which seeds."""
     key = compared.question.metric
     found = []
     for row in compared.rows:
         column = row.accuracies[key]
-        spread = (
-            ""
-            if column.deviation is None
-            else f"± {100 * column.deviation:.1f} over {len(row.seeds)} seeds"
-        )
-        found.append(Tile(row.name, "-" if column.mean is None else f"{column.mean:.1%}", spread))
+        when = f"round {rounds}, {counted(len(row.seeds), 'seed')}"
+        if column.deviation is not None:
+            deviation = column.deviation
+            spread = f"{100 * deviation:.1f}" if is_share(key) else f"{deviation:.2g}"
+            when = f"round {rounds}, mean ± {spread} over {len(row.seeds)} seeds"
+        value = "-"
+        if column.mean is not None:
+            value = f"{column.mean:.1%}" if is_share(key) else f"{column.mean:.4g}"
+        found.append(Tile(row.name, value, [_describe(key, [row.primary]), when]))
     return found
+
+
+def _accuracies(compared: Comparative, results: Results) -> Section:
+    """Draw curves of the metric that is asked about and of the usual ones; of one round, bars."""
+    primary = {row.primary for row in compared.rows}
+    shown: dict[str, dict[str, dict[int, Curve]]] = {}
+    for key in dict.fromkeys([compared.question.metric, *ALWAYS]):
+        drawn = lines(results, key)
+        curves = [curve for seeds in drawn.values() for curve in seeds.values()]
+        known = any(value is not None for curve in curves for _, value in curve)
+        if known and drawn not in shown.values():  # the primary model's may be one of the others
+            shown[key] = drawn
+    if max(len(rounds) for runs in results.values() for rounds in runs.values()) == 1:
+        columns = {
+            _describe(key, primary): {
+                name: [value for curve in seeds.values() for _, value in curve if value is not None]
+                for name, seeds in drawn.items()
+            }
+            for key, drawn in shown.items()
+            if is_share(key)
+        }
+        title = "Accuracy after the round, mean over seeds and one standard deviation to each side"
+        return Section("Accuracy", [chart(title, charts.outcomes(columns))] if columns else [])
+    figures = [
+        chart(f"{_describe(key, primary)}, by round", charts.methods(drawn, key))
+        for key, drawn in shown.items()
+    ]
+    note = text("Means over seeds, and one standard deviation to each side.")
+    return Section("Curves", [note, side_by_side(*figures)] if figures else [])
+
+
+def _seeds_and_bytes(compared: Comparative, results: Results) -> Section:
+    """Draw what depends on the seed, and on the bytes; what does not differ is left out."""
+    metric = compared.question.metric
+    what = _describe(metric, {row.primary for row in compared.rows})
+    parts = []
+    if any(len(runs) > 1 for runs in results.values()):
+        parts.append(chart(f"{what}, seed by seed", charts.by_seed(results, metric)))
+    if len({amount for row in compared.rows for amount in row.bytes.values}) > 1:
+        parts.append(chart(f"{what}, and the bytes it took", charts.price(results, metric)))
+    return Section("Seeds and bytes", [side_by_side(*parts)] if parts else [])
 
 
 def _table(compared: Comparative) -> str:
@@ -168,7 +229,7 @@ def _table(compared: Comparative) -> str:
 
 
 def _costs(results: Results) -> Section:
-    """Bytes by direction and seconds by phase of every method, means over seeds; and memory, where it was recorded."""
+    """Draw bytes by direction and time by phase of every method, means over seeds; and memory, if known."""
     names = list(results)
     traffic = {
         way: [
@@ -185,14 +246,14 @@ def _costs(results: Results) -> Section:
     }
     peaks = [max(_peak(rounds) for rounds in runs.values()) for runs in results.values()]
     parts = [
-        chart("Bytes of a run, mean over seeds", charts.bars(names, traffic, "B")),
-        chart("Seconds of a run by phase, mean over seeds", charts.bars(names, seconds, " s")),
-        *(
-            [chart("Peak of the device's memory", charts.bars(names, {"peak": peaks}, "B"))]
-            if any(peaks)
-            else []
-        ),
+        chart("Time of a run by phase, mean over seeds", charts.bars(names, seconds, "seconds"))
     ]
+    if any(map(any, traffic.values())):
+        drawn = charts.bars(names, traffic, "bytes")
+        parts.insert(0, chart("Bytes of a run, mean over seeds", drawn))
+    if any(peaks):
+        drawn = charts.bars(names, {"peak": peaks}, "bytes")
+        parts.append(chart("Peak of the device's memory", drawn))
     return Section("Costs", [side_by_side(*parts)])
 
 

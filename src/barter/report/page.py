@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
@@ -14,6 +16,7 @@ import plotly.graph_objects as go
 
 from barter.core.errors import ConfigError
 from barter.core.files import replace_text, writing
+from barter.report.colours import DARK
 from barter.version import __version__
 
 __all__ = [
@@ -36,48 +39,63 @@ MARK = '<meta name="generator" content="barter'  # by which a page of ours is kn
 
 @dataclass(frozen=True)
 class Tile:
-    """A number that says much."""
+    """A card: a number, what it is, and lines that say of what, over how many, and when."""
 
     name: str
     value: str
-    note: str = ""
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what stands below it, made by the functions of this file."""
+    """A heading and the parts below it, made by the functions of this file.
+
+    A section without parts has no heading either. The end of the page gives its reason, if any.
+    """
 
     title: str
     parts: Sequence[str]
+    reason: str = ""
+
+    @property
+    def empty(self) -> bool:
+        return not any(self.parts)
 
 
 def page(
     title: str, subtitle: str, tiles: Sequence[Tile], sections: Sequence[Section], live: str = ""
 ) -> str:
-    """The whole page; a live one reads itself again and again, and says why."""
+    """Return the whole page; a live one reloads itself, and says why."""
     templates = files("barter.report") / "templates"
     template = Template((templates / "report.html").read_text())
-    anchors = {section.title: section.title.lower().replace(" ", "-") for section in sections}
+    shown = [section for section in sections if not section.empty]
+    omitted = [section for section in sections if section.empty and section.reason]
+    anchors = {section.title: section.title.lower().replace(" ", "-") for section in shown}
     return template.substitute(
         mark=f'{MARK} {__version__}">',
         title=escape(title),
         subtitle=escape(subtitle),
         live=f"<p class=live>{escape(live)}</p>" if live else "",
         refresh=f"setTimeout(() => location.reload(), {1000 * REFRESH})" if live else "",
-        tiles="".join(
-            f"<div class=tile><span>{escape(tile.name)}</span><b>{escape(tile.value)}</b>"
-            f"<small>{escape(tile.note)}</small></div>"
-            for tile in tiles
-        ),
-        links="".join(f'<a href="#{anchors[s.title]}">{escape(s.title)}</a>' for s in sections),
+        tiles="".join(map(_card, tiles)),
+        links="".join(f'<a href="#{anchors[s.title]}">{escape(s.title)}</a>' for s in shown),
         sections="".join(
             f'<section id="{anchors[s.title]}"><h2>{escape(s.title)}</h2>{"".join(s.parts)}</section>'
-            for s in sections
+            for s in shown
         ),
+        omitted="".join(f"<p>{escape(s.title)}: {escape(s.reason)}</p>" for s in omitted),
+        dark=json.dumps(DARK),
         version=__version__,
         plotly=(
             templates / "plotly-cartesian.min.js"
         ).read_text(),  # a third of all of Plotly: it opens much sooner
+    )
+
+
+def _card(tile: Tile) -> str:
+    notes = "".join(f"<small>{escape(note)}</small>" for note in tile.notes)
+    return (
+        f"<div class=tile><span>{escape(tile.name)}</span><b>{escape(tile.value)}</b>{notes}</div>"
     )
 
 
@@ -105,26 +123,65 @@ def folded(summary: str, *parts: str, unfolded: bool = False) -> str:
     return f"<details{' open' * unfolded}><summary>{escape(summary)}</summary>{''.join(parts)}</details>"
 
 
+# A number with a unit, or several as in "1 min 04 s"; a spread, an interval or a remark may follow.
+_NUMBER = r"[+\-\u2212]?(?:\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?|\u221e)"
+_UNIT = r"(?:%|B|kB|MB|GB|TB|ms|s|min|h)"
+_QUANTITY = re.compile(
+    rf"{_NUMBER}(?: ?{_UNIT}(?: {_NUMBER} {_UNIT})*)?(?: \u00b1 {_NUMBER})?(?: [\[(].*)?"
+)
+_MISSING = ("", "-", "never")
+
+
 def table(
     headings: Sequence[str],
     rows: Sequence[Sequence[str]],
     together: Sequence[Sequence[str]] = (),
     best: frozenset[tuple[int, int]] = frozenset(),
+    *,
+    words: Collection[str] = (),
+    stacked: bool = False,
 ) -> str:
-    """A table, below it rows for all of it; the cells that are the best are bold."""
+    """Return a table: words on the left of their columns, numbers on the right.
 
-    def cell(i: int, j: int, content: str) -> str:
-        shown = escape(content)
-        return f"<td>{f'<b>{shown}</b>' if (i, j) in best else shown}</td>"
+    Args:
+        headings: The columns' names.
+        rows: The cells.
+        together: Rows for all of the table, below it.
+        best: Places (row, column) of cells to print bold.
+        words: Headings of columns whose digits are names, not numbers.
+        stacked: Whether a narrow screen shows every row as a block, a line for each cell, so that
+            no column is out of sight. Other tables scroll sideways there and say so.
+    """
+    columns = list(zip(*rows, strict=True)) or [() for _ in headings]
+    numeric = [
+        heading not in words and _is_numeric(column)
+        for heading, column in zip(headings, columns, strict=True)
+    ]
+    kinds = [" class=n" if number else "" for number in numeric]
+    labels = [f' data-label="{escape(heading)}"' if stacked else "" for heading in headings]
 
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+    def cell(j: int, content: str, *, bold: bool = False) -> str:
+        shown = f"<b>{escape(content)}</b>" if bold else escape(content)
+        return f"<td{kinds[j]}{labels[j]}>{shown}</td>"
+
+    head = "".join(
+        f"<th{kind}>{escape(heading)}</th>" for kind, heading in zip(kinds, headings, strict=True)
+    )
     body = "".join(
-        f"<tr>{''.join(cell(i, j, c) for j, c in enumerate(row))}</tr>"
+        f"<tr>{''.join(cell(j, c, bold=(i, j) in best) for j, c in enumerate(row))}</tr>"
         for i, row in enumerate(rows)
     )
-    foot = "".join(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in row)}</tr>" for row in together)
+    foot = "".join(f"<tr>{''.join(cell(j, c) for j, c in enumerate(row))}</tr>" for row in together)
     parts = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody><tfoot>{foot}</tfoot>"
-    return f"<div class=wide><table>{parts}</table></div>"
+    return (
+        f'<div class="table{" stacked" * stacked}"><div class=wide><table>{parts}</table></div>'
+        "<p class=hint>Scroll sideways for more columns \u2192</p></div>"
+    )
+
+
+def _is_numeric(cells: Sequence[str]) -> bool:
+    known = [cell for cell in cells if cell not in _MISSING]
+    return bool(known) and all(_QUANTITY.fullmatch(cell) for cell in known)
 
 
 def chart(title: str, figure: go.Figure) -> str:

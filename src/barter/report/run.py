@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -35,29 +37,29 @@ from barter.report.page import (
     table,
     text,
 )
+from barter.report.units import elapsed
 from barter.runs.folder import METRICS, PRIVACY, ended, records, rounds_done
 from barter.runs.picture import Row
-from barter.runs.progress import duration, size
-from barter.runs.tables import HEADINGS, alone, closing_cells
+from barter.runs.progress import size
+from barter.runs.tables import HEADINGS, closing_cells, gain, participants
 from barter.setup.config import Config, read, resolve, to_toml
 from barter.setup.participants import names_of, narrowed
 
-__all__ = ["RunReport", "Split", "cited", "failures", "phases"]
+__all__ = ["TESTS", "RunReport", "Split", "cited", "counted", "failures", "phases"]
 
-TESTS = {"global": "on the global test set", "local": "on the client's own mix of classes"}
-TOLD = {
-    *TESTS,
-    *(f"before_{name}" for name in TESTS),
-    "bytes_up",
-    "bytes_down",
-    "device_memory",
-}  # in other sections
+TESTS = {"global": "global test set", "local": "local tests"}
+# Numbers of other sections; the number of local test images only weighs clients.
+TOLD = {*TESTS, *(f"before_{test}" for test in TESTS), "bytes_up", "bytes_down", "device_memory"}
+TOLD |= {f"{test}_images" for test in TESTS}
+# Metrics of [evaluate] are TEST_METRIC, those before an exchange before_TEST_METRIC.
+PER_CLASS = re.compile(rf"({'|'.join(TESTS)})_class_(\d+)")
+FURTHER = re.compile(rf"({'|'.join(TESTS)})_(loss|macro_f1|auc|calibration)")
 # So that the page stays small: rounds and parties with images, images of each, pixels, and how many are kept exactly.
 SHOWN, COLUMNS, SIDE, EXACT = 5, 8, 48, 16
 
 
 class Split:
-    """Who holds how many images of which class; or why nobody can say here.
+    """The number of images of each class that each client has; or why it cannot be known here.
 
     Reading the data can take long: until `read` is called, the section says that it is on its way.
     """
@@ -81,21 +83,17 @@ class Split:
                 data, config.partition, config.clients, config.seed, torch.device("cpu")
             )
         except BarterError as error:
-            self.unknown = f"The split cannot be shown here. {error}"
+            self.unknown = f"it cannot be shown here. {error}"
         else:
             self.counts, self.classes = task.class_table().tolist(), task.classes
 
     def section(self, caption: str) -> Section:
-        shown = (
-            chart(caption, charts.split(self.counts, self.classes))
-            if self.counts
-            else text(self.unknown)
-        )
-        return Section("Split", [shown])
+        shown = [chart(caption, charts.split(self.counts, self.classes))] if self.counts else []
+        return Section("Split", shown, self.unknown)
 
 
 class RunReport:
-    """What a run has come to, whenever one asks; the split of its data is found once."""
+    """The page of a run, which may still go on; the split of its data is computed once."""
 
     def __init__(self, run: Path, *, images: bool) -> None:
         self.run, self.images = run, images
@@ -125,12 +123,13 @@ class RunReport:
             self.split.read()
         title = f"{type(config.algorithm).__name__} on {config.data.source}"
         subtitle = (
-            f"{config.clients} clients, {len(rounds)} of {config.rounds} rounds, seed {config.seed}"
+            f"{counted(config.clients, 'client')}, {len(rounds)} of "
+            f"{counted(config.rounds, 'round')}, seed {config.seed}"
         )
         sections = [] if not rounds else self._results(rounds, live=live)
         sections += [cited([config.algorithm]), Section("Configuration", [code(to_toml(config))])]
         goes_on = (
-            f"The run goes on. {self._last()} This page reads itself again every few seconds."
+            f"The run goes on. {self._last()} This page reloads itself every few seconds."
             if live
             else ""
         )
@@ -143,34 +142,33 @@ class RunReport:
         return f"Its last round ended at {time.strftime('%H:%M:%S', written)}."
 
     def _results(self, rounds: Sequence[Round], *, live: bool) -> list[Section]:
-        tests = {
-            key: title
-            for key, title in TESTS.items()
-            if any(key in c for r in rounds for c in r.clients.values())
-        }
+        tests = [key for key in TESTS if any(r.values(key) for r in rounds)]
         learning = [
-            chart(f"Accuracy {tests[key]}, by round", charts.learning(rounds, key, self.names))
+            chart(f"Accuracy by round, {TESTS[key]}", charts.learning(rounds, key, self.names))
             for key in tests
+            if len([r for r in rounds if r.values(key)]) > 1  # a single round has no curve
         ]
         gains = [
-            chart(f"Accuracy {tests[key]}, by client", charts.gains(rounds, key, self.names))
+            chart(f"Accuracy by client, {TESTS[key]}", charts.gains(rounds, key, self.names))
             for key in tests
         ]
         remarks = [] if live else [text(remark) for remark in self.config.algorithm.remarks(rounds)]
+        missing = "" if tests else "the clients report no accuracy."
         return [
-            *([Section("Remarks", remarks)] if remarks else []),
+            Section("Remarks", remarks),
+            Section("Learning", [side_by_side(*learning)] if learning else [], missing),
             Section(
-                "Learning",
-                [side_by_side(*learning) if tests else text("The clients report no accuracy.")],
+                "Clients",
+                [*([side_by_side(*gains)] if gains else []), self._clients(rounds)],
             ),
-            Section("Alone and after", [side_by_side(*gains), self._clients(rounds)]),
             self.split.section("Images by client and class"),
             *([] if live or not self.images else [_gallery(self.run)]),
             *_privacy(self.run),
             _traffic(rounds),
             _time(rounds),
             _memory(rounds),
-            *_noted(rounds),
+            _metrics(rounds, self.split.classes),
+            _noted(rounds),
             failures("round", [[str(r.round), failure] for r in rounds for failure in r.failures]),
         ]
 
@@ -178,7 +176,8 @@ class RunReport:
         counts = self.split.counts
         samples = [sum(row) for row in counts] or None
         held = [[c for c, n in enumerate(row) if n] for row in counts] or None
-        content = table(HEADINGS, *closing_cells(rounds, self.names, samples, held))
+        cells = closing_cells(rounds, self.names, samples, held)
+        content = table(HEADINGS, *cells, words=("classes",))
         title = f"Every client after round {rounds[-1].round}, accuracy in %"
         return folded(title, content, unfolded=len(self.names) <= 20)
 
@@ -193,67 +192,111 @@ def _names(config: Config) -> list[str]:
 
 
 def tiles(rounds: Sequence[Round]) -> list[Tile]:
-    """The run in a few numbers."""
-    last, found = rounds[-1], []
-    for key, name in (("global", "global accuracy"), ("local", "own accuracy")):
-        if any(key in client for client in last.clients.values()):
-            before = [
-                told
-                for k in last.clients
-                if (told := alone(rounds, k).get(f"before_{key}")) is not None
-            ]
-            gain = (
-                f"{100 * (last.mean(key) - sum(before) / len(before)):+.1f} points over alone"
-                if before
-                else ""
-            )
-            found.append(Tile(name, f"{last.mean(key):.1%}", gain))
-    if "global" in last.server:
-        found.append(
-            Tile("server's model", f"{last.server['global']:.1%}", "on the global test set")
-        )
+    """Return the cards of a run: the headline first, then other accuracies, and costs."""
+    of_clients = [card for test in TESTS if (card := _clients_card(rounds, test)) is not None]
+    of_server = [card for card in [_server_card(rounds)] if card is not None]
+    last = rounds[-1]
+    cards = of_server + of_clients if last.primary == "server" else of_clients + of_server
+    idle = _idle(rounds)
+    if idle:
+        everybody = len(last.clients)
+        share = f"{everybody - len(idle)} of {everybody}"
+        note = f"{len(idle)} of {counted(everybody, 'client')} never took part"
+        cards.append(Tile("Clients that took part", share, [note]))
     up, down = (sum(r.traffic(way) for r in rounds) for way in ("up", "down"))
-    found.append(Tile("exchanged", size(up + down), f"{size(up)} up, {size(down)} down"))
+    cards.append(
+        Tile("Exchanged, all rounds", size(up + down), [f"{size(up)} up, {size(down)} down"])
+    )
     spent = sum(r.seconds["round"] for r in rounds)
-    found.append(Tile("time", duration(spent), f"{duration(spent / len(rounds))} a round"))
+    each = [f"{elapsed(spent / len(rounds))} a round"] if len(rounds) > 1 else []
+    cards.append(Tile("Time, all rounds", elapsed(spent), each))
     failed = sum(len(r.failures) for r in rounds)
-    return [
-        *found,
-        Tile("failures", str(failed), "of clients' calls" if failed else "every client answered"),
-    ]
+    answered = (
+        "calls that a client did not answer" if failed else "every client answered every call"
+    )
+    return [*cards, Tile("Failures", str(failed), [answered])]
+
+
+def _server_card(rounds: Sequence[Round]) -> Tile | None:
+    last = next((r for r in reversed(rounds) if "global" in r.server), None)
+    if last is None:
+        return None
+    notes = [f"{TESTS['global']}, round {last.round}"]
+    return Tile("Accuracy of the server's model", f"{last.server['global']:.1%}", notes)
+
+
+def _clients_card(rounds: Sequence[Round], test: str) -> Tile | None:
+    """Return the clients' mean accuracy, and how much that is above local only.
+
+    The difference is the mean over clients that have both values, and over no others.
+    """
+    last = next((r for r in reversed(rounds) if r.values(test)), None)
+    if last is None:
+        return None
+    after = last.values(test)
+    notes = [f"{TESTS[test]}, mean of {counted(len(after), 'client')}, round {last.round}"]
+    change = gain(rounds, test)
+    if change.points is not None:
+        everybody = change.before.keys() == after.keys()
+        whose = "" if everybody else f", same {counted(len(change.before), 'client')}"
+        notes.append(f"{change.points:+.1f} points over local only{whose}")
+    idle = _idle(rounds) & after.keys()
+    if idle:
+        notes.append(f"{len(idle)} of these never took part")
+    return Tile("Accuracy of the clients' models", f"{last.mean(test):.1%}", notes)
+
+
+def _idle(rounds: Sequence[Round]) -> set[int]:
+    """Return the clients that took part in no round."""
+    active = participants(rounds)
+    return set(rounds[-1].clients) - active if active else set()  # else no record says who did
+
+
+def counted(number: int, thing: str) -> str:
+    """Write a number of things, in the plural unless it is one."""
+    return f"{number} {thing}{'s' * (number != 1)}"
 
 
 def _privacy(run: Path) -> list[Section]:
-    """What left the clients, and what that promises."""
+    """Return what left the clients, and what that promises."""
     if not (run / PRIVACY).is_file():
         return []
     statement = Statement.read(run / PRIVACY)
-    parts = table(*cells(statement)) if statement.rows else ""
+    parts = table(*cells(statement), stacked=True) if statement.rows else ""
     return [Section("Privacy", [parts, *map(text, conclusion(statement))])]
 
 
 def _traffic(rounds: Sequence[Round]) -> Section:
     methods = list(dict.fromkeys(method for r in rounds for method in r.bytes))
-    if not methods:
-        return Section("Traffic", [text("Nothing was exchanged.")])
     sums = {
         way: [sum(r.bytes.get(m, {}).get(way, 0) for r in rounds) for m in methods]
         for way in ("up", "down")
     }
+    if not any(map(any, sums.values())):
+        return Section("Traffic", [], "nothing was exchanged.")
     by_round = {way: [r.traffic(way) for r in rounds] for way in ("up", "down")}
-    return Section(
-        "Traffic",
-        [
-            side_by_side(
-                chart("Bytes by method, over all rounds", charts.bars(methods, sums, "B")),
-                chart("Bytes by round", charts.by_round(rounds, by_round, "B")),
-            )
-        ],
+    return Section("Traffic", [_costs("Bytes", "method", rounds, (methods, sums), by_round)])
+
+
+def _costs(
+    what: Literal["Bytes", "Time"],
+    kind: str,
+    rounds: Sequence[Round],
+    sums: tuple[Sequence[str], Mapping[str, Sequence[float]]],
+    by_round: Mapping[str, Sequence[float]],
+) -> str:
+    """Draw what all rounds cost together, and where there are several, what each of them cost."""
+    quantity: charts.Quantity = "bytes" if what == "Bytes" else "seconds"
+    if len(rounds) == 1:
+        return chart(f"{what} by {kind}", charts.bars(*sums, quantity, lowest=0))
+    return side_by_side(
+        chart(f"{what} by {kind}, over all rounds", charts.bars(*sums, quantity)),
+        chart(f"{what} by round", charts.by_round(rounds, by_round, quantity)),
     )
 
 
 def phases(rounds: Sequence[Round]) -> dict[str, list[float]]:
-    """The seconds of every phase in each round, and those between phases."""
+    """Return the seconds of every phase in each round, and those between phases."""
     parts = [{key: s for key, s in r.seconds.items() if key != "round"} for r in rounds]
     rest = [
         max(0.0, r.seconds["round"] - sum(part.values()))
@@ -265,47 +308,90 @@ def phases(rounds: Sequence[Round]) -> dict[str, list[float]]:
 
 def _time(rounds: Sequence[Round]) -> Section:
     by_phase = phases(rounds)
-    sums = {"seconds": [sum(values) for values in by_phase.values()]}
-    return Section(
-        "Time",
-        [
-            side_by_side(
-                chart("Seconds by phase, over all rounds", charts.bars(list(by_phase), sums, " s")),
-                chart("Seconds by round", charts.by_round(rounds, by_phase, " s")),
-            )
-        ],
-    )
+    sums = {"time": [sum(values) for values in by_phase.values()]}
+    return Section("Time", [_costs("Time", "phase", rounds, (list(by_phase), sums), by_phase)])
 
 
 def _memory(rounds: Sequence[Round]) -> Section:
     peaks = [r.server.get("device_memory") for r in rounds]
     if not any(peaks):
-        return Section(
-            "Memory",
-            [text("The run was on a CPU: its records hold the memory of CUDA devices only.")],
-        )
-    return Section(
-        "Memory",
-        [chart("Peak of the device by round", charts.by_round(rounds, {"peak": peaks}, "B"))],
-    )
+        reason = "the run was on a CPU, and records hold the memory of CUDA devices only."
+        return Section("Memory", [], reason)
+    if len(rounds) == 1:
+        return Section("Memory", [text(f"Peak of the device: {size(peaks[0] or 0)}.")])
+    drawn = charts.by_round(rounds, {"peak": peaks}, "bytes")
+    return Section("Memory", [chart("Peak of the device by round", drawn)])
 
 
-def _noted(rounds: Sequence[Round]) -> list[Section]:
-    """Numbers that the method itself put into the record."""
-    found = []
-    for party in ("server", "clients"):
-        for key in dict.fromkeys(
-            key for r in rounds for node in _of(r, party) for key in node if key not in TOLD
-        ):
+def _metrics(rounds: Sequence[Round], classes: Sequence[str]) -> Section:
+    """Return what [evaluate] measures beside accuracy: numbers by round, and accuracy by class."""
+    parts = _by_round(rounds, [key for key in _keys(rounds) if FURTHER.fullmatch(key)])
+    for test, title in TESTS.items():
+        last = next((r for r in reversed(rounds) if _class_shares(r, test)), None)
+        if last is not None:
+            shares = _class_shares(last, test)
+            named = {
+                whose: {
+                    classes[c] if c < len(classes) else f"class {c}": values
+                    for c, values in sorted(by_class.items())
+                }
+                for whose, by_class in shares.items()
+            }
+            parts.append(
+                chart(f"Accuracy by class, {title}, round {last.round}", charts.outcomes(named))
+            )
+    return Section("Metrics", [side_by_side(*parts)] if parts else [])
+
+
+def _class_shares(record: Round, test: str) -> dict[str, dict[int, list[float]]]:
+    """Return the accuracy of each class: of the server's model, and of every client that has it."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for whose, party in (("server's model", "server"), ("mean of clients", "clients")):
+        for node in _of(record, party):
+            for key, share in node.items():
+                match = PER_CLASS.fullmatch(key)
+                if match is not None and match[1] == test:
+                    found.setdefault(whose, {}).setdefault(int(match[2]), []).append(share)
+    return found
+
+
+def _noted(rounds: Sequence[Round]) -> Section:
+    """Return the numbers that the method itself put into the record."""
+    own = [
+        key
+        for key in _keys(rounds)
+        if (told := key.removeprefix("before_")) not in TOLD
+        and not FURTHER.fullmatch(told)
+        and not PER_CLASS.fullmatch(told)
+    ]
+    parts = _by_round(rounds, own)
+    return Section("Noted by the method", [side_by_side(*parts)] if parts else [])
+
+
+def _keys(rounds: Sequence[Round]) -> list[str]:
+    nodes = (node for party in ("server", "clients") for r in rounds for node in _of(r, party))
+    return list(dict.fromkeys(key for node in nodes for key in node))
+
+
+def _by_round(rounds: Sequence[Round], keys: Sequence[str]) -> list[str]:
+    """Draw numbers of the record by round; of a single round, list them."""
+    found: dict[str, tuple[str, list[float | None]]] = {}
+    for party, whose in (("server", "server"), ("clients", "mean of clients")):
+        for key in keys:
             values = [[node[key] for node in _of(r, party) if key in node] for r in rounds]
-            means = [sum(v) / len(v) if v else None for v in values]
-            name = (
-                f"{key.replace('_', ' ')}, {'server' if party == 'server' else 'mean of clients'}"
-            )
-            found.append(
-                chart(name, charts.by_round(rounds, {key: means}, "B" if "bytes" in key else ""))
-            )
-    return [Section("Noted by the method", [side_by_side(*found)])] if found else []
+            if any(values):
+                means = [sum(v) / len(v) if v else None for v in values]
+                found[f"{key.replace('_', ' ')}, {whose}"] = key, means
+    if len(rounds) == 1:
+        rows = [
+            [name, size(mean or 0) if "bytes" in key else f"{mean:.4g}"]
+            for name, (key, [mean]) in found.items()
+        ]
+        return [table(["number", f"round {rounds[0].round}"], rows)] if rows else []
+    return [
+        chart(name, charts.by_round(rounds, {key: means}, "bytes" if "bytes" in key else "number"))
+        for name, (key, means) in found.items()
+    ]
 
 
 def _of(record: Round, party: str) -> list[Mapping[str, float]]:
@@ -313,17 +399,16 @@ def _of(record: Round, party: str) -> list[Mapping[str, float]]:
 
 
 def failures(where: str, rows: Sequence[Sequence[str]]) -> Section:
-    """Calls that clients did not answer: where each was, and what happened."""
+    """Return the calls that clients did not answer: where each was, and what happened."""
     if not rows:
-        return Section("Failures", [text("None: every client that was asked answered.")])
-    title = f"{len(rows)} call{'s' * (len(rows) > 1)} that a client did not answer"
-    return Section(
-        "Failures", [folded(title, table([where, "what happened"], rows), unfolded=len(rows) <= 20)]
-    )
+        return Section("Failures", [], "none, every client that was asked answered.")
+    title = f"{counted(len(rows), 'call')} that a client did not answer"
+    listed = table([where, "what happened"], rows, words=(where,))
+    return Section("Failures", [folded(title, listed, unfolded=len(rows) <= 20)])
 
 
 def cited(algorithms: Sequence[Algorithm]) -> Section:
-    """Where the methods come from, and what crosses between their parties."""
+    """Return where the methods come from, and what crosses between their parties."""
     parts = []
     for kind in dict.fromkeys(type(algorithm) for algorithm in algorithms):
         rows = [[method, what] for method, what in kind.crosses.items()]
@@ -336,7 +421,7 @@ def _gallery(run: Path) -> Section:
     try:
         found = deque(pictures(run, COLUMNS), maxlen=SHOWN)
     except BarterError as error:
-        return Section("Images", [text(str(error))])
+        return Section("Images", [], str(error))
     note = (
         "Private images and below each what was made of it; a single row was made of no single image. "
         "No party of the run sees all of this: it is for the experimenter's eyes, and --no-images leaves it out."

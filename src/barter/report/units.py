@@ -1,0 +1,44 @@
+"""Units in which a page gives times, so that no axis counts "100m s"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from barter.runs.progress import duration
+
+__all__ = ["Unit", "elapsed", "time_unit"]
+
+
+class Unit(NamedTuple):
+    """A unit of time: its name, its length, and the seconds from which on it is used."""
+
+    name: str
+    seconds: float
+    start: float
+
+
+# Three minutes are still easy to read as seconds, half a second is not.
+UNITS = (
+    Unit("ms", 1e-3, 0.0),
+    Unit("s", 1.0, 1.0),
+    Unit("min", 60.0, 180.0),
+    Unit("h", 3600.0, 3 * 3600.0),
+)
+
+
+def time_unit(seconds: Iterable[float]) -> Unit:
+    """Return the unit that suits the longest of some times."""
+    longest = max(seconds, default=0.0)
+    return next(unit for unit in reversed(UNITS) if longest >= unit.start)
+
+
+def elapsed(seconds: float) -> str:
+    """Write a time with its unit; a short one with enough digits.
+
+    >>> elapsed(0.0312), elapsed(1.57), elapsed(75.2)
+    ('31 ms', '1.6 s', '1 min 15 s')
+    """
+    if round(seconds, 3) < 1:
+        return f"{1000 * seconds:.0f} ms"
+    return f"{seconds:.1f} s" if seconds < 9.95 else duration(seconds)
