@@ -71,8 +71,8 @@ class Spelling:
     pattern: str
     meaning: str
 
-    def __contains__(self, value: str) -> bool:
-        return re.fullmatch(self.pattern, value) is not None
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, str) and re.fullmatch(self.pattern, value) is not None
 
     def __str__(self) -> str:
         return self.meaning
@@ -161,13 +161,13 @@ def _accept(value: object, hint: Any) -> object:
     origin = get_origin(hint)
     if origin is Annotated:
         base, *extras = get_args(hint)
+        if any(isinstance(e, Spelling) and value not in e for e in extras):
+            raise ValueError(f"must be {_kind(hint)}")
         value = _accept(value, base)
         if any(
             isinstance(e, Range) and isinstance(value, int | float) and value not in e
             for e in extras
         ):
-            raise ValueError(f"must be {_kind(hint)}")
-        if any(isinstance(e, Spelling) and value not in e for e in extras):
             raise ValueError(f"must be {_kind(hint)}")
         return value
     if origin is Literal:
