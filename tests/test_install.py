@@ -52,13 +52,21 @@ def test_extras_that_are_named_exist() -> None:
         *ROOT.glob("*.md"),
         *ROOT.glob("docs/**/*.md"),
     ]
-    named = {
-        extra for path in texts for extra in re.findall(r"barter-fl\[([\w,]+)\]", path.read_text())
-    }
-    assert named >= {"onnx", "report"}
+    command = r"(?:pip install[^\n]*\[([\w,]+)\]')|install_command\([\"']([\w,]+)[\"']\)"
+    found = [match for path in texts for match in re.findall(command, path.read_text())]
+    named = {one or other for one, other in found}
+    assert named >= {"onnx", "report", "privacy", "flower"}
     assert {extra for names in named for extra in names.split(",")} | {
         extra for _, extra in EXTRAS.values()
     } <= OFFERED
+
+
+def test_nobody_is_told_to_install_from_pypi() -> None:
+    """Not before the package is there: the command would fail, or install somebody else's."""
+    texts = [*SOURCE.rglob("*.py"), *SOURCE.glob("*/templates/*"), *ROOT.glob("[!C]*.md")]
+    texts += [*ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.py")]
+    advice = re.compile(r"pip install[^\n]*?(?<![\w/])barter[-_]fl(?!-[\d])")
+    assert [path for path in texts if advice.search(path.read_text())] == []
 
 
 def test_the_readme_says_how_to_install() -> None:
