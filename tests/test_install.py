@@ -69,6 +69,29 @@ def test_nobody_is_told_to_install_from_pypi() -> None:
     assert [path for path in texts if advice.search(path.read_text())] == []
 
 
+def test_the_lowest_versions_are_those_of_the_metadata() -> None:
+    """`make test-lowest` tests what is promised: a bound that is raised here and not there would go unnoticed."""
+    lines = (ROOT / "constraints-lowest.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    project = PROJECT["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    bounds = {
+        match[1]: match[2]
+        for group in groups
+        for match in [re.match(r"([\w-]+)>=([\d.]+)", requirement) for requirement in group]
+        if match
+    }
+    bounds.pop("flwr")  # pins versions of its own
+
+    def padded(version: str) -> list[int]:
+        parts = [int(part) for part in version.split(".")]
+        return parts + [0] * (3 - len(parts))
+
+    assert {name: padded(low) for name, low in bounds.items()} == {
+        name: padded(version) for name, version in pinned.items()
+    }
+
+
 def test_the_readme_says_how_to_install() -> None:
     readme = (ROOT / "README.md").read_text()
     assert f"dist/barter_fl-{__version__}-py3-none-any.whl" in readme

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-flwr = pytest.importorskip("flwr")
+pytest.importorskip("flwr")
 
 from barter.core.payload import isolate, leaves, nbytes
 from barter.experiment import Experiment
