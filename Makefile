@@ -3,10 +3,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow docs format clean
+.PHONY: help demo test test-slow test-latest test-lowest docs format clean
 
 help:  ## print this
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{ printf "make %-10s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{ printf "make %-11s %s\n", $$1, $$2 }'
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +25,19 @@ test: $(VENV)/installed  ## lint, types and the test suite
 test-slow: $(VENV)/installed  ## the tests that take minutes
 	$(BIN)/pytest -m slow
 
+# Both without Flower, which pins typer and rich: their environments have what pip chooses for everybody else.
+test-latest:  ## the test suite with the newest versions of everything, in an environment of its own
+	$(PYTHON) -m venv --clear $(VENV)-latest
+	$(VENV)-latest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e ".[test]"
+	$(VENV)-latest/bin/python -m pip list
+	$(VENV)-latest/bin/python -m pytest -n auto --dist worksteal
+
+test-lowest:  ## the test suite with the lowest versions that pyproject.toml allows
+	$(PYTHON) -m venv --clear $(VENV)-lowest
+	$(VENV)-lowest/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt -e ".[test]"
+	$(VENV)-lowest/bin/python -m pip list
+	$(VENV)-lowest/bin/python -m pytest -n auto --dist worksteal
+
 docs: $(VENV)/installed  ## the reference, made of the docstrings: build/docs/index.html
 	$(BIN)/python docs/reference.py build/docs
 
@@ -32,5 +45,5 @@ format: $(VENV)/installed  ## bring the code into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean:  ## remove the environment and caches
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+clean:  ## remove the environments and caches
+	rm -rf $(VENV) $(VENV)-latest $(VENV)-lowest build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

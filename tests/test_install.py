@@ -52,13 +52,44 @@ def test_extras_that_are_named_exist() -> None:
         *ROOT.glob("*.md"),
         *ROOT.glob("docs/**/*.md"),
     ]
-    named = {
-        extra for path in texts for extra in re.findall(r"barter-fl\[([\w,]+)\]", path.read_text())
-    }
-    assert named >= {"onnx", "report"}
+    command = r"(?:pip install[^\n]*\[([\w,]+)\]')|install_command\([\"']([\w,]+)[\"']\)"
+    found = [match for path in texts for match in re.findall(command, path.read_text())]
+    named = {one or other for one, other in found}
+    assert named >= {"onnx", "report", "privacy", "flower"}
     assert {extra for names in named for extra in names.split(",")} | {
         extra for _, extra in EXTRAS.values()
     } <= OFFERED
+
+
+def test_nobody_is_told_to_install_from_pypi() -> None:
+    """Not before the package is there: the command would fail, or install somebody else's."""
+    texts = [*SOURCE.rglob("*.py"), *SOURCE.glob("*/templates/*"), *ROOT.glob("[!C]*.md")]
+    texts += [*ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.py")]
+    advice = re.compile(r"pip install[^\n]*?(?<![\w/])barter[-_]fl(?!-[\d])")
+    assert [path for path in texts if advice.search(path.read_text())] == []
+
+
+def test_the_lowest_versions_are_those_of_the_metadata() -> None:
+    """`make test-lowest` tests what is promised: a bound that is raised here and not there would go unnoticed."""
+    lines = (ROOT / "constraints-lowest.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    project = PROJECT["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    bounds = {
+        match[1]: match[2]
+        for group in groups
+        for match in [re.match(r"([\w-]+)>=([\d.]+)", requirement) for requirement in group]
+        if match
+    }
+    bounds.pop("flwr")  # pins versions of its own
+
+    def padded(version: str) -> list[int]:
+        parts = [int(part) for part in version.split(".")]
+        return parts + [0] * (3 - len(parts))
+
+    assert {name: padded(low) for name, low in bounds.items()} == {
+        name: padded(version) for name, version in pinned.items()
+    }
 
 
 def test_the_readme_says_how_to_install() -> None:

@@ -578,7 +578,7 @@ def test_without_plotly_an_error_names_the_extra(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "plotly", None)
     assert refused(capsys, str(written(tmp_path / "run"))).endswith(
-        "pip install 'barter-fl[report]'"
+        "pip install '.[report]' in a checkout of barter"
     )
 
 

@@ -225,7 +225,7 @@ def test_what_onnx_cannot_express_and_what_is_missing_is_said_in_one_line(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "onnxscript" else found(name)
     )
-    with pytest.raises(ConfigError, match=r"pip install 'barter-fl\[onnx\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[onnx\]' in a checkout"):
         export(some_network(), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
 

@@ -123,8 +123,8 @@ class Experiment:
             models=",".join(name for name, _ in listed) if by_name else BY_PYTHON,
             rounds=rounds,
             seed=seed,
-            device=device,  # type: ignore[arg-type]  # checked by Config
-            precision=precision,  # type: ignore[arg-type]
+            device=device,
+            precision=precision,  # type: ignore[arg-type]  # checked by Config
             streams=streams,
             device_memory=device_memory,
             threads=threads,

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("flwr")
+
 from barter.core.payload import isolate, leaves, nbytes
 from barter.experiment import Experiment
 from barter.flower import engine
@@ -19,7 +21,6 @@ from barter.setup.config import Config
 from tests.conftest import digits_file, federation, same, tiny
 from tests.flower.grid import LoopbackGrid, site
 
-flwr = pytest.importorskip("flwr")
 ROUNDS = 3
 
 

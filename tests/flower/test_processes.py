@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("flwr")
+
 from barter.cli.app import main
 from barter.core.payload import isolate, leaves
 from barter.flower.supervise import FLOWER, free_port
@@ -23,7 +25,6 @@ from barter.runs import checkpoint
 from barter.runs.folder import last_checkpoint, records
 from tests.conftest import TINY, digits_file, federation, same, tiny
 
-pytest.importorskip("flwr")
 CPU = torch.device("cpu")
 
 

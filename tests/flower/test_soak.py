@@ -23,6 +23,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("flwr")
+
 from barter.algorithms import ALGORITHMS
 from barter.core.payload import isolate, leaves
 from barter.experiment import Experiment
@@ -32,7 +34,6 @@ from barter.setup.config import read, resolve
 from tests.conftest import TINY, digits_file, same
 from tests.flower.test_processes import left_behind, processes, remembered
 
-pytest.importorskip("flwr")
 log = logging.getLogger("soak")
 
 SITES = 6

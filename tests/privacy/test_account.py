@@ -205,5 +205,5 @@ def test_steps_with_hardly_any_noise_are_counted_at_once_and_cost_no_less() -> N
 def test_without_the_accountant_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting.pld", None)
     assert spent({Gaussian(5.5): 1}, DELTA) > 0, "Gaussians need none"
-    with pytest.raises(ConfigError, match=r"barter-fl\[privacy\]"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[privacy\]' in a checkout"):
         spent({Gaussian(5.5): 1, Pure(0.123): 1}, DELTA)

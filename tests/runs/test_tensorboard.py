@@ -99,6 +99,6 @@ def test_a_missing_extra_is_named(
     assert main(["run", *SMALL, "--out", str(tmp_path / "run"), "--tensorboard"]) == 2
     assert (
         capsys.readouterr().err
-        == "barter: TensorBoard is not installed here: pip install 'barter-fl[tensorboard]'\n"
+        == "barter: TensorBoard is not installed here: pip install '.[tensorboard]' in a checkout of barter\n"
     )
     assert not (tmp_path / "run").exists()

@@ -13,9 +13,8 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import click
 import typer
 
 from barter.cli.options import (
@@ -27,6 +26,8 @@ from barter.cli.options import (
     RoundOf,
     Settings,
     TensorBoard,
+    real_number,
+    whole_number,
 )
 from barter.core.errors import BarterError, CheckpointError, ConfigError, lacks_memory
 from barter.setup.catalogue import CHOICES, LISTINGS, known_keys
@@ -51,7 +52,7 @@ app.add_typer(flower, name="flower")
 
 def _version(wanted: bool) -> None:
     if wanted:
-        click.echo(f"barter {__version__}")
+        typer.echo(f"barter {__version__}")
         raise typer.Exit
 
 
@@ -80,18 +81,26 @@ def run(
             "--from", metavar="RUN", help="Start from the networks that another run ended with."
         ),
     ] = None,
-    device: Annotated[Device | None, typer.Option(help="Where to compute.")] = None,
+    device: Device = None,
     precision: Annotated[
         Arithmetic | None,
         typer.Option(help="How to compute; without it, bf16 on CUDA and fp32 on the CPU."),
     ] = None,
     device_memory: Annotated[
         float | None,
-        typer.Option(metavar="GIB", help="Stay within so much of a CUDA device's memory."),
+        typer.Option(
+            parser=real_number(),
+            metavar="GIB",
+            help="Stay within so much of a CUDA device's memory.",
+        ),
     ] = None,
     threads: Annotated[
         int | None,
-        typer.Option(min=1, help="Of the CPU; without it, as many as cores that nobody else uses."),
+        typer.Option(
+            parser=whole_number(1),
+            metavar="N",
+            help="Of the CPU; without it, as many as cores that nobody else uses.",
+        ),
     ] = None,
     engine: Annotated[
         Place | None,
@@ -129,11 +138,20 @@ def run(
 def resume(
     run: Annotated[Path, typer.Argument(metavar="RUN")],
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Until so many are done; without, as configured.")
+        int | None,
+        typer.Option(
+            parser=whole_number(1),
+            metavar="N",
+            help="Until so many are done; without, as configured.",
+        ),
     ] = None,
     threads: Annotated[
         int | None,
-        typer.Option(min=1, help="Of the CPU; without, as before. With others last digits differ."),
+        typer.Option(
+            parser=whole_number(1),
+            metavar="N",
+            help="Of the CPU; without, as before. With others last digits differ.",
+        ),
     ] = None,
     patience: Patience = None,
     behind: Annotated[
@@ -195,9 +213,15 @@ def compare(
     ] = None,
     target: Annotated[
         float | None,
-        typer.Option(min=0.0, max=1.0, help="Count the rounds until this accuracy, such as 0.8."),
+        typer.Option(
+            parser=real_number(0, 1),
+            metavar="X",
+            help="Count the rounds until this accuracy, such as 0.8.",
+        ),
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="How many runs at a time.")] = 1,
+    jobs: Annotated[
+        int, typer.Option(parser=whole_number(1), metavar="N", help="How many runs at a time.")
+    ] = 1,
     out: Annotated[
         Path | None, typer.Option(help="The folder; without one, a new one under runs/.")
     ] = None,
@@ -247,7 +271,9 @@ def attack(
     shadows: Annotated[
         int,
         typer.Option(
-            min=0, help="Runs like RUN, on half of the images, to compare its networks with; even."
+            parser=whole_number(0),
+            metavar="N",
+            help="Runs like RUN, on half of the images, to compare its networks with; even.",
         ),
     ] = 4,
 ) -> None:
@@ -263,7 +289,10 @@ def evaluate(
     data: Annotated[
         str, typer.Option(metavar="SOURCE", help="A data set's name, npz:PATH or folder:PATH.")
     ],
-    client: Annotated[int | None, typer.Option(min=0, help="Only this client's network.")] = None,
+    client: Annotated[
+        int | None,
+        typer.Option(parser=whole_number(0), metavar="N", help="Only this client's network."),
+    ] = None,
     round: RoundOf = "last",
 ) -> None:
     """The accuracy of RUN's networks on other data: on its test images or, where it has no such part, on all of it."""
@@ -277,7 +306,12 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN")],
     to: Annotated[Path, typer.Option(metavar="FILE", help="Ends in .safetensors, .onnx or .pt2.")],
     client: Annotated[
-        int | None, typer.Option(min=0, help="Whose network; without it, the server's model.")
+        int | None,
+        typer.Option(
+            parser=whole_number(0),
+            metavar="N",
+            help="Whose network; without it, the server's model.",
+        ),
     ] = None,
     round: RoundOf = "last",
 ) -> None:
@@ -356,12 +390,12 @@ def site(
 def list_(what: Annotated[Listing | None, typer.Argument(metavar="WHAT")] = None) -> None:
     """List algorithms, models, families, datasets or partitions."""
     if what is None:
-        click.echo("\n".join(f"barter list {choice}" for choice in Listing))
+        typer.echo("\n".join(f"barter list {choice}" for choice in Listing))
         return
     rows = LISTINGS[what.value]()
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
-        click.echo(f"{name:{width}}  {text}".rstrip())
+        typer.echo(f"{name:{width}}  {text}".rstrip())
 
 
 @show.command("algorithm")
@@ -418,7 +452,9 @@ def show_images(
     out: Annotated[
         Path | None, typer.Option(help="Where to save the sheets; without it, RUN/images.")
     ] = None,
-    columns: Annotated[int, typer.Option(min=1, max=100, help="Images of each client.")] = 10,
+    columns: Annotated[
+        int, typer.Option(parser=whole_number(1, 100), metavar="N", help="Images of each client.")
+    ] = 10,
 ) -> None:
     """Save a sheet per round of RUN: private images beside what was made of them. No party of a run sees both."""
     from barter.cli import inspecting
@@ -434,25 +470,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(
             errors="backslashreplace"
         )  # names of files may be what no text can hold
+    usage_error = _usage_error()
     try:
         status = app(
             args=None if arguments is None else list(arguments),
             prog_name="barter",
             standalone_mode=False,
         )
+        if status == INTERRUPTED:
+            return _fail("interrupted", 1)
         return status if isinstance(status, int) else 0
-    except click.exceptions.NoArgsIsHelpError as error:
-        error.show()
-        return 2
-    except click.NoSuchOption as error:
-        return _fail(_guess(error.option_name, error.ctx) or _message(error), 2)
-    except click.ClickException as error:
-        return _fail(_message(error), 2)
+    except usage_error as error:
+        return _refuse(error)
     except (ConfigError, CheckpointError) as error:
         return _fail(str(error), 2)
     except BarterError as error:
         return _fail("\n".join([str(error), *getattr(error, "__notes__", [])]), 1)
-    except (click.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         return _fail("interrupted", 1)
     except BrokenPipeError:
         return 1
@@ -477,7 +511,39 @@ LIKELY = {  # options that one would expect, and what there is instead
 }
 
 
-def _guess(option: str, context: click.Context | None) -> str:
+INTERRUPTED = 130  # what newer typers return after Ctrl-C; older ones raise Abort
+
+
+def _usage_error() -> type[Exception]:
+    """Return the class of everything that typer raises for a wrong command line.
+
+    Older typers raise exceptions of the installed click, newer ones of a copy of click that they bring along. The two
+    are unrelated, so the class is found among the ancestors of one that every typer exports.
+    """
+    ancestors = typer.BadParameter.__mro__
+    return ancestors[ancestors.index(Exception) - 1]
+
+
+def _refuse(error: Any) -> int:
+    """Print what is wrong with the command line; return the exit status.
+
+    Kinds of errors are known by their names: which module they come from depends on typer's version.
+    """
+    kind = type(error).__name__
+    if kind == "NoArgsIsHelpError":
+        error.show()
+        return 2
+    if kind == "NoSuchOption":
+        return _fail(_guess(error.option_name, error.ctx) or _no_such_option(error), 2)
+    return _fail(_message(error), 2)
+
+
+def _no_such_option(error: Any) -> str:
+    near = " or ".join(repr(option) for option in sorted(error.possibilities or ()))
+    return f"No such option '{error.option_name}'." + (f" Did you mean {near}?" if near else "")
+
+
+def _guess(option: str, context: Any) -> str:
     """What to write instead of an option that one would expect, where the command has it; nothing if it has not."""
     given = context.command.params if context else []
     has = {word for parameter in given for word in (*parameter.opts, parameter.metavar) if word}
@@ -494,11 +560,19 @@ def _guess(option: str, context: click.Context | None) -> str:
     return f"there is no {option}: write {words}" if words.partition(" ")[0] in has else ""
 
 
-def _message(error: click.ClickException) -> str:
+WORDING = {  # what versions of typer word differently, and what is printed with any of them
+    r": Value error, ": ": ",  # pydantic, which newer typers ask
+    r" for '\[(.*?)\]':": r" for '\1':",  # an argument that may be left out
+    r"argument\(s\)": "argument",
+}
+
+
+def _message(error: Any) -> str:
     """Its sentences in one line, each once: click and typer both say what was perhaps meant."""
-    return " ".join(
-        dict.fromkeys(re.split(r"(?<=[.?]) ", " ".join(error.format_message().split())))
-    )
+    words = " ".join(error.format_message().split())
+    for pattern, common in WORDING.items():
+        words = re.sub(pattern, common, words)
+    return " ".join(dict.fromkeys(re.split(r"(?<=[.?]) ", words)))
 
 
 def _fail(message: str, status: int) -> int:

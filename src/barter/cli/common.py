@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from barter.core.errors import ConfigError
+from barter.core.errors import ConfigError, install_command
 from barter.runs.folder import Which
 from barter.setup.config import read, with_settings
 
@@ -67,6 +67,4 @@ def optional(module: str) -> Any:
         if missing not in EXTRAS:
             raise
         what, extra = EXTRAS[missing]
-        raise ConfigError(
-            f"{what} is not installed here: pip install 'barter-fl[{extra}]'"
-        ) from None
+        raise ConfigError(f"{what} is not installed here: {install_command(extra)}") from None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated
 
 import typer
+
+from barter.core.params import DEVICES
 
 __all__ = [
     "Arithmetic",
@@ -16,6 +20,8 @@ __all__ = [
     "RoundOf",
     "Settings",
     "TensorBoard",
+    "real_number",
+    "whole_number",
 ]
 
 Settings = Annotated[
@@ -43,22 +49,61 @@ RoundOf = Annotated[
 ]
 
 
+def whole_number(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """Return a parser of whole numbers within bounds, which says in one line what it wants.
+
+    The words of typer's own parsers differ from version to version.
+    """
+    bounds = f"of at least {least}" if math.isinf(most) else f"between {least} and {most}"
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if not least <= number <= most:
+            raise typer.BadParameter(f"{str(text)!r} is not a whole number {bounds}.")
+        return number
+
+    return parse
+
+
+def real_number(least: float = -math.inf, most: float = math.inf) -> Callable[[str], float]:
+    """Return a parser of numbers within bounds; see `whole_number`."""
+    bounds = "" if math.isinf(least) else f" between {least} and {most}"
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not least <= number <= most:
+            raise typer.BadParameter(f"{str(text)!r} is not a number{bounds}.")
+        return number
+
+    return parse
+
+
+def _device_name(name: str | None) -> str | None:
+    if name is not None and name not in DEVICES:
+        raise typer.BadParameter(f"{name!r} is not {DEVICES}.")
+    return name
+
+
+Device = Annotated[
+    str | None,
+    typer.Option(callback=_device_name, metavar="auto|cpu|cuda|cuda:N", help="Where to compute."),
+]
+
+
 Patience = Annotated[
     int | None,
     typer.Option(
-        min=1,
+        parser=whole_number(1),
         metavar="N",
         help="Stop when validation accuracy has not improved for N rounds; takes data.validation.",
     ),
 ]
-
-
-class Device(StrEnum):
-    """Where to compute."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
 
 
 class Arithmetic(StrEnum):

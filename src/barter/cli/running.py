@@ -221,7 +221,7 @@ def _drive(
     console.print(
         f"{type(config.algorithm).__name__} on {config.data.source}: {config.clients} clients, "
         f"{architectures} architecture{'s' * (architectures > 1)}, {config.rounds} rounds, "
-        f"{experiment.device.type}{_said(experiment.config.threads)}; folder {out}"
+        f"{experiment.device}{_said(experiment.config.threads)}; folder {out}"
     )
     if experiment.round:
         console.print(f"{experiment.round} of {config.rounds} rounds are done already")

@@ -13,6 +13,7 @@ __all__ = [
     "PayloadError",
     "PrivacyError",
     "in_short",
+    "install_command",
     "lacks_memory",
     "with_place",
 ]
@@ -52,6 +53,16 @@ class PrivacyError(BarterError):
 
 class Interrupted(BarterError):
     """The user pressed Ctrl-C."""
+
+
+def install_command(extra: str) -> str:
+    """Return how to install what an extra of the package needs; barter itself is not on PyPI.
+
+    >>> from barter.core.errors import install_command
+    >>> install_command("report")
+    "pip install '.[report]' in a checkout of barter"
+    """
+    return f"pip install '.[{extra}]' in a checkout of barter"
 
 
 def in_short(error: BaseException) -> str:

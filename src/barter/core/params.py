@@ -11,6 +11,7 @@ import difflib
 import importlib
 import inspect
 import math
+import re
 import textwrap
 import tokenize
 import types
@@ -22,13 +23,16 @@ from barter.core.errors import BarterError, ConfigError, in_short, with_place
 
 __all__ = [
     "BY_PYTHON",
+    "DEVICES",
     "Count",
+    "DeviceName",
     "Field",
     "Fraction",
     "NonNegative",
     "Positive",
     "Range",
     "Side",
+    "Spelling",
     "Whole",
     "build",
     "check",
@@ -60,12 +64,28 @@ class Range:
         return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if math.isfinite(bound))
 
 
+@dataclasses.dataclass(frozen=True)
+class Spelling:
+    """The texts a field may hold: those that match a pattern, printed as a reader would say it."""
+
+    pattern: str
+    meaning: str
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, str) and re.fullmatch(self.pattern, value) is not None
+
+    def __str__(self) -> str:
+        return self.meaning
+
+
 Fraction = Annotated[float, Range(gt=0, le=1)]
 Positive = Annotated[float, Range(gt=0)]
 NonNegative = Annotated[float, Range(ge=0)]
 Count = Annotated[int, Range(ge=1)]
 Whole = Annotated[int, Range(ge=0)]
 Side = Annotated[int, Range(ge=1, le=4096)]  # of an image, in pixels
+DEVICES = Spelling(r"auto|cpu|cuda(:(0|[1-9][0-9]{0,2}))?", "one of auto, cpu, cuda, cuda:N")
+DeviceName = Annotated[str, DEVICES]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +143,8 @@ def made(place: str, make: Callable[[], T]) -> T:
 def _kind(hint: Any) -> str:
     if get_origin(hint) is Annotated:
         base, *extras = get_args(hint)
-        return " ".join([_kind(base), *(str(e) for e in extras if isinstance(e, Range))])
+        spelled = [str(e) for e in extras if isinstance(e, Spelling)]
+        return " ".join(spelled or [_kind(base), *(str(e) for e in extras if isinstance(e, Range))])
     if get_origin(hint) is Literal:
         return " | ".join(str(choice) for choice in get_args(hint))
     if get_origin(hint) in (Union, types.UnionType):
@@ -140,6 +161,8 @@ def _accept(value: object, hint: Any) -> object:
     origin = get_origin(hint)
     if origin is Annotated:
         base, *extras = get_args(hint)
+        if any(isinstance(e, Spelling) and value not in e for e in extras):
+            raise ValueError(f"must be {_kind(hint)}")
         value = _accept(value, base)
         if any(
             isinstance(e, Range) and isinstance(value, int | float) and value not in e

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from barter.compute.precision import Precision
 from barter.core.errors import ConfigError
 from barter.core.images import Images, Spec
 from barter.core.nodes import Client, Server
-from barter.core.params import Count, Positive, Range, Whole, check
+from barter.core.params import Count, DeviceName, Positive, Range, Whole, check
 from barter.core.payload import Payload
 from barter.data.task import (
     SITES,
@@ -70,7 +70,7 @@ class Setup:
     root: str = ""  # the folder that holds named data sets; empty: as the run says
     share: Whole | None = None  # which share of the run's data is this site's, where data is empty
     model: str = ""  # a name of the zoo or package.module:factory; empty: as the run says
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # where this site computes
+    device: DeviceName = "auto"  # where this site computes
     threads: Count | None = None  # on how many cores; none means all
     # take part only in runs that promise at most this; none: in all
     epsilon: Positive | None = None

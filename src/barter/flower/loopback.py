@@ -14,7 +14,7 @@ from pathlib import Path
 import tomli_w
 import torch
 
-from barter.core.errors import BarterError
+from barter.core.errors import BarterError, ConfigError
 from barter.core.record import Round
 from barter.data.task import anchored
 from barter.flower.deploy import Coordinator, init, init_simulation
@@ -86,6 +86,11 @@ def run_here(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> li
 
 def simulate(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> list[Round]:
     """Flower's simulation: clients take turns in a pool of processes, on as many cores and GPUs as there are."""
+    if ":" in config.device:  # Ray shows a process only the GPUs it may use, numbered from 0 on
+        raise ConfigError(
+            f"device={config.device!r}: Flower's simulation spreads clients over all GPUs; use cuda, "
+            "and choose among them with CUDA_VISIBLE_DEVICES"
+        )
     config, folder = replace(config, data=anchored(config.data)), out / SETUP
     if config.timeout is not None:
         log.warning(

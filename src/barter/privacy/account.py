@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtri
 
-from barter.core.errors import ConfigError
+from barter.core.errors import ConfigError, install_command
 
 __all__ = [
     "Gaussian",
@@ -187,6 +187,6 @@ def require_accountant() -> Any:
     except ModuleNotFoundError:
         raise ConfigError(
             "dp-accounting is not installed here, which counts what noises of different kinds cost together: "
-            "pip install 'barter-fl[privacy]'"
+            f"{install_command('privacy')}"
         ) from None
     return privacy_loss_distribution

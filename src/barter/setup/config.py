@@ -15,7 +15,16 @@ from barter.algorithms import ALGORITHMS
 from barter.core.algorithm import Algorithm
 from barter.core.errors import ConfigError
 from barter.core.metrics import Evaluation
-from barter.core.params import Count, Positive, Whole, build, check, did_you_mean, imported
+from barter.core.params import (
+    Count,
+    DeviceName,
+    Positive,
+    Whole,
+    build,
+    check,
+    did_you_mean,
+    imported,
+)
 from barter.data.partition import PARTITIONS, Dirichlet, Partition
 from barter.data.splits import clients_in
 from barter.data.task import Data
@@ -77,7 +86,7 @@ class Config:
     models: str = "auto"  # a family, or one model for all; auto is small-5, or small-cnn where all must have the same
     rounds: Count = 5  # T: communication rounds
     seed: Whole = 0  # every random stream of the run comes from it
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # where the run computes
+    device: DeviceName = "auto"  # where the run computes
     # of the computation; auto is bf16 on CUDA, else fp32
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
     streams: Count = 10  # how many clients compute at the same time on a CUDA device

@@ -17,12 +17,27 @@ __all__ = ["device_named", "memory_within", "precision_named", "with_threads"]
 
 
 def device_named(name: str) -> torch.device:
-    """The device that a configuration asks for."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device='cuda': this machine has no CUDA device; use auto or cpu")
-    if name == "cpu" or not torch.cuda.is_available():
+    """Return the device that a configuration asks for.
+
+    Args:
+        name: "cpu"; "cuda:N", the CUDA device of this number; "cuda", the current one; or "auto", the current CUDA
+            device if there is one and otherwise the CPU.
+
+    Raises:
+        ConfigError: This machine has no such device.
+    """
+    kind, _, number = name.partition(":")
+    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r}: this machine has no CUDA device; use auto or cpu")
+    if not number:
+        return torch.device("cuda", torch.cuda.current_device())
+    count = torch.cuda.device_count()
+    if int(number) >= count:
+        listed = "1 CUDA device, cuda:0" if count == 1 else f"{count} CUDA devices, from cuda:0 on"
+        raise ConfigError(f"device={name!r}: this machine has {listed}")
+    return torch.device("cuda", int(number))
 
 
 def precision_named(name: str, device: torch.device) -> Precision:
@@ -36,7 +51,8 @@ def precision_named(name: str, device: torch.device) -> Precision:
     for known in get_args(Precision):
         if name == known:
             return known  # type: ignore[no-any-return]
-    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    with torch.cuda.device(device):
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
 
 def memory_within(device: torch.device, gib: float | None) -> int:

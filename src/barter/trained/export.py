@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from barter.core.errors import ConfigError, in_short
+from barter.core.errors import ConfigError, in_short, install_command
 from barter.trained.model import TrainedModel
 from barter.version import __version__
 
@@ -92,7 +92,7 @@ def _safetensors(model: TrainedModel, to: Path) -> None:
 
 def _onnx(model: TrainedModel, to: Path) -> None:
     if any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript")):
-        raise ConfigError("ONNX is not installed here: pip install 'barter-fl[onnx]'")
+        raise ConfigError(f"ONNX is not installed here: {install_command('onnx')}")
     named = partial(torch.onnx.export, input_names=[INPUT], output_names=[OUTPUT])
     program = _traced(model, "ONNX", partial(named, dynamo=True, verbose=False))
     program.model.metadata_props.update(facts(model))

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from barter.core.errors import CheckpointError, ConfigError
@@ -20,6 +22,7 @@ from barter.models.zoo import Own
 from barter.runs.folder import Which, finished
 from barter.setup.config import read, resolve
 from barter.setup.participants import cut, initial
+from barter.trained.pixels import to_pixels
 
 __all__ = ["TrainedModel", "judged", "load", "load_all"]
 
@@ -35,14 +38,40 @@ class TrainedModel:
     owner: str  # "client 3", "server"
     round: int  # after which it was so
 
-    def prepare(self, pixels: Tensor) -> Tensor:
-        """Bytes (N, C, H, W) of any size as the network wants them: of its size, normalised."""
-        return prepared(pixels, self.spec, Augment())
+    def prepare(self, images: Tensor | NDArray[Any]) -> Tensor:
+        """Resize and normalise images as the network wants them.
+
+        Args:
+            images: A tensor or an array of images of any size: uint8 in 0..255 or floats in 0..1, (N, C, H, W) or
+                (N, H, W, C). A single image may lack N, and images with one channel may lack C.
+
+        Raises:
+            ConfigError: The images are of another type, scale or number of channels, or their layout is ambiguous.
+        """
+        return prepared(to_pixels(images, self.spec), self.spec, Augment())
 
     @torch.no_grad()
-    def __call__(self, pixels: Tensor) -> Tensor:
-        """The logits of images that are bytes."""
-        logits: Tensor = self.network(self.prepare(pixels))
+    def __call__(self, images: Tensor | NDArray[Any]) -> Tensor:
+        """Return the logits (N, classes) of images as `prepare` takes them; N is 1 for a single image.
+
+        >>> import torch
+        >>> from barter.core.images import Spec
+        >>> from barter.models.zoo import build
+        >>> spec = Spec(1, 8, 8, 10, mean=(0.3,), std=(0.4,))
+        >>> network = build("small-cnn", spec).eval()
+        >>> trained = TrainedModel(network, spec, tuple("0123456789"), "small-cnn", "client 0", 1)
+        >>> images = torch.randint(256, (5, 1, 8, 8), dtype=torch.uint8)
+        >>> logits = trained(images)
+        >>> torch.allclose(trained(images / 255), logits, atol=1e-4)  # floats in 0..1
+        True
+        >>> torch.equal(trained(images.permute(0, 2, 3, 1).numpy()), logits)  # an array, channels last
+        True
+        >>> trained(images[0]).shape
+        torch.Size([1, 10])
+        """
+        x = self.prepare(images)
+        some = next(self.network.parameters(), x)
+        logits: Tensor = self.network(x.to(some.device))
         return logits
 
 

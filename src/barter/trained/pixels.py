@@ -1,0 +1,102 @@
+"""Images as people have them, tensors or arrays in several layouts and scales, brought to one form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from barter.core.errors import ConfigError
+from barter.core.images import Spec
+
+__all__ = ["to_pixels"]
+
+TOLERANCE = 1e-3  # by which floats may lie outside of 0..1, as arithmetic leaves them
+
+
+def to_pixels(images: Tensor | NDArray[Any], spec: Spec) -> Tensor:
+    """Return images as pixels (N, C, H, W) between 0 and 255: bytes stay bytes, floats are scaled.
+
+    Args:
+        images: uint8 in 0..255 or floats in 0..1; (N, C, H, W) or (N, H, W, C), a single image without N, and for
+            networks with one channel also without C.
+        spec: What the network takes; its number of channels tells the layouts apart.
+
+    Raises:
+        ConfigError: Other types, values or shapes, and shapes that could mean two things.
+    """
+    if isinstance(images, np.ndarray):
+        images = _to_tensor(images)
+    if not isinstance(images, Tensor):
+        raise ConfigError(f"images must be a tensor or an array, not {type(images).__name__}")
+    if images.dtype != torch.uint8 and not images.is_floating_point():
+        raise _wrong_type(str(images.dtype).removeprefix("torch."))
+    pixels = _to_nchw(images, spec)
+    return pixels if pixels.dtype == torch.uint8 else _to_full_scale(pixels.float())
+
+
+def _to_tensor(array: NDArray[Any]) -> Tensor:
+    if array.dtype == np.uint8:
+        return torch.from_numpy(array.copy())  # torch takes no array that is read-only or reversed
+    if array.dtype.kind == "f":
+        return torch.from_numpy(array.astype(np.float32))  # of any width and byte order
+    raise _wrong_type(str(array.dtype))
+
+
+def _wrong_type(dtype: str) -> ConfigError:
+    return ConfigError(f"images of type {dtype}: give uint8 in 0..255 or floats in 0..1")
+
+
+def _to_full_scale(pixels: Tensor) -> Tensor:
+    """Scale floats from 0..1 to 0..255; refuse those that cannot be meant so."""
+    if not pixels.numel():
+        return pixels
+    low, high = (bound.item() for bound in pixels.aminmax())
+    if not bool(torch.isfinite(pixels).all()):
+        raise ConfigError("images hold values that are not finite: give floats in 0..1, or uint8")
+    if low < -TOLERANCE or high > 1 + TOLERANCE:
+        raise ConfigError(
+            f"images are floats from {low:.4g} to {high:.4g}: give floats in 0..1, or uint8 in 0..255; "
+            "they are normalised here"
+        )
+    return pixels * 255
+
+
+def _to_nchw(images: Tensor, spec: Spec) -> Tensor:
+    """Bring images to (N, C, H, W) from the layout that their shape allows."""
+    readings = [
+        pixels
+        for pixels in _readings(images, spec.channels)
+        if pixels.shape[1] == spec.channels and pixels.shape[2] and pixels.shape[3]
+    ]
+    if len(readings) > 1:  # such as (N, 3, 32, 3): decided by the size that the network takes
+        fitting = [pixels for pixels in readings if pixels.shape[1:] == spec.shape]
+        readings = fitting if len(fitting) == 1 else readings
+    if len(readings) == 1:
+        return readings[0]
+    channels = spec.channels
+    wanted = f"(N, {channels}, H, W) or (N, H, W, {channels})"
+    problem = "could be either of" if readings else "are none of"
+    raise ConfigError(
+        f"images of shape {tuple(images.shape)} {problem} {wanted}, which this network takes "
+        f"({channels} channel{'s' * (channels > 1)})"
+    )
+
+
+def _readings(images: Tensor, channels: int) -> list[Tensor]:
+    """List what images could be as (N, C, H, W), whatever their number of channels."""
+    if images.ndim == 4:
+        return [images, images.permute(0, 3, 1, 2)]
+    if images.ndim == 3:
+        single = [images[None], images.permute(2, 0, 1)[None]]
+        # Several grey images without an axis for the channel; a first or last axis of one is the channel.
+        grey = (
+            [images[:, None]]
+            if channels == 1 and 1 not in (images.shape[0], images.shape[2])
+            else []
+        )
+        return single + grey
+    return [images[None, None]] if images.ndim == 2 and channels == 1 else []
