@@ -34,7 +34,16 @@ from barter.privacy.statement import Statement, statement
 from barter.runs.folder import RunFolder, finished, has_checkpoint, last_checkpoint
 from barter.runs.progress import onlooker
 from barter.setup.assembly import Federation, assemble, shared, start_from
-from barter.setup.config import RESULT_FREE, Config, first_difference, plain, read, resolve, to_toml
+from barter.setup.config import (
+    RESULT_FREE,
+    Config,
+    as_algorithm,
+    first_difference,
+    plain,
+    read,
+    resolve,
+    to_toml,
+)
 from barter.setup.hardware import precision_named, with_threads
 
 __all__ = ["Experiment"]
@@ -51,11 +60,13 @@ class Experiment:
     >>> for r in Experiment(Local(max_epochs=1), data="digits", clients=5).rounds(10):
     ...     if r.mean("global") > 0.2:
     ...         break
+
+    An algorithm is an object or, with its defaults, a class or a name: `Experiment("fedavg")`.
     """
 
     def __init__(
         self,
-        algorithm: Algorithm[Any, Any],
+        algorithm: Algorithm[Any, Any] | type[Algorithm[Any, Any]] | str,
         *,
         data: str | Data | Any = "digits",
         partition: str | Partition | Sequence[Sequence[int]] | None = None,
@@ -81,7 +92,7 @@ class Experiment:
         data = data if isinstance(data, Data) else Data(source=data)
         partition, clients = shared(data, partition, clients)
         config = Config(
-            algorithm=algorithm,
+            algorithm=as_algorithm(algorithm),
             data=data,
             partition=partition,
             clients=clients,

@@ -36,6 +36,7 @@ __all__ = [
     "did_you_mean",
     "imported",
     "made",
+    "nearest",
     "text",
 ]
 
@@ -82,18 +83,21 @@ def _hints(cls: type[Any]) -> dict[str, Any]:
     return get_type_hints(cls, include_extras=True)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error message about an unknown name: its nearest neighbour, or all there is."""
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is spelled most like this one; none if no name is close."""
     known = sorted(known)
     lowered = {k.lower(): k for k in known} | {k.lower().rpartition(".")[2]: k for k in known}
     near = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
     if not near:
         near = difflib.get_close_matches(name.lower().rpartition(".")[2], lowered, n=1, cutoff=0.6)
-    return (
-        f"did you mean {lowered[near[0]]!r}?"
-        if near
-        else f"there are: {', '.join(known) or 'none'}"
-    )
+    return lowered[near[0]] if near else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error message about an unknown name: its nearest neighbour, or all there is."""
+    known = sorted(known)
+    near = nearest(name, known)
+    return f"there are: {', '.join(known) or 'none'}" if near is None else f"did you mean {near!r}?"
 
 
 def text(value: str) -> bool:
