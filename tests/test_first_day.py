@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 import barter
 from barter import ALGORITHMS, Experiment
 from barter.cli.app import main
 from barter.core.errors import ConfigError
+from barter.data.task import Data
 from barter.setup.config import resolve, with_settings
+from barter.testing.conformance import few_digits
 
 
 def test_every_method_can_be_imported_from_the_package_and_given_by_name() -> None:
@@ -67,4 +70,33 @@ def test_unknown_keys_are_answered_briefly_and_for_the_chosen_method() -> None:
     assert "algorithm.code_dim" not in of_fedavg, "that of another method"
     assert unknown("algorithm.name=fedavg", "algorithm.fracton=1").endswith(
         "did you mean 'algorithm.fraction'?"
+    )
+
+
+def test_a_run_says_what_it_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for i in range(10):
+        for kind in ("cat", "dog"):
+            (tmp_path / "pets" / kind).mkdir(parents=True, exist_ok=True)
+            picture = Image.new("L", (20 + i, 10), color=25 * i)
+            picture.save(tmp_path / "pets" / kind / f"{i}.png")
+    source = f"folder:{tmp_path / 'pets'}"
+    options = ["models=small-mlp", "clients=2", "rounds=1", "algorithm.max_epochs=1"]
+    settings = [
+        part for option in [f"data.source={source}", *options] for part in ("--set", option)
+    ]
+    run = ["run", "--algorithm", "local", *settings, "--set", "partition.name=iid"]
+    assert main([*run, "--out", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    assert (
+        f"{source}: 16 training and 4 test images, held out of them, 2 classes, 64x64 colour\n"
+        in said
+    )
+    assert "Local on folder:" in said
+    assert ": 2 clients, 1 architecture, 1 round, cpu" in said
+    assert "images of 20x10 to 29x10 pixels were resized to 64x64; set data.size" in caplog.text
+    task = Experiment("local", clients=2, data=Data(size=16)).task
+    assert task.summary("digits") == (
+        "digits: 1,433 training and 364 test images, 10 classes, 8x8, resized to 16x16 grey"
     )

@@ -37,7 +37,7 @@ from barter.data.task import SITES, Task, make_task
 from barter.experiment import Experiment
 from barter.privacy.statement import Statement
 from barter.runs.folder import PRIVACY, begun, records, unborn
-from barter.runs.progress import ManyRuns, Watcher
+from barter.runs.progress import ManyRuns, Watcher, counted
 from barter.runs.summary import cells
 from barter.runs.tables import closing_table
 from barter.setup.config import Config, read, resolve, with_settings
@@ -81,7 +81,7 @@ def resume(run: Path, rounds: int | None, threads: int | None, *, tensorboard: b
         raise ConfigError(f"--rounds {rounds}: {run} has done {done} already")
     if rounds is not None and rounds != config.rounds and config.engine == "flower":
         raise ConfigError(
-            f"--rounds {rounds}: a run on Flower keeps the {config.rounds} rounds it was begun with"
+            f"--rounds {rounds}: a run on Flower keeps the {counted(config.rounds, 'round')} it was begun with"
         )
     tensorboard = tensorboard or (run / "tensorboard").is_dir()  # a log that was begun goes on
     if threads is not None and config.engine == "flower":
@@ -119,7 +119,8 @@ def compare(
     comparison, runs = Comparison.planned(folder, request)
     console = screen()
     console.print(
-        f"{len(request.variants)} methods, {len(request.seeds)} seeds, {len(runs)} runs; folder {folder}"
+        f"{counted(len(request.variants), 'method')}, {counted(len(request.seeds), 'seed')}, "
+        f"{counted(len(runs), 'run')}; folder {folder}"
     )
     with ManyRuns(console) as many:
         try:
@@ -130,7 +131,7 @@ def compare(
         _print_comparison(comparison)
     if failed:
         raise BarterError(
-            f"{len(failed)} of {len(runs)} runs failed: {'; '.join(map(str, failed))}"
+            f"{len(failed)} of {counted(len(runs), 'run')} failed: {'; '.join(map(str, failed))}"
         )
 
 
@@ -166,13 +167,17 @@ def _drive(config: Config, out: Path, *, resume: bool, simulate: bool, tensorboa
     experiment = Experiment.from_config(config, out, resume=resume, monitor=watcher)
     assert experiment.folder is not None
     architectures = len(set(experiment.architectures))
+    console.print(experiment.task.summary(config.data.source))
     console.print(
-        f"{type(config.algorithm).__name__} on {config.data.source}: {config.clients} clients, "
-        f"{architectures} architecture{'s' * (architectures > 1)}, {config.rounds} rounds, "
+        f"{type(config.algorithm).__name__} on {config.data.source}: {counted(config.clients, 'client')}, "
+        f"{counted(architectures, 'architecture')}, {counted(config.rounds, 'round')}, "
         f"{experiment.device.type}{_said(experiment.config.threads)}; folder {out}"
     )
     if experiment.round:
-        console.print(f"{experiment.round} of {config.rounds} rounds are done already")
+        verb = "is" if experiment.round == 1 else "are"
+        console.print(
+            f"{experiment.round} of {counted(config.rounds, 'round')} {verb} done already"
+        )
     records = experiment.folder.records()
     watcher.begin(experiment.round)
     try:
@@ -210,11 +215,7 @@ def _said(threads: int | None) -> str:
     if threads is None:
         return ""
     most = torch.get_num_threads()
-    return (
-        f", {threads} of {most} threads"
-        if threads < most
-        else f", {threads} thread{'s' * (threads > 1)}"
-    )
+    return f", {threads} of {most} threads" if threads < most else f", {counted(threads, 'thread')}"
 
 
 def _close(
@@ -255,8 +256,12 @@ def _drive_flower(
     )
     names = names_of(config.algorithm, config.models, config.clients)
     place = "clients in Flower's simulation" if simulate else "Flower sites on this machine"
+    for note in task.notes:
+        watcher.console.print(f"{config.data.source}: {note}")
+    watcher.console.print(task.summary(config.data.source))
     watcher.console.print(
-        f"{type(config.algorithm).__name__} on {config.data.source}: {config.clients} {place}, {config.rounds} rounds"
+        f"{type(config.algorithm).__name__} on {config.data.source}: {config.clients} {place}, "
+        f"{counted(config.rounds, 'round')}"
         f"{_said(config.threads)}; folder {out}"
     )
     try:

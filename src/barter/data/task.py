@@ -86,6 +86,21 @@ class Task:
     public: Images | None
     domains: list[str]
     domain_table: Tensor  # samples by client and domain
+    held_out: bool = False  # whether the test images were taken from those given for training
+    notes: tuple[str, ...] = ()  # what was done to the images that nobody asked for
+
+    def summary(self, source: str) -> str:
+        """Return a line that says what was read: images, classes, size and colours."""
+        spec, stored = self.spec, self.global_test.pixels.shape
+        colours = {1: "grey", 3: "colour"}.get(spec.channels, f"{spec.channels} channels")
+        seen = f"{spec.width}x{spec.height}"
+        size = f"{stored[-1]}x{stored[-2]}"
+        if size != seen:
+            size += f", resized to {seen}"
+        train, test = sum(map(len, self.train)), len(self.global_test)
+        tests = f"{test:,} test images{', held out of them' if self.held_out else ''}"
+        classes = f"{spec.classes} class{'es' * (spec.classes != 1)}"
+        return f"{source}: {train:,} training and {tests}, {classes}, {size} {colours}"
 
     def class_table(self) -> Tensor:
         """Samples by client and class."""
@@ -138,6 +153,8 @@ def make_task(
         domain_table=torch.stack(
             [dataset.domain_train[part].bincount(minlength=len(dataset.domains)) for part in parts]
         ),
+        held_out=dataset.held_out,
+        notes=dataset.notes,
     )
 
 

@@ -21,7 +21,7 @@ from rich.progress import (
 from barter.core.nodes import Monitor
 from barter.core.record import Round
 
-__all__ = ["ManyRuns", "Onlooker", "Watcher", "Work", "duration", "onlooker", "size"]
+__all__ = ["ManyRuns", "Onlooker", "Watcher", "Work", "counted", "duration", "onlooker", "size"]
 
 QUIET = 10.0  # seconds of a long phase between two plain lines
 BLINK = 0.2  # seconds between two looks at a notebook's line
@@ -37,8 +37,17 @@ def size(count: float) -> str:
     return f"{count:.0f} {unit}" if unit in ("B", "kB") else f"{count:.1f} {unit}"
 
 
+def counted(number: int, thing: str) -> str:
+    """Return a number of things as a person writes it: `1 round`, `5 rounds`."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
 def duration(seconds: float) -> str:
-    """Seconds as a person reads them."""
+    """Seconds as a person reads them; below ten with a decimal, so that short ones are not zero."""
+    if seconds < 0.1:
+        return "under 0.1 s"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return (
@@ -78,7 +87,8 @@ class Watcher(Monitor):
         if record.round >= self.rounds:
             return ""
         each = (time.monotonic() - self._started) / (record.round - self._begun)
-        return f", about {duration(each * (self.rounds - record.round))} left"
+        remaining = each * (self.rounds - record.round)
+        return f", {'about ' * (remaining >= 0.1)}{duration(remaining)} left"
 
     def line(self, record: Round) -> str:
         """A round in a line."""
@@ -92,7 +102,7 @@ class Watcher(Monitor):
             parts.append(f"{record.server['global']:6.1%} server")
         numbers = f"accuracy {', '.join(parts)}"
         traffic = f"{size(record.traffic('up'))} up, {size(record.traffic('down'))} down"
-        spent = f"{record.seconds['round']:.0f} s{self.left(record)}"
+        spent = f"{duration(record.seconds['round'])}{self.left(record)}"
         return f"round {record.round}/{self.rounds}: {numbers}; {traffic}; {spent}"
 
     def phase(self, name: str, total: float) -> AbstractContextManager[object]:
