@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
+import signal
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +14,14 @@ import pytest
 from PIL import Image
 
 import barter
-from barter import ALGORITHMS, Experiment
+from barter import ALGORITHMS, Algorithm, Client, Clients, Experiment, Server
 from barter.cli.app import main
 from barter.core.errors import ConfigError
 from barter.data.task import Data
+from barter.runs.folder import RunFolder
 from barter.setup.config import resolve, with_settings
 from barter.testing.conformance import few_digits
+from tests.conftest import digits_file
 
 
 def test_every_method_can_be_imported_from_the_package_and_given_by_name() -> None:
@@ -100,3 +106,97 @@ def test_a_run_says_what_it_read(
     assert task.summary("digits") == (
         "digits: 1,433 training and 364 test images, 10 classes, 8x8, resized to 16x16 grey"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broken(Algorithm[Any, Any]):
+    """Fails before anything is exchanged, or after."""
+
+    crosses = {"count": "down: nothing; up: how many images the client has"}
+    late: bool = False  # whether clients answer first
+
+    def round(self, server: Server, clients: Clients, t: int) -> None:
+        if self.late:
+            clients.run(self.count)
+        raise ValueError("no such luck")
+
+    def count(self, client: Client) -> int:
+        return len(client.data)
+
+
+@pytest.fixture
+def few(tmp_path: Path) -> list[str]:
+    options = [f"data.source={digits_file(tmp_path)}", "models=small-mlp", "clients=2", "rounds=1"]
+    return [part for option in options for part in ("--set", option)]
+
+
+def test_a_run_that_fails_before_it_begins_leaves_no_folder(
+    tmp_path: Path, few: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["run", "--algorithm", "tests.test_first_day:Broken", *few]
+    out = tmp_path / "run"
+    for _ in range(2):
+        assert main([*run, "--out", str(out)]) == 1
+        said = capsys.readouterr().err
+        assert "the server stopped in round 1: ValueError: no such luck" in said
+        assert "barter resume" not in said
+        assert not out.exists(), "the same command can be given again"
+    out.mkdir()
+    assert main([*run, "--out", str(out)]) == 1
+    assert list(out.iterdir()) == [], "a folder of somebody else's stays"
+    assert main([*run, "--set", "algorithm.late=true", "--out", str(out)]) == 1
+    assert (out / "privacy.json").is_file(), "something has left the clients"
+    assert "barter resume" in capsys.readouterr().err
+
+
+def test_what_somebody_put_into_the_folder_of_a_failed_run_stays(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "")
+    (tmp_path / "run" / "thesis.txt").write_text("dear")
+    folder.discard()
+    assert (tmp_path / "run" / "thesis.txt").read_text() == "dear"
+    assert folder.config.exists()
+    resumed = RunFolder.existing(tmp_path / "run")
+    (tmp_path / "run" / "thesis.txt").unlink()
+    resumed.discard()
+    assert folder.config.exists(), "it was begun earlier"
+
+
+@pytest.mark.parametrize("place", ["barter.experiment.assemble", "barter.cli.running.resolve"])
+def test_an_interrupt_before_the_first_round_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    few: list[str],
+    capsys: pytest.CaptureFixture[str],
+    place: str,
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(place, interrupted)
+    try:
+        assert main(["run", *few, "--out", str(tmp_path / "run")]) == 1
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err.startswith("barter: interrupted")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_interrupt_that_breaks_a_module_while_it_loads_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loading(*_: object) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        except KeyboardInterrupt:
+            raise RecursionError("half of a module") from None
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr("barter.cli.running.resolve", loading)
+    try:
+        assert main(["run"]) == 1
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "barter: interrupted\n"

@@ -224,6 +224,9 @@ class Experiment:
                 with suppress(CheckpointError):
                     self.folder.state(self.privacy().to_json())  # what has left has left
                 self.folder.release()
+                # An interrupted run may go on; one that failed before anything was exchanged has nothing to go on from.
+                if isinstance(error, Exception) and not (self.round or self.engine.crossed):
+                    self.folder.discard()
             refused = [
                 failure.error
                 for failure in self.engine.failures

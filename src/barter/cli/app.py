@@ -10,9 +10,13 @@ from __future__ import annotations
 import difflib
 import io
 import re
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import click
@@ -394,8 +398,44 @@ def show_images(
     inspecting.show_images(run, out, columns)
 
 
+INTERRUPTED = 128 + signal.SIGINT  # the exit status of a process that was interrupted
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0; 2 for a mistake in what was asked, in one line; 1 for the rest."""
+    with _noticed_interrupts() as noticed:
+        try:
+            return _answer(arguments)
+        except Exception:
+            if not noticed:
+                raise
+            return _fail("interrupted", 1)
+
+
+@contextmanager
+def _noticed_interrupts() -> Iterator[list[int]]:
+    """Collect the interrupts that come: a module that is interrupted while it loads may raise anything."""
+    noticed: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        noticed.append(number)
+        signal.default_int_handler(number, frame)
+
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        yield noticed
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield noticed
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _answer(arguments: Sequence[str] | None) -> int:
+    """Run the command and turn what it raises into a message and an exit status."""
     if "" not in sys.path:
         sys.path.insert(0, "")  # so that --algorithm module:Class finds a module in this folder
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -408,6 +448,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             prog_name="barter",
             standalone_mode=False,
         )
+        if status == INTERRUPTED:  # typer makes this of a Ctrl-C that nobody answered
+            return _fail("interrupted", 1)
         return status if isinstance(status, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()

@@ -164,7 +164,10 @@ def _drive(config: Config, out: Path, *, resume: bool, simulate: bool, tensorboa
     if config.engine == "flower":
         _drive_flower(config, out, watcher, resume=resume, simulate=simulate)
         return
-    experiment = Experiment.from_config(config, out, resume=resume, monitor=watcher)
+    try:
+        experiment = Experiment.from_config(config, out, resume=resume, monitor=watcher)
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted before the first round: nothing was run") from None
     assert experiment.folder is not None
     architectures = len(set(experiment.architectures))
     console.print(experiment.task.summary(config.data.source))
@@ -202,7 +205,8 @@ def _drive(config: Config, out: Path, *, resume: bool, simulate: bool, tensorboa
         if lacks_memory(error):
             raise
         why = f"the server stopped in round {experiment.round + 1}: {in_short(error)}"
-        stopped = BarterError(f"{why}; finished rounds are kept, `barter resume {out}` continues")
+        kept = f"; finished rounds are kept, `barter resume {out}` continues"
+        stopped = BarterError(why + kept * (out / "config.toml").exists())
         stopped.add_note(
             "".join(traceback.format_exception(error))
         )  # as of a client: whoever writes a method needs it
