@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,9 @@ import barter
 from barter import ALGORITHMS, Algorithm, Client, Clients, Experiment, Server
 from barter.cli.app import main
 from barter.core.errors import ConfigError
+from barter.core.images import Spec
 from barter.data.task import Data
+from barter.models.zoo import build
 from barter.runs.folder import RunFolder
 from barter.setup.config import resolve, with_settings
 from barter.testing.conformance import few_digits
@@ -200,3 +203,60 @@ def test_an_interrupt_that_breaks_a_module_while_it_loads_is_said(
     finally:
         signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "barter: interrupted\n"
+
+
+def test_show_partition_takes_a_configuration(
+    tmp_path: Path, few: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, picture = tmp_path / "small.toml", ["--out", str(tmp_path / "split.png")]
+    file.write_text('[partition]\nname = "iid"\n[compare.variants]\na = ["algorithm.name=local"]\n')
+    assert main(["show", "partition", str(file), *few, *picture]) == 0
+    assert "partition.min_samples" in capsys.readouterr().out
+    assert (tmp_path / "split.png").is_file()
+    assert main(["show", "partition", str(file), "--config", str(file)]) == 2
+    assert "give one configuration" in capsys.readouterr().err
+    assert main(["show", "partition", "missing.toml"]) == 2
+    assert "missing.toml: there is no such file" in capsys.readouterr().err
+
+
+NETWORKS = """
+from torch import nn
+
+def make(spec, hidden=8, name="relu"):
+    side = spec.channels * spec.height * spec.width
+    last = nn.Linear(hidden, spec.classes)
+    return nn.Sequential(nn.Flatten(), nn.Linear(side, hidden), getattr(nn, name)(), last)
+
+ready = nn.Linear(1, 1)
+"""
+
+
+def test_one_function_makes_several_networks_from_beside_the_configuration(
+    tmp_path: Path, few: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "networks_beside.py").write_text(NETWORKS)
+    models = "networks_beside:make:hidden=12:name=Tanh,networks_beside:make:name=ReLU"
+    (tmp_path / "beside" / "run.toml").write_text(f'models = "{models}"\n')
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    run = ["run", str(tmp_path / "beside" / "run.toml"), *few, "--set", f"models={models}"]
+    out = tmp_path / "run"
+    options = ["--algorithm", "local", "--set", "algorithm.max_epochs=1"]
+    assert main([*run, *options, "--out", str(out)]) == 0
+    widths = [barter.load(out, client=k).network.feature_dim for k in (0, 1)]
+    assert widths == [12, 8]
+
+
+def test_factories_say_what_is_wrong_with_their_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    (tmp_path / "networks_wrong.py").write_text(NETWORKS)
+    spec = Spec(1, 8, 8, 10, (0.5,), (0.5,))
+    for name, message in (
+        ("networks_wrong:make:depth=2", "unexpected keyword argument 'depth'"),
+        ("networks_wrong:ready:depth=2", "is a Linear, which takes no arguments"),
+        ("networks_nowhere:make", "the current folder, beside the configuration and on PYTHONPATH"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build(name, spec)

@@ -348,7 +348,13 @@ def show_algorithm(
 
 @show.command("partition")
 def show_partition(
-    name: Annotated[str | None, typer.Argument()] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME | CONFIG.toml]",
+            help="A name from `barter list partitions`, module:Class, or a configuration.",
+        ),
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="Take the rest from this configuration.")
     ] = None,

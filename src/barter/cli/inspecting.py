@@ -13,7 +13,7 @@ from rich.table import Table
 
 from barter.attacks.attack import attacked
 from barter.cli.common import Settings, asked, optional, screen
-from barter.core.errors import BarterError, CheckpointError, Interrupted
+from barter.core.errors import BarterError, CheckpointError, ConfigError, Interrupted
 from barter.core.params import describe
 from barter.data.sources import load as load_data
 from barter.data.splits import write_split
@@ -25,7 +25,7 @@ from barter.runs.folder import PRIVACY, begun
 from barter.runs.picture import Kinds, bubbles
 from barter.runs.progress import Work
 from barter.runs.tables import accuracy_table, count_table
-from barter.setup.config import algorithm_named, read, resolve, to_toml
+from barter.setup.config import COMPARISON, algorithm_named, read, resolve, to_toml
 from barter.setup.hardware import device_named
 from barter.testing.conformance import CHECKS, examined
 from barter.trained.export import export as write_network
@@ -141,8 +141,14 @@ def show_partition(
     title: str | None,
     save: Path | None,
 ) -> None:
+    if name is not None and Path(name).suffix == ".toml":
+        if config is not None:
+            raise ConfigError(f"{name} and --config {config}: give one configuration")
+        name, config = None, Path(name)
     first = [] if name is None else [f"partition.name={name}"]
-    resolved = resolve(asked(config, None, [*first, *(settings or [])]))
+    tree = asked(config, None, [*first, *(settings or [])])
+    tree.pop(COMPARISON, None)  # all runs of a comparison have one split
+    resolved = resolve(tree)
     task = make_task(
         resolved.data, resolved.partition, resolved.clients, resolved.seed, torch.device("cpu")
     )

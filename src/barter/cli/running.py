@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from barter.cli.common import Settings, asked, optional, screen
+from barter.cli.common import Settings, asked, opened, optional, screen
 from barter.cli.inspecting import privacy
 from barter.compare.comparison import Comparison, run_all
 from barter.compare.specification import Request
@@ -113,7 +113,7 @@ def compare(
         comparison.check()
         _print_comparison(comparison)
         return
-    tree = {} if what is None else read(what)
+    tree = {} if what is None else opened(what)
     request = Request.of(tree, algorithms, seeds, settings or [], vary or [], asked, only or [])
     folder = out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
     comparison, runs = Comparison.planned(folder, request)

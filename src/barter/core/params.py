@@ -111,7 +111,13 @@ def imported(place: str, what: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:  # whatever somebody's module does
-        raise ConfigError(f"{what} {place!r} cannot be imported: {in_short(error)}") from error
+        absent = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
+        where = (
+            "; it is looked for in the current folder, beside the configuration and on PYTHONPATH"
+        )
+        raise ConfigError(
+            f"{what} {place!r} cannot be imported: {in_short(error)}{where * absent}"
+        ) from error
 
 
 def made(place: str, make: Callable[[], T]) -> T:

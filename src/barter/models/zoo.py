@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import tomllib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
@@ -127,9 +129,12 @@ def members(name: str, clients: int) -> list[str]:
 
 
 def build(name: str, spec: Spec, own: Own | None = None) -> Classifier:
-    """A network for this task: of the zoo, by a factory `package.module:function` of a spec, or of one's own."""
+    """A network for this task: of the zoo, by a factory `package.module:function` of a spec, or of one's own.
+
+    A factory may be given arguments, `package.module:function:depth=2`, so that one serves several networks.
+    """
     outside = own is not None or ":" in name
-    make = partial(_split, name, own or imported(name, "model")) if outside else ZOO.get(name)
+    make = partial(_split, name, own or _factory(name)) if outside else ZOO.get(name)
     if make is None:
         raise ConfigError(f"unknown model {name!r}: {did_you_mean(name, ZOO)}")
     try:
@@ -144,6 +149,25 @@ def build(name: str, spec: Spec, own: Own | None = None) -> Classifier:
             f"{name} cannot take images of {_size(spec)}: {hint} ({error})"
         ) from error
     return model
+
+
+def _factory(name: str) -> Own:
+    """Return the factory of a name such as my.networks:make:depth=2:width=64, with its arguments bound."""
+    place, *fields = re.split(r":(?=[^\W\d]\w*=)", name)
+    found: Own = imported(place, "model")
+    arguments = dict(_argument(field) for field in fields)
+    if arguments and (isinstance(found, nn.Module) or not callable(found)):
+        raise ConfigError(f"{name}: {place} is a {type(found).__name__}, which takes no arguments")
+    return partial(found, **arguments) if arguments else found
+
+
+def _argument(field: str) -> tuple[str, object]:
+    """Return the name and the value of `depth=2`; what is no number, truth value or quoted text is text."""
+    key, _, text = field.partition("=")
+    try:
+        return key, tomllib.loads(f"value = {text}")["value"]
+    except ValueError:
+        return key, text
 
 
 def _split(name: str, own: Own, spec: Spec) -> Classifier:
