@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -260,3 +261,12 @@ def test_factories_say_what_is_wrong_with_their_arguments(
     ):
         with pytest.raises(ConfigError, match=message):
             build(name, spec)
+
+
+def test_describing_a_configuration_loads_neither_torchvision_nor_scipys_solvers() -> None:
+    code = (
+        "import sys; from barter.cli import describing; "
+        "print([m for m in ('torchvision', 'scipy.optimize', 'scipy.stats') if m in sys.modules])"
+    )
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, check=True, text=True).stdout == "[]\n"

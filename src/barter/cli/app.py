@@ -341,9 +341,9 @@ def show_algorithm(
     name: Annotated[str, typer.Argument()],
 ) -> None:
     """Citation, what crosses the wire, and fields with defaults and symbols of an algorithm (or of module:Class)."""
-    from barter.cli import inspecting
+    from barter.cli import describing
 
-    inspecting.show_algorithm(name)
+    describing.show_algorithm(name)
 
 
 @show.command("partition")
@@ -385,9 +385,9 @@ def show_config(
     settings: Settings = None,
 ) -> None:
     """Every value that a run would have, also those nobody set, as a file that `barter run` takes."""
-    from barter.cli import inspecting
+    from barter.cli import describing
 
-    inspecting.show_config(config, algorithm, settings)
+    describing.show_config(config, algorithm, settings)
 
 
 @show.command("images")

@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
 import torch
 from torch import nn
-from torchvision import models as tv
-from torchvision.models.resnet import BasicBlock, ResNet
 
 from barter.core.errors import ConfigError
 from barter.core.images import Spec
@@ -28,8 +26,11 @@ Own: TypeAlias = (
 )  # a network with the weights that it has, or how to make one
 
 
-def _torchvision(make: Callable[..., nn.Module], spec: Spec) -> Classifier:
-    module = make(num_classes=spec.classes)
+def _torchvision(name: str, spec: Spec, options: Mapping[str, object] | None = None) -> Classifier:
+    """A network of torchvision, which takes seconds to load and is not needed for its name alone."""
+    from torchvision import models as tv
+
+    module: nn.Module = getattr(tv, name)(num_classes=spec.classes, **(options or {}))
     if spec.channels != 3:
         _replace_first_convolution(module, spec.channels)
     return split(module)
@@ -54,6 +55,8 @@ def _replace_first_convolution(module: nn.Module, channels: int) -> None:
 
 def _shallow_resnet(stages: int, spec: Spec) -> Classifier:
     """HtFLlib's ResNets of 4, 6, 8 and 10 layers: one basic block in each of the first stages."""
+    from torchvision.models.resnet import BasicBlock, ResNet
+
     module = ResNet(BasicBlock, [1, 1, 1, 1], num_classes=spec.classes)
     for unused in range(stages + 1, 5):
         setattr(module, f"layer{unused}", nn.Identity())
@@ -63,9 +66,11 @@ def _shallow_resnet(stages: int, spec: Spec) -> Classifier:
     return split(module)
 
 
-def _small_stem(make: Callable[..., ResNet], spec: Spec) -> Classifier:
+def _small_stem(name: str, spec: Spec) -> Classifier:
     """A ResNet for small images: a 3x3 stem of stride 1 and no pooling behind it."""
-    module = make(num_classes=spec.classes)
+    from torchvision import models as tv
+
+    module = getattr(tv, name)(num_classes=spec.classes)
     module.conv1 = nn.Conv2d(spec.channels, 64, 3, padding=1, bias=False)
     module.maxpool = nn.Identity()
     return split(module)
@@ -78,7 +83,9 @@ def _vit_tiny(spec: Spec) -> Classifier:
         raise ConfigError(
             f"vit-tiny wants square images whose side is a multiple of {patches}, not {_size(spec)}"
         )
-    module = tv.VisionTransformer(side, side // patches, 12, 3, 192, 768, num_classes=spec.classes)
+    from torchvision.models import VisionTransformer
+
+    module = VisionTransformer(side, side // patches, 12, 3, 192, 768, num_classes=spec.classes)
     if spec.channels != 3:
         module.conv_proj = nn.Conv2d(spec.channels, 192, side // patches, side // patches)
     return split(module)
@@ -89,20 +96,22 @@ ZOO: dict[str, Callable[[Spec], Classifier]] = {
     "resnet6": partial(_shallow_resnet, 2),
     "resnet8": partial(_shallow_resnet, 3),
     "resnet10": partial(_shallow_resnet, 4),
-    "resnet18": partial(_torchvision, tv.resnet18),
-    "resnet34": partial(_torchvision, tv.resnet34),
-    "resnet50": partial(_torchvision, tv.resnet50),
-    "resnet101": partial(_torchvision, tv.resnet101),
-    "resnet152": partial(_torchvision, tv.resnet152),
-    "resnet18-3x3": partial(_small_stem, tv.resnet18),
-    "resnet34-3x3": partial(_small_stem, tv.resnet34),
-    "googlenet": partial(_torchvision, partial(tv.googlenet, aux_logits=False, init_weights=True)),
-    "mobilenet-v2": partial(_torchvision, tv.mobilenet_v2),
-    "mobilenet-v3-small": partial(_torchvision, tv.mobilenet_v3_small),
-    "mobilenet-v3-large": partial(_torchvision, tv.mobilenet_v3_large),
-    "shufflenet-v2-x1.5": partial(_torchvision, tv.shufflenet_v2_x1_5),
-    "shufflenet-v2-x2.0": partial(_torchvision, tv.shufflenet_v2_x2_0),
-    "efficientnet-v2-s": partial(_torchvision, tv.efficientnet_v2_s),
+    "resnet18": partial(_torchvision, "resnet18"),
+    "resnet34": partial(_torchvision, "resnet34"),
+    "resnet50": partial(_torchvision, "resnet50"),
+    "resnet101": partial(_torchvision, "resnet101"),
+    "resnet152": partial(_torchvision, "resnet152"),
+    "resnet18-3x3": partial(_small_stem, "resnet18"),
+    "resnet34-3x3": partial(_small_stem, "resnet34"),
+    "googlenet": partial(
+        _torchvision, "googlenet", options={"aux_logits": False, "init_weights": True}
+    ),
+    "mobilenet-v2": partial(_torchvision, "mobilenet_v2"),
+    "mobilenet-v3-small": partial(_torchvision, "mobilenet_v3_small"),
+    "mobilenet-v3-large": partial(_torchvision, "mobilenet_v3_large"),
+    "shufflenet-v2-x1.5": partial(_torchvision, "shufflenet_v2_x1_5"),
+    "shufflenet-v2-x2.0": partial(_torchvision, "shufflenet_v2_x2_0"),
+    "efficientnet-v2-s": partial(_torchvision, "efficientnet_v2_s"),
     "vit-tiny": _vit_tiny,
     "convnet": small.convnet,
     "cnn": small.cnn,
