@@ -583,7 +583,7 @@ def test_threads_are_said_and_kept(
         ["--algorithm", "local", "--set", "algorithm.max_epochs=1", "--set", "clients=2"],
     )
     assert main(["run", *short, "--set", "rounds=1", "--threads", "2", "--out", str(out)]) == 0
-    assert "1 rounds, cpu, 2 threads; folder" in capsys.readouterr().out
+    assert "2 clients, 2 architectures, 1 round, cpu, 2 threads; folder" in capsys.readouterr().out
     assert main(["resume", str(out)]) == 0
     assert ", cpu, 2 threads; folder" in capsys.readouterr().out
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)

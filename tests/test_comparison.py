@@ -453,7 +453,7 @@ def test_from_the_command_line_to_tables_and_curves(
         )
         == 1
     )
-    assert "1 of 1 runs failed" in capsys.readouterr().err
+    assert "1 of 1 run failed" in capsys.readouterr().err
     odd = [
         "compare",
         "--algorithms",

@@ -125,6 +125,8 @@ def check_command(words: list[str], folder: Path) -> None:
         return
     table = "partition" if name == "show partition" else "algorithm"
     kind = given.get("algorithm") or given.get("name")
+    if kind and Path(kind).suffix == ".toml":  # the reader's own configuration
+        return
     tree = with_settings(tree, [*([f"{table}.name={kind}"] if kind else []), *settings])
     if ":" not in tree.get("algorithm", {}).get("name", ""):  # else the reader's own
         resolve(tree)

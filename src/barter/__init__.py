@@ -1,9 +1,12 @@
 """Heterogeneous federated learning: clients that share neither data nor architecture trade knowledge.
 
-A method is a frozen dataclass of hyperparameters, `ALGORITHMS` has them all by name, and an `Experiment` runs one.
+A method is a frozen dataclass of hyperparameters, `ALGORITHMS` has them all by name, and an `Experiment` runs one,
+given as an object or, with its defaults, by name. Every method's class can be imported from here.
 
->>> from barter import ALGORITHMS, DFFKE, Experiment, FedAvg, Local
+>>> from barter import ALGORITHMS, DFFKE, Experiment, FedAvg, FedProto, Local
 >>> ALGORITHMS["dffke"] is DFFKE
+True
+>>> Experiment("fedproto", clients=2).algorithm == FedProto()
 True
 >>> DFFKE.preset("paper", {"memory": 5}).memory
 5
@@ -37,7 +40,42 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 if TYPE_CHECKING:
-    from barter.algorithms import ALGORITHMS, DFFKE, FedAvg, Local
+    from barter.algorithms import ALGORITHMS as ALGORITHMS
+    from barter.algorithms import DENSE as DENSE
+    from barter.algorithms import DFFKE as DFFKE
+    from barter.algorithms import DFRD as DFRD
+    from barter.algorithms import DSFL as DSFL
+    from barter.algorithms import FML as FML
+    from barter.algorithms import MHAT as MHAT
+    from barter.algorithms import MOON as MOON
+    from barter.algorithms import Central as Central
+    from barter.algorithms import FedAF as FedAF
+    from barter.algorithms import FedAvg as FedAvg
+    from barter.algorithms import FedBN as FedBN
+    from barter.algorithms import FedDF as FedDF
+    from barter.algorithms import FedDistill as FedDistill
+    from barter.algorithms import FedDM as FedDM
+    from barter.algorithms import FedDropout as FedDropout
+    from barter.algorithms import FedDyn as FedDyn
+    from barter.algorithms import FedFree as FedFree
+    from barter.algorithms import FedFTG as FedFTG
+    from barter.algorithms import FedGen as FedGen
+    from barter.algorithms import FedGH as FedGH
+    from barter.algorithms import FedIOD as FedIOD
+    from barter.algorithms import FedKD as FedKD
+    from barter.algorithms import FedKTL as FedKTL
+    from barter.algorithms import FedMD as FedMD
+    from barter.algorithms import FedProto as FedProto
+    from barter.algorithms import FedProx as FedProx
+    from barter.algorithms import FedRolex as FedRolex
+    from barter.algorithms import FedTGP as FedTGP
+    from barter.algorithms import FedZGE as FedZGE
+    from barter.algorithms import FedZKT as FedZKT
+    from barter.algorithms import HeteroFL as HeteroFL
+    from barter.algorithms import LGFedAvg as LGFedAvg
+    from barter.algorithms import Local as Local
+    from barter.algorithms import PerFedAvg as PerFedAvg
+    from barter.algorithms import PFedLA as PFedLA
     from barter.core.algorithm import Algorithm
     from barter.core.clients import Clients, Replies
     from barter.core.errors import BarterError
@@ -65,6 +103,47 @@ __all__ = [
     "split",
 ]
 
+# Every method by its class's name. They are not in __all__, so that `from barter import *` stays small.
+_METHODS = frozenset(
+    {
+        "DENSE",
+        "DFFKE",
+        "DFRD",
+        "DSFL",
+        "FML",
+        "MHAT",
+        "MOON",
+        "Central",
+        "FedAF",
+        "FedAvg",
+        "FedBN",
+        "FedDF",
+        "FedDM",
+        "FedDistill",
+        "FedDropout",
+        "FedDyn",
+        "FedFTG",
+        "FedFree",
+        "FedGH",
+        "FedGen",
+        "FedIOD",
+        "FedKD",
+        "FedKTL",
+        "FedMD",
+        "FedProto",
+        "FedProx",
+        "FedRolex",
+        "FedTGP",
+        "FedZGE",
+        "FedZKT",
+        "HeteroFL",
+        "LGFedAvg",
+        "Local",
+        "PFedLA",
+        "PerFedAvg",
+    }
+)
+
 # Names come from their modules when they are first used: what a site starts for every message must not load torch.
 _MODULES = {
     "core.algorithm": {"Algorithm"},
@@ -75,7 +154,7 @@ _MODULES = {
     "experiment": {"Experiment"},
     "trained.model": {"load"},
     "core.record": {"Round"},
-    "algorithms": {"ALGORITHMS", "DFFKE", "FedAvg", "Local"},
+    "algorithms": {"ALGORITHMS", *_METHODS},
 }
 
 
@@ -87,4 +166,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return sorted({*__all__, *_METHODS, "__version__"})

@@ -55,6 +55,7 @@ from barter.setup.assembly import Federation, assemble, shared, start_from
 from barter.setup.config import (
     RESULT_FREE,
     Config,
+    as_algorithm,
     first_difference,
     plain,
     read,
@@ -80,13 +81,15 @@ class Experiment:
     >>> for r in Experiment(Local(max_epochs=1), data=digits, clients=5).rounds(10):
     ...     if r.mean("val") > 0.2:
     ...         break
+
+    An algorithm is an object or, with its defaults, a class or a name: `Experiment("fedavg")`.
     """
 
     stopped: Stop | None = None  # why `rounds` does not go on
 
     def __init__(
         self,
-        algorithm: Algorithm[Any, Any],
+        algorithm: Algorithm[Any, Any] | type[Algorithm[Any, Any]] | str,
         *,
         data: str | Data | Any = "digits",
         partition: str | Partition | Sequence[Sequence[int]] | None = None,
@@ -116,7 +119,7 @@ class Experiment:
         data = data if isinstance(data, Data) else Data(source=data)
         partition, clients = shared(data, partition, clients)
         config = Config(
-            algorithm=algorithm,
+            algorithm=as_algorithm(algorithm),
             data=data,
             partition=partition,
             clients=clients,
@@ -292,6 +295,9 @@ class Experiment:
                 with suppress(CheckpointError):
                     self.folder.state(self.privacy().to_json())  # what has left has left
                 self.folder.release()
+                # An interrupted run may go on; one that failed before anything was exchanged has nothing to go on from.
+                if isinstance(error, Exception) and not (self.round or self.engine.crossed):
+                    self.folder.discard()
             refused = [
                 failure.error
                 for failure in self.engine.failures

@@ -45,6 +45,16 @@ class Pictures(TorchDataset[Any]):
         return Image.fromarray(self.x[i, :, :, 0]).resize((side, side)), int(self.y[i])
 
 
+class Texts(TorchDataset[Any]):
+    """What is no data set of images."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, i: int) -> tuple[str, int]:
+        return "good", i % 2
+
+
 def test_arrays_and_data_sets_are_the_same_images() -> None:
     x, y = arrays(40)
     tensor = torch.from_numpy(x).permute(0, 3, 1, 2)
@@ -74,7 +84,15 @@ def test_arrays_and_data_sets_are_the_same_images() -> None:
         (TensorDataset(torch.randn(6, 1, 4, 4), torch.arange(6)), "leave normalising to the run"),
         (Pictures(10, size=9), r"images of \(8, 8, 1\) and of \(9, 9, 1\); bring them to one size"),
         (Pictures(0), "there are no images"),
-        ((np.zeros((4, 8, 8, 1)), np.zeros(4, int)), "x_train is float64"),
+        (
+            (np.full((4, 8, 8, 1), 255.0), np.zeros(4, int)),
+            "x_train is float64.*divide them by the largest",
+        ),
+        (TensorDataset(torch.rand(6, 1, 4, 4), torch.rand(6)), "a label is 0.*regression"),
+        (TensorDataset(torch.rand(6, 1, 4, 4), torch.eye(6)), "a label is float32 of shape"),
+        ([("some text", 1), ("more", 0)], "a tuple is none"),
+        (Texts(), "an image is a str, .*text.* are not supported"),
+        (TensorDataset(torch.rand(6, 1, 4, 4)), r"has 1 parts, a pair \(image, label\)"),
         ([arrays(), (np.zeros((4, 5, 5, 1), np.uint8), np.zeros(4, int))], "client 1 .*one size"),
         ([Pictures(10), arrays(10)], "client 1 has other classes"),
     ],

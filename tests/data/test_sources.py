@@ -68,11 +68,15 @@ def test_npz(tmp_path: Path) -> None:
             },
             "domain_train holds domain number 1, but there are 1 names",
         ),
-        ({"x_train": np.zeros((20, 6, 5, 3))}, "float64"),
-        ({"x_train": np.zeros((20, 6, 5), dtype=np.uint8)}, "NHWC"),
+        ({"x_train": np.full((20, 6, 5, 3), 1.5)}, "float64.*divide them by the largest"),
+        ({"x_train": np.full((20, 6, 5, 3), -1.5)}, "between -1.5 and -1.5.*normalisation"),
+        ({"x_train": np.full((20, 6, 5, 3), np.nan)}, "between nan and nan"),
+        ({"x_train": np.zeros((20, 6, 5, 3), int)}, r"int64.*x\.astype\(np\.uint8\)"),
+        ({"x_train": np.zeros((20, 6), dtype=np.uint8)}, "NHWC.*sensor data are not supported"),
         ({"y_train": np.zeros(3, dtype=int)}, "y_train"),
         ({"y_train": np.full(20, -1)}, "from 0 on"),
-        ({"y_train": np.zeros(20)}, "class number"),
+        ({"y_train": np.zeros(20)}, r"class number.*y\.astype\(int\).*regression"),
+        ({"y_train": np.eye(20, dtype=int)}, r"y\.argmax\(1\).*several labels per image"),
         ({"x_test": np.zeros((8, 9, 9, 3), dtype=np.uint8)}, "test images"),
     ],
 )
@@ -295,6 +299,61 @@ def test_svhn_and_food_through_torchvision(tmp_path: Path, monkeypatch: pytest.M
 def test_what_is_absent_says_how_to_get_it(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"{name} is not in .*data\.root"):
         load(name, root=str(tmp_path))
+
+
+def test_numbers_between_0_and_1_and_images_without_channels_are_taken(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    grey = rng.integers(0, 256, (20, 6, 5, 1), dtype=np.uint8)
+    tests = {"x_test": grey[:8]}
+    expected = load(save(tmp_path / "a.npz", x_train=grey, **tests))
+    for i, given in enumerate((grey[..., 0], grey / 255, (grey[..., 0] / 255).astype(np.float32))):
+        found = load(save(tmp_path / f"{i}.npz", x_train=given, x_test=given[:8]))
+        assert torch.equal(found.x_train, expected.x_train)
+        assert torch.equal(found.x_test, expected.x_test)
+    with pytest.raises(ConfigError, match="x_test is float64 .*between 0 and 2"):
+        load(
+            save(
+                tmp_path / "b.npz",
+                x_train=grey / 255,
+                x_test=np.full((8, 6, 5, 1), 2.0) * np.eye(5)[0, :, None],
+            )
+        )
+
+
+def test_folders_say_that_images_were_resized(tmp_path: Path) -> None:
+    for i, size in enumerate(((40, 30), (90, 80), (64, 64))):
+        for kind in ("cat", "dog"):
+            picture(tmp_path / "mixed" / kind / f"{i}.png", shade=i)
+            with Image.open(tmp_path / "mixed" / kind / f"{i}.png") as image:
+                image.resize(size).save(tmp_path / "mixed" / kind / f"{i}.png")
+    (note,) = load(f"folder:{tmp_path / 'mixed'}").notes
+    assert note.startswith("images of 40x30 to 90x80 pixels were resized to 64x64; set data.size")
+    assert load(f"folder:{tmp_path / 'mixed'}", size=16).notes == (), "that was asked for"
+    for kind in ("cat", "dog"):
+        for i in (0, 1):
+            (tmp_path / "mixed" / kind / f"{i}.png").unlink()
+        picture(tmp_path / "same" / "all" / kind / "a.png", shade=1)
+    (note,) = load(f"domains:{tmp_path / 'same'}").notes
+    assert "to 64x64" in note
+    assert " to 8x8" not in note
+
+
+def test_paths_without_their_kind_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "flat" / "cat").mkdir(parents=True)
+    (tmp_path / "parts" / "train" / "cat").mkdir(parents=True)
+    (tmp_path / "split" / "train").mkdir(parents=True)
+    (tmp_path / "split" / "train" / "0.npz").touch()
+    for source, advice in (
+        ("own.npz", r"did you mean 'npz:own\.npz'\?$"),
+        ("flat", "write folder:flat with a folder per class, or domains:flat with"),
+        ("parts", "write folder:parts with a folder per class$"),
+        ("split", "write clients:split for data that are split already$"),
+    ):
+        with pytest.raises(ConfigError, match=advice):
+            load(source)
 
 
 def test_unknown_sources_have_neighbours() -> None:

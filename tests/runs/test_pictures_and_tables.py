@@ -163,7 +163,14 @@ def test_sizes_and_durations() -> None:
         "5.0 GB",
         "5000.0 GB",
     ]
-    assert [duration(s) for s in (4.4, 65, 3600 * 2 + 125)] == ["4 s", "1 min 05 s", "2 h 02 min"]
+    assert [duration(s) for s in (0.01, 0.34, 4.44, 9.97, 65, 3600 * 2 + 125)] == [
+        "under 0.1 s",
+        "0.3 s",
+        "4.4 s",
+        "10 s",
+        "1 min 05 s",
+        "2 h 02 min",
+    ]
 
 
 def test_progress_in_plain_lines_and_on_a_terminal() -> None:

@@ -10,9 +10,13 @@ from __future__ import annotations
 import difflib
 import io
 import re
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -403,14 +407,20 @@ def show_algorithm(
     name: Annotated[str, typer.Argument()],
 ) -> None:
     """Citation, what crosses the wire, and fields with defaults and symbols of an algorithm (or of module:Class)."""
-    from barter.cli import inspecting
+    from barter.cli import describing
 
-    inspecting.show_algorithm(name)
+    describing.show_algorithm(name)
 
 
 @show.command("partition")
 def show_partition(
-    name: Annotated[str | None, typer.Argument()] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME | CONFIG.toml]",
+            help="A name from `barter list partitions`, module:Class, or a configuration.",
+        ),
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="Take the rest from this configuration.")
     ] = None,
@@ -441,9 +451,9 @@ def show_config(
     settings: Settings = None,
 ) -> None:
     """Every value that a run would have, also those nobody set, as a file that `barter run` takes."""
-    from barter.cli import inspecting
+    from barter.cli import describing
 
-    inspecting.show_config(config, algorithm, settings)
+    describing.show_config(config, algorithm, settings)
 
 
 @show.command("images")
@@ -462,8 +472,44 @@ def show_images(
     inspecting.show_images(run, out, columns)
 
 
+INTERRUPTED = 128 + signal.SIGINT  # the exit status of a process that was interrupted
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0; 2 for a mistake in what was asked, in one line; 1 for the rest."""
+    with _noticed_interrupts() as noticed:
+        try:
+            return _answer(arguments)
+        except Exception:
+            if not noticed:
+                raise
+            return _fail("interrupted", 1)
+
+
+@contextmanager
+def _noticed_interrupts() -> Iterator[list[int]]:
+    """Collect the interrupts that come: a module that is interrupted while it loads may raise anything."""
+    noticed: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        noticed.append(number)
+        signal.default_int_handler(number, frame)
+
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        yield noticed
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield noticed
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _answer(arguments: Sequence[str] | None) -> int:
+    """Run the command and turn what it raises into a message and an exit status."""
     if "" not in sys.path:
         sys.path.insert(0, "")  # so that --algorithm module:Class finds a module in this folder
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -477,7 +523,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             prog_name="barter",
             standalone_mode=False,
         )
-        if status == INTERRUPTED:
+        if status == INTERRUPTED:  # typer makes this of a Ctrl-C that nobody answered
             return _fail("interrupted", 1)
         return status if isinstance(status, int) else 0
     except usage_error as error:

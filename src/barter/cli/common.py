@@ -14,7 +14,7 @@ from barter.core.errors import ConfigError, install_command
 from barter.runs.folder import Which
 from barter.setup.config import read, with_settings
 
-__all__ = ["EXTRAS", "Settings", "asked", "chosen_round", "optional", "screen"]
+__all__ = ["EXTRAS", "Settings", "asked", "chosen_round", "opened", "optional", "screen"]
 
 Settings = Sequence[str] | None
 
@@ -35,7 +35,15 @@ def asked(
     config: Path | None, algorithm: str | None, settings: Sequence[str] | None
 ) -> dict[str, Any]:
     first = [] if algorithm is None else [f"algorithm.name={algorithm}"]
-    return with_settings({} if config is None else read(config), [*first, *(settings or [])])
+    return with_settings({} if config is None else opened(config), [*first, *(settings or [])])
+
+
+def opened(config: Path) -> dict[str, Any]:
+    """Return the plain values of a file; from now on, module:name is also looked for in the file's folder."""
+    values, folder = read(config), str(config.parent.absolute())
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return values
 
 
 def chosen_round(text: str) -> Which:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from barter.attacks.attack import attacked
 from barter.cli.common import Settings, asked, chosen_round, optional, screen
-from barter.core.errors import BarterError, CheckpointError, Interrupted
+from barter.cli.describing import print_fields
+from barter.core.errors import BarterError, CheckpointError, ConfigError, Interrupted
 from barter.core.params import describe
 from barter.data.sources import load as load_data
 from barter.data.splits import write_split
@@ -25,7 +23,7 @@ from barter.runs.folder import PRIVACY, begun
 from barter.runs.picture import Kinds, bubbles
 from barter.runs.progress import Work
 from barter.runs.tables import accuracy_table, count_table
-from barter.setup.config import algorithm_named, read, resolve, to_toml
+from barter.setup.config import COMPARISON, read, resolve
 from barter.setup.hardware import device_named
 from barter.testing.conformance import CHECKS, examined
 from barter.trained.export import export as write_network
@@ -38,8 +36,6 @@ __all__ = [
     "export",
     "privacy",
     "report",
-    "show_algorithm",
-    "show_config",
     "show_images",
     "show_partition",
 ]
@@ -112,34 +108,6 @@ def check(name: str, settings: Settings) -> None:
         raise BarterError(f"{name} does not keep to {failed} of {len(CHECKS)}")
 
 
-def show_algorithm(name: str) -> None:
-    kind, console = algorithm_named(name), screen(wide=True)
-    console.print(kind.citation())
-    console.print("\nWhat crosses the wire:")
-    for method, what in kind.crosses.items():
-        console.print(f"  {method}: {what}")
-    _fields(console, kind, "algorithm.")
-    for preset, values in kind.presets.items():
-        changes = ", ".join(f"{key}={value}" for key, value in values.items()) or "the defaults"
-        console.print(f"preset {preset}: {changes}")
-
-
-def _fields(console: Console, kind: type, where: str, chosen: object = None) -> None:
-    """The fields of a kind, with their defaults or with the values of one that was chosen."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column()
-    for field in describe(kind):
-        value = field.default if chosen is None else getattr(chosen, field.name)
-        table.add_row(
-            f"{where}{field.name} = {'none' if value is None else value}",
-            f"{field.meaning} [{field.kind}]",
-        )
-    console.print()
-    console.print(table)
-    console.print()
-
-
 def show_partition(
     name: str | None,
     config: Path | None,
@@ -148,8 +116,15 @@ def show_partition(
     title: str | None,
     save: Path | None,
 ) -> None:
+    if name is not None and Path(name).suffix == ".toml":
+        if config is not None:
+            raise ConfigError(f"{name} and --config {config}: give one configuration")
+        config = Path(name)
+        name = None
     first = [] if name is None else [f"partition.name={name}"]
-    resolved = resolve(asked(config, None, [*first, *(settings or [])]))
+    tree = asked(config, None, [*first, *(settings or [])])
+    tree.pop(COMPARISON, None)  # all runs of a comparison have one split
+    resolved = resolve(tree)
     data = replace(resolved.data, validation=0.0)  # what clients hold out is theirs too
     task = make_task(data, resolved.partition, resolved.clients, resolved.seed, torch.device("cpu"))
     kinds, console = [Kinds("class", task.classes, task.class_table().tolist())], screen(wide=True)
@@ -157,7 +132,7 @@ def show_partition(
         kinds.append(Kinds("domain", task.domains, task.domain_table.tolist()))
     for kind in kinds:
         console.print(count_table(kind.title, kind.counts, kind.names))
-    _fields(console, type(resolved.partition), "partition.", resolved.partition)
+    print_fields(console, type(resolved.partition), "partition.", resolved.partition)
     if title is None:
         rule = ", ".join(
             f"{f.name} {getattr(resolved.partition, f.name)}"
@@ -169,10 +144,6 @@ def show_partition(
     if save is not None:
         write_split(save, task.train, task.local_tests, task.global_test, task.classes)
         console.print(f"split: {save}; data.source=clients:{save}")
-
-
-def show_config(config: Path | None, algorithm: str | None, settings: Settings) -> None:
-    sys.stdout.write(to_toml(resolve(asked(config, algorithm, settings))))
 
 
 def show_images(run: Path, out: Path | None, columns: int) -> None:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from barter.cli.common import Settings, asked, chosen_round, optional, screen
+from barter.cli.common import Settings, asked, chosen_round, opened, optional, screen
 from barter.cli.inspecting import privacy
 from barter.compare.comparison import Comparison, run_all
 from barter.compare.specification import Request
@@ -45,7 +45,7 @@ from barter.runs.folder import (
     stopped_early,
     unborn,
 )
-from barter.runs.progress import ManyRuns, Watcher
+from barter.runs.progress import ManyRuns, Watcher, pluralise
 from barter.runs.summary import cells
 from barter.runs.tables import closing_table
 from barter.setup.config import Config, read, resolve, with_settings
@@ -98,7 +98,7 @@ def resume(
         raise ConfigError(f"--rounds {rounds}: {run} has done {done} already")
     if rounds is not None and rounds != config.rounds and config.engine == "flower":
         raise ConfigError(
-            f"--rounds {rounds}: a run on Flower keeps the {config.rounds} rounds it was begun with"
+            f"--rounds {rounds}: a run on Flower keeps the {pluralise(config.rounds, 'round')} it was begun with"
         )
     tensorboard = tensorboard or (run / "tensorboard").is_dir()  # a log that was begun goes on
     if threads is not None and config.engine == "flower":
@@ -153,13 +153,14 @@ def compare(
         comparison.check()
         _print_comparison(comparison)
         return
-    tree = {} if what is None else read(what)
+    tree = {} if what is None else opened(what)
     request = Request.of(tree, algorithms, seeds, settings or [], vary or [], asked, only or [])
     folder = out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
     comparison, runs = Comparison.planned(folder, request)
     console = screen()
     console.print(
-        f"{len(request.variants)} methods, {len(request.seeds)} seeds, {len(runs)} runs; folder {folder}"
+        f"{pluralise(len(request.variants), 'method')}, {pluralise(len(request.seeds), 'seed')}, "
+        f"{pluralise(len(runs), 'run')}; folder {folder}"
     )
     with ManyRuns(console) as many:
         try:
@@ -170,7 +171,7 @@ def compare(
         _print_comparison(comparison)
     if failed:
         raise BarterError(
-            f"{len(failed)} of {len(runs)} runs failed: {'; '.join(map(str, failed))}"
+            f"{len(failed)} of {pluralise(len(runs), 'run')} failed: {'; '.join(map(str, failed))}"
         )
 
 
@@ -213,18 +214,25 @@ def _drive(
     if config.engine == "flower":
         _drive_flower(config, out, watcher, resume=resume, simulate=simulate)
         return
-    experiment = Experiment.from_config(
-        config, out, resume=resume, monitor=watcher, behind=behind, overrule=overrule
-    )
+    try:
+        experiment = Experiment.from_config(
+            config, out, resume=resume, monitor=watcher, behind=behind, overrule=overrule
+        )
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted before the first round: nothing was run") from None
     assert experiment.folder is not None
     architectures = len(set(experiment.architectures))
+    console.print(experiment.task.summary(config.data.source))
     console.print(
-        f"{type(config.algorithm).__name__} on {config.data.source}: {config.clients} clients, "
-        f"{architectures} architecture{'s' * (architectures > 1)}, {config.rounds} rounds, "
+        f"{type(config.algorithm).__name__} on {config.data.source}: {pluralise(config.clients, 'client')}, "
+        f"{pluralise(architectures, 'architecture')}, {pluralise(config.rounds, 'round')}, "
         f"{experiment.device}{_said(experiment.config.threads)}; folder {out}"
     )
     if experiment.round:
-        console.print(f"{experiment.round} of {config.rounds} rounds are done already")
+        verb = "is" if experiment.round == 1 else "are"
+        console.print(
+            f"{experiment.round} of {pluralise(config.rounds, 'round')} {verb} done already"
+        )
     records = experiment.folder.records()
     watcher.begin(experiment.round)
     try:
@@ -249,7 +257,8 @@ def _drive(
         if lacks_memory(error):
             raise
         why = f"the server stopped in round {experiment.round + 1}: {in_short(error)}"
-        stopped = BarterError(f"{why}; finished rounds are kept, `barter resume {out}` continues")
+        kept = f"; finished rounds are kept, `barter resume {out}` continues"
+        stopped = BarterError(why + kept * (out / "config.toml").exists())
         stopped.add_note(
             "".join(traceback.format_exception(error))
         )  # as of a client: whoever writes a method needs it
@@ -265,9 +274,7 @@ def _said(threads: int | None) -> str:
         return ""
     most = torch.get_num_threads()
     return (
-        f", {threads} of {most} threads"
-        if threads < most
-        else f", {threads} thread{'s' * (threads > 1)}"
+        f", {threads} of {most} threads" if threads < most else f", {pluralise(threads, 'thread')}"
     )
 
 
@@ -309,8 +316,12 @@ def _drive_flower(
     )
     names = names_of(config.algorithm, config.models, config.clients)
     place = "clients in Flower's simulation" if simulate else "Flower sites on this machine"
+    for note in task.notes:
+        watcher.console.print(f"{config.data.source}: {note}")
+    watcher.console.print(task.summary(config.data.source))
     watcher.console.print(
-        f"{type(config.algorithm).__name__} on {config.data.source}: {config.clients} {place}, {config.rounds} rounds"
+        f"{type(config.algorithm).__name__} on {config.data.source}: {config.clients} {place}, "
+        f"{pluralise(config.rounds, 'round')}"
         f"{_said(config.threads)}; folder {out}"
     )
     try:

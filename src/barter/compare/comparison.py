@@ -7,8 +7,6 @@ import difflib
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +17,7 @@ from typing import Any
 
 import tomli_w
 
+from barter.compare.launcher import Launcher, Started
 from barter.compare.specification import TABLE, Request
 from barter.core.errors import CheckpointError, ConfigError
 from barter.core.files import replace_text, writing
@@ -280,26 +279,26 @@ def run_all(
     A run that was killed goes on behind its last round. An interrupt stops all; the same call goes on later.
     """
     waiting = [job for job in jobs if not job.finished]
-    running: dict[Job, tuple[subprocess.Popen[bytes], float]] = {}
+    running: dict[Job, tuple[Started, float]] = {}
     failed: list[Job] = []
     total, threads = len(jobs), max(1, (os.cpu_count() or 1) // parallel)
     if len(waiting) < total:
         tell(f"{total - len(waiting)} of {total} runs are finished already")
-    with _terminated_as_interrupted(), _stopped(running):
+    with _terminated_as_interrupted(), Launcher(threads) as launcher, _stopped(running):
         while waiting or running:
             while waiting and len(running) < parallel:
                 job = waiting.pop(0)
-                running[job] = _start(job, threads), time.monotonic()
+                running[job] = _start(job, launcher), time.monotonic()
             finished = total - len(waiting) - len(running)
             view({str(job): (job.done, job.config.rounds) for job in running}, finished, total)
-            time.sleep(0.2)
+            time.sleep(0.1)
             for job in [job for job, (process, _) in running.items() if process.poll() is not None]:
                 process, began = running.pop(job)
                 if process.returncode == 0 and job.finished:
                     tell(f"{job}: {_outcome(job)}; {duration(time.monotonic() - began)}")
                 else:
                     failed.append(job)
-                    tell(f"{job} {_why(job, process.returncode)}")
+                    tell(f"{job} {_why(job, process.returncode or 0)}")
     return [job for job in failed if not job.finished]  # by whoever had it in use
 
 
@@ -313,7 +312,7 @@ def _log(job: Job) -> Path:
     return job.folder.with_suffix(".log")
 
 
-def _start(job: Job, threads: int) -> subprocess.Popen[bytes]:
+def _start(job: Job, launcher: Launcher) -> Started:
     with writing(job.folder.parent):
         job.folder.parent.mkdir(parents=True, exist_ok=True)
     begun = (job.folder / "config.toml").is_file()
@@ -327,16 +326,7 @@ def _start(job: Job, threads: int) -> subprocess.Popen[bytes]:
             str(job.folder),
             *(["--rounds", str(job.config.rounds)] if longer else []),
         ]
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
-    with _log(job).open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "barter", *command],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,  # Ctrl-C reaches them through us
-        )
+    return launcher.start(command, _log(job))
 
 
 def _why(job: Job, status: int) -> str:
@@ -370,7 +360,7 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _stopped(running: Mapping[Job, tuple[subprocess.Popen[bytes], float]]) -> Iterator[None]:
+def _stopped(running: Mapping[Job, tuple[Started, float]]) -> Iterator[None]:
     """However this ends, nothing runs on afterwards, unless it is killed outright."""
     try:
         yield

@@ -10,11 +10,11 @@ from typing import Any
 
 from barter.core.errors import ConfigError
 from barter.core.params import did_you_mean
-from barter.setup.config import Config, resolve, with_settings
+from barter.setup.config import COMPARISON, Config, resolve, with_settings
 
 __all__ = ["TABLE", "Request", "seeds_of", "variants_of", "varied"]
 
-TABLE = "compare"  # of a configuration: what is compared
+TABLE = COMPARISON  # of a configuration: what is compared
 
 
 def seeds_of(text: str) -> list[int]:

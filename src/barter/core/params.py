@@ -40,6 +40,7 @@ __all__ = [
     "did_you_mean",
     "imported",
     "made",
+    "nearest",
     "text",
 ]
 
@@ -102,18 +103,21 @@ def _hints(cls: type[Any]) -> dict[str, Any]:
     return get_type_hints(cls, include_extras=True)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error message about an unknown name: its nearest neighbour, or all there is."""
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is spelled most like this one; none if no name is close."""
     known = sorted(known)
     lowered = {k.lower(): k for k in known} | {k.lower().rpartition(".")[2]: k for k in known}
     near = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
     if not near:
         near = difflib.get_close_matches(name.lower().rpartition(".")[2], lowered, n=1, cutoff=0.6)
-    return (
-        f"did you mean {lowered[near[0]]!r}?"
-        if near
-        else f"there are: {', '.join(known) or 'none'}"
-    )
+    return lowered[near[0]] if near else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error message about an unknown name: its nearest neighbour, or all there is."""
+    known = sorted(known)
+    near = nearest(name, known)
+    return f"there are: {', '.join(known) or 'none'}" if near is None else f"did you mean {near!r}?"
 
 
 def text(value: str) -> bool:
@@ -127,7 +131,13 @@ def imported(place: str, what: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:  # whatever somebody's module does
-        raise ConfigError(f"{what} {place!r} cannot be imported: {in_short(error)}") from error
+        absent = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
+        where = (
+            "; it is looked for in the current folder, beside the configuration and on PYTHONPATH"
+        )
+        raise ConfigError(
+            f"{what} {place!r} cannot be imported: {in_short(error)}{where * absent}"
+        ) from error
 
 
 def made(place: str, make: Callable[[], T]) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +34,12 @@ NEEDED, OPTIONAL = (
 )
 
 
+SUPPORTED = (
+    "barter classifies images, each of one class; regression, several labels per image, text, tables and sensor data "
+    "are not supported"
+)
+
+
 @dataclass(frozen=True)
 class Dataset:
     """Images (uint8, NCHW) and labels, for training and for testing; the domain of each where there are several."""
@@ -50,6 +57,7 @@ class Dataset:
     numbered: bool = False  # whether nobody named the classes: they are called by their numbers
     # of each client, where every client brought its own
     own_tests: tuple[tuple[Tensor, Tensor], ...] = ()
+    notes: tuple[str, ...] = ()  # what was done to the images that nobody asked for
 
     def __post_init__(self) -> None:
         for name in (*self.classes, *self.domains):
@@ -79,6 +87,7 @@ def assembled(
     domains: tuple[list[str], Any, Any] | None = None,
     *,
     held_out: bool = False,
+    notes: tuple[str, ...] = (),
 ) -> Dataset:
     """A data set from NHWC arrays: images and labels, for training and for testing; names and numbers of domains."""
     x_train, y_train, x_test, y_test = map(_as_tensor, arrays)
@@ -96,6 +105,7 @@ def assembled(
         domain_test=_as_tensor(domain_test).long(),
         held_out=held_out,
         numbered=classes is None,
+        notes=notes,
     )
 
 
@@ -167,11 +177,8 @@ def from_arrays(source: Mapping[str, Any], name: str, where: str) -> Dataset:
         _names(given[key], f"{where}: {key}") if key in given else None for key in OPTIONAL[2:4]
     )
     for part in ("train", "test")[: 1 + ("x_test" in given)]:
-        x = given[f"x_{part}"]
-        if x.dtype != np.uint8 or x.ndim != 4 or 0 in x.shape[1:]:
-            raise ConfigError(
-                f"{where}: x_{part} is {x.dtype} of shape {x.shape}, uint8 NHWC is expected"
-            )
+        x = _as_images(given[f"x_{part}"], f"{where}: x_{part}")
+        given[f"x_{part}"] = x
         if x.shape[1] in CHANNELS and x.shape[3] not in CHANNELS:
             raise ConfigError(
                 f"{where}: x_{part} of shape {x.shape} has its channels first: x.transpose(0, 2, 3, 1)"
@@ -204,6 +211,37 @@ def from_arrays(source: Mapping[str, Any], name: str, where: str) -> Dataset:
     return assembled(name, arrays, classes, numbered, held_out=without_test)
 
 
+def _as_images(x: np.ndarray[Any, Any], where: str) -> np.ndarray[Any, Any]:
+    """Return images as uint8 NHWC; numbers between 0 and 1 and images without a channel axis leave no doubt."""
+    found = f"{where} is {x.dtype} of shape {x.shape}"
+    if x.ndim not in (3, 4) or 0 in x.shape[1:] or x.dtype.kind not in "uifb":
+        raise ConfigError(f"{found}, uint8 NHWC is expected. {SUPPORTED}")
+    if x.dtype.kind == "f":
+        x = _scaled(x, found)
+    elif x.dtype != np.uint8:
+        raise ConfigError(
+            f"{found}, uint8 NHWC is expected: x.astype(np.uint8), if its numbers are from 0 to 255"
+        )
+    return x[..., None] if x.ndim == 3 else x
+
+
+def _scaled(x: np.ndarray[Any, Any], found: str) -> np.ndarray[Any, Any]:
+    """Return floating point numbers from 0 to 1 as bytes from 0 to 255."""
+    if not x.size:
+        return x.astype(np.uint8)
+    least, most = float(x.min()), float(x.max())
+    if not (least >= 0 and most <= 1):  # NaN compares as false
+        way_out = (
+            "divide them by the largest value that a pixel can have, such as 255"
+            if least >= 0 and math.isfinite(most)
+            else "undo the normalisation, which is the run's work"
+        )
+        raise ConfigError(
+            f"{found}, between {least:g} and {most:g}; give bytes, or numbers between 0 and 1: {way_out}. {SUPPORTED}"
+        )
+    return (x * 255).round().astype(np.uint8)
+
+
 def _names(given: np.ndarray[Any, Any], where: str) -> list[str]:
     if given.ndim != 1 or given.dtype.kind not in "USiu" or not len(given):
         raise ConfigError(
@@ -218,8 +256,17 @@ def _names(given: np.ndarray[Any, Any], where: str) -> list[str]:
 def _require_numbers(
     y: np.ndarray[Any, Any], n: int, names: list[str] | None, what: str, where: str
 ) -> None:
+    wanted = f"{where} must hold a {what} number from 0 on for each of {n} images"
+    if y.ndim == 2 and len(y) == n and y.shape[1] > 1:
+        raise ConfigError(
+            f"{wanted}, and is of shape {y.shape}: y.argmax(1), if each row marks one class. {SUPPORTED}"
+        )
+    if y.shape == (n,) and y.dtype.kind == "f":
+        raise ConfigError(
+            f"{wanted}, and is {y.dtype}: y.astype(int), if these are {what} numbers. {SUPPORTED}"
+        )
     if y.shape != (n,) or not np.issubdtype(y.dtype, np.integer) or n == 0 or y.min() < 0:
-        raise ConfigError(f"{where} must hold a {what} number from 0 on for each of {n} images")
+        raise ConfigError(wanted)
     if names is not None and y.max() >= len(names):
         raise ConfigError(
             f"{where} holds {what} number {y.max()}, but there are {len(names)} names"
@@ -261,10 +308,8 @@ def from_python(
     arrays: dict[str, Any] = {}
     for part, source in zip(("train", "test"), pair, strict=False):
         samples = [source[i] for i in range(len(source))]
-        images, labels = (
-            [_bytes(sample[0], size) for sample in samples],
-            [int(sample[1]) for sample in samples],
-        )
+        images = [_bytes(_pair(sample)[0], size) for sample in samples]
+        labels = [_label(_pair(sample)[1]) for sample in samples]
         arrays |= {f"x_{part}": _stacked(images), f"y_{part}": np.array(labels)}
     if getattr(pair[0], "classes", None):
         arrays["classes"] = np.array([str(name) for name in pair[0].classes])
@@ -274,6 +319,34 @@ def from_python(
 def _channels_last(value: Any) -> Any:
     """Images of a tensor have their channels first, those of an array last."""
     return value.permute(0, 2, 3, 1) if isinstance(value, Tensor) and value.ndim == 4 else value
+
+
+def _pair(sample: Any) -> Any:
+    """Return an item of a data set, which must be an image and its label."""
+    if isinstance(sample, str | bytes | Mapping) or not hasattr(sample, "__len__"):
+        raise ConfigError(
+            f"the data: an item is a {type(sample).__name__}, a pair (image, label) is expected. {SUPPORTED}"
+        )
+    if len(sample) != 2:
+        raise ConfigError(
+            f"the data: an item has {len(sample)} parts, a pair (image, label) is expected. {SUPPORTED}"
+        )
+    return sample
+
+
+def _label(label: Any) -> int:
+    """Return a class number, which may come as a tensor or as a whole decimal number."""
+    array = np.asarray(label)
+    if array.size != 1 or array.dtype.kind not in "iufb":
+        raise ConfigError(
+            f"the data: a label is {array.dtype} of shape {array.shape}, a class number is expected. {SUPPORTED}"
+        )
+    number = array.item()
+    if number != int(number):
+        raise ConfigError(
+            f"the data: a label is {number:g}, a class number is expected. {SUPPORTED}"
+        )
+    return int(number)
 
 
 def _bytes(image: Any, size: int | None) -> np.ndarray[Any, Any]:
@@ -288,6 +361,10 @@ def _bytes(image: Any, size: int | None) -> np.ndarray[Any, Any]:
         array = image.permute(1, 2, 0).numpy() if image.ndim == 3 else image.numpy()
     else:
         array = np.asarray(image)
+    if array.dtype.kind not in "uifb":
+        raise ConfigError(
+            f"the data: an image is a {type(image).__name__}, pictures, bytes or numbers are expected. {SUPPORTED}"
+        )
     if array.ndim == 2:
         array = array[..., None]
     if (
@@ -297,9 +374,15 @@ def _bytes(image: Any, size: int | None) -> np.ndarray[Any, Any]:
         and array.max() <= 1
     ):
         array = (array * 255).round().astype(np.uint8)
-    if array.dtype != np.uint8 or array.ndim != 3:
+    if array.ndim != 3:
         raise ConfigError(
-            f"the data: an image is {array.dtype} of shape {array.shape}, between {array.min():g} and {array.max():g}; "
+            f"the data: an image is {array.dtype} of shape {array.shape}, height, width and channels are expected. "
+            f"{SUPPORTED}"
+        )
+    if array.dtype != np.uint8:
+        extent = f", between {array.min():g} and {array.max():g}" if array.size else ""
+        raise ConfigError(
+            f"the data: an image is {array.dtype} of shape {array.shape}{extent}; "
             "give bytes, or numbers between 0 and 1, and leave normalising to the run"
         )
     return array

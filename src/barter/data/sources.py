@@ -132,7 +132,10 @@ def _torchvision(name: str, request: Request) -> Dataset:
     )
 
 
-def _picture(path: Path, size: int | None) -> np.ndarray[Any, Any]:
+def _picture(
+    path: Path, size: int | None, sizes: set[tuple[int, int]] | None = None
+) -> np.ndarray[Any, Any]:
+    """Read a picture as a square of this side; its own width and height are added to `sizes`."""
     if not path.is_file():
         raise ConfigError(f"{path} is no file")
     try:
@@ -140,6 +143,8 @@ def _picture(path: Path, size: int | None) -> np.ndarray[Any, Any]:
             warnings.simplefilter("ignore")
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path, formats=FORMATS) as image:
+                if sizes is not None:
+                    sizes.add(image.size)
                 square = image.convert("RGB").resize(
                     (size or FOLDER_SIZE,) * 2, Image.Resampling.BILINEAR
                 )
@@ -169,7 +174,21 @@ def _pictures(folder: Path) -> list[Path]:
     return found
 
 
-def _read_classes(path: Path, classes: list[str], size: int | None) -> tuple[Any, Any]:
+def _resizing(sizes: set[tuple[int, int]], size: int | None) -> tuple[str, ...]:
+    """Say that images were resized, and how to choose the size; nothing where it was chosen or is their own."""
+    if size is not None or sizes == {(FOLDER_SIZE, FOLDER_SIZE)}:
+        return ()
+    by_area = sorted(sizes, key=lambda pair: (pair[0] * pair[1], pair))
+    ends = dict.fromkeys("{}x{}".format(*by_area[i]) for i in (0, -1))
+    return (
+        f"images of {' to '.join(ends)} pixels were resized to {FOLDER_SIZE}x{FOLDER_SIZE}; "
+        "set data.size to choose another size",
+    )
+
+
+def _read_classes(
+    path: Path, classes: list[str], size: int | None, sizes: set[tuple[int, int]]
+) -> tuple[Any, Any]:
     pictures, labels = [], []
     for folder in _subfolders(path, "class"):
         if folder.name not in classes:
@@ -177,13 +196,13 @@ def _read_classes(path: Path, classes: list[str], size: int | None) -> tuple[Any
                 f"{folder} is a class that the other folders do not have: {did_you_mean(folder.name, classes)}"
             )
         for picture in _pictures(folder):
-            pictures.append(_picture(picture, size))
+            pictures.append(_picture(picture, size, sizes))
             labels.append(classes.index(folder.name))
     return np.stack(pictures), np.array(labels)
 
 
 def _folder(request: Request) -> Dataset:
-    path = request.path
+    path, sizes = request.path, set[tuple[int, int]]()
     inside = [folder.name for folder in _subfolders(path, "class")]
     tests, parts = [name for name in TESTS if name in inside], {"train", *TESTS} & set(inside)
     if parts and ("train" not in parts or set(inside) - parts):
@@ -197,28 +216,31 @@ def _folder(request: Request) -> Dataset:
     if tests:
         classes = [folder.name for folder in _subfolders(path / "train", "class")]
         train, test = (
-            _read_classes(path / part, classes, request.size) for part in ("train", tests[0])
+            _read_classes(path / part, classes, request.size, sizes) for part in ("train", tests[0])
         )
-        return assembled(request.name, (*train, *test), classes)
+        notes = _resizing(sizes, request.size)
+        return assembled(request.name, (*train, *test), classes, notes=notes)
     path = path / "train" if parts else path
     classes = [folder.name for folder in _subfolders(path, "class")]
-    x, y = _read_classes(path, classes, request.size)
+    x, y = _read_classes(path, classes, request.size, sizes)
     chosen = held_out(y)
-    return assembled(
-        request.name, (x[~chosen], y[~chosen], x[chosen], y[chosen]), classes, held_out=True
-    )
+    arrays = (x[~chosen], y[~chosen], x[chosen], y[chosen])
+    notes = _resizing(sizes, request.size)
+    return assembled(request.name, arrays, classes, held_out=True, notes=notes)
 
 
 def _domains(request: Request) -> Dataset:
     domains = _subfolders(request.path, "domain")
     classes = sorted({folder.name for domain in domains for folder in _subfolders(domain, "class")})
-    parts = [_read_classes(domain, classes, request.size) for domain in domains]
+    sizes = set[tuple[int, int]]()
+    parts = [_read_classes(domain, classes, request.size, sizes) for domain in domains]
     x, y = np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
     domain = np.repeat(np.arange(len(parts)), [len(y) for _, y in parts])
     test = held_out(domain * len(classes) + y)
     numbered = ([folder.name for folder in domains], domain[~test], domain[test])
     arrays = (x[~test], y[~test], x[test], y[test])
-    return assembled(request.name, arrays, classes, numbered, held_out=True)
+    notes = _resizing(sizes, request.size)
+    return assembled(request.name, arrays, classes, numbered, held_out=True, notes=notes)
 
 
 def _tiny_imagenet(request: Request) -> Dataset:
@@ -230,7 +252,7 @@ def _tiny_imagenet(request: Request) -> Dataset:
             "barter does not download it"
         )
     classes = [folder.name for folder in _subfolders(root / "train", "class")]
-    x_train, y_train = _read_classes(root / "train", classes, request.size)
+    x_train, y_train = _read_classes(root / "train", classes, request.size, set())
     rows = understood(
         root / "val" / "val_annotations.txt", lambda text: _annotations(text, classes)
     )
@@ -290,7 +312,7 @@ SOURCES: dict[str, tuple[Callable[[Request], Dataset], str]] = {
 PATH_SOURCES: dict[str, tuple[Callable[[Request], Dataset], str]] = {
     "npz": (
         _npz,
-        "npz:PATH, a file with x_train, y_train (uint8 NHWC); if need be x_test, y_test, classes, domains",
+        "npz:PATH, a file with x_train, y_train (NHWC); if need be x_test, y_test, classes, domains",
     ),
     "folder": (
         _folder,
@@ -320,10 +342,29 @@ def load(
             "this run's data were given in Python: resume it there, with out=... and resume=True"
         )
     if source not in SOURCES:
-        raise ConfigError(
-            f"unknown data set {source!r}: {did_you_mean(source, [*SOURCES, *PATH_SOURCES])}"
-        )
+        advice = _by_path(source) or did_you_mean(source, [*SOURCES, *PATH_SOURCES])
+        raise ConfigError(f"unknown data set {source!r}: {advice}")
     return SOURCES[source][0](Request(source, Path(root), download, size))
+
+
+def _by_path(source: str) -> str:
+    """Say how to give a path, where the source looks like one; nothing where it does not."""
+    path = Path(source)
+    if path.is_dir():
+        kinds = ["folder", "domains"]
+        if (path / "train" / "0.npz").is_file():
+            kinds = ["clients"]
+        elif any(child.is_dir() and child.name in ("train", *TESTS) for child in path.iterdir()):
+            kinds = ["folder"]
+        said = {
+            "clients": "for data that are split already",
+            "folder": "with a folder per class",
+            "domains": "with a folder per domain, in it one per class",
+        }
+        return "it is a folder: write " + ", or ".join(f"{k}:{source} {said[k]}" for k in kinds)
+    if path.suffix == ".npz" or path.is_file():
+        return f"did you mean 'npz:{source}'?"
+    return ""
 
 
 def _from_function(source: str, size: int | None) -> Dataset:

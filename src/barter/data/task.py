@@ -103,6 +103,21 @@ class Task:
     validation: list[Images] = field(default_factory=list)
     # the validation images of all clients together
     global_validation: Images | None = None
+    held_out: bool = False  # whether the test images were taken from those given for training
+    notes: tuple[str, ...] = ()  # what was done to the images that nobody asked for
+
+    def summary(self, source: str) -> str:
+        """Return a line that says what was read: images, classes, size and colours."""
+        spec, stored = self.spec, self.global_test.pixels.shape
+        colours = {1: "grey", 3: "colour"}.get(spec.channels, f"{spec.channels} channels")
+        seen = f"{spec.width}x{spec.height}"
+        size = f"{stored[-1]}x{stored[-2]}"
+        if size != seen:
+            size += f", resized to {seen}"
+        train, test = sum(map(len, self.train)), len(self.global_test)
+        tests = f"{test:,} test images{', held out of them' if self.held_out else ''}"
+        classes = f"{spec.classes} class{'es' * (spec.classes != 1)}"
+        return f"{source}: {train:,} training and {tests}, {classes}, {size} {colours}"
 
     def class_table(self) -> Tensor:
         """Samples by client and class."""
@@ -168,6 +183,8 @@ def make_task(
         ),
         validation=validation,
         global_validation=_together(validation, spec) if validation else None,
+        held_out=dataset.held_out,
+        notes=dataset.notes,
     )
 
 

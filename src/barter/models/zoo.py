@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
 import torch
 from torch import nn
-from torchvision import models as tv
-from torchvision.models.resnet import BasicBlock, ResNet
 
 from barter.core.errors import ConfigError
 from barter.core.images import Spec
@@ -26,8 +26,11 @@ Own: TypeAlias = (
 )  # a network with the weights that it has, or how to make one
 
 
-def _torchvision(make: Callable[..., nn.Module], spec: Spec) -> Classifier:
-    module = make(num_classes=spec.classes)
+def _torchvision(name: str, spec: Spec, options: Mapping[str, object] | None = None) -> Classifier:
+    """A network of torchvision, which takes seconds to load and is not needed for its name alone."""
+    from torchvision import models as tv
+
+    module: nn.Module = getattr(tv, name)(num_classes=spec.classes, **(options or {}))
     if spec.channels != 3:
         _replace_first_convolution(module, spec.channels)
     return split(module)
@@ -52,6 +55,8 @@ def _replace_first_convolution(module: nn.Module, channels: int) -> None:
 
 def _shallow_resnet(stages: int, spec: Spec) -> Classifier:
     """HtFLlib's ResNets of 4, 6, 8 and 10 layers: one basic block in each of the first stages."""
+    from torchvision.models.resnet import BasicBlock, ResNet
+
     module = ResNet(BasicBlock, [1, 1, 1, 1], num_classes=spec.classes)
     for unused in range(stages + 1, 5):
         setattr(module, f"layer{unused}", nn.Identity())
@@ -61,9 +66,11 @@ def _shallow_resnet(stages: int, spec: Spec) -> Classifier:
     return split(module)
 
 
-def _small_stem(make: Callable[..., ResNet], spec: Spec) -> Classifier:
+def _small_stem(name: str, spec: Spec) -> Classifier:
     """A ResNet for small images: a 3x3 stem of stride 1 and no pooling behind it."""
-    module = make(num_classes=spec.classes)
+    from torchvision import models as tv
+
+    module = getattr(tv, name)(num_classes=spec.classes)
     module.conv1 = nn.Conv2d(spec.channels, 64, 3, padding=1, bias=False)
     module.maxpool = nn.Identity()
     return split(module)
@@ -76,7 +83,9 @@ def _vit_tiny(spec: Spec) -> Classifier:
         raise ConfigError(
             f"vit-tiny wants square images whose side is a multiple of {patches}, not {_size(spec)}"
         )
-    module = tv.VisionTransformer(side, side // patches, 12, 3, 192, 768, num_classes=spec.classes)
+    from torchvision.models import VisionTransformer
+
+    module = VisionTransformer(side, side // patches, 12, 3, 192, 768, num_classes=spec.classes)
     if spec.channels != 3:
         module.conv_proj = nn.Conv2d(spec.channels, 192, side // patches, side // patches)
     return split(module)
@@ -87,20 +96,22 @@ ZOO: dict[str, Callable[[Spec], Classifier]] = {
     "resnet6": partial(_shallow_resnet, 2),
     "resnet8": partial(_shallow_resnet, 3),
     "resnet10": partial(_shallow_resnet, 4),
-    "resnet18": partial(_torchvision, tv.resnet18),
-    "resnet34": partial(_torchvision, tv.resnet34),
-    "resnet50": partial(_torchvision, tv.resnet50),
-    "resnet101": partial(_torchvision, tv.resnet101),
-    "resnet152": partial(_torchvision, tv.resnet152),
-    "resnet18-3x3": partial(_small_stem, tv.resnet18),
-    "resnet34-3x3": partial(_small_stem, tv.resnet34),
-    "googlenet": partial(_torchvision, partial(tv.googlenet, aux_logits=False, init_weights=True)),
-    "mobilenet-v2": partial(_torchvision, tv.mobilenet_v2),
-    "mobilenet-v3-small": partial(_torchvision, tv.mobilenet_v3_small),
-    "mobilenet-v3-large": partial(_torchvision, tv.mobilenet_v3_large),
-    "shufflenet-v2-x1.5": partial(_torchvision, tv.shufflenet_v2_x1_5),
-    "shufflenet-v2-x2.0": partial(_torchvision, tv.shufflenet_v2_x2_0),
-    "efficientnet-v2-s": partial(_torchvision, tv.efficientnet_v2_s),
+    "resnet18": partial(_torchvision, "resnet18"),
+    "resnet34": partial(_torchvision, "resnet34"),
+    "resnet50": partial(_torchvision, "resnet50"),
+    "resnet101": partial(_torchvision, "resnet101"),
+    "resnet152": partial(_torchvision, "resnet152"),
+    "resnet18-3x3": partial(_small_stem, "resnet18"),
+    "resnet34-3x3": partial(_small_stem, "resnet34"),
+    "googlenet": partial(
+        _torchvision, "googlenet", options={"aux_logits": False, "init_weights": True}
+    ),
+    "mobilenet-v2": partial(_torchvision, "mobilenet_v2"),
+    "mobilenet-v3-small": partial(_torchvision, "mobilenet_v3_small"),
+    "mobilenet-v3-large": partial(_torchvision, "mobilenet_v3_large"),
+    "shufflenet-v2-x1.5": partial(_torchvision, "shufflenet_v2_x1_5"),
+    "shufflenet-v2-x2.0": partial(_torchvision, "shufflenet_v2_x2_0"),
+    "efficientnet-v2-s": partial(_torchvision, "efficientnet_v2_s"),
     "vit-tiny": _vit_tiny,
     "convnet": small.convnet,
     "cnn": small.cnn,
@@ -127,9 +138,12 @@ def members(name: str, clients: int) -> list[str]:
 
 
 def build(name: str, spec: Spec, own: Own | None = None) -> Classifier:
-    """A network for this task: of the zoo, by a factory `package.module:function` of a spec, or of one's own."""
+    """A network for this task: of the zoo, by a factory `package.module:function` of a spec, or of one's own.
+
+    A factory may be given arguments, `package.module:function:depth=2`, so that one serves several networks.
+    """
     outside = own is not None or ":" in name
-    make = partial(_split, name, own or imported(name, "model")) if outside else ZOO.get(name)
+    make = partial(_split, name, own or _factory(name)) if outside else ZOO.get(name)
     if make is None:
         raise ConfigError(f"unknown model {name!r}: {did_you_mean(name, ZOO)}")
     try:
@@ -144,6 +158,25 @@ def build(name: str, spec: Spec, own: Own | None = None) -> Classifier:
             f"{name} cannot take images of {_size(spec)}: {hint} ({error})"
         ) from error
     return model
+
+
+def _factory(name: str) -> Own:
+    """Return the factory of a name such as my.networks:make:depth=2:width=64, with its arguments bound."""
+    place, *fields = re.split(r":(?=[^\W\d]\w*=)", name)
+    found: Own = imported(place, "model")
+    arguments = dict(_argument(field) for field in fields)
+    if arguments and (isinstance(found, nn.Module) or not callable(found)):
+        raise ConfigError(f"{name}: {place} is a {type(found).__name__}, which takes no arguments")
+    return partial(found, **arguments) if arguments else found
+
+
+def _argument(field: str) -> tuple[str, object]:
+    """Return the name and the value of `depth=2`; what is no number, truth value or quoted text is text."""
+    key, _, text = field.partition("=")
+    try:
+        return key, tomllib.loads(f"value = {text}")["value"]
+    except ValueError:
+        return key, text
 
 
 def _split(name: str, own: Own, spec: Spec) -> Classifier:

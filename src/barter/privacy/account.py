@@ -7,12 +7,11 @@ noise in proportion to C, the largest norm of what one image contributes; to rep
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
 
-from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtri
 
 from barter.core.errors import ConfigError, install_command
@@ -91,12 +90,19 @@ def _spent(releases: frozenset[tuple[Release, int]], delta: float) -> float:
     )
 
 
+def _root(function: Callable[[float], float], least: float, most: float, *, xtol: float) -> float:
+    """Return where a function changes its sign, by Brent's method."""
+    from scipy.optimize import brentq  # takes most of a second to load, and most runs need no root
+
+    return float(brentq(function, least, most, xtol=xtol))
+
+
 def calibrated(epsilon: float, delta: float, count: int, others: Releases | None = None) -> float:
     """The smallest noise with which so many Gaussian releases, and others beside them, stay within ε."""
     others = others or {}
     if not any(others.values()):
         most = 10 + math.sqrt(2 * epsilon)
-        mu = brentq(lambda mu: _log_delta(epsilon, mu) - math.log(delta), 1e-13, most, xtol=1e-16)
+        mu = _root(lambda mu: _log_delta(epsilon, mu) - math.log(delta), 1e-13, most, xtol=1e-16)
         return 2 * math.sqrt(count) / float(mu)
     already = spent(others, delta)
     if already >= epsilon:
@@ -116,7 +122,7 @@ def calibrated(epsilon: float, delta: float, count: int, others: Releases | None
                 f"privacy.epsilon={epsilon:g}: no noise is enough beside the parts whose noise is given"
             )
     if low < high:
-        high = float(brentq(excess, low, high, xtol=1e-3)) + 1e-3
+        high = _root(excess, low, high, xtol=1e-3) + 1e-3
     return math.exp(high)
 
 
@@ -131,7 +137,7 @@ def calibrated_steps(epsilon: float, delta: float, rate: float, steps: int) -> f
         high += 1
     while excess(high - 1) <= 0:
         high -= 1
-    found = float(brentq(excess, high - 1, high, xtol=1e-5))
+    found = _root(excess, high - 1, high, xtol=1e-5)
     while excess(found) > 0:  # losses are rounded up on a grid, so that ε has small steps
         found += 1e-5
     return math.exp(found)
@@ -151,7 +157,7 @@ def _gaussian_epsilon(mu: float, delta: float) -> float:
     if mu > HUGE:
         return largest
     return float(
-        brentq(lambda epsilon: _log_delta(epsilon, mu) - math.log(delta), 0.0, largest, xtol=1e-12)
+        _root(lambda epsilon: _log_delta(epsilon, mu) - math.log(delta), 0.0, largest, xtol=1e-12)
     )
 
 

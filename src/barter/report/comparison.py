@@ -12,9 +12,10 @@ from barter.compare.comparison import Comparison
 from barter.core.record import Round
 from barter.report import charts
 from barter.report.page import Section, Tile, chart, code, folded, page, side_by_side, table, text
-from barter.report.run import TESTS, Split, cited, counted, failures, phases
+from barter.report.run import TESTS, Split, cited, failures, phases
 from barter.runs.folder import ended, rounds_done
 from barter.runs.picture import Curve
+from barter.runs.progress import pluralise
 from barter.runs.summary import ALWAYS, Comparative, Results, cells, heading, is_share, lines
 from barter.setup.config import Config, read, resolve, to_toml
 
@@ -65,9 +66,9 @@ class ComparisonReport:
         finished = sum(map(len, results.values()))
         planned = len(comparison.variants) * len(comparison.seeds)
         subtitle = (
-            f"{counted(comparison.common['clients'], 'client')}, "
-            f"{counted(comparison.rounds, 'round')}, {counted(len(comparison.seeds), 'seed')}; "
-            f"{finished} of {counted(planned, 'run')} finished"
+            f"{pluralise(comparison.common['clients'], 'client')}, "
+            f"{pluralise(comparison.rounds, 'round')}, {pluralise(len(comparison.seeds), 'seed')}; "
+            f"{finished} of {pluralise(planned, 'run')} finished"
         )
         sections = self._results(results, missing, quick=quick) if results else []
         common = Section(
@@ -92,12 +93,12 @@ class ComparisonReport:
         started = [resolve(read(f / "config.toml")) for f in folders if f is not None]
         kinds = list(dict.fromkeys(type(config.algorithm).__name__ for config in started))
         if len(started) < variants:  # what the others will run is known when they start
-            return f"{counted(variants, 'variant')} on {source}"
+            return f"{pluralise(variants, 'variant')} on {source}"
         if len(kinds) == variants:
             return f"{' and '.join(kinds) if variants < 3 else f'{variants} methods'} on {source}"
         if len(kinds) == 1:
-            return f"{kinds[0]} on {source}: {counted(variants, 'variant')}"
-        return f"{counted(variants, 'variant')} of {len(kinds)} methods on {source}"
+            return f"{kinds[0]} on {source}: {pluralise(variants, 'variant')}"
+        return f"{pluralise(variants, 'variant')} of {len(kinds)} methods on {source}"
 
     def _results(self, results: Results, missing: Sequence[str], *, quick: bool) -> list[Section]:
         compared = self.comparison.summary(results)
@@ -167,7 +168,7 @@ def _tiles(compared: Comparative, rounds: int) -> list[Tile]:
     found = []
     for row in compared.rows:
         column = row.accuracies[key]
-        when = f"round {rounds}, {counted(len(row.seeds), 'seed')}"
+        when = f"round {rounds}, {pluralise(len(row.seeds), 'seed')}"
         if column.deviation is not None:
             deviation = column.deviation
             spread = f"{100 * deviation:.1f}" if is_share(key) else f"{deviation:.2g}"

@@ -40,12 +40,12 @@ from barter.report.page import (
 from barter.report.units import elapsed
 from barter.runs.folder import METRICS, PRIVACY, ended, records, rounds_done
 from barter.runs.picture import Row
-from barter.runs.progress import size
+from barter.runs.progress import pluralise, size
 from barter.runs.tables import HEADINGS, closing_cells, gain, participants
 from barter.setup.config import Config, read, resolve, to_toml
 from barter.setup.participants import names_of, narrowed
 
-__all__ = ["TESTS", "RunReport", "Split", "cited", "counted", "failures", "phases"]
+__all__ = ["TESTS", "RunReport", "Split", "cited", "failures", "phases"]
 
 TESTS = {"global": "global test set", "local": "local tests"}
 # Numbers of other sections; the number of local test images only weighs clients.
@@ -123,8 +123,8 @@ class RunReport:
             self.split.read()
         title = f"{type(config.algorithm).__name__} on {config.data.source}"
         subtitle = (
-            f"{counted(config.clients, 'client')}, {len(rounds)} of "
-            f"{counted(config.rounds, 'round')}, seed {config.seed}"
+            f"{pluralise(config.clients, 'client')}, {len(rounds)} of "
+            f"{pluralise(config.rounds, 'round')}, seed {config.seed}"
         )
         sections = [] if not rounds else self._results(rounds, live=live)
         sections += [cited([config.algorithm]), Section("Configuration", [code(to_toml(config))])]
@@ -201,7 +201,7 @@ def tiles(rounds: Sequence[Round]) -> list[Tile]:
     if idle:
         everybody = len(last.clients)
         share = f"{everybody - len(idle)} of {everybody}"
-        note = f"{len(idle)} of {counted(everybody, 'client')} never took part"
+        note = f"{len(idle)} of {pluralise(everybody, 'client')} never took part"
         cards.append(Tile("Clients that took part", share, [note]))
     up, down = (sum(r.traffic(way) for r in rounds) for way in ("up", "down"))
     cards.append(
@@ -234,11 +234,11 @@ def _clients_card(rounds: Sequence[Round], test: str) -> Tile | None:
     if last is None:
         return None
     after = last.values(test)
-    notes = [f"{TESTS[test]}, mean of {counted(len(after), 'client')}, round {last.round}"]
+    notes = [f"{TESTS[test]}, mean of {pluralise(len(after), 'client')}, round {last.round}"]
     change = gain(rounds, test)
     if change.points is not None:
         everybody = change.before.keys() == after.keys()
-        whose = "" if everybody else f", same {counted(len(change.before), 'client')}"
+        whose = "" if everybody else f", same {pluralise(len(change.before), 'client')}"
         notes.append(f"{change.points:+.1f} points over local only{whose}")
     idle = _idle(rounds) & after.keys()
     if idle:
@@ -250,11 +250,6 @@ def _idle(rounds: Sequence[Round]) -> set[int]:
     """Return the clients that took part in no round."""
     active = participants(rounds)
     return set(rounds[-1].clients) - active if active else set()  # else no record says who did
-
-
-def counted(number: int, thing: str) -> str:
-    """Write a number of things, in the plural unless it is one."""
-    return f"{number} {thing}{'s' * (number != 1)}"
 
 
 def _privacy(run: Path) -> list[Section]:
@@ -402,7 +397,7 @@ def failures(where: str, rows: Sequence[Sequence[str]]) -> Section:
     """Return the calls that clients did not answer: where each was, and what happened."""
     if not rows:
         return Section("Failures", [], "none, every client that was asked answered.")
-    title = f"{counted(len(rows), 'call')} that a client did not answer"
+    title = f"{pluralise(len(rows), 'call')} that a client did not answer"
     listed = table([where, "what happened"], rows, words=(where,))
     return Section("Failures", [folded(title, listed, unfolded=len(rows) <= 20)])
 

@@ -10,6 +10,7 @@ import shutil
 import tomllib
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -64,6 +65,9 @@ RECORD = re.compile(rb'^\{[ \t]*"round":[ \t]*([0-9]+),.*\}[ \t\r]*$', re.MULTIL
 class RunFolder:
     """Everything on disk is flushed and renamed into place: a kill at any instant leaves a run that can go on."""
 
+    created = False  # whether the run in it is new
+    made = False  # whether the folder itself is, too
+
     def __init__(self, path: Path) -> None:
         self.path, self.checkpoints = path, path / "checkpoints"
         try:
@@ -90,7 +94,9 @@ class RunFolder:
             raise CheckpointError(
                 f"{path} exists and is not empty: choose another --out, or `barter resume {path}`"
             )
+        made = not path.exists()
         folder = cls(path)
+        folder.created, folder.made = True, made
         prepare()
         replace_text(folder.config, config)
         return folder
@@ -129,6 +135,19 @@ class RunFolder:
     def release(self) -> None:
         """Let another experiment have the folder."""
         self._lock.close()
+
+    def discard(self) -> None:
+        """Remove the folder of a run that never began, if this process made it and nothing else is in it."""
+        self.release()
+        found = {child.name for child in self.path.iterdir()} if self.path.is_dir() else set()
+        if not self.created or found - UNBORN - {self.config.name, PRIVACY} or SETUP in found:
+            return
+        with suppress(OSError):  # not empty, or taken by another run in the meantime
+            self.checkpoints.rmdir()
+            for name in (self.config.name, PRIVACY, ".lock"):
+                (self.path / name).unlink(missing_ok=True)
+            if self.made:
+                self.path.rmdir()
 
     def append(self, record: Round) -> None:
         """One more line of metrics.jsonl, on disk when this returns."""

@@ -22,7 +22,7 @@ from barter.core.nodes import Monitor
 from barter.core.record import Round
 from barter.runs.selection import validation_accuracy
 
-__all__ = ["ManyRuns", "Onlooker", "Watcher", "Work", "duration", "onlooker", "size"]
+__all__ = ["ManyRuns", "Onlooker", "Watcher", "Work", "duration", "onlooker", "pluralise", "size"]
 
 QUIET = 10.0  # seconds of a long phase between two plain lines
 BLINK = 0.2  # seconds between two looks at a notebook's line
@@ -38,8 +38,17 @@ def size(count: float) -> str:
     return f"{count:.0f} {unit}" if unit in ("B", "kB") else f"{count:.1f} {unit}"
 
 
+def pluralise(number: int, thing: str) -> str:
+    """Return a number of things as a person writes it: `1 round`, `5 rounds`."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
 def duration(seconds: float) -> str:
-    """Seconds as a person reads them."""
+    """Seconds as a person reads them; below ten with a decimal, so that short ones are not zero."""
+    if seconds < 0.1:
+        return "under 0.1 s"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return (
@@ -79,7 +88,8 @@ class Watcher(Monitor):
         if record.round >= self.rounds:
             return ""
         each = (time.monotonic() - self._started) / (record.round - self._begun)
-        return f", about {duration(each * (self.rounds - record.round))} left"
+        remaining = each * (self.rounds - record.round)
+        return f", {'about ' * (remaining >= 0.1)}{duration(remaining)} left"
 
     def line(self, record: Round) -> str:
         """A round in a line."""
@@ -97,7 +107,7 @@ class Watcher(Monitor):
             parts.append(f"{validated:6.1%} validation")
         numbers = f"accuracy {', '.join(parts)}" if parts else "not evaluated"
         traffic = f"{size(record.traffic('up'))} up, {size(record.traffic('down'))} down"
-        spent = f"{record.seconds['round']:.0f} s{self.left(record)}"
+        spent = f"{duration(record.seconds['round'])}{self.left(record)}"
         return f"round {record.round}/{self.rounds}: {numbers}; {traffic}; {spent}"
 
     def phase(self, name: str, total: float) -> AbstractContextManager[object]:

@@ -85,6 +85,8 @@ def assemble(
     device = device_named(config.device)
     memory = memory_within(device, config.device_memory)
     task = make_task(config.data, config.partition, config.clients, config.seed, device)
+    for note in task.notes:
+        log.warning("%s: %s", config.data.source, note)
     names, parts = everybodys_networks(config, models or [(config.models, None)], task.spec)
     clients = {
         k: make_client(config, k, parts.own[k], parts.names[k], task, device) for k in parts.own

@@ -24,6 +24,7 @@ from barter.core.params import (
     check,
     did_you_mean,
     imported,
+    nearest,
 )
 from barter.data.partition import PARTITIONS, Dirichlet, Partition
 from barter.data.splits import clients_in
@@ -32,9 +33,11 @@ from barter.privacy import Privacy
 from barter.setup.catalogue import CHOICES, known_keys
 
 __all__ = [
+    "COMPARISON",
     "RESULT_FREE",
     "Config",
     "algorithm_named",
+    "as_algorithm",
     "first_difference",
     "parsed",
     "partition_named",
@@ -63,6 +66,7 @@ RESULT_FREE = (
     "patience",
 )  # may differ on resume
 
+COMPARISON = "compare"  # the table of a file for `barter compare`, which no single run has
 
 PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
 DEEP = re.compile(
@@ -142,6 +146,17 @@ def algorithm_named(name: str) -> type[Algorithm[Any, Any]]:
     return _named(name, "algorithm", ALGORITHMS, Algorithm, "round")
 
 
+def as_algorithm(
+    given: Algorithm[Any, Any] | type[Algorithm[Any, Any]] | str,
+) -> Algorithm[Any, Any]:
+    """Return an algorithm as it is, or make one with its defaults from its class or its name."""
+    if isinstance(given, str):
+        return build(algorithm_named(given), {}, "algorithm.")
+    if isinstance(given, type) and issubclass(given, Algorithm):
+        return build(given, {}, "algorithm.")
+    return given
+
+
 def partition_named(name: str) -> type[Partition]:
     """The partition of this name in the registry or, as package.module:Class, anywhere else."""
     return _named(name, "partition", PARTITIONS, Partition, "split")
@@ -169,6 +184,10 @@ def _named(
 
 def resolve(tree: Mapping[str, Any]) -> Config:
     """A configuration from plain values, as a TOML file holds them."""
+    if COMPARISON in tree:
+        raise ConfigError(
+            f"the table [{COMPARISON}] describes a comparison of several runs: give this file to `barter compare`"
+        )
     values = _as_split(dict(tree))
     for section, default in TABLES.items():
         given = values.get(section, {})
@@ -245,7 +264,7 @@ def with_settings(tree: Mapping[str, Any], settings: Iterable[str]) -> dict[str,
         if not (
             isinstance(chosen, dict) and ":" in str(chosen.get("name"))
         ):  # whose fields are known when it is
-            _refuse_unknown(path)
+            _refuse_unknown(path, changed.get("algorithm"))
         table = changed.setdefault(path[0], {}) if len(path) == 2 else changed
         if not isinstance(table, dict):
             raise ConfigError(f"{'.'.join(path)}={value}: {path[0]} is not a table")
@@ -277,14 +296,43 @@ def _rank(setting: tuple[list[str], Any]) -> int:
     return {"name": 0, "preset": 1}.get(setting[0][-1], 2)
 
 
-def _refuse_unknown(path: list[str]) -> None:
-    """A key that no configuration has: name its nearest neighbour among all there are."""
+def _refuse_unknown(path: list[str], algorithm: object) -> None:
+    """Refuse a key that no configuration has, and name the nearest one that this algorithm's run has.
+
+    Where no key is near, list those of the same table, or the tables themselves.
+    """
     key = ".".join(path)
-    if key not in known_keys():
-        advice = (
-            f"did you mean {CHOICES[key]!r}?" if key in CHOICES else did_you_mean(key, known_keys())
-        )
-        raise ConfigError(f"unknown key {key!r}: {advice}")
+    if key in known_keys():
+        return
+    if key in CHOICES:
+        raise ConfigError(f"unknown key {key!r}: did you mean {CHOICES[key]!r}?")
+    keys = _keys_with(algorithm)
+    inside = sorted(known for known in keys if known.startswith(f"{path[0]}."))
+    short = {known.partition(".")[2]: known for known in inside}
+    # The table's name would make all of its keys look alike.
+    near = short.get(nearest(path[-1], short) or "") or nearest(path[-1], keys)
+    if near is not None:
+        raise ConfigError(f"unknown key {key!r}: did you mean {near!r}?")
+    if len(path) == 2 and inside:
+        raise ConfigError(f"unknown key {key!r}: there are {', '.join(inside)}")
+    alone = sorted(known for known in keys if "." not in known)
+    tables = sorted({known.partition(".")[0] for known in keys if "." in known})
+    raise ConfigError(
+        f"unknown key {key!r}: there are {', '.join(alone)}, and keys of the tables {', '.join(tables)}, "
+        "such as algorithm.name; `barter show config` prints all"
+    )
+
+
+def _keys_with(algorithm: object) -> frozenset[str]:
+    """Return the keys of a configuration with this table `algorithm`, without those of other algorithms."""
+    table = "algorithm."
+    name = algorithm.get("name") if isinstance(algorithm, Mapping) else None
+    kind = ALGORITHMS.get(str(name or TABLES["algorithm"]["name"]))
+    if kind is None:
+        return known_keys()
+    own = {f"{table}{field.name}" for field in dataclasses.fields(kind)}
+    others = {key for key in known_keys() if not key.startswith(table)}
+    return frozenset(others | own | {f"{table}name", f"{table}preset"})
 
 
 def _value(text: str) -> Any:

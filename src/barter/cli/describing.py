@@ -1,0 +1,47 @@
+"""Commands that describe a method or a configuration, and load no more than these need."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from barter.cli.common import Settings, asked, screen
+from barter.core.params import describe
+from barter.setup.config import algorithm_named, resolve, to_toml
+
+__all__ = ["print_fields", "show_algorithm", "show_config"]
+
+
+def show_algorithm(name: str) -> None:
+    kind, console = algorithm_named(name), screen(wide=True)
+    console.print(kind.citation())
+    console.print("\nWhat crosses the wire:")
+    for method, what in kind.crosses.items():
+        console.print(f"  {method}: {what}")
+    print_fields(console, kind, "algorithm.")
+    for preset, values in kind.presets.items():
+        changes = ", ".join(f"{key}={value}" for key, value in values.items()) or "the defaults"
+        console.print(f"preset {preset}: {changes}")
+
+
+def show_config(config: Path | None, algorithm: str | None, settings: Settings) -> None:
+    sys.stdout.write(to_toml(resolve(asked(config, algorithm, settings))))
+
+
+def print_fields(console: Console, kind: type, where: str, chosen: object = None) -> None:
+    """The fields of a kind, with their defaults or with the values of one that was chosen."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for field in describe(kind):
+        value = field.default if chosen is None else getattr(chosen, field.name)
+        table.add_row(
+            f"{where}{field.name} = {'none' if value is None else value}",
+            f"{field.meaning} [{field.kind}]",
+        )
+    console.print()
+    console.print(table)
+    console.print()

@@ -1,0 +1,114 @@
+"""Start runs without loading torch for each: a process that has loaded everything forks one process per run.
+
+A comparison starts it as `python -m barter.cli.job_server` and writes a line of JSON for every run to its standard
+input: `{"id": 1, "arguments": ["run", "config.toml"], "log": "run.log"}`. It answers with the process id,
+`{"id": 1, "pid": 77}`, and, when the run has ended, with its exit status, `{"id": 1, "status": 0}`; a negative status
+is the signal that ended it. When its standard input is closed, or it is terminated, it terminates all runs and ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from barter.cli.app import main
+
+__all__ = ["serve"]
+
+POLL = 0.05  # seconds between two looks at runs that may have ended
+
+
+def serve() -> None:
+    """Fork a process for every run that is asked for, until standard input is closed."""
+    answers = os.dup(1)  # runs have standard output for themselves
+    os.set_inheritable(answers, False)
+    running: dict[int, int] = {}  # process id -> the run's id
+    unread = b""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        while True:
+            ready, _, _ = select.select([0], [], [], POLL)
+            if ready:
+                received = os.read(0, 65536)
+                if not received:
+                    return
+                *lines, unread = (unread + received).split(b"\n")
+                for line in lines:
+                    request = json.loads(line)
+                    process = _fork(request, answers)
+                    running[process] = request["id"]
+                    _tell(answers, {"id": request["id"], "pid": process})
+            for process in list(running):
+                ended, status = os.waitpid(process, os.WNOHANG)
+                if ended:
+                    code = os.waitstatus_to_exitcode(status)
+                    _tell(answers, {"id": running.pop(process), "status": code})
+    finally:
+        for process in running:
+            with suppress(ProcessLookupError):
+                os.killpg(process, signal.SIGTERM)
+        for process in running:
+            os.waitpid(process, 0)
+
+
+def _tell(answers: int, answer: Mapping[str, int]) -> None:
+    os.write(answers, json.dumps(answer).encode() + b"\n")
+
+
+def _fork(request: Mapping[str, Any], answers: int) -> int:
+    """Start a run in a process, a session and a log of its own; return its process id."""
+    reader, writer = os.pipe()
+    process = os.fork()
+    if not process:
+        os.close(reader)
+        _run(request, answers, writer)
+    os.close(writer)
+    os.read(
+        reader, 1
+    )  # until the run has its session: before that, ending its group would end ours
+    os.close(reader)
+    return process
+
+
+def _run(request: Mapping[str, Any], answers: int, begun: int) -> NoReturn:
+    """Be the run: its log is standard output and error, and its exit status that of the command."""
+    status = 1
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.setsid()
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        for descriptor, place in ((nothing, 0), (log, 1), (log, 2)):
+            os.dup2(descriptor, place)
+        os.close(answers)
+        os.close(begun)
+        status = main(request["arguments"])
+        sys.stdout.flush()
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    finally:
+        with suppress(OSError, ValueError):
+            sys.stderr.flush()
+        os._exit(status)  # what the server was to do at its end is not the run's to do
+
+
+def _preload() -> None:
+    """Load what a run needs and what takes long to load; nothing here may start threads or touch a GPU."""
+    from sklearn import datasets  # noqa: F401  # of the digits
+
+    from barter.cli import running  # noqa: F401
+
+
+if __name__ == "__main__":
+    _preload()
+    serve()
