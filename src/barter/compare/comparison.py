@@ -143,7 +143,8 @@ class Comparison:
             for key, item in shared.items()
             if key not in ("algorithm", "seed", *MAY_DIFFER)
         }
-        odd = first_difference(with_defaults(self.common), common, ()) if self.common else None
+        before = {key: item for key, item in with_defaults(self.common).items() if key in common}
+        odd = first_difference(before, common, ()) if self.common else None
         if odd is not None:
             raise CheckpointError(
                 f"{self.folder} compares runs with another {odd}: choose another --out"
