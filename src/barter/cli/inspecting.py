@@ -112,7 +112,8 @@ def show_partition(
     if name is not None and Path(name).suffix == ".toml":
         if config is not None:
             raise ConfigError(f"{name} and --config {config}: give one configuration")
-        name, config = None, Path(name)
+        config = Path(name)
+        name = None
     first = [] if name is None else [f"partition.name={name}"]
     tree = asked(config, None, [*first, *(settings or [])])
     tree.pop(COMPARISON, None)  # all runs of a comparison have one split
