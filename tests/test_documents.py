@@ -202,3 +202,27 @@ def test_examples_run(example: str, tmp_path: Path) -> None:
     said = (tmp_path / "said").read_text()
     assert ended == 0, said
     assert "%" in said
+
+
+RECIPES = re.findall(
+    r"^## (.+?)$.*?^```python\n(.*?)^```", (ROOT / "docs" / "howto.md").read_text(), re.M | re.S
+)
+
+
+@pytest.mark.parametrize(("title", "code"), RECIPES, ids=[title for title, _ in RECIPES])
+def test_recipes_run(
+    title: str, code: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipe.py").write_text(code)
+    said = runpy.run_path(str(tmp_path / "recipe.py"))
+    printed = capsys.readouterr().out
+    assert printed.strip(), "a recipe shows what came of it"
+    if title == "Freeze a body":
+        assert len(said["changed"]) == 2, "the last layer alone was trained"
+    if title == "Clients that drop out":
+        assert "0 of 6 failed" not in printed
+
+
+def test_every_section_of_the_recipes_has_one() -> None:
+    text = (ROOT / "docs" / "howto.md").read_text()
+    assert [title for title, _ in RECIPES] == re.findall(r"^## (.+)$", text, re.M)

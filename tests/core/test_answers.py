@@ -407,3 +407,26 @@ def test_what_the_server_does_not_know_may_be_any_weights() -> None:
     require({"a": X}, Methods(), "state", (), Known(SPEC, 1))
     with pytest.raises(PayloadError, match="all too much or missing"):
         require({}, Methods(), "state", (), Known(SPEC, 1))
+
+
+class Variates:
+    """Answers that look like a network's state."""
+
+    def plain(self, client: Any) -> State: ...  # type: ignore[empty-body]
+
+    def trained(self, client: Any) -> Annotated[State, Weights(parameters_only=True)]: ...  # type: ignore[empty-body]
+
+
+def test_a_state_may_be_of_parameters_alone_and_a_message_says_how() -> None:
+    network = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    whole, parameters = network.state_dict(), dict(network.named_parameters())
+    trained = {name: p.detach() for name, p in parameters.items()}
+    known = Known(SPEC, 10, weights=shapes_of(whole), parameters=frozenset(parameters))
+    require(trained, Variates(), "trained", (), known)
+    require(whole, Variates(), "plain", (), known)
+    for answer in (whole, {"0.weight": trained["0.weight"]}, {}):
+        with pytest.raises(PayloadError, match="is not the client's weights"):
+            require(answer, Variates(), "trained", (), known)
+    with pytest.raises(PayloadError, match=r"Annotated\[State, Weights\(parameters_only=True\)\]"):
+        require(trained, Variates(), "plain", (), known)
+    assert most_bytes(Variates(), "trained", (), known) == 4 * (6 + 3 + 3 + 3)

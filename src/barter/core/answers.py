@@ -42,6 +42,12 @@ PLAIN = (
     torch.uint8,
     torch.bool,
 )  # kinds of tensors of which nothing is said
+# what to write where a dict of tensors is something else than a client's whole network
+OTHER_STATES = (
+    "; where it is something else, the method's return type must say so: "
+    "Annotated[State, Weights(parameters_only=True)] for its parameters, Weights('server') for the server's network, "
+    "Entries({name: shape}) for other tensors"
+)
 Shapes: TypeAlias = Mapping[str, tuple[torch.Size, torch.dtype]]
 Sizes: TypeAlias = ChainMap[str, int]
 
@@ -60,16 +66,19 @@ class Known:
     features: int | None = None  # width of its network's features
     weights: Shapes = field(default_factory=dict)  # those of its network that may leave it
     server: Shapes = field(default_factory=dict)  # those of the server's network
+    parameters: frozenset[str] = frozenset()  # names of both networks' weights that are no buffers
 
-    def network(self, whose: str) -> Shapes:
-        return self.server if whose == "server" else self.weights
+    def network(self, whose: str, *, parameters_only: bool = False) -> Shapes:
+        """A network's weights, with or without its buffers; empty where they are not known."""
+        weights = self.server if whose == "server" else self.weights
+        if not parameters_only:
+            return weights
+        return {name: shape for name, shape in weights.items() if name in self.parameters}
 
-    def nbytes(self, whose: str) -> int | None:
+    def nbytes(self, whose: str, *, parameters_only: bool = False) -> int | None:
         """Of a network's weights; none where they are not known."""
-        return (
-            sum(shape.numel() * dtype.itemsize for shape, dtype in self.network(whose).values())
-            or None
-        )
+        weights = self.network(whose, parameters_only=parameters_only).values()
+        return sum(shape.numel() * dtype.itemsize for shape, dtype in weights) or None
 
     def sizes(self) -> dict[str, int]:
         images = {
@@ -291,14 +300,20 @@ class _Reader:
             if isinstance(key, str):
                 _require_word(key, f"{path}: key")
         entries = next((mark.shapes for mark in marks if isinstance(mark, Entries)), None)
-        whose = next((mark.of for mark in marks if isinstance(mark, Weights)), "client")
+        declared = next((mark for mark in marks if isinstance(mark, Weights)), Weights())
+        whose = declared.of
         state = (key_kind, kind) == (str, Tensor)
-        network = self.known.network(whose) if state else {}
+        network = (
+            self.known.network(whose, parameters_only=declared.parameters_only) if state else {}
+        )
         names = network if entries is None else entries
         odd = tree.keys() ^ names.keys() if names else ()
         if odd or (state and not tree):
+            # Without a marker, the author may not have meant a network's weights at all.
+            marked = entries is not None or any(isinstance(mark, Weights) for mark in marks)
             raise PayloadError(
                 f"{path} is not the {whose}'s weights: {_some(odd) or 'all'} too much or missing"
+                f"{'' if marked else OTHER_STATES}"
             )
         for key, value in tree.items():
             at = f"{path}.{key}"
@@ -349,9 +364,8 @@ class _Reader:
                     return _all(
                         sum, [self.product(Floats(*shape), sizes) for shape in mark.shapes.values()]
                     )
-            return self.known.nbytes(
-                next((mark.of for mark in marks if isinstance(mark, Weights)), "client")
-            )
+            declared = next((mark for mark in marks if isinstance(mark, Weights)), Weights())
+            return self.known.nbytes(declared.of, parameters_only=declared.parameters_only)
         return WORD if wanted in (int, float, bool, str) or origin is typing.Literal else None
 
     def limits(self, marks: Iterable[object], sizes: Sizes) -> Iterator[tuple[str, int]]:

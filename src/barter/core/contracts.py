@@ -95,9 +95,14 @@ class Pixels(Floats):
 @dataclass(frozen=True)
 class Weights:
     """Of a state: it has the names, shapes and kinds of the client's network's, as far as they may leave it, or of the
-    server's. Without a word, a state is the client's."""
+    server's. Without a word, a state is the client's.
+
+    With `parameters_only`, it has the parameters and not the buffers, such as the statistics of batch normalisation:
+    `Annotated[State, Weights(parameters_only=True)]` is what SCAFFOLD's control variates are.
+    """
 
     of: Literal["client", "server"] = "client"
+    parameters_only: bool = False
 
 
 @dataclass(frozen=True)

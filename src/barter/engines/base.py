@@ -123,11 +123,16 @@ class BaseEngine:
         """What the server knows of a client."""
         if client not in self._known:
             central = {} if server.model_or_none is None else shapes_of(server.model.state_dict())
-            known = Known(server.spec, self.examples(client), server=central)
+            trained = () if server.model_or_none is None else server.model.named_parameters()
+            parameters = frozenset(name for name, _ in trained)
+            known = Known(server.spec, self.examples(client), server=central, parameters=parameters)
             if client in server.architectures:
                 network = server.architectures[client]()
                 weights = shapes_of(self.algorithm.outgoing(network))
-                known = replace(known, features=network.feature_dim, weights=weights)
+                parameters |= {name for name, _ in network.named_parameters()}
+                known = replace(
+                    known, features=network.feature_dim, weights=weights, parameters=parameters
+                )
             self._known[client] = known
         return self._known[client]
 

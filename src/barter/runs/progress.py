@@ -48,7 +48,7 @@ def duration(seconds: float) -> str:
     if seconds < 0.1:
         return "under 0.1 s"
     if seconds < 9.95:
-        return f"{seconds:.1f} s"
+        return f"{seconds:.1f}".removesuffix(".0") + " s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return (
