@@ -218,7 +218,8 @@ def test_what_onnx_cannot_express_and_what_is_missing_is_said_in_one_line(
         with pytest.raises(ConfigError, match=f"undecided cannot be written as {what}") as caught:
             export(kept, tmp_path / f"model.{suffix}")
         assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match=r"\(No ONNX function found for .*svd") as caught:
+    why = r"\((No ONNX function found for .*svd|Constraints violated)"  # the latter with torch 2.7
+    with pytest.raises(ConfigError, match=f"singular cannot be written as ONNX {why}") as caught:
         export(some_network("singular", Singular()), tmp_path / "model.onnx")
     assert "\x1b" not in str(caught.value), "torch's advice is coloured"
     found = importlib.util.find_spec

@@ -13,7 +13,7 @@ from torch import nn
 
 from barter.core.errors import PayloadError
 from barter.core.images import Spec
-from barter.core.payload import DTYPES, isolate, leaves, nbytes, pack, unpack
+from barter.core.payload import DEPTH, DTYPES, isolate, leaves, nbytes, pack, unpack
 from barter.models.generators import Decoder
 from tests.conftest import same
 
@@ -171,3 +171,15 @@ def test_a_state_dict_round_trips() -> None:
 def test_a_tensor_without_values_does_not_travel() -> None:
     with pytest.raises(PayloadError, match=r"answer\.w: a tensor on the meta device"):
         list(leaves({"w": torch.zeros(2, device="meta")}, "answer"))
+
+
+@pytest.mark.parametrize("kind", ["list", "tuple", "dict"])
+def test_a_tree_that_arrives_is_of_limited_depth(kind: str) -> None:
+    def nested(depth: int) -> str:
+        start, end = ('{"dict": [["a", ', "]]}") if kind == "dict" else (f'{{"{kind}": [', "]}")
+        return start * depth + "1" + end * depth
+
+    tree = unpack({}, nested(DEPTH))
+    assert [leaf for _, leaf in leaves(tree)] == [1]
+    with pytest.raises(PayloadError, match=f"nested more than {DEPTH} deep"):
+        unpack({}, nested(DEPTH + 2))

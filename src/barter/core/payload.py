@@ -38,6 +38,7 @@ T = TypeVar("T")
 
 PLAIN = (str, int, float, bool, type(None))
 LEAST = -(2**63)  # of whole numbers
+DEPTH = 100  # of a tree that arrives; Python versions differ in how deep one may be before it cannot be walked
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -195,9 +196,11 @@ def pack(tree: Payload) -> tuple[dict[str, Tensor], str]:
 def unpack(tensors: dict[str, Tensor], header: str) -> Payload:
     """The tree that `pack` took apart."""
 
-    def decode(node: Any) -> Payload:
+    def decode(node: Any, depth: int = 0) -> Payload:
         if not isinstance(node, dict):
             return node
+        if depth > DEPTH:
+            raise PayloadError(f"a payload is nested more than {DEPTH} deep")
         ((kind, body),) = node.items()
         match kind:
             case "tensor":
@@ -209,11 +212,11 @@ def unpack(tensors: dict[str, Tensor], header: str) -> Payload:
             case "float":
                 return float.fromhex(body)
             case "dict":
-                return {key: decode(value) for key, value in body}
+                return {key: decode(value, depth + 1) for key, value in body}
             case "list":
-                return [decode(value) for value in body]
+                return [decode(value, depth + 1) for value in body]
             case "tuple":
-                return tuple(decode(value) for value in body)
+                return tuple(decode(value, depth + 1) for value in body)
         raise PayloadError(f"header names an unknown kind {kind!r}")
 
     try:
