@@ -165,6 +165,13 @@ class Hides(Trusts):
         clients._engine.failures.clear()  # type: ignore[attr-defined]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Headless(Sound):
+    """Calls a model its primary one that nobody has."""
+
+    primary = "server"
+
+
 @pytest.mark.parametrize(
     ("kind", "check", "message"),
     [
@@ -187,6 +194,7 @@ class Hides(Trusts):
             "runs",
             "client 0 failed in 'learn', round 1: ValueError: too tired.*test_checks.py\", line",
         ),
+        (Headless, "runs", "primary is 'server', and the server has no accuracy"),
         (Sends, "runs", "a barter.core.nodes.Client cannot travel"),
         (
             Trusts,

@@ -26,7 +26,7 @@ from typing_extensions import TypeVar
 from barter.algorithms.one_width import OneWidth
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Named
-from barter.core.evaluation import evaluate
+from barter.core.evaluation import evaluate, tests_due
 from barter.core.images import Augment, Spec, prepared
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server, as_numbers
@@ -103,8 +103,7 @@ class FedProto(OneWidth[S, Follower]):
             return super().evaluate(client)
         report, client.report = client.report, {}
         by_head, found = evaluate(client), {}
-        for name in by_head.keys() & client.tests.keys():
-            data = client.tests[name]
+        for name, data in tests_due(client).items():
             said = nearest(features_of(client.model, data), client.prototypes[0])
             found[name] = float((said == data.labels).double().mean())
         if "local" in found:

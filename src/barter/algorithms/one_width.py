@@ -16,7 +16,9 @@ from typing_extensions import TypeVar
 
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
+from barter.core.evaluation import tests_due
 from barter.core.images import Spec
+from barter.core.metrics import measure
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server, as_numbers
 from barter.core.params import Count, Fraction, Positive
@@ -150,10 +152,13 @@ class SharedHead(OneWidth[H, K]):
         report, client.report = client.report, {}
         own: dict[str, float] = {}
         shared: dict[str, float] = {}
-        for name, data in client.tests.items():
+        metrics = client.evaluation.metrics
+        for name, data in tests_due(client).items():
             by_own, by_shared = logits_by_heads(client.model, client.head, data)
-            own[name] = _accuracy(by_own, data.labels)
-            shared[f"shared_{name}"] = _accuracy(by_shared, data.labels)
+            own |= measure(name, by_own, data.labels, metrics)
+            shared |= measure(f"shared_{name}", by_shared, data.labels, metrics)
+        if "local" in own:
+            own["local_images"] = len(client.tests["local"])
         return {**own, **shared, **as_numbers(report)}
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
@@ -161,7 +166,3 @@ class SharedHead(OneWidth[H, K]):
             return []
         way_out = "the shared head is put on from the second round on, and shared_global has it on"
         return [f"one round is done, in which clients learned alone: {way_out}"]
-
-
-def _accuracy(logits: Tensor, labels: Tensor) -> float:
-    return float((logits.argmax(1) == labels).double().mean())

@@ -14,6 +14,7 @@ import select
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -65,7 +66,10 @@ def _tell(answers: int, answer: Mapping[str, int]) -> None:
 def _fork(request: Mapping[str, Any], answers: int) -> int:
     """Start a run in a process, a session and a log of its own; return its process id."""
     reader, writer = os.pipe()
-    process = os.fork()
+    with warnings.catch_warnings():
+        # NumPy's BLAS has threads, which it stops before a fork and starts anew behind it.
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        process = os.fork()
     if not process:
         os.close(reader)
         _run(request, answers, writer)

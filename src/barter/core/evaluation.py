@@ -16,7 +16,16 @@ from barter.core.metrics import Evaluation, measure
 from barter.core.model import Classifier
 from barter.core.nodes import Client
 
-__all__ = ["accuracy", "adjusted", "evaluate", "knowing_alone", "note_before", "predict", "score"]
+__all__ = [
+    "accuracy",
+    "adjusted",
+    "evaluate",
+    "knowing_alone",
+    "note_before",
+    "predict",
+    "score",
+    "tests_due",
+]
 
 OfBatch: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -93,13 +102,17 @@ def evaluate(client: Client, at_home: Tensor | None = None) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     client.model.eval()  # whether tests are due or not, so that skipping them changes nothing else
-    if not client.tested:
-        return found
-    for test, data in client.tests.items():
-        if client.evaluation.runs(test):
-            by_class = at_home if test in ("local", "val_local") else None
-            found |= score(client.model, data, test, client.evaluation, by_class)
+    for test, data in tests_due(client).items():
+        by_class = at_home if test in ("local", "val_local") else None
+        found |= score(client.model, data, test, client.evaluation, by_class)
     return found
+
+
+def tests_due(client: Client) -> dict[str, Images]:
+    """Return the test and validation sets on which a client is evaluated in this round."""
+    if not client.tested:
+        return {}
+    return {test: data for test, data in client.tests.items() if client.evaluation.runs(test)}
 
 
 def note_before(client: Client, at_home: Tensor | None = None) -> None:

@@ -180,8 +180,10 @@ def is_documented(trial: Trial) -> None:
 
 
 def runs(trial: Trial) -> None:
-    """it runs, its methods return what they say, and every client is evaluated"""
-    for t, clients, _, _ in trial.straight[1]:
+    """it runs, its methods return what they say, and every client and its primary model is evaluated"""
+    for t, clients, server, _ in trial.straight[1]:
+        if trial.kind.primary == "server" and not 0 <= server.get("global", -1) <= 1:
+            raise Violation(f"round {t}: primary is 'server', and the server has no accuracy")
         for k, metrics in clients.items():
             if not 0 <= metrics.get("global", -1) <= 1:
                 raise Violation(f"round {t}: client {k} has no accuracy")
