@@ -33,6 +33,7 @@ from barter.core.errors import (
     lacks_memory,
 )
 from barter.core.record import Round
+from barter.core.variant import describe_variant
 from barter.data.task import SITES, Task, make_task
 from barter.experiment import Experiment
 from barter.privacy.statement import Statement
@@ -192,7 +193,16 @@ def _print_comparison(comparison: Comparison) -> None:
         screen().print(
             f"no run of the baseline {comparison.question['baseline']!r} is finished: no differences yet"
         )
+    for note in comparison.variant_notes():
+        screen().print(note)
     screen().print(f"table and curves: {', '.join(map(str, paths))}")
+
+
+def _print_variant(console: Console, algorithm: Algorithm[Any, Any]) -> None:
+    """Say that a run is not the published method, so that nobody reports it as such by accident."""
+    variant = describe_variant(algorithm)
+    if variant:
+        console.print(variant)
 
 
 def _drive(
@@ -228,6 +238,7 @@ def _drive(
         f"{pluralise(architectures, 'architecture')}, {pluralise(config.rounds, 'round')}, "
         f"{experiment.device}{_said(experiment.config.threads)}; folder {out}"
     )
+    _print_variant(console, config.algorithm)
     if experiment.round:
         verb = "is" if experiment.round == 1 else "are"
         console.print(
@@ -324,6 +335,7 @@ def _drive_flower(
         f"{pluralise(config.rounds, 'round')}"
         f"{_said(config.threads)}; folder {out}"
     )
+    _print_variant(watcher.console, config.algorithm)
     try:
         records = (loopback.simulate if simulate else loopback.run_here)(
             config, out, watcher, resume=resume

@@ -22,6 +22,7 @@ from barter.compare.specification import TABLE, Request
 from barter.core.errors import CheckpointError, ConfigError
 from barter.core.files import replace_text, writing
 from barter.core.record import Round
+from barter.core.variant import PAPER, differences_from_paper
 from barter.data.task import anchored
 from barter.runs.folder import ended, records, rounds_done, stopped_early
 from barter.runs.picture import curves
@@ -232,14 +233,27 @@ class Comparison:
         )
         return summarise(results, question)
 
+    def variant_notes(self) -> list[str]:
+        """Return a line for each variant that is not the published method, as far as runs were begun."""
+        notes = []
+        for name in self.variants:
+            begun = (self.run(name, seed) / "config.toml" for seed in self.seeds)
+            path = next((path for path in begun if path.is_file()), None)
+            found = [] if path is None else differences_from_paper(resolve(read(path)).algorithm)
+            if found:
+                fields = ", ".join(difference.field for difference in found)
+                notes.append(f"{name}: not as published, other values of {fields} (preset={PAPER})")
+        return notes
+
     def write(self) -> tuple[Comparative, list[str], list[Path]]:
         """The table as Markdown, CSV and LaTeX, the curves as SVG, PDF, PNG and numbers, of what is finished."""
         results, missing = self.results()
         if not results:
             raise CheckpointError(f"{self.folder} has no finished run yet")
         compared = self.summary(results)
+        notes = "".join(f"\n{note}\n" for note in self.variant_notes())
         files = {
-            "table.md": to_markdown(compared),
+            "table.md": to_markdown(compared) + notes,
             "table.tex": to_latex(compared),
             "table.csv": to_csv(compared),
         }

@@ -20,6 +20,7 @@ from barter.core.algorithm import Algorithm
 from barter.core.errors import BarterError
 from barter.core.params import BY_PYTHON
 from barter.core.record import Round
+from barter.core.variant import PAPER, differences_from_paper
 from barter.data.task import SITES, make_task
 from barter.privacy.show import cells, conclusion
 from barter.privacy.statement import Statement
@@ -408,7 +409,22 @@ def cited(algorithms: Sequence[Algorithm]) -> Section:
     for kind in dict.fromkeys(type(algorithm) for algorithm in algorithms):
         rows = [[method, what] for method, what in kind.crosses.items()]
         parts += [text(kind.citation()), table(["method", "what crosses"], rows) if rows else ""]
-    return Section("Method" if len(parts) == 2 else "Methods", parts)
+    for algorithm in algorithms:
+        parts += _variant(algorithm)
+    kinds = {type(algorithm) for algorithm in algorithms}
+    return Section("Method" if len(kinds) == 1 else "Methods", parts)
+
+
+def _variant(algorithm: Algorithm) -> list[str]:
+    """Return the fields in which a run differs from the published method; nothing if it does not."""
+    found = differences_from_paper(algorithm)
+    if not found:
+        return []
+    name = type(algorithm).__name__
+    title = f"{name} as run here differs from its paper in {pluralise(len(found), 'field')}"
+    rows = [[d.field, str(d.value), str(d.paper)] for d in found]
+    note = text(f"preset={PAPER} is the published method.")
+    return [folded(title, note, table(["field", "this run", "paper"], rows), unfolded=True)]
 
 
 def _gallery(run: Path) -> Section:
