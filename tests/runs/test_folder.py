@@ -168,3 +168,13 @@ def test_a_forked_process_does_not_hold_the_folder(tmp_path: Path) -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         status(child)
+
+
+def test_a_folder_that_could_not_be_prepared_is_free_at_once(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise OSError("no room")
+
+    with pytest.raises(OSError, match="no room") as caught:
+        RunFolder.create(tmp_path / "run", "", fail)
+    assert caught.value.__traceback__ is not None, "which holds what was created"
+    RunFolder.create(tmp_path / "run", "").release()

@@ -78,8 +78,12 @@ class RunFolder:
                 f"{path} exists and is not empty: choose another --out, or `barter resume {path}`"
             )
         folder = cls(path)
-        prepare()
-        replace_text(folder.config, config)
+        try:
+            prepare()
+            replace_text(folder.config, config)
+        except BaseException:
+            folder.release()  # now: the error's traceback holds the folder until it is collected
+            raise
         return folder
 
     @classmethod
