@@ -201,6 +201,8 @@ def test_without_room(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if case == "deployment":
+        pytest.importorskip("flwr")
     arguments, message = NO_ROOM[case]
     if case == "split":  # whose picture comes first
         monkeypatch.setattr(inspecting, "bubbles", lambda *_: None)

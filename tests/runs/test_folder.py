@@ -254,3 +254,13 @@ def test_a_round_that_is_recorded_twice_counts_once(tmp_path: Path) -> None:
         file.write(record(3).to_json()[:-9])  # cut short
     assert [r.round for r in folder.records()] == [1, 2]
     assert rounds_done(folder.path) == 2
+
+
+def test_a_folder_that_could_not_be_prepared_is_free_at_once(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise OSError("no room")
+
+    with pytest.raises(OSError, match="no room") as caught:
+        RunFolder.create(tmp_path / "run", "", fail)
+    assert caught.value.__traceback__ is not None, "which holds what was created"
+    RunFolder.create(tmp_path / "run", "").release()

@@ -97,8 +97,12 @@ class RunFolder:
         made = not path.exists()
         folder = cls(path)
         folder.created, folder.made = True, made
-        prepare()
-        replace_text(folder.config, config)
+        try:
+            prepare()
+            replace_text(folder.config, config)
+        except BaseException:
+            folder.release()  # now: the error's traceback holds the folder until it is collected
+            raise
         return folder
 
     @classmethod
