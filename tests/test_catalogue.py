@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from barter.algorithms import ALGORITHMS
+from barter.core.metrics import Evaluation
 from barter.data.partition import PARTITIONS
 from barter.data.sources import PATH_SOURCES, SOURCES
 from barter.data.task import Data
@@ -38,6 +39,7 @@ def test_known_keys_are_the_fields() -> None:
         "partition": PARTITIONS.values(),
         "data": [Data],
         "privacy": [Privacy],
+        "evaluate": [Evaluation],
     }
     fields = {
         f"{table}.{f.name}"

@@ -45,7 +45,8 @@ def test_a_run_prints_a_table_and_leaves_a_folder(
         assert word in text
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines] == [1, 2]
-    assert set(lines[0]) == {"round", "clients", "server", "seconds", "bytes", "failures"}
+    told = {"round", "clients", "server", "seconds", "bytes", "failures"}
+    assert set(lines[0]) == {*told, "participants", "primary"}
     assert main(["resume", str(out)]) == 0, "a finished run shows its table again"
     said = capsys.readouterr().out
     assert "small-vgg" in said

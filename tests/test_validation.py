@@ -88,7 +88,8 @@ def played(*accuracies: float | None) -> list[Round]:
 
 def test_the_accuracy_that_rounds_are_chosen_by() -> None:
     clients = {0: {"val": 0.2, "val_local": 0.8}, 1: {"val": 0.4, "val_local": 1.0}}
-    assert validation_accuracy(Round(1, clients, {"val": 0.7}, {}, {}, [])) == 0.7
+    served = Round(1, clients, {"val": 0.7}, {}, {}, [], primary="server")
+    assert validation_accuracy(served) == 0.7
     assert validation_accuracy(Round(1, clients, {"global": 0.7}, {}, {}, [])) == pytest.approx(0.3)
     own = {k: {"val_local": said["val_local"], "global": 0.1} for k, said in clients.items()}
     assert validation_accuracy(Round(1, own, {}, {}, {}, [])) == pytest.approx(0.9)
@@ -363,8 +364,8 @@ def test_a_comparison_counts_a_stopped_run_as_finished(
     table = (folder / "table.md").read_text().splitlines()
     cells = dict(zip(*(map(str.strip, table[i].split("|")) for i in (0, 2)), strict=True))
     assert cells["validation"] == "**30.0**", "after the last round"
-    assert cells["global"] == "**20.0**"
-    assert (cells["best round on validation"], cells["global in it"]) == ("2", "50.0")
+    assert cells["clients: global test"] == "**20.0**"
+    assert (cells["best round on validation"], cells["accuracy in it"]) == ("2", "50.0")
     (row,) = csv.DictReader(io.StringIO((folder / "table.csv").read_text()))
     assert (float(row["best_round_mean"]), float(row["best_mean"])) == (2.0, 0.5)
     rounds = list(csv.DictReader(io.StringIO((folder / "rounds.csv").read_text())))
