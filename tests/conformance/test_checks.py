@@ -188,7 +188,7 @@ class Headless(Sound):
         (Whispers, "ignores_the_order", "share something that does not cross\\?\\): clients.0"),
         (Whispers, "runs_side_by_side", "something that is not its client's"),
         (Conceals, "crosses_what_it_says", "learn: 72 bytes go up, crosses says 'down: a number'"),
-        (Promises, "survives_the_wire", "learn is a Tensor, asked for was dict"),
+        (Promises, "survives_the_wire", "learn is a Tensor, expected dict"),
         (
             Breaks,
             "runs",

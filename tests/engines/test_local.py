@@ -138,7 +138,7 @@ def test_classes_that_a_client_claims_count_for_no_more_than_its_images(
     assert told(2, 900_000, 99_999, 1) == [450, 50, 1, 0], (
         "500 images count of it, and a class stays one that it has"
     )
-    with pytest.raises(PayloadError, match="the sum of its numbers is 51, not from 0 to 50"):
+    with pytest.raises(PayloadError, match="the sum of its values is 51, expected 0 to 50"):
         told(1, 51)
 
 
