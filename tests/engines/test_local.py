@@ -107,7 +107,7 @@ def test_a_client_counts_for_ten_times_the_one_in_the_middle_at_most(
     assert engine.counting([1, 2]) == {1: 50, 2: 500}
     (warning,) = [record.getMessage() for record in caplog.records]
     assert (
-        warning == "client 2 says that it has 549755813888 images: in means it counts as one of 500"
+        warning == "client 2 claims 549755813888 images: in means it is weighted as if it had 500"
     )
     said[2] = 500
     assert engine.counting([2]) == {2: 500}
