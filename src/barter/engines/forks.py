@@ -52,7 +52,7 @@ class Job:
 
     Attributes:
         work: Returns the result as a payload.
-        known: Tensors of this process that are sent back by name if the call leaves them unmodified.
+        known: Tensors of this process that are sent back by name if the call does not modify them.
     """
 
     work: Callable[[], Payload]
@@ -255,8 +255,12 @@ def _share(tensors: list[Tensor]) -> list[Tensor]:
 
     A process that writes to such a tensor moves it to another address, which `_save` notices.
     """
-    copies = [isolate(tensor) for tensor in tensors]
-    return [copy for copy in copies if torch._C._is_cow_tensor(copy)]  # type: ignore[attr-defined]
+    shared = []
+    for tensor in tensors:
+        copy = isolate(tensor)
+        if torch._C._is_cow_tensor(copy):  # type: ignore[attr-defined]
+            shared.append(copy)
+    return shared
 
 
 def _fork(
