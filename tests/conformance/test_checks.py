@@ -102,7 +102,7 @@ class Breaks(Sound):
 
 @dataclass(frozen=True, kw_only=True)
 class Sends(Sound):
-    """Returns what cannot travel."""
+    """Returns what cannot be sent."""
 
     def learn(self, client: Client, t: int) -> Any:
         return client
@@ -195,7 +195,7 @@ class Headless(Sound):
             "client 0 failed in 'learn', round 1: ValueError: too tired.*test_checks.py\", line",
         ),
         (Headless, "runs", "primary is 'server', and the server has no accuracy"),
-        (Sends, "runs", "a barter.core.nodes.Client cannot travel"),
+        (Sends, "runs", "a barter.core.nodes.Client cannot be sent"),
         (
             Trusts,
             "bears_a_liar",

@@ -189,7 +189,7 @@ def test_what_was_asked_for_passes(method: str, tree: Any) -> None:
         (
             "offer",
             {**FULL, "examples": 10**400},
-            "offer.examples: a whole number of more than 64 bits",
+            "offer.examples: an integer of more than 64 bits",
         ),
         ("offer", {**FULL, "examples": -1}, "offer.examples is -1, expected 0 to 10"),
         (
@@ -228,7 +228,7 @@ def test_what_was_asked_for_passes(method: str, tree: Any) -> None:
         ("word", [], "word is a list"),
         ("anything", {"x": [X.double()]}, r"anything.x\[0\] is float64"),
         ("anything", {"x": "a" * 201}, "expected a string"),
-        ("anything", {"x": object()}, "anything.x: a builtins.object cannot travel"),
+        ("anything", {"x": object()}, "anything.x: a builtins.object cannot be sent"),
         (
             "state",
             {**NETWORK, "w": torch.zeros(3, 2)},
