@@ -176,8 +176,8 @@ class LocalEngine(BaseEngine):
             if self.lanes:
                 tasks = {}
                 for k in order:
-                    get_answer = partial(self._call_here, method, k, args[k])
-                    tasks[k] = partial(settle, k, get_answer)
+                    call_here = partial(self._call_here, method, k, args[k])
+                    tasks[k] = partial(settle, k, call_here)
                 self._run_on_lanes(tasks)
             elif self._worth_forking(method, len(args)):
                 for k, get_answer in self._run_in_forks(method, {k: args[k] for k in order}):
