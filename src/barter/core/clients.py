@@ -121,7 +121,7 @@ class Clients(Sequence[int]):
     >>> len(everybody.sample(0.5)), everybody.only([1, 3])
     (2, Clients(1, 3))
     >>> sorted(everybody.run(experiment.algorithm.evaluate)[0])
-    ['global', 'local']
+    ['global', 'local', 'local_images']
     """
 
     def __init__(self, engine: Engine, ids: Iterable[int]) -> None:
