@@ -115,10 +115,10 @@ def test_nothing_is_measured_where_no_statistics_are_wanted(norm: str, models: s
 @pytest.mark.parametrize(
     ("key", "wrong", "message"),
     [
-        ("variances", torch.full((64,), -1.0), "the least of its numbers is -1, not from 0"),
-        ("variances", torch.full((64,), 1e30), "the least of its numbers is 1e"),
+        ("variances", torch.full((64,), -1.0), "the minimum of its values is -1, expected 0"),
+        ("variances", torch.full((64,), 1e30), "the minimum of its values is 1e"),
         ("means", torch.full((64,), torch.nan), "NaN or infinity"),
-        ("means", torch.zeros(63), r"float32 \(63,\), asked for was float32 \(64\)"),
+        ("means", torch.zeros(63), r"float32 \(63,\), expected float32 \(64\)"),
     ],
 )
 def test_statistics_that_cannot_be_are_refused(key: str, wrong: torch.Tensor, message: str) -> None:

@@ -102,7 +102,7 @@ class Breaks(Sound):
 
 @dataclass(frozen=True, kw_only=True)
 class Sends(Sound):
-    """Returns what cannot travel."""
+    """Returns what cannot be sent."""
 
     def learn(self, client: Client, t: int) -> Any:
         return client
@@ -188,14 +188,14 @@ class Headless(Sound):
         (Whispers, "ignores_the_order", "share something that does not cross\\?\\): clients.0"),
         (Whispers, "runs_side_by_side", "something that is not its client's"),
         (Conceals, "crosses_what_it_says", "learn: 72 bytes go up, crosses says 'down: a number'"),
-        (Promises, "survives_the_wire", "learn is a Tensor, asked for was dict"),
+        (Promises, "survives_the_wire", "learn is a Tensor, expected dict"),
         (
             Breaks,
             "runs",
             "client 0 failed in 'learn', round 1: ValueError: too tired.*test_checks.py\", line",
         ),
         (Headless, "runs", "primary is 'server', and the server has no accuracy"),
-        (Sends, "runs", "a barter.core.nodes.Client cannot travel"),
+        (Sends, "runs", "a barter.core.nodes.Client cannot be sent"),
         (
             Trusts,
             "bears_a_liar",

@@ -80,7 +80,7 @@ def require_room(
         if isinstance(answer, list):
             more = answer * (most // nbytes(answer) + 1)
             with pytest.raises(
-                PayloadError, match=rf"^{method} has \d+ bytes, asked for were at most {most}$"
+                PayloadError, match=rf"^{method} has \d+ bytes, expected at most {most}$"
             ):
                 require(more, engine.algorithm, method, sent, known)
     assert min(ratios) <= loose

@@ -56,7 +56,7 @@ class Bypass(nn.Module):
     [
         (nn.Conv2d(1, 1, 1), "no Linear layer"),
         (nn.Linear(4, 2), "single Linear"),
-        (Bypass(), "bypasses"),
+        (Bypass(), "bypass it"),
         (
             nn.Sequential(nn.Flatten(), nn.Linear(9, 3), nn.ReLU(), nn.Linear(3, 2)),
             "cannot be split",

@@ -139,7 +139,7 @@ def test_the_decoder_of_the_paper_has_its_size() -> None:
         ({"x": np.float32(1)}, "payload.x"),
         ({"x": np.zeros(2)}, "payload.x"),
         ({(1, 2): 3}, "key"),
-        ({"x": 2**63}, "payload.x: a whole number of more than 64 bits"),
+        ({"x": 2**63}, "payload.x: an integer of more than 64 bits"),
         ({"x": -(10**400)}, "payload.x"),
         ({"x": torch.zeros(2, dtype=torch.complex64)}, "payload.x"),
         ({"x": torch.zeros(2, 2).to_sparse()}, "payload.x"),

@@ -107,7 +107,7 @@ def test_a_client_counts_for_ten_times_the_one_in_the_middle_at_most(
     assert engine.counting([1, 2]) == {1: 50, 2: 500}
     (warning,) = [record.getMessage() for record in caplog.records]
     assert (
-        warning == "client 2 says that it has 549755813888 images: in means it counts as one of 500"
+        warning == "client 2 claims 549755813888 images: in means it is weighted as if it had 500"
     )
     said[2] = 500
     assert engine.counting([2]) == {2: 500}
@@ -138,7 +138,7 @@ def test_classes_that_a_client_claims_count_for_no_more_than_its_images(
     assert told(2, 900_000, 99_999, 1) == [450, 50, 1, 0], (
         "500 images count of it, and a class stays one that it has"
     )
-    with pytest.raises(PayloadError, match="the sum of its numbers is 51, not from 0 to 50"):
+    with pytest.raises(PayloadError, match="the sum of its values is 51, expected 0 to 50"):
         told(1, 51)
 
 

@@ -307,7 +307,7 @@ def test_an_answer_that_is_larger_than_it_can_be_is_a_failure(grid: LoopbackGrid
     assert experiment.folder is not None
     one, two = experiment.folder.records()
     (failure,) = one.failures
-    named = r"client 1 failed in 'learn', round 1: site site-1: learn has \d+ bytes, asked for were at most \d+"
+    named = r"client 1 failed in 'learn', round 1: site site-1: learn has \d+ bytes, expected at most \d+"
     assert re.fullmatch(named, failure)
     assert two.failures == []
 
@@ -334,8 +334,8 @@ def test_too_few_answers_end_the_run_and_lose_nothing(grid: LoopbackGrid, run: R
     [
         (lambda w: {n: v / 0 if v.is_floating_point() else v for n, v in w.items()}, "holds NaN"),
         (lambda w: {n: v[None] for n, v in w.items()}, "the client's is float32 (256, 64)"),
-        (lambda w: list(w.values()), "client_update is a list, asked for was"),
-        (lambda w: dict.fromkeys(w, "x"), "is a str, asked for was Tensor"),
+        (lambda w: list(w.values()), "client_update is a list, expected"),
+        (lambda w: dict.fromkeys(w, "x"), "is a str, expected Tensor"),
     ],
 )
 def test_bad_answers_are_failures(

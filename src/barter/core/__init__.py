@@ -1,1 +1,1 @@
-"""The nouns that an algorithm is written with."""
+"""Building blocks of algorithms: parties, models, images, payloads, remote calls and records."""

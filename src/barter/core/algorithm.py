@@ -1,4 +1,4 @@
-"""What an algorithm is: a frozen dataclass of hyperparameters with a `round` that reads like the paper's."""
+"""Base class of federated algorithms: frozen dataclasses of hyperparameters with a `round`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from barter.core.record import Primary, Round
 
 __all__ = ["Algorithm", "Tells"]
 
-# Nothing of it; its own label, its own row, or the row that the client's network makes of it; what is not named, all.
+# How much of a part of an answer one private image can influence: nothing, its own label, its own
+# row, or its row as computed by the client's network, which was trained on all images. A part that
+# an algorithm does not declare counts as depending on the image in every value.
 Tells: TypeAlias = Literal["nothing", "label", "row", "row of the network"]
 S = TypeVar("S", bound=Server, default=Server)
 C = TypeVar("C", bound=Client, default=Client)
@@ -30,13 +32,16 @@ C = TypeVar("C", bound=Client, default=Client)
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm(Generic[S, C]):
-    """A federated method. Subclass `Algorithm[MyServer, MyClient]` where a party remembers more than its model.
+    """Base class of federated methods.
+
+    A subclass declares its hyperparameters as dataclass fields and implements `round`. Subclass
+    `Algorithm[MyServer, MyClient]` if the server or the clients keep state besides their model.
 
     >>> from dataclasses import dataclass
     >>> from barter import Algorithm, Client, Clients, Experiment, Server
     >>> @dataclass(frozen=True, kw_only=True)
     ... class Census(Algorithm):
-    ...     crosses = {"count": "down: nothing; up: how many images the client has"}
+    ...     crosses = {"count": "down: nothing; up: the client's number of images"}
     ...     def round(self, server: Server, clients: Clients, t: int) -> None:
     ...         server.report["images"] = sum(clients.run(self.count).values())
     ...     def count(self, client: Client) -> int:
@@ -45,19 +50,21 @@ class Algorithm(Generic[S, C]):
     {'images': 1433.0}
     """
 
-    crosses: ClassVar[Mapping[str, str]]  # remote method -> what goes down and what comes up
-    # METHOD.KEY of an answer -> what a private image can change of it
+    # Remote method -> its payloads in both directions, as "down: ...; up: ...".
+    crosses: ClassVar[Mapping[str, str]]
+    # METHOD.KEY of an answer -> how much of it one private image can influence.
     tells: ClassVar[Mapping[str, Tells]] = {}
-    presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}  # named sets of hyperparameters
-    # whose accuracy is the headline: of the server's model, or the mean over the clients' models
+    # Preset name -> hyperparameters.
+    presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}
+    # Headline accuracy: that of the server's model, or the mean over the clients' models.
     primary: ClassVar[Primary] = "clients"
-    # whether the server has a model beside theirs; see server_network
+    # True if the server has a model besides those of the clients; see `server_network`.
     global_model: ClassVar[bool] = False
-    # whether the server has no model even though all have one architecture
+    # True if the server has no model even though all clients share one architecture.
     personal: ClassVar[bool] = False
-    # whether the server builds the clients' networks and fills in their weights
+    # True if the server builds the clients' networks and loads the weights they upload.
     replicas: ClassVar[bool] = False
-    # methods whose payloads may hold NaN or infinity
+    # Remote methods whose payloads may contain NaN or infinity.
     may_be_infinite: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
@@ -65,105 +72,166 @@ class Algorithm(Generic[S, C]):
 
     @property
     def one_architecture(self) -> bool:
-        """Whether all clients must have the same network."""
+        """Return whether all clients must have the same architecture."""
         return False
 
     @property
     def feature_width(self) -> int | None:
-        """The width that all clients' features must have; none: any. Networks with another are pooled to it."""
+        """Return the feature width required of all clients; None allows any width.
+
+        Networks with another feature width are pooled to this one.
+        """
         return None
 
     @property
     def server_network(self) -> str | None:
-        """The name of the server's own network, of which clients may get copies; none: it is the first client's."""
+        """Return the architecture of the server's model; None means that of the first client.
+
+        Clients may receive copies of this model.
+        """
         return None
 
     @property
     def needs_public_data(self) -> bool:
-        """Whether all parties must have a public data set."""
+        """Return whether server and clients must have a public data set."""
         return False
 
     def budget(self, client: int, clients: int) -> float:
-        """The share of its network's width that a client of so many can afford."""
+        """Return the fraction of its network's width that a client can afford.
+
+        Args:
+            client: The client's id.
+            clients: The number of clients in the run.
+        """
         return 1.0
 
     def network(self, network: Classifier, share: float, spec: Spec) -> Classifier:
-        """The network, which may be changed, as a party with this share of its width has it; the server has all."""
+        """Return the network that a client with this width budget trains.
+
+        Args:
+            network: The full network, which may be modified in place.
+            share: The fraction of the full width; the server always has 1.
+            spec: The input format and the number of classes.
+        """
         return network
 
     def outgoing(self, network: Classifier) -> State:
-        """Those of a network's weights that may leave a client under their names."""
+        """Return the weights of a client's network that may be uploaded, by name."""
         return network.state_dict()
 
     def setup(self, server: S, clients: Clients) -> None:
-        """Once, before the first round."""
+        """Prepare the run; called once before the first round."""
 
     def round(self, server: S, clients: Clients, t: int) -> None:
-        """One communication round, t = 1, 2, ..."""
+        """Run one communication round.
+
+        Args:
+            server: The server.
+            clients: All clients of the run.
+            t: The round's number, from 1 on.
+        """
         raise NotImplementedError
 
     def evaluate(self, client: C) -> dict[str, float]:
-        """What the round's record says of a client: its accuracies, and what it noted itself."""
-        report, client.report = client.report, {}
-        found = evaluate(client, self.at_home(client))
-        if "local" in found:
-            found["local_images"] = len(client.tests["local"])  # to weigh clients by test images
-        return {**found, **as_numbers(report)}
+        """Return a client's metrics for the round's record and clear its report.
+
+        The metrics are its accuracies and the values that the algorithm put into `client.report`.
+        """
+        report = client.report
+        client.report = {}
+        metrics = evaluate(client, self.at_home(client))
+        if "local" in metrics:
+            # Means over clients can be weighted by the number of test images.
+            metrics["local_images"] = len(client.tests["local"])
+        return {**metrics, **as_numbers(report)}
 
     def at_home(self, client: C) -> Tensor | None:
-        """What a client adds to its logits for images like its own, a number for each class; nothing if its network
-        says it all."""
+        """Return the per-class offset added to a client's logits on its local test set.
+
+        Such an offset adapts the logits to the client's class prior.
+
+        Returns:
+            One number per class; None if the logits are used as they are.
+        """
         return None
 
     def evaluate_server(self, server: S, test: Images) -> dict[str, float]:
-        """What the round's record says of the server's model."""
+        """Return the server model's metrics for the round's record; empty without a model."""
         if server.model_or_none is None:
             return {}
         return score(server.model, test, "global", server.evaluation)
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
-        """What somebody who sees accuracies alone should know of a run: no exchange ever took place, images are alike.
+        """Return warnings about a run that its accuracies alone do not show.
 
-        Clauses without a full stop, each with the way out. Of every method: that nothing but a number came down.
+        Examples are that no exchange ever took place, or that synthetic images are all alike. The
+        base class warns if clients never received more than a single number.
+
+        Args:
+            rounds: The records of all rounds.
+
+        Returns:
+            Clauses without a full stop, each with a way out.
         """
-        ways = [
-            what
-            for what in self.crosses.values()
-            if "down: " in what and "down: nothing" not in what
-        ]
-        came = [
-            n
-            for r in rounds
-            for client in r.clients.values()
-            if (n := client.get("bytes_down")) is not None
-        ]
-        if not ways or not came or max(came) > 8:
+        sends_down = any(
+            "down: " in payloads and "down: nothing" not in payloads
+            for payloads in self.crosses.values()
+        )
+        received = []
+        for record in rounds:
+            for metrics in record.clients.values():
+                if "bytes_down" in metrics:
+                    received.append(metrics["bytes_down"])
+        if not sends_down or not received or max(received) > 8:  # 8 bytes are one number.
             return []
-        way_out = "some methods have an answer from the second round on, and it takes two clients"
-        return [f"nothing of others ever came to a client, so clients learned alone: {way_out}"]
+        return [
+            "no client ever received anything from others, so clients learned alone: "
+            "some methods exchange from the second round on, and an exchange takes two clients"
+        ]
 
     def gallery(
         self, client: C, t: int, wanted: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor] | None:
-        """What round t made of some of a client's images, for the experimenter's eyes: their places, and the pictures.
+        """Return images that round t synthesised from single private images of a client.
 
-        Given the places of all that there are, `wanted` says which of them to show. Nothing for a round that made none
-        or is not remembered.
+        They are for the experimenter, who may see private images.
+
+        Args:
+            client: The client.
+            t: The round.
+            wanted: Given the indices of all images available, returns those to show.
+
+        Returns:
+            Indices into the client's images and the synthetic images; None if the round made none
+            or they are no longer stored.
         """
         return None
 
     def creations(
         self, party: S | C, wanted: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor] | None:
-        """What a party made of no single private image, as it is after the last round: labels, and the pictures.
+        """Return synthetic images that do not depict single private images, after the last round.
 
-        For the experimenter's eyes. Given the labels of all that there are, `wanted` says which of them to show.
+        Args:
+            party: The server or a client.
+            wanted: Given the labels of all images available, returns the indices to show.
+
+        Returns:
+            Labels and images; None if the party has none.
         """
         return None
 
     @classmethod
     def preset(cls, name: str, overrides: Mapping[str, Any] | None = None) -> Self:
-        """The algorithm with a named set of hyperparameters, some of them overridden."""
+        """Build the algorithm from a preset.
+
+        Args:
+            name: A key of `presets`.
+            overrides: Hyperparameters that replace those of the preset.
+
+        Raises:
+            ConfigError: If there is no such preset or a hyperparameter is invalid.
+        """
         if name not in cls.presets:
             raise ConfigError(
                 f"unknown preset {name!r} of {cls.__name__}: {did_you_mean(name, cls.presets)}"
@@ -172,18 +240,20 @@ class Algorithm(Generic[S, C]):
 
     @classmethod
     def parties(cls) -> tuple[type[Server], type[Client]]:
-        """The kinds of server and client this algorithm was written for."""
+        """Return the server and client classes that the algorithm was written for."""
         bases = [base for kind in cls.__mro__ for base in getattr(kind, "__orig_bases__", ())]
-        args = [
-            getattr(arg, "__default__", arg) for base in bases for arg in get_args(base)
-        ]  # a variable's default
-        found = [arg for arg in args if isinstance(arg, type)]
-        server = next((kind for kind in found if issubclass(kind, Server)), Server)
-        client = next((kind for kind in found if issubclass(kind, Client)), Client)
+        candidates = []
+        for base in bases:
+            for argument in get_args(base):
+                candidate = getattr(argument, "__default__", argument)  # A type variable's default.
+                if isinstance(candidate, type):
+                    candidates.append(candidate)
+        server = next((kind for kind in candidates if issubclass(kind, Server)), Server)
+        client = next((kind for kind in candidates if issubclass(kind, Client)), Client)
         return server, client
 
     @classmethod
     def citation(cls) -> str:
-        """The first paragraph of the file the algorithm stands in."""
+        """Return the first paragraph of the module's docstring, which cites the paper."""
         module = inspect.getmodule(cls)
         return (inspect.getdoc(module) or "").split("\n\n")[0].replace("\n", " ")

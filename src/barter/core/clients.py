@@ -1,4 +1,4 @@
-"""A group of clients as the server sees it: ask them all, ask each, hand something along."""
+"""Groups of clients as the server sees them: remote calls, replies and failures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Failure:
-    """A client that was asked and did not answer, and why."""
+    """A client's failure to answer a call, with the reason."""
 
     client: int
     method: str
@@ -34,18 +34,23 @@ class Failure:
         return f"client {self.client} failed in {self.method!r}, round {self.round}: {self.error}"
 
 
-# Those whose answers made something go wrong, and who failed before; who has failed now.
+# (errors by client, earlier failures) -> all failures. Raises if too few clients are left.
 Excuse: TypeAlias = Callable[
     [Mapping[int, Exception], Mapping[int, Failure]], Mapping[int, Failure]
 ]
 
 
 class Replies(dict[int, R], Generic[R]):
-    """Who answered, in the order of their ids; who did not, and why.
+    """Answers by client id, in ascending order, and the failures of the other clients.
+
+    Attributes:
+        num_examples: The number of images of each client that answered.
+        failures: The failure of each client that did not answer.
 
     >>> from barter import Replies
     >>> replies = Replies({2: 0.5, 0: 1.0}, num_examples={0: 30, 1: 20, 2: 10}, failures={})
-    >>> sum(replies[k] * n for k, n in replies.num_examples.items()) / sum(replies.num_examples.values())
+    >>> total = sum(replies.num_examples.values())
+    >>> sum(replies[k] * n for k, n in replies.num_examples.items()) / total
     0.875
     """
 
@@ -62,25 +67,37 @@ class Replies(dict[int, R], Generic[R]):
         self.excuse = excuse
 
     def each(self, work: Callable[[int, R], T]) -> Replies[T]:
-        """What the server makes of each answer; a client of whose answer it can make nothing has failed, like one that
-        did not answer."""
-        done: dict[int, T] = {}
+        """Apply a function to every answer and return the results.
+
+        If the function raises for a client's answer, that client counts as failed, as if it had
+        not answered.
+
+        Args:
+            work: Called with the client's id and its answer.
+
+        Returns:
+            One result for each remaining client, and the updated failures.
+
+        Raises:
+            ClientError: If fewer than `min_clients` clients remain.
+        """
+        results: dict[int, T] = {}
         errors: dict[int, Exception] = {}
         for k, answer in self.items():
             try:
-                done[k] = work(k, answer)
+                results[k] = work(k, answer)
             except Exception as error:
                 if self.excuse is None:
                     raise
                 errors[k] = error
         failures = self.failures if self.excuse is None else self.excuse(errors, self.failures)
-        return Replies(done, self.num_examples, failures, self.excuse)
+        return Replies(results, self.num_examples, failures, self.excuse)
 
 
 class Engine(Protocol):
-    """Where clients live and how they are reached."""
+    """Interface to the clients, wherever they run."""
 
-    participants: set[int]  # clients that answered a call in this round
+    participants: set[int]  # Clients that answered a call in this round.
 
     @property
     def client_ids(self) -> Sequence[int]: ...
@@ -96,7 +113,7 @@ class Engine(Protocol):
 
 
 class Clients(Sequence[int]):
-    """A group of clients, seen from the server: `round` gets all of them.
+    """A group of clients as the server sees it; `Algorithm.round` receives all of them.
 
     >>> from barter import Clients, Experiment, Local
     >>> experiment = Experiment(Local(), clients=4)
@@ -108,7 +125,8 @@ class Clients(Sequence[int]):
     """
 
     def __init__(self, engine: Engine, ids: Iterable[int]) -> None:
-        self._engine, self._ids = engine, tuple(sorted(ids))
+        self._engine = engine
+        self._ids = tuple(sorted(ids))
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -127,14 +145,20 @@ class Clients(Sequence[int]):
         return f"Clients{self._ids}"
 
     def only(self, ids: Iterable[int]) -> Clients:
-        """Those of the group that are among `ids`, such as those that answered."""
+        """Return the clients of the group that are in `ids`, such as those that answered."""
         wanted = set(ids)
         return Clients(self._engine, (k for k in self._ids if k in wanted))
 
     def sample(self, fraction: float) -> Clients:
-        """A random share of the group, at least one; the same whenever it is asked for in one round."""
+        """Return a random fraction of the group, at least one client.
+
+        All calls within one round return the same sample.
+
+        Raises:
+            ConfigError: If the fraction is not in (0, 1].
+        """
         if not 0 < fraction <= 1:
-            raise ConfigError(f"fraction={fraction}: a share of the clients is > 0 and <= 1")
+            raise ConfigError(f"fraction={fraction}: must be a share of the clients, > 0 and <= 1")
         size = max(1, round(fraction * len(self)))
         chosen = torch.randperm(len(self), generator=self._engine.stream("sample"))[:size]
         return Clients(self._engine, (self._ids[i] for i in chosen.tolist()))
@@ -142,25 +166,50 @@ class Clients(Sequence[int]):
     def run(
         self, method: Callable[Concatenate[C, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Replies[R]:
-        """Every client runs the method with the same arguments."""
+        """Run a method on every client with the same arguments.
+
+        Args:
+            method: A bound method of the algorithm whose first parameter is the client.
+            *args: Its arguments after the client.
+            **kwargs: The same by name; keyword-only parameters are not supported.
+
+        Returns:
+            The clients' answers and failures.
+
+        Raises:
+            ClientError: If fewer than `min_clients` clients answer.
+        """
         bound = inspect.signature(method).bind(None, *args, **kwargs)
         bound.apply_defaults()
         if bound.kwargs:
             raise TypeError(
-                f"{method.__name__} has keyword-only parameters {list(bound.kwargs)}, which cannot cross"
+                f"{method.__name__} has keyword-only parameters {list(bound.kwargs)}, "
+                "which cannot be sent"
             )
         return self._ask(method, dict.fromkeys(self._ids, bound.args[1:]))
 
     def scatter(self, method: Callable[[C, T], R], payloads: Mapping[int, T]) -> Replies[R]:
-        """Every client runs the method with a payload of its own."""
+        """Run a method on every client, each with its own payload.
+
+        Args:
+            method: A bound method of the algorithm that takes the client and a payload.
+            payloads: One payload for each client of the group.
+
+        Raises:
+            ClientError: If fewer than `min_clients` clients answer.
+        """
         if set(payloads) != set(self._ids):
             raise ConfigError(
-                f"scatter wants one payload for each of {list(self)}, got them for {sorted(payloads)}"
+                f"scatter needs one payload for each of {list(self)}, "
+                f"got payloads for {sorted(payloads)}"
             )
         return self._ask(method, {k: (payloads[k],) for k in self._ids})
 
     def relay(self, method: Callable[[C, T], T], payload: T) -> T:
-        """The payload goes from client to client, each hands on what it made of it."""
+        """Pass a payload from client to client and return the last client's answer.
+
+        Each client receives the previous client's answer; a client that fails is skipped.
+        """
         failures: list[Failure] = []
         for k in self._ids:
             replies = self._engine.call(method.__name__, {k: (payload,)})
@@ -171,6 +220,7 @@ class Clients(Sequence[int]):
         return payload
 
     def _ask(self, method: Callable[..., R], args: Mapping[int, tuple[Any, ...]]) -> Replies[R]:
+        """Call the engine, record who took part, and check that enough clients answered."""
         if not args:
             return Replies({}, {}, {})
         name = method.__name__
@@ -180,26 +230,28 @@ class Clients(Sequence[int]):
         def excuse(
             errors: Mapping[int, Exception], before: Mapping[int, Failure]
         ) -> Mapping[int, Failure]:
-            failures = {
-                **before,
-                **{k: self._engine.failed(k, name, error) for k, error in errors.items()},
-            }
+            """Merge new errors with earlier failures; return all failures."""
+            failures = dict(before)
+            for k, error in errors.items():
+                failures[k] = self._engine.failed(k, name, error)
             self._require_enough(name, len(args), list(failures.values()))
             return failures
 
         return Replies(replies, replies.num_examples, excuse({}, replies.failures), excuse)
 
     def _require_enough(self, method: str, asked: int, failures: list[Failure]) -> None:
-        least, answered = self._engine.min_clients, asked - len(failures)
-        needed = asked if least is None else min(least, asked)
-        if answered < needed:
-            more = f"; and {len(failures) - 3} more" if len(failures) > 3 else ""
-            reasons = "; ".join(map(str, failures[:3])) + more
-            error = ClientError(
-                f"{answered} of {asked} clients answered {method!r}, {needed} must: {reasons}"
-            )
-            if (
-                ConfigError.__name__ not in failures[0].error
-            ):  # which says what to change, and need not say where
-                error.add_note(failures[0].traceback)
-            raise error
+        """Raise ClientError if fewer clients answered than `min_clients` requires."""
+        min_clients = self._engine.min_clients
+        answered = asked - len(failures)
+        needed = asked if min_clients is None else min(min_clients, asked)
+        if answered >= needed:
+            return
+        more = f"; and {len(failures) - 3} more" if len(failures) > 3 else ""
+        reasons = "; ".join(map(str, failures[:3])) + more
+        error = ClientError(
+            f"{answered} of {asked} clients answered {method!r}, {needed} must: {reasons}"
+        )
+        # A ConfigError says what to change, so its traceback is not needed.
+        if ConfigError.__name__ not in failures[0].error:
+            error.add_note(failures[0].traceback)
+        raise error

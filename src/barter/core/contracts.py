@@ -1,10 +1,16 @@
-"""What an answer must be, said where its type is: `Annotated[Tensor, Floats("n", "features")]`.
+"""Annotations that declare the shape, dtype and range of clients' answers.
 
-A size is a number or a name. Names that a run knows are `classes`; `channels`, `height` and `width` of images; the
-`features` of the client's network; its number of `examples`; and whole numbers that the algorithm has under the name,
-be it a field, a property, or a method that is given what is `Known` of the client. Any other is as large as where it
-is met first, in what was sent or in the answer, and the same from there on; what is first met in a TypedDict holds
-inside of it. `core/answers.py` holds answers against all this.
+They stand in the return type of a remote method: `Annotated[Tensor, Floats("n", "features")]`.
+`core/answers.py` checks answers against them.
+
+A size is a number or a name. A name is resolved in this order:
+
+1. Sizes of the run: `classes`; `channels`, `height` and `width` of images; `features`, the feature
+   width of the client's network; `examples`, the client's number of images.
+2. An integer that the algorithm has under this name: a field, a property, or a method that takes
+   what is `Known` of the client.
+3. Otherwise the name takes the value of its first occurrence, in the arguments or in the answer,
+   and must be the same from there on. A name that first occurs in a TypedDict holds inside of it.
 """
 
 from __future__ import annotations
@@ -32,29 +38,37 @@ __all__ = [
     "Within",
 ]
 
-BOUND = 1e6  # of decimal numbers in tensors: squares and sums of many are numbers still
-EXACT = 2.0**53  # of all other numbers: a decimal number can tell them apart up to here
+# Largest magnitude of floats in tensors: their squares and sums stay finite in float32.
+BOUND = 1e6
+# Largest magnitude of all other numbers: integers up to here are exact in float64.
+EXACT = 2.0**53
 Size: TypeAlias = int | str
 
 
 class Floats:
-    """Decimal numbers in this shape; `...` at its end is any more axes."""
+    """A float32 tensor of this shape; a final `...` stands for any further axes.
+
+    Args:
+        *shape: The size of each axis.
+        most: The largest value, as a number or the name of a size.
+    """
 
     dtype = torch.float32
     least = -BOUND
 
     def __init__(self, *shape: Size | EllipsisType, most: float | str = BOUND) -> None:
-        self.shape, self.most = shape, most
+        self.shape = shape
+        self.most = most
 
 
 class NonNegatives(Floats):
-    """Decimal numbers in this shape, none below zero: variances, distances."""
+    """A float32 tensor without negative values, such as variances or distances."""
 
     least = 0.0
 
 
 class Places(Floats):
-    """Whole numbers in this shape, from zero."""
+    """An int64 tensor of non-negative integers, such as indices."""
 
     dtype = torch.int64
     least = 0.0
@@ -64,19 +78,24 @@ class Places(Floats):
 
 
 class Labels(Places):
-    """Classes, by number."""
+    """An int64 tensor of class labels, from 0 to the number of classes - 1."""
 
     def __init__(self, *shape: Size) -> None:
         super().__init__(*shape, most="last_class")
 
 
 class Classes(Labels):
-    """Some of the classes, each once, ascending."""
+    """Distinct class labels in ascending order."""
 
 
 class Counts(Places):
-    """How many there are of each kind: together at most as many as the client has images, if nothing else is said; and
-    exactly `total`, if that is said."""
+    """Counts of images, for example by class.
+
+    Args:
+        *shape: The size of each axis.
+        most: The largest sum of all counts; by default the client's number of images.
+        total: The name of the size that the sum must equal; empty for any sum.
+    """
 
     def __init__(self, *shape: Size, most: float | str = "examples", total: str = "") -> None:
         super().__init__(*shape, most=most)
@@ -84,7 +103,7 @@ class Counts(Places):
 
 
 class Pixels(Floats):
-    """Images as bytes, of the size that networks see if no other is said."""
+    """A uint8 tensor of images, by default of the networks' input size."""
 
     dtype = torch.uint8
 
@@ -94,11 +113,15 @@ class Pixels(Floats):
 
 @dataclass(frozen=True)
 class Weights:
-    """Of a state: it has the names, shapes and kinds of the client's network's, as far as they may leave it, or of the
-    server's. Without a word, a state is the client's.
+    """For a State: the names, shapes and dtypes of a network's weights.
 
-    With `parameters_only`, it has the parameters and not the buffers, such as the statistics of batch normalisation:
-    `Annotated[State, Weights(parameters_only=True)]` is what SCAFFOLD's control variates are.
+    A State without annotation is taken as the client's weights.
+
+    Attributes:
+        of: The client's network, as far as its weights may be uploaded (`Algorithm.outgoing`), or
+            the server's.
+        parameters_only: Leave out buffers, such as the statistics of batch normalisation.
+            SCAFFOLD's control variates are `Annotated[State, Weights(parameters_only=True)]`.
     """
 
     of: Literal["client", "server"] = "client"
@@ -107,14 +130,20 @@ class Weights:
 
 @dataclass(frozen=True)
 class Entries:
-    """Of a state: it has these tensors of decimal numbers."""
+    """For a State: exactly these float32 tensors, by name."""
 
     shapes: Mapping[str, tuple[Size, ...]]
 
 
 @dataclass(frozen=True)
 class Within:
-    """Of a number: it is in this range, ends included; and the size of this name, if one is given."""
+    """For a number: a closed range.
+
+    Attributes:
+        least: The smallest value.
+        most: The largest value, as a number or the name of a size.
+        name: The name of a size that the number defines; empty for none.
+    """
 
     least: float
     most: float | str
@@ -123,7 +152,7 @@ class Within:
 
 @dataclass(frozen=True)
 class Named:
-    """Of anything: inside, `name` is the size that is otherwise called `size`."""
+    """For any type: inside of it, `name` is another name for `size`."""
 
     name: str
     size: Size
@@ -131,14 +160,19 @@ class Named:
 
 @dataclass(frozen=True)
 class Room:
-    """Of anything: all that is in it has at most so many bytes, where shapes alone do not say how many."""
+    """For any type: an upper bound on its size in bytes, if shapes alone do not imply one."""
 
     most: Size
 
 
 @dataclass(frozen=True)
 class When:
-    """Of a key that is not required: it is there if the algorithm's field or property says so, and only then. Of any
-    other tensor: otherwise it is empty."""
+    """For an optional part of an answer: present if and only if the algorithm says so.
+
+    A NotRequired key is absent otherwise; any other tensor is empty.
+
+    Attributes:
+        says: The name of the algorithm's field or property that decides.
+    """
 
     says: str

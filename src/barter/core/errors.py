@@ -1,4 +1,4 @@
-"""The few exceptions that barter raises on purpose."""
+"""Exceptions that barter raises on purpose, and short descriptions of foreign ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 
 
 class BarterError(Exception):
-    """Base of every error that barter raises on purpose.
+    """Base class of all errors that barter raises on purpose.
 
     >>> from barter import BarterError, FedAvg
     >>> try:
@@ -32,23 +32,23 @@ class BarterError(Exception):
 
 
 class ConfigError(BarterError):
-    """The user asked for something that cannot be: the message says what to change."""
+    """An invalid configuration or request; the message says what to change."""
 
 
 class PayloadError(BarterError):
-    """A tree that may not cross between parties."""
+    """A payload that must not be sent or accepted: wrong type, shape, dtype or range."""
 
 
 class ClientError(BarterError):
-    """Too few clients answered a call."""
+    """Fewer clients answered a call than `min_clients` requires."""
 
 
 class CheckpointError(BarterError):
-    """A run folder that cannot be written, read or continued."""
+    """A file or folder that cannot be written, read or resumed from."""
 
 
 class PrivacyError(BarterError):
-    """What was asked for would tell more of the data than the budget allows."""
+    """A release that would exceed the privacy budget."""
 
 
 class Interrupted(BarterError):
@@ -56,7 +56,9 @@ class Interrupted(BarterError):
 
 
 def install_command(extra: str) -> str:
-    """Return how to install what an extra of the package needs; barter itself is not on PyPI.
+    """Return the command that installs an optional dependency group of barter.
+
+    It needs a checkout, since barter is not on PyPI.
 
     >>> from barter.core.errors import install_command
     >>> install_command("report")
@@ -66,20 +68,24 @@ def install_command(extra: str) -> str:
 
 
 def in_short(error: BaseException) -> str:
-    """Somebody else's exception in one line: what it quotes may hold anything, and torch's go on for a screen."""
+    """Return a foreign exception's type and message in one line of at most 60 words.
+
+    Such messages may contain line breaks, and those of torch fill a screen. The type is left out
+    where the message is clear without it.
+    """
     words = " ".join(str(error).split()[:60])
-    speaks_for_itself = words and isinstance(error, OSError | ImportError | AttributeError)
-    return words if speaks_for_itself else f"{type(error).__name__}: {words}"
+    is_clear = words and isinstance(error, OSError | ImportError | AttributeError)
+    return words if is_clear else f"{type(error).__name__}: {words}"
 
 
 def with_place(error: BaseException) -> str:
-    """The same, and where it was raised."""
+    """Return the line of `in_short` with the file and line where the exception was raised."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     return f"{in_short(error)} ({frame.f_code.co_filename}:{line})"
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether the machine had no room for what was asked; torch says so in words only."""
+    """Return whether an error means out of memory; torch's is recognised by its message only."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and "memory" in str(error)
     )

@@ -1,4 +1,4 @@
-"""Predictions in chunks, and what a client's model is worth on its test sets."""
+"""Batched prediction, and the evaluation of models on test sets."""
 
 from __future__ import annotations
 
@@ -29,22 +29,29 @@ __all__ = [
 
 OfBatch: TypeAlias = Callable[[Tensor], Tensor]
 
-CHUNK = 500  # images at a time; small ones on a GPU go in larger chunks, large ones that a graph sees in smaller
+# Images per forward pass. On a GPU small images go in larger chunks, and large images that a CUDA
+# graph processes go in smaller ones.
+CHUNK = 500
 
 
 @torch.no_grad()
 def predict(function: OfBatch, batch: OfBatch, index: Tensor) -> Tensor:
-    """The function's values for the samples at these indices, computed in chunks, in fp32.
+    """Apply a function to samples in chunks and return the concatenated results in fp32.
 
-    What it gives for a sample must not depend on others. On a GPU it may be captured, see `compute.graphs`.
+    Args:
+        function: Maps a batch to one row per sample, which must not depend on the other samples.
+            On a GPU it may be captured as a CUDA graph, see `compute.graphs`.
+        batch: Maps indices to a batch of inputs.
+        index: The indices of the samples.
     """
     forward = Forward.of(function) if len(index) else None
     if forward is not None:
-        return _replayed(forward, function, batch, index)
-    values, size = [], CHUNK
+        return _predict_by_graph(forward, function, batch, index)
+    values = []
+    size = CHUNK
     while len(index):
-        part, index = index[:size], index[size:]
-        inputs = batch(part)
+        inputs = batch(index[:size])
+        index = index[size:]
         with precision.autocast(index.device):
             values.append(function(inputs).float())
         if index.is_cuda:
@@ -54,25 +61,25 @@ def predict(function: OfBatch, batch: OfBatch, index: Tensor) -> Tensor:
     return torch.cat(values)
 
 
-def _replayed(forward: Forward, function: OfBatch, batch: OfBatch, index: Tensor) -> Tensor:
-    """The same by a graph, which wants chunks of one size: the last one is filled up."""
+def _predict_by_graph(forward: Forward, function: OfBatch, batch: OfBatch, index: Tensor) -> Tensor:
+    """Predict with a CUDA graph, which needs chunks of one size: the last one is padded."""
     size = max(CHUNK // 5, min(CHUNK, 2**24 // max(1, batch(index[:1]).numel())))
-    filled = torch.cat([index, index[:1].expand(-len(index) % size)])
+    padded = torch.cat([index, index[:1].expand(-len(index) % size)])
     values = [
         forward.take(function, [batch(part)]).to(torch.float32, copy=True)
-        for part in torch.split(filled, size)
+        for part in torch.split(padded, size)
     ]
     lanes.rest()
     return torch.cat(values)[: len(index)]
 
 
 def adjusted(logits: Tensor, by_class: Tensor | None) -> Tensor:
-    """Logits with a number for each class added, where there are such numbers."""
+    """Add a per-class offset to logits; None leaves them unchanged."""
     return logits if by_class is None else logits + by_class
 
 
 def accuracy(model: Classifier, data: Images, by_class: Tensor | None = None) -> float:
-    """The share of images that the model names rightly, in evaluation mode, with logits adjusted by class."""
+    """Return the model's accuracy in evaluation mode, with a per-class offset on the logits."""
     return score(model, data, "accuracy", Evaluation(), by_class)["accuracy"]
 
 
@@ -83,10 +90,17 @@ def score(
     evaluation: Evaluation,
     by_class: Tensor | None = None,
 ) -> dict[str, float]:
-    """Measure a model on a test set, in evaluation mode, with logits adjusted by class.
+    """Compute a model's metrics on a test set; the model is put into evaluation mode.
+
+    Args:
+        model: The model.
+        data: The test set.
+        test: The name of the test set.
+        evaluation: The metrics to compute.
+        by_class: Offset added to the logits, one number per class; None for no offset.
 
     Returns:
-        The accuracy under the test's name, and further metrics that the evaluation asks for.
+        The accuracy under the test's name, and the further metrics of the evaluation.
     """
     model.eval()
     logits = predict(model, data.batch, torch.arange(len(data), device=data.device))
@@ -94,18 +108,20 @@ def score(
 
 
 def evaluate(client: Client, at_home: Tensor | None = None) -> dict[str, float]:
-    """Measure a client's model on its test sets, if its tests are due in this round.
+    """Compute a client's metrics on its test sets, if it is evaluated in this round.
 
     Args:
         client: The client.
-        at_home: Added to its logits on its local test and validation sets, a number for each class.
+        at_home: Offset added to its logits on its local test and validation sets, one number per
+            class.
     """
-    found: dict[str, float] = {}
-    client.model.eval()  # whether tests are due or not, so that skipping them changes nothing else
+    metrics: dict[str, float] = {}
+    # The mode is set even if no test is due, so that skipping tests has no other effect.
+    client.model.eval()
     for test, data in tests_due(client).items():
         by_class = at_home if test in ("local", "val_local") else None
-        found |= score(client.model, data, test, client.evaluation, by_class)
-    return found
+        metrics |= score(client.model, data, test, client.evaluation, by_class)
+    return metrics
 
 
 def tests_due(client: Client) -> dict[str, Images]:
@@ -116,22 +132,24 @@ def tests_due(client: Client) -> dict[str, Images]:
 
 
 def note_before(client: Client, at_home: Tensor | None = None) -> None:
-    """Put the client's current accuracies into its report, as those before an exchange."""
-    found = evaluate(client, at_home)
-    client.report |= {f"before_{name}": value for name, value in found.items()}
+    """Put the client's current metrics into its report as those before the exchange."""
+    metrics = evaluate(client, at_home)
+    client.report |= {f"before_{name}": value for name, value in metrics.items()}
 
 
 @contextmanager
 def knowing_alone(client: Client) -> Iterator[None]:
-    """Around a turn that nothing of others can reach: if it trains the client's network for the first time, the client
-    notes what that is worth, unless the method does so itself."""
+    """Record a client's local-only metrics if the call inside the block trains its network.
+
+    For calls before any exchange, whose result cannot depend on other clients. Nothing is recorded
+    if the method has already recorded metrics before the exchange itself.
+    """
     before = [parameter.detach().clone() for parameter in client.model.parameters()]
     yield
     if any(name.startswith("before_") for name in client.report):
         return
-    if all(
-        torch.equal(old, new) for old, new in zip(before, client.model.parameters(), strict=True)
-    ):
+    pairs = zip(before, client.model.parameters(), strict=True)
+    if all(torch.equal(old, new) for old, new in pairs):
         return
     modes = [part.training for part in client.model.modules()]
     note_before(client)

@@ -1,4 +1,4 @@
-"""Files and folders of ours: there whole or not at all, and what the disk refuses is an error of one line."""
+"""Atomic writing of barter's files and folders; disk errors become a CheckpointError."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @contextmanager
 def writing(target: Path) -> Iterator[None]:
-    """Inside, what the disk refuses is said of this file or folder."""
+    """Convert disk errors inside the block to a CheckpointError that names the file or folder."""
     try:
         yield
     except OSError as error:
@@ -27,7 +27,11 @@ def writing(target: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """A place to write what is to be in a file, which holds what it held until the new contents are on disk."""
+    """Replace a file atomically: it keeps its contents until the new ones are on disk.
+
+    Yields:
+        The temporary file to write to; it replaces the target at the end of the block.
+    """
     temporary = target.with_name(f".{target.name}.tmp")
     with writing(target):
         try:
@@ -35,34 +39,47 @@ def replacing(target: Path) -> Iterator[Path]:
             flush(temporary)
             temporary.replace(target)
         except BaseException:
-            temporary.unlink(missing_ok=True)  # a full disk needs the room
+            temporary.unlink(missing_ok=True)  # Frees the space if the disk is full.
             raise
         flush(target.parent)
 
 
 def replace_text(target: Path, text: str) -> None:
-    """The file holds either what it held or the new text, never a part of it."""
+    """Replace the text of a file atomically."""
     with replacing(target) as temporary:
         temporary.write_text(text, "utf-8")
 
 
 @contextmanager
 def whole(folder: Path, mode: int = 0o777) -> Iterator[Path]:
-    """A place to write what is to be a folder: it is there whole, or not at all."""
-    new = folder.with_name(f".{folder.name}.new")
+    """Create a folder atomically: it exists with all its files or not at all.
+
+    Yields:
+        The temporary folder to fill; it is renamed at the end of the block.
+    """
+    temporary = folder.with_name(f".{folder.name}.new")
     with writing(folder):
-        shutil.rmtree(new, ignore_errors=True)  # of one who was killed
-        new.mkdir(mode, parents=True)
+        # A process that was killed may have left the temporary folder.
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(mode, parents=True)
         try:
-            yield new
-            new.rename(folder)
+            yield temporary
+            temporary.rename(folder)
         except BaseException:
-            shutil.rmtree(new, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             raise
 
 
 def understood(path: Path, meaning: Callable[[str], T]) -> T:
-    """What a file of ours says."""
+    """Read a text file that barter wrote and parse it.
+
+    Args:
+        path: The file.
+        meaning: Parses the text.
+
+    Raises:
+        CheckpointError: If the file cannot be read or parsed.
+    """
     try:
         return meaning(path.read_text("utf-8"))
     except OSError as error:
@@ -72,7 +89,7 @@ def understood(path: Path, meaning: Callable[[str], T]) -> T:
 
 
 def refused(folder: Path) -> str:
-    """Why nothing can be written to a folder now, such as that its disk is full; empty where something can."""
+    """Return why a folder cannot be written to, for example a full disk; empty if it can."""
     probe = folder / ".room"
     try:
         with writing(folder):
@@ -87,7 +104,7 @@ def refused(folder: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """What was written to a file or folder is on disk when this returns."""
+    """Flush a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

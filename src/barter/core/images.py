@@ -1,4 +1,4 @@
-"""Labelled images that stay on the run's device as bytes, normalised and augmented there."""
+"""Labelled images, stored as bytes on the run's device, normalised and augmented there."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Spec:
-    """What all parties agree on: the shape of an input, the number of classes, how pixels are normalised."""
+    """The task shared by all parties: input shape, number of classes, normalisation of pixels."""
 
     channels: int
     height: int
     width: int
     classes: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    mean: tuple[float, ...]  # Mean of each channel, for pixels from 0 to 1.
+    std: tuple[float, ...]  # Standard deviation of each channel.
 
     @property
     def shape(self) -> tuple[int, int, int]:
+        """Return (channels, height, width)."""
         return self.channels, self.height, self.width
 
     def plain(self) -> dict[str, Any]:
-        """As it travels and is kept."""
+        """Return the fields as a dict that can be sent and stored as JSON."""
         return {
             key: list(value) if isinstance(value, tuple) else value
             for key, value in asdict(self).items()
@@ -51,32 +52,34 @@ class Spec:
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> Self:
-        """From what `plain` made of it."""
+        """Build a spec from the dict that `plain` returned."""
         fields: dict[str, Any] = {
-            key: tuple(v) if isinstance(v, list) else v for key, v in tree.items()
+            key: tuple(value) if isinstance(value, list) else value for key, value in tree.items()
         }
         return cls(**fields)
 
 
 @dataclass(frozen=True)
 class Augment:
-    """Random changes to a training image: a crop after padding by so many pixels, a mirror image."""
+    """Random augmentation of training images: a crop after zero padding, and a horizontal flip."""
 
-    crop: int = 0
+    crop: int = 0  # Padding in pixels before the crop; 0 turns cropping off.
     flip: bool = False
 
     def resized(self, before: int, after: int) -> Augment:
-        """The same changes for images of another width."""
+        """Return the augmentation scaled from images of one width to images of another."""
         return Augment(self.crop * after // before, self.flip)
 
 
 class Images:
-    """Images (uint8, NCHW) with labels, resident on one device."""
+    """Images (uint8, NCHW) with labels, stored on one device."""
 
     def __init__(
         self, pixels: Tensor, labels: Tensor, spec: Spec, augment: Augment | None = None
     ) -> None:
-        self.pixels, self.labels, self.spec = pixels, labels, spec
+        self.pixels = pixels
+        self.labels = labels
+        self.spec = spec
         self.augment = augment or Augment()
 
     def __len__(self) -> int:
@@ -88,41 +91,42 @@ class Images:
 
     @property
     def side(self) -> int:
-        """How wide the images are before they are brought to the agreed size."""
+        """Return the width of the stored images, before they are resized to the spec."""
         return self.pixels.shape[-1]
 
     def fingerprint(self) -> str:
-        """A short name for exactly these images and labels."""
+        """Return a short hash of the images and labels."""
         return fingerprint(self.pixels, self.labels)
 
     def class_counts(self) -> Tensor:
-        """How many images there are of each class."""
+        """Return the number of images of each class."""
         return torch.bincount(self.labels, minlength=self.spec.classes)
 
     def batch(self, index: Tensor, *, augmented: bool = False) -> Tensor:
-        """The images at these indices as the models want them."""
+        """Return the images at these indices as model input, see `prepared`."""
         return prepared(self.pixels[index], self.spec, self.augment if augmented else Augment())
 
 
 @dataclass(frozen=True)
 class PrivateTraining:
-    """How a network may learn from sealed images."""
+    """Settings and random sources for training with differential privacy on sealed images."""
 
-    clip: float  # C: the largest length of one image's gradient
-    normal: Callable[[int], Tensor]  # where noise comes from
-    uniform: Callable[[int], Tensor]  # and the choice of images
-    count: Callable[
-        [float, int], float
-    ]  # told the share of images in a step and the number of steps: the standard
-    # deviation of the noise on a step's sum, in units of C; may refuse
+    clip: float  # C: bound on the norm of one image's gradient
+    normal: Callable[[int], Tensor]  # n -> n standard normal numbers, for the noise
+    uniform: Callable[[int], Tensor]  # n -> n uniform numbers, for sampling the images of a step
+    # (sampling rate, steps) -> noise multiplier: the standard deviation of the noise on a step's
+    # sum of gradients, in units of C. Charges the privacy budget; raises if it is exhausted.
+    count: Callable[[float, int], float]
 
 
 class Sealed(Images):
-    """Images at which nothing may look but private training."""
+    """Images that only private training may read; other access to pixels or labels raises."""
 
     def __init__(self, images: Images, training: PrivateTraining) -> None:
-        self._images, self.training = images, training
-        self.spec, self.augment = images.spec, images.augment
+        self._images = images
+        self.training = training
+        self.spec = images.spec
+        self.augment = images.augment
 
     def __len__(self) -> int:
         return len(self._images)
@@ -136,20 +140,21 @@ class Sealed(Images):
         return self._images.side
 
     def opened(self) -> Images:
-        """For private training alone."""
+        """Return the images themselves; to be used by private training only."""
         return self._images
 
     def __getattr__(self, name: str) -> Any:
         if name in ("pixels", "labels"):
             raise ConfigError(
-                f"privacy.training: this method as configured looks at private images ({name}) other than by `fit`, "
-                "which alone is private; set what does so otherwise, or protect its answers with privacy.parts"
+                f"privacy.training: this method as configured looks at private images ({name}) "
+                "other than by `fit`, and only `fit` trains privately; turn off the option that "
+                "does so, or protect the method's answers with privacy.parts"
             )
         raise AttributeError(name)
 
 
 def fingerprint(*tensors: Tensor) -> str:
-    """A short name for exactly these numbers."""
+    """Return a short hash of the tensors' values."""
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         digest.update(tensor.contiguous().cpu().numpy().data)
@@ -157,27 +162,29 @@ def fingerprint(*tensors: Tensor) -> str:
 
 
 def prepared(pixels: Tensor, spec: Spec, augment: Augment) -> Tensor:
-    """A batch of bytes as the models want it: augmented, float, normalised, of the agreed size, channels last."""
+    """Turn a batch of byte images into model input.
+
+    The images are augmented, converted to float, normalised and, if necessary, resized to the
+    spec. The result is in channels_last memory format.
+    """
     mean, std = statistics(spec, pixels.device, 255.0)
     x = (augmented(pixels, augment).float() - mean) / std
     if x.shape[-2:] != spec.shape[1:]:
-        shrunk = x.shape[-2] > spec.height or x.shape[-1] > spec.width
-        x = F.interpolate(x, spec.shape[1:], mode="bilinear", antialias=shrunk)
+        shrinks = x.shape[-2] > spec.height or x.shape[-1] > spec.width
+        x = F.interpolate(x, spec.shape[1:], mode="bilinear", antialias=shrinks)
     return x.contiguous(memory_format=torch.channels_last)
 
 
 @cache
 def statistics(spec: Spec, device: torch.device, white: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation by channel, for pixels between 0 and `white`."""
-    mean, std = (
-        torch.tensor(values, device=device).view(1, -1, 1, 1) * white
-        for values in (spec.mean, spec.std)
-    )
+    """Return mean and standard deviation of each channel, for pixels between 0 and `white`."""
+    mean = torch.tensor(spec.mean, device=device).view(1, -1, 1, 1) * white
+    std = torch.tensor(spec.std, device=device).view(1, -1, 1, 1) * white
     return mean, std
 
 
 def augmented(pixels: Tensor, augment: Augment) -> Tensor:
-    """Each image shifted and mirrored at random; what comes in at the edges is zero."""
+    """Shift and flip each image at random; pixels shifted in at the edges are zero."""
     if not augment.flip and not augment.crop:
         return pixels
     n, _, height, width = pixels.shape
@@ -185,12 +192,13 @@ def augmented(pixels: Tensor, augment: Augment) -> Tensor:
     rows = torch.arange(height, device=device).expand(n, -1)
     columns = torch.arange(width, device=device).expand(n, -1)
     if augment.flip:
-        mirrored = torch.rand(n, 1, device=device) < 0.5
-        columns = torch.where(mirrored, columns.flip(1), columns)
+        flipped = torch.rand(n, 1, device=device) < 0.5
+        columns = torch.where(flipped, columns.flip(1), columns)
     if augment.crop:
         pixels = F.pad(pixels, [augment.crop] * 4)
         rows = rows + torch.randint(2 * augment.crop + 1, (n, 1), device=device)
         columns = columns + torch.randint(2 * augment.crop + 1, (n, 1), device=device)
-    each = torch.arange(n, device=device)[:, None, None]
-    # Advanced indices around a slice put the channels last; they go back to their place.
-    return pixels[each, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+    image = torch.arange(n, device=device)[:, None, None]
+    # Indexing with tensors on both sides of a slice moves the channels to the last axis.
+    channels_last = pixels[image, :, rows[:, :, None], columns[:, None, :]]
+    return channels_last.permute(0, 3, 1, 2)

@@ -1,4 +1,4 @@
-"""What is measured of a model: which tests, when and on which clients, and metrics of its logits."""
+"""Settings of the evaluation, and metrics computed from logits."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["Evaluation", "Metric", "auc", "calibration_error", "macro_f1", "meas
 
 Metric: TypeAlias = Literal["loss", "macro_f1", "auc", "calibration", "per_class"]
 
-BINS = 15  # of confidence, for the calibration error
+BINS = 15  # Number of confidence bins of the calibration error.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The table [evaluate]: which tests are run, how often, on which clients, and what they measure.
+    """The table [evaluate] of a configuration: test sets, interval, clients and metrics.
 
     >>> from barter.core.metrics import Evaluation
     >>> every_third = Evaluation(every=3)
@@ -30,24 +30,27 @@ class Evaluation:
     [1, 3, 6, 8]
     """
 
-    # test sets: global is everybody's (all classes), local follows the client's own mix of classes
+    # test sets: global is shared by all clients (all classes), local has the client's class
+    # frequencies
     tests: tuple[Literal["global", "local"], ...] = ("global", "local")
     # rounds between two evaluations; the first and the last round are always evaluated
     every: Count = 1
-    # evaluated clients: all, those that took part in the round (sampled), or this number, always the same
+    # evaluated clients: all, those that took part in the round (sampled), or this number of
+    # clients, the same in every round
     clients: Literal["all", "sampled"] | Count = "all"
-    # beside accuracy: loss, macro_f1, auc (macro, one against the rest), calibration (expected error), per_class
+    # metrics besides accuracy: loss, macro_f1, auc (macro average, one class against the rest),
+    # calibration (expected calibration error), per_class (accuracy of each class)
     metrics: tuple[Metric, ...] = ()
 
     def __post_init__(self) -> None:
         check(self, "evaluate.")
 
     def is_due(self, t: int, last: int) -> bool:
-        """Whether round t is evaluated, in a run whose last round is `last`."""
+        """Return whether round t is evaluated, in a run whose last round is `last`."""
         return t == 1 or t % self.every == 0 or t == last
 
     def includes(self, client: int, ids: Collection[int], participants: Collection[int]) -> bool:
-        """Whether a client is evaluated in a round that is due.
+        """Return whether a client is evaluated in a round that is due.
 
         Args:
             client: The client's id.
@@ -63,7 +66,7 @@ class Evaluation:
         return client in {sorted(ids)[i] for i in order.tolist()}
 
     def runs(self, test: str) -> bool:
-        """Whether a test set is used; only the global and the local one can be left out."""
+        """Return whether a test set is used; only the global and the local one can be left out."""
         return test not in ("global", "local") or test in self.tests
 
 
@@ -88,18 +91,20 @@ def auc(logits: Tensor, labels: Tensor) -> float:
     areas = []
     for c in range(logits.shape[1]):
         positive = labels == c
-        n, m = int(positive.sum()), int((~positive).sum())
+        n = int(positive.sum())
+        m = int((~positive).sum())
         if n and m:
             ranks = _mean_ranks(scores[:, c])
+            # The Mann-Whitney U statistic, divided by its largest value.
             areas.append((float(ranks[positive].sum()) - n * (n + 1) / 2) / (n * m))
     return sum(areas) / len(areas) if areas else 0.5
 
 
 def _mean_ranks(values: Tensor) -> Tensor:
     """Return the rank of each value, from 1 on; equal values share the mean of their ranks."""
-    _, place, count = torch.unique(values, return_inverse=True, return_counts=True)
+    _, inverse, count = torch.unique(values, return_inverse=True, return_counts=True)
     last = count.cumsum(0)
-    ranks: Tensor = (last - (count - 1) / 2)[place].double()
+    ranks: Tensor = (last - (count - 1) / 2)[inverse].double()
     return ranks
 
 
@@ -134,12 +139,12 @@ def measure(
     >>> measure("global", torch.eye(2), torch.tensor([0, 0]), ["per_class"])
     {'global': 0.5, 'global_class_0': 0.5}
     """
-    right = (logits.argmax(1) == labels).double()
-    found = {test: float(right.mean())}
+    correct = (logits.argmax(1) == labels).double()
+    results = {test: float(correct.mean())}
     for metric in metrics:
         if metric == "per_class":
-            present = sorted(set(labels.tolist()))
-            found |= {f"{test}_class_{c}": float(right[labels == c].mean()) for c in present}
+            for c in sorted(set(labels.tolist())):
+                results[f"{test}_class_{c}"] = float(correct[labels == c].mean())
         else:
-            found[f"{test}_{metric}"] = SCALARS[metric](logits, labels)
-    return found
+            results[f"{test}_{metric}"] = SCALARS[metric](logits, labels)
+    return results

@@ -1,4 +1,4 @@
-"""A classifier in two steps, and how to make one of any module."""
+"""Classifiers in two steps (features, then logits), and the conversion of other modules to them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ __all__ = ["Classifier", "SplitClassifier", "split"]
 
 
 class Classifier(nn.Module):
-    """Images to features, features to logits: the two methods every algorithm counts on.
+    """Base class of networks: `features` maps images to features, `logits` maps features to logits.
+
+    Algorithms use both methods. Subclasses implement them and set `feature_dim`.
 
     >>> from torch import nn
     >>> from barter import Classifier, Experiment, Local
@@ -36,11 +38,11 @@ class Classifier(nn.Module):
     feature_dim: int
 
     def features(self, x: Tensor) -> Tensor:
-        """Images (N, C, H, W) to features (N, feature_dim)."""
+        """Map images (N, C, H, W) to features (N, feature_dim)."""
         raise NotImplementedError
 
     def logits(self, features: Tensor) -> Tensor:
-        """Features (N, feature_dim) to logits (N, classes)."""
+        """Map features (N, feature_dim) to logits (N, classes)."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,20 +51,26 @@ class Classifier(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As every module's; a tree that crossed or was kept, which has no versions of layers, is of this network's."""
+        """Load weights; a state dict without layer versions gets those of this network.
+
+        State dicts that were sent or stored have lost the versions, which torch keeps in
+        `_metadata` and compares on loading.
+        """
         if not hasattr(state_dict, "_metadata"):
             state_dict = OrderedDict(state_dict)
-            parts = self.named_modules(remove_duplicate=False)
-            state_dict._metadata = {at: {"version": part._version} for at, part in parts}  # type: ignore[attr-defined]
+            modules = self.named_modules(remove_duplicate=False)
+            versions = {name: {"version": module._version} for name, module in modules}
+            state_dict._metadata = versions  # type: ignore[attr-defined]
         return super().load_state_dict(state_dict, strict, assign)
 
 
 class SplitClassifier(Classifier):
-    """A body that ends in features, and the linear head behind it."""
+    """A classifier made of a body that computes features and a linear head."""
 
     def __init__(self, body: nn.Module, head: nn.Linear) -> None:
         super().__init__()
-        self.body, self.head = body, head
+        self.body = body
+        self.head = head
         self.feature_dim = head.in_features
 
     def features(self, x: Tensor) -> Tensor:
@@ -83,17 +91,21 @@ BY_HAND = """write it by hand:
 
 
 def split(module: nn.Module) -> Classifier:
-    """Any network that ends in a Linear layer as a Classifier; the module itself is left as it is.
+    """Convert a network that ends in a Linear layer to a Classifier; the module is copied.
+
+    Raises:
+        ConfigError: If the module has no Linear layer, or is nothing but one.
 
     >>> from torch import nn
     >>> from barter import split
-    >>> split(nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))).feature_dim
+    >>> network = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    >>> split(network).feature_dim
     32
     """
     if isinstance(module, Classifier):
         return copy.deepcopy(module)
     name = type(module).__name__
-    linears = [at for at, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    linears = [path for path, layer in module.named_modules() if isinstance(layer, nn.Linear)]
     if not linears:
         raise ConfigError(f"{name} has no Linear layer to split at; {BY_HAND}")
     if linears[-1] == "":
@@ -110,7 +122,18 @@ def split(module: nn.Module) -> Classifier:
 def verify_split(
     original: nn.Module, classifier: Classifier, shape: tuple[int, int, int], classes: int
 ) -> None:
-    """Refuse a split whose parts do not compute what the whole module computes, or not for this task."""
+    """Check that a split network computes what the original does and that it fits the task.
+
+    Args:
+        original: The module that was split.
+        classifier: The result of `split`.
+        shape: Channels, height and width of the images.
+        classes: The number of classes.
+
+    Raises:
+        ConfigError: If the logits differ, the input or output shape does not fit, or the network
+            returns something other than a tensor in training mode.
+    """
     name = type(original).__name__
     probe = torch.linspace(-1, 1, 2 * shape[0] * shape[1] * shape[2]).reshape(2, *shape)
     was_training = original.training
@@ -118,38 +141,42 @@ def verify_split(
     classifier.eval()
     try:
         with torch.no_grad():
-            whole, features = original(probe), classifier.features(probe)
+            output = original(probe)
+            features = classifier.features(probe)
             same = (
                 features.shape == (2, classifier.feature_dim)
-                and isinstance(whole, Tensor)
-                and torch.allclose(whole, classifier.logits(features), atol=1e-5)
+                and isinstance(output, Tensor)
+                and torch.allclose(output, classifier.logits(features), atol=1e-5)
             )
-            in_training = _in_training(classifier, probe)
+            training_output = _features_in_training(classifier, probe)
     except (RuntimeError, ValueError, AttributeError, TypeError) as error:
         size = "x".join(map(str, shape))
         raise ConfigError(
-            f"{name} does not take images of {size}, or cannot be split at its last Linear layer ({error}); {BY_HAND}"
+            f"{name} does not take images of {size}, or cannot be split at its last Linear layer "
+            f"({error}); {BY_HAND}"
         ) from error
     finally:
         original.train(was_training)
         classifier.train(was_training)
-    if isinstance(whole, Tensor) and whole.shape[1:] != (classes,):
+    if isinstance(output, Tensor) and output.shape[1:] != (classes,):
+        outputs = tuple(output.shape[1:])
         raise ConfigError(
-            f"{name} gives {tuple(whole.shape[1:])} outputs per image, the task has {classes} classes"
+            f"{name} gives {outputs} outputs per image, the task has {classes} classes"
         )
     if not same:
         raise ConfigError(
-            f"{name} cannot be split at its last Linear layer: what follows or bypasses it matters too; {BY_HAND}"
+            f"{name} cannot be split at its last Linear layer: layers that follow or bypass it "
+            f"change the result; {BY_HAND}"
         )
-    if not isinstance(in_training, Tensor):
+    if not isinstance(training_output, Tensor):
         raise ConfigError(
-            f"{name} gives {type(in_training).__name__} instead of logits while it is trained: build it without "
-            "auxiliary classifiers (torchvision: aux_logits=False)"
+            f"{name} gives {type(training_output).__name__} instead of logits while it is trained: "
+            "build it without auxiliary classifiers (torchvision: aux_logits=False)"
         )
 
 
-def _in_training(classifier: Classifier, probe: Tensor) -> object:
-    """What the body gives while it is trained; the classifier and the random state stay as they are."""
+def _features_in_training(classifier: Classifier, probe: Tensor) -> object:
+    """Return the features in training mode; buffers and the random state are restored."""
     before = [buffer.clone() for buffer in classifier.buffers()]
     try:
         with torch.random.fork_rng(devices=[]):

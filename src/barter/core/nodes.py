@@ -1,4 +1,4 @@
-"""The two kinds of party: clients, which live where their data lives, and the server."""
+"""The two kinds of party: clients, which hold private data, and the server."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from barter.core.payload import Payload, State, isolate, leaves, nbytes
 
 __all__ = ["Client", "Monitor", "Node", "Server", "Silence"]
 
-RELEASED = "released"  # of a client's memory: the account of what it has told
+# Key in a client's memory under which it counts the releases of protected parts.
+RELEASED = "released"
 
 T = TypeVar("T")
 
 
 class Monitor(Protocol):
-    """Whoever watches a run: told of each phase, and of how far it has come."""
+    """Observer of a run's progress, notified of each phase and of the work done in it."""
 
     def phase(self, name: str, total: float) -> AbstractContextManager[object]: ...
 
@@ -32,7 +33,7 @@ class Monitor(Protocol):
 
 
 class Silence:
-    """The monitor of a run that nobody watches."""
+    """Monitor that ignores all progress."""
 
     def phase(self, name: str, total: float) -> AbstractContextManager[object]:
         return nullcontext()
@@ -42,33 +43,37 @@ class Silence:
 
 
 class Node:
-    """A party: its model, its device, and what it remembers from round to round.
+    """A party with its model, its device and its memory from round to round.
 
-    What a subclass annotates is its memory: payload trees that start from their class default, and that a checkpoint
-    holds together with the model's weights.
+    The attributes that a subclass annotates are its memory. They are payload trees that start from
+    their class default, and a checkpoint stores them together with the model's weights.
     """
 
     def __init__(
         self, model: Classifier | None, device: torch.device, public: Images | None = None
     ) -> None:
-        self.model_or_none, self.device, self.public = model, device, public
-        self.architecture = "server"  # nodes of one name have the same network
+        self.model_or_none = model
+        self.device = device
+        self.public = public
+        self.architecture = "server"  # Nodes with the same name have the same architecture.
         self.monitor: Monitor = Silence()
-        self.evaluation = Evaluation()  # which tests are run, and what they measure
-        self.tested = True  # whether tests are due in this round
-        self.report: dict[str, float] = {}  # plain numbers for the round's record
+        self.evaluation = Evaluation()  # The test sets to use and the metrics to compute.
+        self.tested = True  # True if the node is evaluated in this round.
+        self.report: dict[str, float] = {}  # Numbers for the round's record.
         for name in self.remembered():
             if not hasattr(type(self), name):
                 raise TypeError(
-                    f"{type(self).__name__}.{name} needs a default: what a node remembers at the start"
+                    f"{type(self).__name__}.{name} needs a default, its value before round 1"
                 )
             setattr(self, name, copy.deepcopy(getattr(type(self), name)))
 
     @contextmanager
     def seated(self) -> Iterator[None]:
-        """On a lane, and for a turn, this node's model is the one that the lane keeps for its architecture.
+        """Use the current lane's module as this node's model inside the block.
 
-        So the graphs of a lane serve all clients of an architecture, however many there are.
+        A lane has one module for each architecture. The node's weights are copied into it before
+        the block and back after it. So the CUDA graphs of a lane serve all clients of an
+        architecture, whatever their number. Without a lane nothing changes.
         """
         own = self.model_or_none
         if own is None or lanes.current() is None:
@@ -85,7 +90,11 @@ class Node:
 
     @property
     def model(self) -> Classifier:
-        """The party's own model."""
+        """Return the party's model.
+
+        Raises:
+            AttributeError: If the party has none.
+        """
         if self.model_or_none is None:
             raise AttributeError(
                 "this party has no model: the clients do not share one architecture"
@@ -94,49 +103,54 @@ class Node:
 
     @classmethod
     def remembered(cls) -> list[str]:
-        """The names of what this kind of node remembers between rounds."""
-        kinds = [
-            k
-            for k in reversed(cls.__mro__)
-            if issubclass(k, Node) and k not in (Node, Client, Server)
-        ]
-        return [name for kind in kinds for name in inspect.get_annotations(kind)]
+        """Return the names of the attributes that a node of this class keeps between rounds."""
+        names: list[str] = []
+        for kind in reversed(cls.__mro__):
+            if issubclass(kind, Node) and kind not in (Node, Client, Server):
+                names += inspect.get_annotations(kind)
+        return names
 
     def memory(self) -> dict[str, Payload]:
-        """What a checkpoint keeps of this node, as it is now: whoever wants to keep it isolates it."""
-        kept: dict[str, Payload] = {name: getattr(self, name) for name in self.remembered()}
+        """Return the current state that a checkpoint stores of this node.
+
+        The tensors are those in use: a caller that keeps the result must `isolate` it.
+        """
+        state: dict[str, Payload] = {name: getattr(self, name) for name in self.remembered()}
         if self.model_or_none is not None:
-            kept["model"] = dict(self.model.state_dict())
-        return kept
+            state["model"] = dict(self.model.state_dict())
+        return state
 
     def holdings(self) -> list[Any]:
-        """All that this node remembers beside its model, leaf by leaf."""
+        """Return all leaves of this node's memory except the model's weights."""
         return [leaf for name in self.remembered() for _, leaf in leaves(getattr(self, name), name)]
 
     def move(self, device: torch.device) -> None:
-        """Put all that this node holds where it is to be: on the run's device, or in the host's memory."""
+        """Move the model and the memory of this node to a device."""
         if self.model_or_none is not None:
             self.model_or_none.to(device)
         for name in self.remembered():
             setattr(self, name, isolate(getattr(self, name), device))
 
     def footprint(self) -> int:
-        """Bytes that this node holds."""
+        """Return the size of the node's model and memory in bytes."""
         model = 0 if self.model_or_none is None else lanes.footprint(self.model_or_none)
         return model + nbytes(self.holdings())
 
     def recall(self, memory: Mapping[str, Payload]) -> None:
-        """Take up where `memory` was taken; everything goes where the model is, be it the device or a parking place."""
-        place = self.device
+        """Restore the state that `memory` returned.
+
+        Tensors go to the model's current device, which is the host's while a client is parked.
+        """
+        device = self.device
         if self.model_or_none is not None:
             self.model.load_state_dict(memory["model"])
-            place = next((p.device for p in self.model.parameters()), place)
+            device = next((p.device for p in self.model.parameters()), device)
         for name in self.remembered():
-            setattr(self, name, isolate(memory[name], place))
+            setattr(self, name, isolate(memory[name], device))
 
 
 class Client(Node):
-    """A party with private data and, for measuring only, its test sets.
+    """A party with private data and, for evaluation only, its test sets.
 
     >>> from barter import Client, Experiment, Local
     >>> client: Client = Experiment(Local(), clients=2).engine.clients[0]
@@ -159,26 +173,32 @@ class Client(Node):
         architecture: str | None = None,
     ) -> None:
         super().__init__(model, device, public)
-        self.id, self.data, self.tests = id, data, tests
+        self.id = id
+        self.data = data
+        self.tests = tests
         self.architecture = architecture or f"client {id}"
-        self.released: dict[str, int] = {}  # how often each protected part of its answers has left
+        # Protected part of the client's answers -> number of releases.
+        self.released: dict[str, int] = {}
 
     def memory(self) -> dict[str, Payload]:
-        return super().memory() | ({RELEASED: dict(self.released)} if self.released else {})
+        state = super().memory()
+        if self.released:
+            state[RELEASED] = dict(self.released)
+        return state
 
     def recall(self, memory: Mapping[str, Payload]) -> None:
         super().recall(memory)
         self.released = dict(memory.get(RELEASED, {}))
 
     def track(self, steps: Sequence[T]) -> Iterator[T]:
-        """The steps one by one, seen by whoever watches the run as parts of this client's work."""
+        """Yield the steps one by one and report each as progress of this client's work."""
         for step in steps:
             yield step
             self.monitor.advance(1 / len(steps))
 
 
 class Server(Node):
-    """The coordinator. It knows the task and how each client's network is built, and holds no data.
+    """The coordinator: knows the task and how to build each client's network, and holds no data.
 
     >>> from barter import Experiment, FedAvg, Server
     >>> server: Server = Experiment(FedAvg(), clients=2, models="small-mlp").server
@@ -196,15 +216,16 @@ class Server(Node):
         names: Mapping[int, str] | None = None,
     ) -> None:
         super().__init__(model, device, public)
-        self.spec, self.architectures = spec, architectures
-        # whether clients begin with the weights that `architectures` builds; not in a run with `start`
+        self.spec = spec
+        self.architectures = architectures  # Client -> function that builds its network.
+        # True if clients start from the weights that `architectures` builds; False in a run with
+        # `start`.
         self.fresh = True
-        self.names = dict(
-            names or {}
-        )  # of clients' architectures: those of one name have the same network
+        # Client -> architecture; clients with the same name have the same architecture.
+        self.names = dict(names or {})
 
     def replica(self, client: int, weights: State) -> Classifier:
-        """A frozen copy of a client's model, from the weights it sent."""
+        """Return a frozen copy of a client's model with the weights it uploaded."""
         model = lanes.kept(
             ("replica", client), lambda: self.architectures[client]().to(self.device)
         )
@@ -212,7 +233,7 @@ class Server(Node):
         return model.eval().requires_grad_(False)
 
     def track(self, name: str, steps: Sequence[T]) -> Iterator[T]:
-        """The steps one by one, timed and shown as a phase of the round."""
+        """Yield the steps one by one, timed and reported as a phase of the round."""
         with self.monitor.phase(name, len(steps)):
             for step in steps:
                 yield step
@@ -220,5 +241,5 @@ class Server(Node):
 
 
 def as_numbers(report: Mapping[str, Any]) -> dict[str, float]:
-    """A report as JSON can hold it."""
+    """Convert a report's values to floats, which JSON can represent."""
     return {name: float(value) for name, value in report.items()}

@@ -1,7 +1,7 @@
-"""Typed fields of frozen dataclasses: checked when built, described from their own source.
+"""Frozen dataclasses whose fields are checked on creation and described from their source code.
 
-An algorithm, a partition and the configuration of a run are all such dataclasses, so that a wrong value is refused
-with the same words whether it came from Python, from a file or from the command line.
+Algorithms, partitions and the configuration of a run are such dataclasses. So an invalid value
+gives the same message whether it comes from Python, from a file or from the command line.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ __all__ = [
     "text",
 ]
 
-BY_PYTHON = "(given in Python)"  # stands in a configuration for what a file cannot hold
+# Placeholder in a configuration for an object that a file cannot store.
+BY_PYTHON = "(given in Python)"
 
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The numbers a field may hold; printed as a reader would say it."""
+    """Allowed range of a numeric field; printed as messages show it, such as "> 0 and <= 1"."""
 
     gt: float = -math.inf
     ge: float = -math.inf
@@ -67,7 +68,12 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class Spelling:
-    """The texts a field may hold: those that match a pattern, printed as a reader would say it."""
+    """Allowed values of a string field: those that match a regular expression.
+
+    Attributes:
+        pattern: The regular expression.
+        meaning: A description for messages.
+    """
 
     pattern: str
     meaning: str
@@ -84,14 +90,14 @@ Positive = Annotated[float, Range(gt=0)]
 NonNegative = Annotated[float, Range(ge=0)]
 Count = Annotated[int, Range(ge=1)]
 Whole = Annotated[int, Range(ge=0)]
-Side = Annotated[int, Range(ge=1, le=4096)]  # of an image, in pixels
+Side = Annotated[int, Range(ge=1, le=4096)]  # Height or width of an image in pixels.
 DEVICES = Spelling(r"auto|cpu|cuda(:(0|[1-9][0-9]{0,2}))?", "one of auto, cpu, cuda, cuda:N")
 DeviceName = Annotated[str, DEVICES]
 
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """What a reader wants to know about one field."""
+    """Description of a dataclass field for users."""
 
     name: str
     kind: str
@@ -104,44 +110,72 @@ def _hints(cls: type[Any]) -> dict[str, Any]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is spelled most like this one; none if no name is close."""
+    """Return the known name that is spelled most similarly; None if no name is close.
+
+    Case and everything before the last dot may differ.
+    """
     known = sorted(known)
-    lowered = {k.lower(): k for k in known} | {k.lower().rpartition(".")[2]: k for k in known}
-    near = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
-    if not near:
-        near = difflib.get_close_matches(name.lower().rpartition(".")[2], lowered, n=1, cutoff=0.6)
-    return lowered[near[0]] if near else None
+    full_names = {k.lower(): k for k in known}
+    last_parts = {k.lower().rpartition(".")[2]: k for k in known}
+    candidates = full_names | last_parts
+    wanted = name.lower()
+    close = difflib.get_close_matches(wanted, candidates, n=1, cutoff=0.6)
+    if not close:
+        last_part = wanted.rpartition(".")[2]
+        close = difflib.get_close_matches(last_part, candidates, n=1, cutoff=0.6)
+    return candidates[close[0]] if close else None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error message about an unknown name: its nearest neighbour, or all there is."""
+    """Return the end of an error message about an unknown name.
+
+    It suggests the most similar known name, or lists all of them if none is similar.
+    """
     known = sorted(known)
-    near = nearest(name, known)
-    return f"there are: {', '.join(known) or 'none'}" if near is None else f"did you mean {near!r}?"
+    suggestion = nearest(name, known)
+    if suggestion is None:
+        return f"there are: {', '.join(known) or 'none'}"
+    return f"did you mean {suggestion!r}?"
 
 
 def text(value: str) -> bool:
-    """Whether a string can be written down: a name of a file that is not UTF-8 cannot."""
+    """Return whether a string can be encoded as UTF-8; names of files may not be."""
     return value.isascii() or value == value.encode(errors="ignore").decode()
 
 
 def imported(place: str, what: str) -> Any:
-    """What package.module:name leads to."""
+    """Import an object of user code.
+
+    Args:
+        place: Its location as "package.module:name".
+        what: What the object is, for messages.
+
+    Raises:
+        ConfigError: If the module or the name cannot be imported.
+    """
     module, _, name = place.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except (Exception, SystemExit) as error:  # whatever somebody's module does
-        absent = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
-        where = (
-            "; it is looked for in the current folder, beside the configuration and on PYTHONPATH"
-        )
-        raise ConfigError(
-            f"{what} {place!r} cannot be imported: {in_short(error)}{where * absent}"
-        ) from error
+    except (Exception, SystemExit) as error:  # A user's module may raise anything.
+        reason = in_short(error)
+        if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
+            reason += (
+                "; it is looked for in the current folder, beside the configuration "
+                "and on PYTHONPATH"
+            )
+        raise ConfigError(f"{what} {place!r} cannot be imported: {reason}") from error
 
 
 def made(place: str, make: Callable[[], T]) -> T:
-    """What somebody's code makes; whatever it raises is said in one line, with the place where."""
+    """Call user code; convert its exceptions to a ConfigError of one line with their location.
+
+    Args:
+        place: The name of the code, for messages.
+        make: The function to call.
+
+    Returns:
+        The function's result.
+    """
     try:
         return make()
     except BarterError:
@@ -150,54 +184,61 @@ def made(place: str, make: Callable[[], T]) -> T:
         raise ConfigError(f"{place} failed: {with_place(error)}") from error
 
 
-def _kind(hint: Any) -> str:
-    if get_origin(hint) is Annotated:
-        base, *extras = get_args(hint)
-        spelled = [str(e) for e in extras if isinstance(e, Spelling)]
-        return " ".join(spelled or [_kind(base), *(str(e) for e in extras if isinstance(e, Range))])
-    if get_origin(hint) is Literal:
-        return " | ".join(str(choice) for choice in get_args(hint))
-    if get_origin(hint) in (Union, types.UnionType):
-        return " or ".join("none" if arm is type(None) else _kind(arm) for arm in get_args(hint))
-    if get_origin(hint) is tuple:
-        return f"a list of {_kind(get_args(hint)[0])}"
-    if get_origin(hint) is dict:
-        return "a table of " + " -> ".join(map(_kind, get_args(hint)))
+def _describe_type(hint: Any) -> str:
+    """Return a type hint as users see it, such as "float > 0" or "auto | cpu"."""
+    origin = get_origin(hint)
+    args = get_args(hint)
+    if origin is Annotated:
+        base, *extras = args
+        spellings = [str(extra) for extra in extras if isinstance(extra, Spelling)]
+        if spellings:
+            return " ".join(spellings)
+        ranges = [str(extra) for extra in extras if isinstance(extra, Range)]
+        return " ".join([_describe_type(base), *ranges])
+    if origin is Literal:
+        return " | ".join(str(choice) for choice in args)
+    if origin in (Union, types.UnionType):
+        return " or ".join("none" if arg is type(None) else _describe_type(arg) for arg in args)
+    if origin is tuple:
+        return f"a list of {_describe_type(args[0])}"
+    if origin is dict:
+        return "a table of " + " -> ".join(map(_describe_type, args))
     return str(getattr(hint, "__name__", hint))
 
 
 def _accept(value: object, hint: Any) -> object:
-    """The value in the hinted type; ValueError says what would be right."""
+    """Return a value converted to its type; raise ValueError with what would be valid."""
     origin = get_origin(hint)
+    args = get_args(hint)
     if origin is Annotated:
-        base, *extras = get_args(hint)
-        if any(isinstance(e, Spelling) and value not in e for e in extras):
-            raise ValueError(f"must be {_kind(hint)}")
+        base, *extras = args
+        for extra in extras:
+            if isinstance(extra, Spelling) and value not in extra:
+                raise ValueError(f"must be {_describe_type(hint)}")
         value = _accept(value, base)
-        if any(
-            isinstance(e, Range) and isinstance(value, int | float) and value not in e
-            for e in extras
-        ):
-            raise ValueError(f"must be {_kind(hint)}")
+        if isinstance(value, int | float):
+            for extra in extras:
+                if isinstance(extra, Range) and value not in extra:
+                    raise ValueError(f"must be {_describe_type(hint)}")
         return value
     if origin is Literal:
-        if value in get_args(hint) and type(value) in {type(choice) for choice in get_args(hint)}:
+        if value in args and type(value) in {type(choice) for choice in args}:
             return value
-        raise ValueError(f"must be one of {', '.join(map(str, get_args(hint)))}")
+        raise ValueError(f"must be one of {', '.join(map(str, args))}")
     if origin in (Union, types.UnionType):
-        if value == "none" and type(None) in get_args(hint):
-            return None  # as a file and a command line write it
-        for arm in get_args(hint):
+        if value == "none" and type(None) in args:
+            return None  # Files and the command line write None as "none".
+        for arg in args:
             try:
-                return _accept(value, arm)
+                return _accept(value, arg)
             except ValueError:
                 continue
-        raise ValueError(f"must be {_kind(hint)}")
+        raise ValueError(f"must be {_describe_type(hint)}")
     if origin is tuple and isinstance(value, list | tuple):
-        return tuple(_accept(item, get_args(hint)[0]) for item in value)
+        return tuple(_accept(item, args[0]) for item in value)
     if origin is dict and isinstance(value, Mapping):
-        key, item = get_args(hint)
-        return {_accept(name, key): _accept(held, item) for name, held in value.items()}
+        key_hint, item_hint = args
+        return {_accept(key, key_hint): _accept(item, item_hint) for key, item in value.items()}
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         try:
             number = float(value)
@@ -216,33 +257,49 @@ def _accept(value: object, hint: Any) -> object:
         return value
     if hint is type(None) and value is None:
         return value
-    if (
-        isinstance(hint, type)
-        and hint not in (bool, str, int, float, type(None))
-        and isinstance(value, hint)
-    ):
+    is_other_class = isinstance(hint, type) and hint not in (bool, str, int, float, type(None))
+    if is_other_class and isinstance(value, hint):
         return value
-    raise ValueError(f"must be {_kind(hint)}")
+    raise ValueError(f"must be {_describe_type(hint)}")
 
 
 def check(instance: object, where: str = "") -> None:
-    """Refuse a dataclass instance whose fields hold what their annotations do not allow."""
+    """Check the fields of a dataclass instance against their annotations.
+
+    Values are converted where that loses nothing, such as a list to a tuple.
+
+    Args:
+        instance: The instance, whose fields may be replaced.
+        where: Prefix of the fields' names in messages, such as "algorithm.".
+
+    Raises:
+        ConfigError: If a value is not allowed; the message has the field's comment.
+    """
     hints = _hints(type(instance))
     for field in dataclasses.fields(instance):  # type: ignore[arg-type]
         value = getattr(instance, field.name)
         try:
             accepted = _accept(value, hints[field.name])
         except ValueError as error:
+            message = f"{where}{field.name}={value!r}: {error}"
             meaning = _comments(type(instance)).get(field.name, "")
-            reason = f"{where}{field.name}={value!r}: {error}" + (
-                f" ({meaning})" if meaning else ""
-            )
-            raise ConfigError(reason) from None
+            if meaning:
+                message += f" ({meaning})"
+            raise ConfigError(message) from None
         object.__setattr__(instance, field.name, accepted)
 
 
 def build(cls: type[T], values: Mapping[str, object], where: str = "") -> T:
-    """An instance of a checked dataclass from plain values, as a file or a command line gives them."""
+    """Build a checked dataclass from the values of a file or a command line.
+
+    Args:
+        cls: The dataclass.
+        values: Field -> value.
+        where: Prefix of the fields' names in messages, such as "algorithm.".
+
+    Raises:
+        ConfigError: If a name is unknown or missing, or a value is not allowed.
+    """
     known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for name in values:
         if name not in known:
@@ -259,14 +316,14 @@ def build(cls: type[T], values: Mapping[str, object], where: str = "") -> T:
 
 
 def _comments(cls: type[Any]) -> dict[str, str]:
-    """Return the comment of each annotated field: behind it, or else in the lines directly above it."""
+    """Return the comment of each annotated field: on its line, or else directly above it."""
     found: dict[str, str] = {}
     for ancestor in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(ancestor):
             continue
         try:
             source = textwrap.dedent(inspect.getsource(ancestor))
-        except (OSError, TypeError):  # typed at a prompt: there is no file to read
+        except (OSError, TypeError):  # A class defined at a prompt has no source file.
             continue
         comments = {
             token.start[0]: token.string.lstrip("# ").strip()
@@ -288,9 +345,10 @@ def _comments(cls: type[Any]) -> dict[str, str]:
 
 
 def describe(cls: type[Any]) -> list[Field]:
-    """The fields of a checked dataclass with type, default and the comment that stands behind them."""
-    hints, meanings = _hints(cls), _comments(cls)
+    """Return name, type, default and comment of each field of a checked dataclass."""
+    hints = _hints(cls)
+    meanings = _comments(cls)
     return [
-        Field(f.name, _kind(hints[f.name]), f.default, meanings.get(f.name, ""))
+        Field(f.name, _describe_type(hints[f.name]), f.default, meanings.get(f.name, ""))
         for f in dataclasses.fields(cls)
     ]

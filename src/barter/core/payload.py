@@ -1,7 +1,8 @@
-"""What may cross between parties: a tree of tensors and plain values.
+"""Payloads that parties exchange: trees of tensors and plain values.
 
-A tree is made of dict (with str or int keys), list and tuple; its leaves are tensors, str, int, float, bool and None.
-It is never pickled: `pack` turns it into named tensors and one JSON header, and `unpack` back.
+A tree consists of dict (with str or int keys), list and tuple; its leaves are tensors, str, int,
+float, bool and None. It is never pickled: `pack` converts it to named tensors and a JSON header,
+and `unpack` converts it back.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ Payload: TypeAlias = Any
 T = TypeVar("T")
 
 PLAIN = (str, int, float, bool, type(None))
-LEAST = -(2**63)  # of whole numbers
-DEPTH = 100  # of a tree that arrives; Python versions differ in how deep one may be before it cannot be walked
+LEAST = -(2**63)  # The smallest integer that fits into 64 bits.
+# Largest depth of a received tree; the recursion limit itself depends on the version of Python.
+DEPTH = 100
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -49,91 +51,110 @@ DTYPES = {
 
 
 def mapped(tree: Payload, leaf: Callable[[str, Any], Any], path: str) -> Payload:
-    """The tree with every leaf, known by its path, replaced; refuses what is no payload, and says where it stands."""
+    """Return the tree with a function applied to every leaf.
+
+    Args:
+        tree: The payload.
+        leaf: Called with the path and the value of each leaf; returns the new value.
+        path: The path of the tree itself.
+
+    Raises:
+        PayloadError: If the tree is not a payload; the message has the path.
+    """
     kind = type(tree)
     if kind is dict:
         for key in tree:
             if type(key) not in (str, int):
                 raise PayloadError(
-                    f"{path}: key {key!r} is a {type(key).__name__}, a payload's keys are str or int"
+                    f"{path}: key {key!r} is a {type(key).__name__}, "
+                    "a payload's keys are str or int"
                 )
         return {key: mapped(value, leaf, f"{path}.{key}") for key, value in tree.items()}
     if kind in (list, tuple):
         return kind(mapped(value, leaf, f"{path}[{i}]") for i, value in enumerate(tree))
-    if isinstance(
-        tree, dict
-    ):  # an OrderedDict, as state_dict() returns it, travels as what it is: a dict
+    # The OrderedDict that state_dict() returns is sent as a plain dict.
+    if isinstance(tree, dict):
         return mapped(dict(tree), leaf, path)
     if isinstance(tree, Tensor):
         if tree.layout is not torch.strided or tree.dtype not in DTYPES.values():
             raise PayloadError(
-                f"{path}: a {tree.layout} tensor of {tree.dtype} cannot travel; make it dense and real"
+                f"{path}: a {tree.layout} tensor of {tree.dtype} cannot be sent; "
+                "make it dense and real"
             )
         if tree.is_meta:
             raise PayloadError(
-                f"{path}: a tensor on the meta device cannot travel: it has a shape and no values"
+                f"{path}: a tensor on the meta device cannot be sent: it has a shape and no values"
             )
         return leaf(path, tree)
     if kind is int and not LEAST <= tree < -LEAST:
-        raise PayloadError(f"{path}: a whole number of more than 64 bits cannot travel")
+        raise PayloadError(f"{path}: an integer of more than 64 bits cannot be sent")
     if kind in PLAIN:
         return leaf(path, tree)
     raise PayloadError(
-        f"{path}: a {kind.__module__}.{kind.__qualname__} cannot travel; "
+        f"{path}: a {kind.__module__}.{kind.__qualname__} cannot be sent; "
         "a payload is dict, list, tuple, tensors, str, int, float, bool and None"
     )
 
 
 def leaves(tree: Payload, path: str = "payload") -> Iterator[tuple[str, Any]]:
-    """Every leaf with the path that leads to it."""
+    """Yield the path and the value of every leaf."""
     found: list[tuple[str, Any]] = []
     mapped(tree, lambda at, value: found.append((at, value)), path)
     yield from found
 
 
 def nbytes(tree: Payload) -> int:
-    """Bytes of the tree's values: tensors exactly, numbers as 8, strings as UTF-8, bool as 1, None as 0."""
+    """Return the size of a payload's values in bytes.
+
+    Tensors count exactly, numbers as 8 bytes, strings as UTF-8, bool as 1 and None as 0. Keys and
+    structure do not count.
+    """
 
     def size(value: Any) -> int:
         if isinstance(value, Tensor):
             return value.numel() * value.element_size()
         if isinstance(value, str):
             return len(value.encode())
-        return 0 if value is None else 1 if isinstance(value, bool) else 8
+        if value is None:
+            return 0
+        return 1 if isinstance(value, bool) else 8
 
     return sum(size(value) for _, value in leaves(tree))
 
 
 def numbers(values: Sequence[Tensor]) -> list[float]:
-    """Tensors of one number each as these numbers; a GPU is waited for once."""
-    alike: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    """Convert tensors of one number each to floats, with one synchronisation per device."""
+    # Tensors are stacked by device and dtype, then read together.
+    groups: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for i, value in enumerate(values):
-        alike[value.device, value.dtype].append(i)
-    found: dict[int, float] = {}
-    for device in {device for device, _ in alike}:
-        groups = [group for (where, _), group in alike.items() if where == device]
-        together = torch.cat([torch.stack([values[i] for i in group]).double() for group in groups])
-        found |= zip(chain(*groups), together.tolist(), strict=True)
-    return [found[i] for i in range(len(values))]
+        groups[value.device, value.dtype].append(i)
+    floats: dict[int, float] = {}
+    for device in {device for device, _ in groups}:
+        on_device = [group for (where, _), group in groups.items() if where == device]
+        stacks = [torch.stack([values[i] for i in group]).double() for group in on_device]
+        floats |= zip(chain(*on_device), torch.cat(stacks).tolist(), strict=True)
+    return [floats[i] for i in range(len(values))]
 
 
-def _own(value: Any, device: torch.device | None) -> Any:
+def _isolate_leaf(value: Any, device: torch.device | None) -> Any:
+    """Return a leaf as the receiving party gets it: a tensor detached and without shared memory."""
     if not isinstance(value, Tensor):
         return value
     tensor = value.detach()
     if tensor.is_cuda or (device is not None and device.type != tensor.device.type):
-        # Torch copies on write behind the back of CUDA streams: there, each party gets a copy of its own at once.
+        # Torch's copy on write ignores the order of CUDA streams, so tensors are copied at once.
         copy = tensor.to(tensor.device if device is None else device, copy=True)
-        if not isinstance(value, Parameter):  # which graphs change unseen
+        # CUDA graphs modify parameters without increasing their version, so they are not marked.
+        if not isinstance(value, Parameter):
             mark(value)
     elif tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
-        copy = tensor.clone()  # a view must not keep the whole storage behind it alive
+        copy = tensor.clone()  # A view must not keep its complete storage alive.
     else:
         try:
-            # Copy on write: both sides read one storage, and whoever writes first gets a copy of its own.
+            # Copy on write: both sides share one storage until one of them writes.
             copy = torch._lazy_clone(tensor)
         except RuntimeError:
-            copy = tensor.clone()  # memory that is not torch's own, such as an array's or a file's
+            copy = tensor.clone()  # Memory that torch does not own, such as a NumPy array's.
     token = origin(value)
     if token is not None:
         copy.origin = (token, copy._version)  # type: ignore[attr-defined]
@@ -141,24 +162,32 @@ def _own(value: Any, device: torch.device | None) -> Any:
 
 
 def mark(tensor: Tensor) -> None:
-    """Have copies of this tensor know that they are the same."""
+    """Mark a tensor, so that copies of it can be recognised as equal by their `origin`."""
     tensor.origin = (origin(tensor) or object(), tensor._version)  # type: ignore[attr-defined]
 
 
 def origin(tensor: Tensor) -> object | None:
-    """What all copies of one tensor have in common while nobody has written to them."""
+    """Return a token shared by all unmodified copies of a tensor; None if there is none."""
     token, version = getattr(tensor, "origin", (None, 0))
     return token if version == tensor._version else None
 
 
 def isolate(tree: T, device: torch.device | None = None, path: str = "payload") -> T:
-    """The same tree in the hands of another party: neither side can change what the other holds."""
-    owned: T = mapped(tree, lambda _, value: _own(value, device), path)
-    return owned
+    """Copy a payload for another party, so that neither can modify what the other holds.
+
+    On the CPU tensors are shared copy on write.
+
+    Args:
+        tree: The payload.
+        device: The device of the copied tensors; None keeps theirs.
+        path: The path of the tree, for messages.
+    """
+    copy: T = mapped(tree, lambda _, value: _isolate_leaf(value, device), path)
+    return copy
 
 
 def _contiguous(tensor: Tensor, order: list[int]) -> Tensor:
-    """The tensor with its axes in the order they have in memory, where it is dense, so that it is not copied."""
+    """Return the tensor with its axes in memory order, which avoids a copy if it is dense."""
     if tensor.is_contiguous():
         return tensor
     permuted = tensor.permute(order)
@@ -174,7 +203,10 @@ def _inverse(order: list[int]) -> list[int]:
 
 
 def pack(tree: Payload) -> tuple[dict[str, Tensor], str]:
-    """Named tensors, contiguous, and a JSON header that together hold the tree, its memory formats included."""
+    """Convert a payload to named contiguous tensors and a JSON header.
+
+    The header describes the structure, the plain values and the memory formats.
+    """
     tensors: dict[str, Tensor] = {}
 
     def encode(node: Payload) -> Any:
@@ -182,19 +214,27 @@ def pack(tree: Payload) -> tuple[dict[str, Tensor], str]:
             name = f"t{len(tensors)}"
             order = sorted(range(node.ndim), key=lambda axis: -node.stride()[axis])
             tensors[name] = _contiguous(node, order)
-            return {"tensor": name} if node.is_contiguous() else {"tensor": [name, order]}
+            if node.is_contiguous():
+                return {"tensor": name}
+            return {"tensor": [name, order]}
         if isinstance(node, dict):
             return {"dict": [[key, encode(value)] for key, value in node.items()]}
         if isinstance(node, list | tuple):
             return {type(node).__name__: [encode(value) for value in node]}
-        return node if not isinstance(node, float) else {"float": node.hex()}
+        if isinstance(node, float):
+            return {"float": node.hex()}
+        return node
 
     plain = mapped(tree, lambda _, value: value, "payload")
     return tensors, json.dumps(encode(plain))
 
 
 def unpack(tensors: dict[str, Tensor], header: str) -> Payload:
-    """The tree that `pack` took apart."""
+    """Convert the tensors and the header that `pack` returned back to the payload.
+
+    Raises:
+        PayloadError: If the header is damaged or does not fit the tensors.
+    """
 
     def decode(node: Any, depth: int = 0) -> Payload:
         if not isinstance(node, dict):
@@ -204,11 +244,11 @@ def unpack(tensors: dict[str, Tensor], header: str) -> Payload:
         ((kind, body),) = node.items()
         match kind:
             case "tensor":
-                return (
-                    tensors[body]
-                    if isinstance(body, str)
-                    else tensors[body[0]].permute(_inverse(body[1]))
-                )
+                if isinstance(body, str):
+                    return tensors[body]
+                name = body[0]
+                order = body[1]
+                return tensors[name].permute(_inverse(order))
             case "float":
                 return float.fromhex(body)
             case "dict":
@@ -217,7 +257,7 @@ def unpack(tensors: dict[str, Tensor], header: str) -> Payload:
                 return [decode(value, depth + 1) for value in body]
             case "tuple":
                 return tuple(decode(value, depth + 1) for value in body)
-        raise PayloadError(f"header names an unknown kind {kind!r}")
+        raise PayloadError(f"a header has the unknown node type {kind!r}")
 
     try:
         return decode(json.loads(header))
@@ -229,4 +269,4 @@ def unpack(tensors: dict[str, Tensor], header: str) -> Payload:
         OverflowError,
         RuntimeError,
     ) as error:
-        raise PayloadError(f"a damaged payload: {in_short(error)}") from error
+        raise PayloadError(f"damaged payload: {in_short(error)}") from error

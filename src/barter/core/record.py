@@ -1,4 +1,4 @@
-"""What a round leaves behind: plain data, one line of metrics.jsonl."""
+"""The record of a round: plain data, stored as one line of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, Literal, TypeAlias
 
 __all__ = ["Primary", "Round"]
 
-# Whose accuracy is a method's headline: the server's model, or the mean over the clients' own.
+# The model whose accuracy is a method's headline: the server's, or the mean over the clients'.
 Primary: TypeAlias = Literal["server", "clients"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """One round in numbers.
+    """Metrics, traffic, timing and failures of one round.
 
     >>> from barter import Experiment, Local, Round
     >>> r: Round = Experiment(Local(max_epochs=1), clients=2).step()
@@ -24,18 +24,22 @@ class Round:
     """
 
     round: int
-    clients: dict[int, dict[str, float]]  # client -> metric -> value
-    server: dict[str, float]
-    seconds: dict[str, float]  # phase -> seconds
-    bytes: dict[str, dict[str, int]]  # method -> "up" and "down"
+    clients: dict[int, dict[str, float]]  # Client -> metric -> value.
+    server: dict[str, float]  # Metric -> value.
+    seconds: dict[str, float]  # Phase -> seconds.
+    bytes: dict[str, dict[str, int]]  # Method -> "up" and "down" -> bytes.
     failures: list[str]
-    participants: list[int] = dataclasses.field(
-        default_factory=list
-    )  # clients that answered a call
-    primary: Primary = "clients"  # whose accuracy is the method's headline
+    # Clients that answered a call.
+    participants: list[int] = dataclasses.field(default_factory=list)
+    primary: Primary = "clients"  # The model whose accuracy is the method's headline.
 
     def values(self, metric: str, clients: Collection[int] | None = None) -> dict[int, float]:
-        """Return this metric of every client that reports it, or of these clients only."""
+        """Return the value of a metric for each client that reports it.
+
+        Args:
+            metric: The metric's name.
+            clients: Restricts the result to these clients; None for all.
+        """
         return {
             k: metrics[metric]
             for k, metrics in self.clients.items()
@@ -43,9 +47,16 @@ class Round:
         }
 
     def mean(self, metric: str, clients: Collection[int] | None = None) -> float:
-        """Return the mean over all clients that report this metric, or over these clients only.
+        """Return the mean of a metric over the clients that report it.
 
-        Every client counts alike, whatever number of images it has.
+        All clients have the same weight, whatever their number of images.
+
+        Args:
+            metric: The metric's name.
+            clients: Restricts the mean to these clients; None for all.
+
+        Raises:
+            KeyError: If no client reports the metric.
         """
         values = self.values(metric, clients)
         if not values:
@@ -65,54 +76,61 @@ class Round:
         return sum(values.values()) / len(values) if values else None
 
     def traffic(self, direction: str) -> int:
-        """All bytes that went this way, "up" or "down"."""
+        """Return the total bytes in a direction, "up" or "down"."""
         return sum(count[direction] for count in self.bytes.values())
 
     def scalars(self) -> dict[str, float]:
-        """All numbers by name, as trackers of experiments take them: `global/mean`, `global/client-0`, `bytes/up`."""
+        """Return all numbers under flat names for experiment trackers.
+
+        Names are such as `global/mean`, `global/client-0` and `bytes/up`.
+        """
         flat: dict[str, float] = {}
         for metric in sorted({name for metrics in self.clients.values() for name in metrics}):
             flat[f"{metric}/mean"] = self.mean(metric)
-            flat |= {
-                f"{metric}/client-{k}": m[metric] for k, m in self.clients.items() if metric in m
-            }
-        flat |= {f"{metric}/server": value for metric, value in self.server.items()}
-        flat |= {f"bytes/{direction}": self.traffic(direction) for direction in ("up", "down")}
-        flat |= {f"seconds/{phase}": value for phase, value in self.seconds.items()}
-        return {**flat, "failures": len(self.failures)}
+            for k, value in self.values(metric).items():
+                flat[f"{metric}/client-{k}"] = value
+        for metric, value in self.server.items():
+            flat[f"{metric}/server"] = value
+        for direction in ("up", "down"):
+            flat[f"bytes/{direction}"] = self.traffic(direction)
+        for phase, seconds in self.seconds.items():
+            flat[f"seconds/{phase}"] = seconds
+        flat["failures"] = len(self.failures)
+        return flat
 
     def to_json(self) -> str:
+        """Return the record as one line of JSON."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, line: str) -> Round:
-        """From a line of `to_json`; ValueError if it is none."""
+        """Parse a line that `to_json` returned.
+
+        Raises:
+            ValueError: If the line is not a valid record.
+        """
         try:
             fields: Mapping[str, Any] = json.loads(line)
-            clients = {int(k): v for k, v in fields["clients"].items()}
-            everyone = {
-                "participants": list(clients)
-            }  # of a version that did not say who took part
-            record = cls(**{**everyone, **fields, "clients": clients})
-            tables: list[Mapping[str, float]] = [
-                record.server,
-                record.seconds,
-                *record.clients.values(),
-            ]
-            numbers = [
-                record.round,
-                record.seconds["round"],
-                *record.participants,
-                *(n for table in tables for n in table.values()),
-            ]
-            numbers += [n for table in record.bytes.values() for n in (table["up"], table["down"])]
-            whole = (
-                all(isinstance(n, int | float) for n in numbers)
-                and isinstance(record.failures, list)
-                and record.primary in ("server", "clients")
-            )
+            clients = {int(k): metrics for k, metrics in fields["clients"].items()}
+            # Records of old versions have no participants: all clients took part.
+            with_participants = {"participants": list(clients), **fields}
+            record = cls(**{**with_participants, "clients": clients})
+            is_valid = record._is_valid()
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"no record of a round: {error}") from error
-        if not whole:
-            raise ValueError("no record of a round")
+            raise ValueError(f"not a record of a round: {error}") from error
+        if not is_valid:
+            raise ValueError("not a record of a round")
         return record
+
+    def _is_valid(self) -> bool:
+        """Return whether all fields have the types that they are declared with."""
+        numbers: list[object] = [self.round, self.seconds["round"], *self.participants]
+        for metrics in (self.server, self.seconds, *self.clients.values()):
+            numbers += metrics.values()
+        for traffic in self.bytes.values():
+            numbers += [traffic["up"], traffic["down"]]
+        return (
+            all(isinstance(number, int | float) for number in numbers)
+            and isinstance(self.failures, list)
+            and self.primary in ("server", "clients")
+        )

@@ -1,4 +1,4 @@
-"""One seed, an independent random stream per path such as (round, method, client)."""
+"""Independent random streams derived from one seed and a path such as (round, method, client)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,28 @@ __all__ = ["scope", "stream_seed"]
 
 
 def stream_seed(seed: int, *path: object) -> int:
-    """The seed of one stream: equal paths give equal streams, on any machine and in any order."""
+    """Return the seed of a path's random stream; it depends on the seed and the path alone.
+
+    >>> from barter.core.seeds import stream_seed
+    >>> stream_seed(0, 1, "learn", 2) == stream_seed(0, 1, "learn", 2)
+    True
+    """
     text = "/".join([str(seed), *map(str, path)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 @contextmanager
 def scope(seed: int, *path: object, device: torch.device | None = None) -> Iterator[None]:
-    """Inside, torch draws from the stream of this path; outside, its state is as it was before.
+    """Let torch draw from the stream of a path inside the block; restore its random state after.
 
-    Every draw counts, also those that take no generator, such as dropout and the initialisation of a layer. Without a
-    device it is the CPU's draws alone, and whatever is drawn on a GPU goes on as it was.
+    This covers all draws from torch's default generators, such as dropout and the initialisation
+    of layers.
+
+    Args:
+        seed: The run's seed.
+        *path: Identifies the stream.
+        device: A CUDA device whose generator is seeded too. Otherwise the block affects the CPU's
+            generator only.
     """
     cuda = [device] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):

@@ -1,4 +1,4 @@
-"""The one function through which everything that crosses between parties passes."""
+"""The single point through which all payloads between server and clients pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ T = TypeVar("T")
 
 
 class Wire:
-    """Counts and isolates payloads, and checks what goes down; what comes up has a contract of its own."""
+    """Isolates payloads, counts their bytes, and checks downloads for NaN and infinity.
+
+    Uploads are checked against contracts instead, see `core/answers.py`.
+
+    Args:
+        may_be_infinite: Methods whose payloads may contain NaN or infinity.
+    """
 
     def __init__(self, may_be_infinite: frozenset[str] = frozenset()) -> None:
         self.may_be_infinite = may_be_infinite
@@ -33,24 +39,36 @@ class Wire:
         direction: Direction,
         device: torch.device | None = None,
     ) -> T:
-        """The tree as it arrives on the other side."""
-        arrived = isolate(tree, device, path=method)
+        """Return a payload as the receiving party gets it, and count its bytes.
+
+        Args:
+            tree: The payload.
+            method: The remote method to which it belongs.
+            client: The client that sends or receives it.
+            direction: "down" to the client or "up" to the server.
+            device: The device of the copied tensors; None keeps theirs.
+
+        Raises:
+            PayloadError: If the tree is not a payload or holds values that are not allowed.
+        """
+        received = isolate(tree, device, path=method)
         if direction == "down" and method not in self.may_be_infinite:
-            _require_finite(arrived, method)
-        self.count(arrived, method, client, direction)
-        return arrived
+            _require_finite(received, method)
+        self.count(received, method, client, direction)
+        return received
 
     def count(self, tree: object, method: str, client: int, direction: Direction) -> None:
-        """The same tree goes to one more client: what was looked at once is not looked at again."""
+        """Count a payload's bytes, without checking it; for one sent to several clients."""
         self._bytes[method, client, direction] += nbytes(tree)
 
     def take_bytes(self) -> Counter[tuple[str, int, Direction]]:
-        """Bytes by method, client and direction since the last time this was asked."""
-        taken, self._bytes = self._bytes, Counter()
-        return taken
+        """Return the bytes by method, client and direction, and reset the counts."""
+        counts = self._bytes
+        self._bytes = Counter()
+        return counts
 
     def told(self) -> set[str]:
-        """The methods by which clients have told the server anything since then."""
+        """Return the methods with uploads since the counts were last reset."""
         return {
             method
             for (method, _, direction), count in self._bytes.items()
@@ -59,13 +77,21 @@ class Wire:
 
 
 def _require_finite(tree: object, method: str) -> None:
-    found = list(leaves(tree, method))
-    plain = [(at, value) for at, value in found if isinstance(value, float)]
-    tensors = [
-        (at, x) for at, x in found if isinstance(x, Tensor) and x.is_floating_point() and x.numel()
-    ]
-    ends = numbers([end for _, tensor in tensors for end in torch.aminmax(tensor)])
-    plain += [(at, end) for i, (at, _) in enumerate(tensors) for end in ends[2 * i : 2 * i + 2]]
-    for at, value in plain:
+    """Raise PayloadError if a payload holds NaN or infinity."""
+    plain_paths: list[str] = []
+    plain_values: list[float] = []
+    tensor_paths: list[str] = []
+    extremes: list[Tensor] = []
+    for path, value in leaves(tree, method):
+        if isinstance(value, float):
+            plain_paths.append(path)
+            plain_values.append(value)
+        elif isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+            # Minimum or maximum is not finite if any value is not.
+            tensor_paths += [path, path]
+            extremes += torch.aminmax(value)
+    paths = plain_paths + tensor_paths
+    values = plain_values + numbers(extremes)
+    for path, value in zip(paths, values, strict=True):
         if not math.isfinite(value):
-            raise PayloadError(f"{at} holds NaN or infinity, which {method!r} does not allow")
+            raise PayloadError(f"{path} holds NaN or infinity, which {method!r} does not allow")

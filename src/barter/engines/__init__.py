@@ -1,1 +1,1 @@
-"""Where clients live: in this process, or elsewhere."""
+"""Engines, which run the clients of a federation: in this process or in forked processes."""

@@ -1,4 +1,4 @@
-"""What the server has wherever its clients live: the round, random streams, seconds, failures, counted bytes."""
+"""Base class of engines: round, random streams, timing, failures, traffic and answer checks."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from barter.privacy.side_information import RESULTS, measured
 
 __all__ = ["BaseEngine"]
 
-TIMES = 10  # as many images as the client in the middle has may count of any other
+TIMES = 10  # A client's claimed image count is capped at this multiple of the median.
 log = logging.getLogger("barter")
 
 
 class BaseEngine:
-    """A subclass says who the clients are and how they are called."""
+    """Server side of all engines; a subclass knows the clients and how to call them."""
 
     def __init__(
         self,
@@ -44,88 +44,112 @@ class BaseEngine:
         min_clients: int | None,
         monitor: Monitor | None,
     ) -> None:
-        self.algorithm, self.seed, self.min_clients = algorithm, seed, min_clients
+        self.algorithm = algorithm
+        self.seed = seed
+        self.min_clients = min_clients
         self.wire = Wire(algorithm.may_be_infinite)
         self.watched = monitor or Silence()
         self.round = 0
-        self.evaluation = Evaluation()  # which tests clients run, and when
-        self.last_round = 0  # of the run, which is always evaluated; 0: not known
-        self.participants: set[int] = set()  # clients that answered a call in this round
+        self.evaluation = Evaluation()  # The test sets that clients use, and when.
+        # The last round of the run, which is always evaluated; 0 if unknown.
+        self.last_round = 0
+        self.participants: set[int] = set()  # Clients that answered a call in this round.
         self.failures: list[Failure] = []
-        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.seconds: defaultdict[str, float] = defaultdict(float)  # By phase.
+        # (round, method, client) -> number of calls.
         self._calls: Counter[tuple[int, str, int]] = Counter()
-        # client -> part of its answers, or beside -> how often it came up
+        # Client -> part of its answers, or side information -> number of uploads.
         self.crossed: dict[int, dict[str, int]] = {}
-        # client -> ε of all that has left it, as it says with its answers
+        # Client -> ε of everything it has released, as it reports with its answers.
         self.told: dict[int, float] = {}
-        self.server: Server | None = None  # whose clients these are
-        self._capped: set[int] = set()  # who says of more images than count
+        self.server: Server | None = None  # None in the engine of a single site.
+        self._capped: set[int] = set()  # Clients whose claimed image count was capped.
         self._known: dict[int, Known] = {}
-        # how much of each lane's current turn is still to be shown
+        # Lane -> fraction of its current call whose progress has not been reported yet.
         self._credit: dict[int, float] = {}
 
     @property
     def client_ids(self) -> Sequence[int]:
+        """Return the ids of all clients."""
         raise NotImplementedError
 
     def call(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> Replies[Any]:
-        """Run a method of the algorithm at each of these clients."""
+        """Run a method of the algorithm on clients.
+
+        Args:
+            method: The method's name.
+            args: Client -> its arguments.
+        """
         raise NotImplementedError
 
     def memory(self) -> dict[int, Payload]:
-        """What the server's checkpoint keeps of its clients."""
+        """Return the state of the clients that the server's checkpoint stores."""
         raise NotImplementedError
 
     def recall(self, memory: Mapping[int, Payload]) -> None:
-        """Clients take up where `memory` was taken."""
+        """Restore the clients' state that `memory` returned."""
         raise NotImplementedError
 
     def at_home(self) -> AbstractContextManager[None]:
-        """The server's place: inside, its work goes to its own stream."""
+        """Run the server's work inside the block on the server's own CUDA stream, if any."""
         return nullcontext()
 
     def examples(self, client: int) -> int:
-        """How many images a client has."""
+        """Return a client's number of images, as the client reports it."""
         raise NotImplementedError
 
     def counting(self, clients: Iterable[int]) -> dict[int, int]:
-        """How many images of these clients count in means, which the clients themselves say: not more than ten times as
-        many as the client in the middle has."""
-        said = {k: self.examples(k) for k in self.client_ids}
-        most = max(1, int(TIMES * statistics.median(said.values())))
-        for k in sorted(k for k, n in said.items() if n > most and k not in self._capped):
-            log.warning(
-                "client %d says that it has %d images: in means it counts as one of %d",
-                k,
-                said[k],
-                most,
-            )
-            self._capped.add(k)
-        return {k: min(said[k], most) for k in clients}
+        """Return the clients' numbers of images as weights for means.
+
+        The numbers are the clients' own claims, so each is capped at 10x the median. A warning
+        names a client whose claim is capped, once.
+        """
+        claimed = {k: self.examples(k) for k in self.client_ids}
+        most = max(1, int(TIMES * statistics.median(claimed.values())))
+        for k in sorted(claimed):
+            if claimed[k] > most and k not in self._capped:
+                log.warning(
+                    "client %d claims %d images: in means it is weighted as if it had %d",
+                    k,
+                    claimed[k],
+                    most,
+                )
+                self._capped.add(k)
+        return {k: min(claimed[k], most) for k in clients}
 
     def believed(self, answer: Payload, method: str, client: int, claims: Set[str]) -> Payload:
-        """An answer in which no more images are spoken of than count of this client; of each kind as large a share."""
+        """Scale down the image counts in an answer if the client's number of images was capped.
+
+        Args:
+            answer: The client's answer.
+            method: The remote method.
+            client: The client's id.
+            claims: The paths of image counts in the answer.
+        """
         share = self.counting([client])[client] / self.examples(client) if claims else 1.0
         if share == 1.0:
             return answer
 
-        def less(path: str, value: Any) -> Any:
+        def scale(path: str, value: Any) -> Any:
             return (value.double() * share).ceil().to(value.dtype) if path in claims else value
 
-        return mapped(answer, less, method)
+        return mapped(answer, scale, method)
 
     def meet(self, server: Server) -> None:
-        """From now on, answers are held against what this server knows of its clients."""
+        """Set the server; from now on answers are checked against its knowledge of the clients."""
         self.server = server
         self._known.clear()
 
     def known(self, server: Server, client: int) -> Known:
-        """What the server knows of a client."""
+        """Return the server's knowledge of a client, which contracts may refer to."""
         if client not in self._known:
-            central = {} if server.model_or_none is None else shapes_of(server.model.state_dict())
-            trained = () if server.model_or_none is None else server.model.named_parameters()
-            parameters = frozenset(name for name, _ in trained)
-            known = Known(server.spec, self.examples(client), server=central, parameters=parameters)
+            has_model = server.model_or_none is not None
+            server_weights = shapes_of(server.model.state_dict()) if has_model else {}
+            server_parameters = server.model.named_parameters() if has_model else ()
+            parameters = frozenset(name for name, _ in server_parameters)
+            known = Known(
+                server.spec, self.examples(client), server=server_weights, parameters=parameters
+            )
             if client in server.architectures:
                 network = server.architectures[client]()
                 weights = shapes_of(self.algorithm.outgoing(network))
@@ -137,17 +161,27 @@ class BaseEngine:
         return self._known[client]
 
     def arrived(self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]) -> Payload:
-        """A client's answer to what was sent as it arrives at the server, is counted and seen to."""
-        list(leaves(answer, method))  # what is no payload cannot travel
-        self.note(
-            client, self.parts(method, answer)
-        )  # what is refused has left its client all the same
+        """Receive an answer: count its parts as released, check it, and return it isolated.
+
+        Args:
+            answer: The client's answer.
+            method: The remote method.
+            client: The client's id.
+            sent: The arguments that the client received.
+
+        Raises:
+            PayloadError: If the answer does not match the method's return type.
+        """
+        list(leaves(answer, method))  # Raises if the answer is not a payload.
+        # Parts are counted first: a rejected answer has left its client all the same.
+        self.note(client, self.parts(method, answer))
         return self.seen_to(answer, method, client, sent)
 
     def seen_to(self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]) -> Payload:
-        """An answer that was counted, held against what the method says it is.
+        """Check an answer whose parts were counted, and return it isolated.
 
-        Where there is no server but one client's own engine, the answer goes on to where it is looked at.
+        The engine of a single site has no server: there the answer passes and is checked by the
+        server that receives it.
         """
         if self.server is not None:
             claims = require(answer, self.algorithm, method, sent, self.known(self.server, client))
@@ -155,49 +189,56 @@ class BaseEngine:
         return self.wire.carry(answer, method, client, "up")
 
     def note(self, client: int, parts: Iterable[str]) -> None:
-        """These parts have left a client, once more."""
-        seen = self.crossed.setdefault(client, {})
-        seen |= {part: seen.get(part, 0) + 1 for part in parts}
+        """Count one more release of these parts by a client."""
+        counts = self.crossed.setdefault(client, {})
+        counts |= {part: counts.get(part, 0) + 1 for part in parts}
 
     def parts(self, method: str, answer: Payload) -> list[str]:
-        """What is said in an answer; an evaluation may say no more than what its client has spent."""
+        """Return the names of the parts that an answer releases.
+
+        An evaluation without test results releases nothing: it reports the privacy spent only.
+        """
         if method == Algorithm.evaluate.__name__:
             return [RESULTS] if measured(answer) else []
         return crossed(self.algorithm, method, answer)
 
     def hear(self, client: int, epsilon: object) -> None:
-        """What a client says that all it has told costs; nonsense counts as if it had said nothing."""
+        """Record the ε that a client reports for all its releases; ignore invalid values."""
         if isinstance(epsilon, int | float) and epsilon >= 0:
             self.told[client] = max(self.told.get(client, 0.0), float(epsilon))
 
     def failed(self, client: int, method: str, error: Exception) -> Failure:
-        """A client's failure, as the round's record has it."""
+        """Record a client's failure in this round and return it."""
         failure = self.failure(client, method, error)
         self.failures.append(failure)
         return failure
 
     def failure(self, client: int, method: str, error: Exception) -> Failure:
-        """What an error says of a client."""
-        told = "".join(traceback.format_exception(error))
-        return Failure(client, method, self.round, f"{type(error).__name__}: {error}", told)
+        """Return a failure that describes an error, without recording it."""
+        details = "".join(traceback.format_exception(error))
+        return Failure(client, method, self.round, f"{type(error).__name__}: {error}", details)
 
     def tests_due(self, client: int, method: str) -> bool:
-        """Whether a client that is asked for a method runs its tests in this round."""
+        """Return whether a client that runs this method is evaluated in this round."""
         if not self.evaluation.is_due(self.round, self.last_round):
             return False
-        takes_part = set() if method == Algorithm.evaluate.__name__ else {client}
-        return self.evaluation.includes(client, self.client_ids, self.participants | takes_part)
+        # An evaluation alone does not make a client a participant of the round.
+        joining = set() if method == Algorithm.evaluate.__name__ else {client}
+        return self.evaluation.includes(client, self.client_ids, self.participants | joining)
 
     def alone(self) -> bool:
-        """Whether nothing of one client can have reached another: the server has not been told anything yet."""
+        """Return whether no client can have been influenced by others: nothing was uploaded yet."""
         return self.round <= 1 and not self.wire.told() - {Algorithm.evaluate.__name__}
 
     def stream(self, name: str) -> torch.Generator:
-        """A random stream of the server's own in this round."""
+        """Return a random generator of the server for this round and purpose."""
         return torch.Generator().manual_seed(seeds.stream_seed(self.seed, self.round, name))
 
     def asked_before(self, method: str, client: int) -> int:
-        """How often this client was asked this in this round; a method asked for again draws anew."""
+        """Return the number of earlier calls of a method in this round, and count this one.
+
+        The number is part of the random stream's name, so that repeated calls draw anew.
+        """
         for past in [call for call in self._calls if call[0] != self.round]:
             del self._calls[past]
         before = self._calls[self.round, method, client]
@@ -205,12 +246,12 @@ class BaseEngine:
         return before
 
     def repeat(self, method: str, client: int, before: int) -> None:
-        """The next call of a method is the one that comes after so many."""
+        """Set the number of earlier calls of a method in this round, as when a call is repeated."""
         self._calls[self.round, method, client] = before
 
     @contextmanager
     def phase(self, name: str, total: float) -> Iterator[None]:
-        """Time a phase and show it to whoever watches."""
+        """Time a phase and report it to the monitor."""
         start = time.perf_counter()
         with self.watched.phase(name, total):
             try:
@@ -220,7 +261,7 @@ class BaseEngine:
                 self.seconds[name] += time.perf_counter() - start
 
     def advance(self, amount: float) -> None:
-        """A part of a client's turn, or a step of the server's, is done."""
+        """Report progress to the monitor; a client's call adds up to 1 at most."""
         lane = id(lanes.current())
         amount = min(amount, self._credit.get(lane, math.inf))
         if lane in self._credit:

@@ -1,9 +1,10 @@
-"""Clients side by side on the cores of a CPU: they take their turns in other processes, and their memory comes home.
+"""Run the calls of several clients in parallel in forked processes, one for each CPU core.
 
-A forked process sees all that this one holds and computes with as many threads as the turn would have here (one where
-clients compute side by side), so what it returns is to the bit what the turn would have given here. What it returns is
-a payload: tensors that it did not touch are only named. For the time of one call there is a process for each core,
-which takes one turn after the other: only the first finds its memory cold.
+A forked process sees the memory of this one and computes with the number of threads that the call
+would use here (one if clients run in parallel), so its result is bitwise equal. The result is a
+payload; tensors that the call did not modify are sent by name only. The processes live for one
+remote call, and each works on one client after the other, so that only the first one runs with cold
+caches.
 """
 
 from __future__ import annotations
@@ -33,52 +34,66 @@ from barter.core.payload import Payload, isolate, pack, unpack
 
 __all__ = ["Job", "die_with", "obstacle", "possible", "side_by_side"]
 
-# Looked up here: a forked process may not wait for the loader's lock, which nobody is left to release.
+# Looked up before forking: in a forked process the loader's lock may never be released.
 LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
-MALLOPT, PRCTL = getattr(LIBRARY, "mallopt", None), getattr(LIBRARY, "prctl", None)
-PARENT_DEATH_SIGNAL = 1  # as prctl.h numbers it
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # as malloc.h numbers them
-KEY = struct.Struct("q")
-STEP = struct.Struct("d")
-LENGTH = struct.Struct("Q")
+MALLOPT = getattr(LIBRARY, "mallopt", None)
+PRCTL = getattr(LIBRARY, "prctl", None)
+PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG in prctl.h.
+TRIM_THRESHOLD = -1  # M_TRIM_THRESHOLD in malloc.h.
+MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD in malloc.h.
+KEY = struct.Struct("q")  # Sent to a process: the key of its next job.
+STEP = struct.Struct("d")  # Sent by a process: an amount of progress, or NaN when a job is done.
+LENGTH = struct.Struct("Q")  # The length of a result's header.
 
 
 @dataclass(frozen=True)
 class Job:
-    """A turn: what to do, and the tensors that come home by name if the turn leaves them as they are."""
+    """A call to run in a forked process.
+
+    Attributes:
+        work: Returns the result as a payload.
+        known: Tensors of this process that are sent back by name if the call does not modify them.
+    """
 
     work: Callable[[], Payload]
     known: list[Tensor]
 
 
 def possible() -> bool:
-    """Whether turns can be forked here."""
+    """Return whether calls can run in forked processes on this machine."""
     return not obstacle()
 
 
 def obstacle() -> str:
-    """Say why turns cannot be forked here; empty where they can.
+    """Return why calls cannot run in forked processes here; empty if they can.
 
-    macOS has the call, but its libraries do not survive it; and where there is a GPU, training starts threads that a
-    forked process would miss.
+    macOS can fork, but its libraries do not survive it. With a GPU, training starts threads that
+    would be missing in a forked process.
     """
     if sys.platform != "linux":
-        return "only on Linux can a client have a process of its own"
+        return "a client can have a process of its own only on Linux"
     if torch.cuda.device_count():
         return "torch sees a GPU, and then a client on the CPU cannot have a process of its own"
     return ""
 
 
 def die_with(parent: int, sign: signal.Signals = signal.SIGKILL) -> None:
-    """From now on this process gets the signal when its parent ends. Linux only: others see it when they next talk."""
+    """Have the kernel send this process a signal when its parent ends.
+
+    Linux only: on other systems a process notices when it next communicates with its parent.
+
+    Args:
+        parent: The process id of the parent.
+        sign: The signal.
+    """
     if PRCTL is not None:
         PRCTL(PARENT_DEATH_SIGNAL, int(sign))
-    if os.getppid() != parent:  # it was faster
+    if os.getppid() != parent:  # The parent ended before the signal was set up.
         os._exit(1)
 
 
 class Reporter:
-    """The monitor of a forked turn: tells the process it came from how far it is."""
+    """Monitor inside a forked process; sends progress to the parent."""
 
     def __init__(self, pipe: int) -> None:
         self.pipe = pipe
@@ -90,40 +105,52 @@ class Reporter:
         try:
             os.write(self.pipe, STEP.pack(amount))
         except BrokenPipeError:
-            os._exit(1)  # nobody waits for this turn any more
+            os._exit(1)  # The parent no longer waits for this call.
 
 
 class Worker:
-    """A forked process, and how to talk to it."""
+    """A forked process as its parent sees it.
+
+    Args:
+        pid: The process id.
+        orders: Pipe to which keys of jobs are written.
+        reports: Pipe from which progress is read.
+        result: Anonymous file (memfd) that holds the result of the last job.
+    """
 
     def __init__(self, pid: int, orders: int, reports: int, result: int) -> None:
-        self.pid, self.orders, self.reports = pid, orders, reports
-        self.result = result  # memory that ends with its last user
-        self.busy: int | None = None  # with which job
-        self.since = 0.0
-        self.late = False
+        self.pid = pid
+        self.orders = orders
+        self.reports = reports
+        self.result = result
+        self.busy: int | None = None  # The key of the current job.
+        self.since = 0.0  # When the current job started.
+        self.late = False  # True if the process was killed because of the timeout.
 
     def take(self, key: int) -> None:
-        """Begin with a job."""
-        self.busy, self.since = key, time.monotonic()
-        with suppress(BrokenPipeError):  # if the process is gone, its reports end, and that is seen
+        """Start a job."""
+        self.busy = key
+        self.since = time.monotonic()
+        # If the process is gone, the end of its reports shows it.
+        with suppress(BrokenPipeError):
             os.write(self.orders, KEY.pack(key))
 
     def dismiss(self) -> None:
-        """There is nothing more to do."""
+        """Tell the process to exit, since there are no more jobs."""
         os.close(self.orders)
-        self.orders, self.busy = -1, None
+        self.orders = -1
+        self.busy = None
 
     def end(self) -> None:
-        """Its job took too long."""
+        """Kill the process because its job exceeded the timeout."""
         self.late = True
         os.kill(self.pid, signal.SIGKILL)
 
     def bury(self) -> int:
-        """How the process ended."""
-        for end in (self.orders, self.reports, self.result):
-            if end >= 0:
-                os.close(end)
+        """Close the pipes, wait for the process to end, and return its wait status."""
+        for descriptor in (self.orders, self.reports, self.result):
+            if descriptor >= 0:
+                os.close(descriptor)
         return os.waitpid(self.pid, 0)[1]
 
 
@@ -135,92 +162,105 @@ def side_by_side(
     timeout: float | None = None,
     threads: int = 1,
 ) -> Iterator[tuple[int, Payload | None, str]]:
-    """Run jobs in forked processes; yield (key, result, "") or (key, None, why its process died) as they finish.
+    """Run jobs in forked processes and yield their results as they finish.
 
     Args:
-        jobs: What to do, by key.
-        width: How many processes run at the same time.
+        jobs: The jobs, by key.
+        width: The number of processes that run at the same time.
         begin: Called once in each process with its monitor.
-        advance: Called here with the progress that processes report.
-        timeout: Seconds after which a job's process is ended; none means never.
-        threads: How many threads a kernel of a process uses.
+        advance: Called in this process with the progress that the others report.
+        timeout: Seconds after which a job's process is killed; None for no limit.
+        threads: The number of threads that torch uses in each process.
+
+    Yields:
+        (key, result, "") for a job that is done, (key, None, reason) for one whose process died.
     """
-    known = {k: _shared(job.known) for k, job in jobs.items()}
-    waiting, crew = list(jobs), {}  # type: list[int], dict[int, Worker]
-    # OpenMP's threads belong to the one that began them, and a process forked from there would wait for them for ever:
-    # ARM's libraries do so even if they are told to use one. So a new thread forks, which has none. It stays until the
-    # end, for processes die with the thread that they come from.
+    known = {k: _share(job.known) for k, job in jobs.items()}
+    waiting = list(jobs)
+    workers: dict[int, Worker] = {}  # By the pipe of their reports.
+    # OpenMP's threads belong to the thread that started them, and a process forked from that thread
+    # would wait for them for ever; ARM's libraries do so even if told to use one thread. So a new
+    # thread forks, which has none. It stays until the end, since the processes die with the thread
+    # that forked them.
     forker = ThreadPoolExecutor(1)
 
-    def recruit() -> Worker:
-        worker = _fork(jobs, known, list(crew.values()), begin, threads)
-        crew[worker.reports] = worker
+    def start_worker() -> Worker:
+        worker = _fork(jobs, known, list(workers.values()), begin, threads)
+        workers[worker.reports] = worker
         return worker
 
     try:
-        while waiting or crew:
-            while waiting and len(crew) < width:
-                forker.submit(copy_context().run, recruit).result().take(waiting.pop(0))
-            for pipe in _ready(crew, timeout):
-                worker, told = crew[pipe], os.read(pipe, 64 * STEP.size)
-                for (amount,) in STEP.iter_unpack(told):
+        while waiting or workers:
+            while waiting and len(workers) < width:
+                worker = forker.submit(copy_context().run, start_worker).result()
+                worker.take(waiting.pop(0))
+            for pipe in _ready_pipes(workers, timeout):
+                worker = workers[pipe]
+                data = os.read(pipe, 64 * STEP.size)
+                for (amount,) in STEP.iter_unpack(data):
                     if not math.isnan(amount):
                         advance(amount)
                         continue
                     k = worker.busy
                     assert k is not None
-                    home = _load(worker.result, known[k])
+                    result = _load(worker.result, known[k])
                     if waiting:
                         worker.take(waiting.pop(0))
                     else:
                         worker.dismiss()
-                    yield k, home, ""
-                if not told:
-                    died, status = crew.pop(pipe).busy, worker.bury()
-                    if died is not None:
-                        late = (
-                            f"it was not done within {timeout:g} s, the run's timeout"
-                            if worker.late
-                            else ""
-                        )
-                        yield died, None, late or _cause(status)
+                    yield k, result, ""
+                if not data:  # The process closed its pipe: it has ended.
+                    del workers[pipe]
+                    unfinished = worker.busy
+                    status = worker.bury()
+                    if unfinished is not None:
+                        yield unfinished, None, _death_reason(worker, status, timeout)
     finally:
         forker.shutdown()
-        for worker in crew.values():
+        for worker in workers.values():
             os.kill(worker.pid, signal.SIGKILL)
             worker.bury()
 
 
-def _ready(crew: Mapping[int, Worker], timeout: float | None) -> list[int]:
-    """Whose reports can be read; who is late is ended, and its reports end too."""
-    busy = [worker for worker in crew.values() if worker.busy is not None and not worker.late]
-    first = min((worker.since for worker in busy), default=None)
-    patience = (
-        None if timeout is None or first is None else max(0.0, first + timeout - time.monotonic())
-    )
-    ready = [pipe for pipe in wait(list(crew), patience) if isinstance(pipe, int)]
-    for worker in busy:
-        if (
-            timeout is not None
-            and worker.reports not in ready
-            and time.monotonic() >= worker.since + timeout
-        ):
-            worker.end()
+def _ready_pipes(workers: Mapping[int, Worker], timeout: float | None) -> list[int]:
+    """Wait for reports and return the pipes that can be read.
+
+    Workers whose job exceeds the timeout are killed; their pipes become readable afterwards.
+    """
+    busy = [worker for worker in workers.values() if worker.busy is not None and not worker.late]
+    oldest = min((worker.since for worker in busy), default=None)
+    patience = None
+    if timeout is not None and oldest is not None:
+        patience = max(0.0, oldest + timeout - time.monotonic())
+    ready = [pipe for pipe in wait(list(workers), patience) if isinstance(pipe, int)]
+    if timeout is not None:
+        for worker in busy:
+            if worker.reports not in ready and time.monotonic() >= worker.since + timeout:
+                worker.end()
     return ready
 
 
-def _cause(status: int) -> str:
+def _death_reason(worker: Worker, status: int, timeout: float | None) -> str:
+    """Return why a process ended before its job was done."""
+    if worker.late:
+        return f"it was not done within {timeout:g} s, the run's timeout"
     code = os.waitstatus_to_exitcode(status)
-    return (
-        f"its process was ended by {signal.Signals(-code).name}"
-        if code < 0
-        else f"its process ended with {code}"
-    )
+    if code < 0:
+        return f"its process was ended by {signal.Signals(-code).name}"
+    return f"its process ended with {code}"
 
 
-def _shared(tensors: list[Tensor]) -> list[Tensor]:
-    """Those of the tensors that are shared copy on write with what is returned: writing to one of them moves it."""
-    return [shared for t in tensors if torch._C._is_cow_tensor(shared := isolate(t))]  # type: ignore[attr-defined]
+def _share(tensors: list[Tensor]) -> list[Tensor]:
+    """Return copies on write of the tensors that torch can share in this way.
+
+    A process that writes to such a tensor moves it to another address, which `_save` notices.
+    """
+    shared = []
+    for tensor in tensors:
+        copy = isolate(tensor)
+        if torch._C._is_cow_tensor(copy):  # type: ignore[attr-defined]
+            shared.append(copy)
+    return shared
 
 
 def _fork(
@@ -230,40 +270,48 @@ def _fork(
     begin: Callable[[Reporter], None],
     threads: int,
 ) -> Worker:
+    """Fork a process that runs the jobs whose keys it receives.
+
+    Args:
+        jobs: All jobs, by key.
+        known: The shared tensors of each job.
+        others: The workers that exist already, whose pipes the new process must close.
+        begin: Called once in the process with its monitor.
+        threads: The number of threads that torch uses in the process.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
-    (listening, orders), (reports, telling) = os.pipe(), os.pipe()
+    orders_in, orders = os.pipe()
+    reports, reports_out = os.pipe()
     result = os.memfd_create("barter")
     parent = os.getpid()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     pid = os.fork()
     if pid:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.close(listening)
-        os.close(telling)
+        os.close(orders_in)
+        os.close(reports_out)
         return Worker(pid, orders, reports, result)
     status = 1
     try:
         die_with(parent)
-        signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        )  # an interrupt is for the process this one came from
+        # Interrupts are handled by the parent.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        # Whoever holds an end of a pipe keeps it open.
-        for end in (
-            orders,
-            reports,
-            *(end for worker in others for end in (worker.orders, worker.reports)),
-        ):
-            if end >= 0:
-                os.close(end)
+        # The parent's ends of all pipes are closed here: an open copy would keep a pipe alive.
+        inherited = [orders, reports]
+        for worker in others:
+            inherited += [worker.orders, worker.reports]
+        for descriptor in inherited:
+            if descriptor >= 0:
+                os.close(descriptor)
         torch.set_num_threads(threads)
-        _keep_memory()
-        begin(Reporter(telling))
-        while order := os.read(listening, KEY.size):
+        _keep_freed_memory()
+        begin(Reporter(reports_out))
+        while order := os.read(orders_in, KEY.size):
             (k,) = KEY.unpack(order)
             _save(result, jobs[k].work(), known[k])
-            os.write(telling, STEP.pack(math.nan))  # done
+            os.write(reports_out, STEP.pack(math.nan))  # The job is done.
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -272,45 +320,57 @@ def _fork(
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
-            os._exit(status)  # whatever happens, this process goes no further
+            os._exit(status)  # The process must never return to the caller.
 
 
-def _keep_memory() -> None:
-    """What is freed in this process stays with it until its end, which is near.
+def _keep_freed_memory() -> None:
+    """Have the C library keep freed memory in this short-lived process.
 
-    A training step frees and takes the same memory again and again. By default the C library gives much of it back to
-    the system in between, and then much of the step goes into page faults.
+    A training step frees and allocates the same memory again and again. By default the C library
+    returns much of it to the system in between, and page faults then take much of the step.
     """
     if MALLOPT is not None:
         MALLOPT(TRIM_THRESHOLD, 2**31 - 1)
-        MALLOPT(MMAP_THRESHOLD, 2**30) or MALLOPT(
-            MMAP_THRESHOLD, 2**25
-        )  # older C libraries refuse the first
+        if not MALLOPT(MMAP_THRESHOLD, 2**30):
+            MALLOPT(MMAP_THRESHOLD, 2**25)  # The largest value that older C libraries accept.
 
 
 def _address(tensor: Tensor) -> tuple[Any, ...]:
-    return (torch._C._data_address(tensor), tensor.shape, tensor.stride(), tensor.dtype)  # type: ignore[attr-defined]
+    """Return a key that two tensors share if they view the same memory in the same way."""
+    address = torch._C._data_address(tensor)  # type: ignore[attr-defined]
+    return (address, tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def _save(result: int, tree: Payload, known: list[Tensor]) -> None:
-    places = {_address(t): name for name, t in pack(known)[0].items()}
+    """Write a result to a file; tensors at the address of a known one are stored by name."""
+    known_tensors, _ = pack(known)
+    known_names = {_address(tensor): name for name, tensor in known_tensors.items()}
     tensors, header = pack(tree)
-    names = {name: places[_address(t)] for name, t in tensors.items() if _address(t) in places}
-    head = json.dumps({"header": header, "known": names}).encode()
-    fresh = save({name: t.clone() for name, t in tensors.items() if name not in names})
+    unmodified = {}
+    modified = {}
+    for name, tensor in tensors.items():
+        known_name = known_names.get(_address(tensor))
+        if known_name is None:
+            modified[name] = tensor.clone()
+        else:
+            unmodified[name] = known_name
+    head = json.dumps({"header": header, "known": unmodified}).encode()
+    body = save(modified)
     os.truncate(result, 0)
     os.lseek(result, 0, os.SEEK_SET)
     with open(result, "wb", closefd=False) as file:
-        for part in (LENGTH.pack(len(head)), head, fresh):
-            file.write(part)
+        file.write(LENGTH.pack(len(head)))
+        file.write(head)
+        file.write(body)
 
 
 def _load(result: int, known: list[Tensor]) -> Payload:
+    """Read a result that `_save` wrote."""
     with open(result, "rb", closefd=False) as file:
         file.seek(0)
         (length,) = LENGTH.unpack(file.read(LENGTH.size))
         head = json.loads(file.read(length))
         tensors = {name: tensor.clone() for name, tensor in load(file.read()).items()}
-    unchanged = pack(known)[0]
-    tensors |= {name: unchanged[place] for name, place in head["known"].items()}
+    known_tensors, _ = pack(known)
+    tensors |= {name: known_tensors[known_name] for name, known_name in head["known"].items()}
     return unpack(tensors, head["header"])

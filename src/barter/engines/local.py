@@ -1,4 +1,4 @@
-"""All clients in this process: side by side on the streams of a GPU, or on the cores of a CPU."""
+"""Engine for clients on this machine: in parallel on the streams of a GPU or the cores of a CPU."""
 
 from __future__ import annotations
 
@@ -35,23 +35,40 @@ __all__ = ["LocalEngine"]
 
 log = logging.getLogger("barter")
 
-FORK_SECONDS = 0.1  # a turn shorter than this is not worth a process of its own
+FORK_SECONDS = 0.1  # A shorter call costs less than a process of its own.
 
 
-def _again(error: Exception) -> Any:
+def _raise(error: Exception) -> Any:
     raise error
 
 
 class Elsewhere(Exception):
-    """What went wrong in another process."""
+    """An error in a forked process, with its traceback as text."""
 
     def __init__(self, reason: str, traceback: str) -> None:
         super().__init__(reason)
-        self.reason, self.traceback = reason, traceback
+        self.reason = reason
+        self.traceback = traceback
 
 
 class LocalEngine(BaseEngine):
-    """Runs remote methods in-process. Results do not depend on the order in which clients run, nor on what overlaps."""
+    """Engine that runs clients in this process or in processes forked from it.
+
+    Results do not depend on the order in which clients run, nor on which run in parallel.
+
+    Args:
+        algorithm: The algorithm.
+        clients: The clients, by id.
+        seed: The run's seed.
+        min_clients: The number of clients that must answer a call; None for all that are called.
+        monitor: Observes the progress of the run.
+        streams: The number of CUDA streams (lanes) on which clients run in parallel.
+        device_memory: Bytes of GPU memory for modules and for clients between their calls.
+        tune: Called with each module that a lane keeps, to make it faster.
+        threads: The number of CPU cores; None for torch's number of threads.
+        guard: Protects answers as the run's privacy settings require; None for no protection.
+        timeout: Seconds that a client has for one call; None for no limit.
+    """
 
     def __init__(
         self,
@@ -69,29 +86,34 @@ class LocalEngine(BaseEngine):
         timeout: float | None = None,
     ) -> None:
         super().__init__(algorithm, seed=seed, min_clients=min_clients, monitor=monitor)
-        self.clients, self.guard, self.timeout = clients, guard, timeout
-        # of a site, which knows of no other client: whether the server wants its tests in this round
+        self.clients = clients
+        self.guard = guard
+        self.timeout = timeout
+        # At a site, which knows no other client: whether the server wants an evaluation in this
+        # round. None lets this engine decide.
         self.tested: bool | None = None
         for client in clients.values():
             client.monitor = self
-        self._cost: dict[str, float] = {}  # seconds of a turn, by method, when last measured
-        self._alone = True  # whether the call that is answered is one to clients that nothing of others has reached
-        self._took: dict[tuple[str, int], float] = {}  # and of each client's
+        self._cost: dict[str, float] = {}  # Method -> seconds of a call when last measured.
+        self._took: dict[tuple[str, int], float] = {}  # (method, client) -> the same.
+        self._alone = True  # True if nothing was exchanged before the current call.
         self.parking = Parking(clients, device_memory)
         self.lanes: list[Lane] = []
         self.home: Lane | None = None
         self.cores = threads or torch.get_num_threads() if forks.possible() else 1
         device = next(iter(clients.values())).device
         if device.type == "cuda":
-            # A quarter of the memory is for modules that lanes keep; see Parking for clients between their turns.
+            # A quarter of the memory is for the modules of lanes. Parking manages the memory of
+            # clients between their calls.
             width = min(streams, len(clients))
-            # How much there is to do for each client, roughly: its images times the size of its network.
+            # Rough estimate of a client's work: its images times the size of its network.
             self.loads = {
                 k: len(client.data) * lanes.footprint(client.model) for k, client in clients.items()
             }
-            # Networks much larger than the others would be the last to finish: they get lanes that go first.
-            much = 1.5 * statistics.fmean(self.loads.values())
-            urgent = min(sum(load > much for load in self.loads.values()), width // 2)
+            # Clients with much more work would finish last, so they get lanes of high priority.
+            threshold = 1.5 * statistics.fmean(self.loads.values())
+            n_large = sum(load > threshold for load in self.loads.values())
+            urgent = min(n_large, width // 2)
             self.lanes = [
                 Lane(device, device_memory // 8 // width, tune=tune, urgent=i < urgent)
                 for i in range(width)
@@ -122,20 +144,28 @@ class LocalEngine(BaseEngine):
         return super().tests_due(client, method) if self.tested is None else self.tested
 
     def order(self, ids: Sequence[int]) -> Sequence[int]:
-        """The order in which clients take their turns; any gives the same result."""
+        """Return the order in which clients run; any order gives the same result."""
         return sorted(ids)
 
     def call(
         self, method: str, args: Mapping[int, tuple[Any, ...]], alone: bool | None = None
     ) -> Replies[Any]:
-        """As everywhere; a site is told whether its client is alone, for it does not know of the others."""
+        """Run a method of the algorithm on clients.
+
+        Args:
+            method: The method's name.
+            args: Client -> its arguments.
+            alone: True if nothing was exchanged before this call. The server tells it to a site,
+                which does not know the other clients; None lets this engine decide.
+        """
         self._alone = self.alone() if alone is None else alone
         answers: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
 
-        def settle(k: int, answer: Callable[[], Any]) -> None:
+        def settle(k: int, get_answer: Callable[[], Any]) -> None:
+            """Store a client's answer or its failure."""
             try:
-                answers[k] = answer()
+                answers[k] = get_answer()
             except Elsewhere as error:
                 failures[k] = Failure(k, method, self.round, error.reason, error.traceback)
             except Exception as error:
@@ -144,27 +174,29 @@ class LocalEngine(BaseEngine):
         with self.phase(method, len(args)):
             order = self.order(list(args))
             if self.lanes:
-                self._on_streams(
-                    {k: partial(settle, k, partial(self._turn, method, k, args[k])) for k in order}
-                )
+                tasks = {}
+                for k in order:
+                    call_here = partial(self._call_here, method, k, args[k])
+                    tasks[k] = partial(settle, k, call_here)
+                self._run_on_lanes(tasks)
             elif self._worth_forking(method, len(args)):
-                for k, answer in self._on_cores(method, {k: args[k] for k in order}):
-                    settle(k, answer)
+                for k, get_answer in self._run_in_forks(method, {k: args[k] for k in order}):
+                    settle(k, get_answer)
             else:
                 start = time.perf_counter()
                 with threaded(1 if self._by_core(len(args)) else None):
                     for k in order:
-                        settle(k, partial(self._turn, method, k, args[k]))
+                        settle(k, partial(self._call_here, method, k, args[k]))
                 self._cost[method] = (time.perf_counter() - start) / max(1, len(args))
         self.failures += [failures[k] for k in sorted(failures)]
         return Replies(answers, self.counting(answers), failures)
 
-    def _turn(self, method: str, k: int, args: tuple[Any, ...]) -> Any:
-        """A client's turn, here and now."""
-        arrived = self.wire.carry(args, method, k, "down", self.clients[k].device)
+    def _call_here(self, method: str, k: int, args: tuple[Any, ...]) -> Any:
+        """Run a client's call in this process and return the checked answer."""
+        received = self.wire.carry(args, method, k, "down", self.clients[k].device)
         start = time.perf_counter()
         try:
-            answer = self._work(method, k, self._path(method, k), arrived)
+            answer = self._work(method, k, self._path(method, k), received)
         except Exception:
             self.note(k, [ERRORS])
             raise
@@ -174,14 +206,15 @@ class LocalEngine(BaseEngine):
         return self.arrived(answer, method, k, args)
 
     def _warn_if_late(self, method: str, k: int, seconds: float) -> None:
-        """Say that a call outlasted a timeout that cannot be enforced; its answer counts.
+        """Warn that a call exceeded a timeout that cannot be enforced here; its answer counts.
 
-        A client whose process is ended is as it was before the call. One that has finished here has changed, and
-        to drop its answer would be something else than what a timeout does elsewhere.
+        A client whose process is killed is as it was before the call. A client that has finished in
+        this process has changed, so dropping its answer would not undo the call.
         """
         if self.timeout is not None and seconds > self.timeout:
             log.warning(
-                "client %d took %.1f s in '%s', round %d, longer than timeout=%g: its answer counts",
+                "client %d took %.1f s in '%s', round %d, longer than timeout=%g: "
+                "its answer counts",
                 k,
                 seconds,
                 method,
@@ -190,12 +223,16 @@ class LocalEngine(BaseEngine):
             )
 
     def _path(self, method: str, client: int) -> tuple[object, ...]:
-        """The name of a call's random stream."""
+        """Return the path of a call's random stream."""
         before = self.asked_before(method, client)
         return (self.round, method, client, before) if before else (self.round, method, client)
 
-    def _work(self, method: str, k: int, path: tuple[object, ...], arrived: tuple[Any, ...]) -> Any:
-        client, lane = self.clients[k], id(lanes.current())
+    def _work(
+        self, method: str, k: int, path: tuple[object, ...], received: tuple[Any, ...]
+    ) -> Any:
+        """Run a client's call with its model on the device and its own random stream."""
+        client = self.clients[k]
+        lane = id(lanes.current())
         client.tested = self.tests_due(k, method)
         self._credit[lane] = 1.0
         try:
@@ -203,56 +240,63 @@ class LocalEngine(BaseEngine):
             stream = seeds.scope(seed, *path, device=client.device)
             with self.parking.fetched(client), client.seated(), stream:
                 with knowing_alone(client) if self._alone else nullcontext():
-                    answer = self._answered(method, client, path, arrived)
+                    answer = self._run_protected(method, client, path, received)
                     lanes.rest()
                 return answer
         finally:
             self.watched.advance(self._credit.pop(lane))
 
-    def _answered(
-        self, method: str, client: Client, path: tuple[object, ...], arrived: tuple[Any, ...]
+    def _run_protected(
+        self, method: str, client: Client, path: tuple[object, ...], received: tuple[Any, ...]
     ) -> Any:
-        """What leaves the client when its method is done."""
+        """Run a method and return its answer as the privacy guard releases it."""
         if self.guard is None:
-            return getattr(self.algorithm, method)(client, *arrived)
-        came, stream = (
-            self.guard.kept(method, arrived),
-            seeds.stream_seed(self.seed, *path, "privacy"),
-        )
+            return getattr(self.algorithm, method)(client, *received)
+        kept = self.guard.kept(method, received)
+        stream = seeds.stream_seed(self.seed, *path, "privacy")
         with self.guard.sealing(client, method, stream):
-            answer = getattr(self.algorithm, method)(client, *arrived)
-        return self.guard.protect(client, method, answer, came, stream)
+            answer = getattr(self.algorithm, method)(client, *received)
+        return self.guard.protect(client, method, answer, kept, stream)
 
-    def _on_streams(self, turns: Mapping[int, Callable[[], None]]) -> None:
-        """The largest first, each on the lane where least is to be done yet, best one that has its graphs."""
-        load, seats = [0] * len(self.lanes), [[] for _ in self.lanes]  # type: list[int], list[list[Callable[[], None]]]
-        for k in sorted(turns, key=lambda k: -self.loads[k]):
+    def _run_on_lanes(self, tasks: Mapping[int, Callable[[], None]]) -> None:
+        """Distribute clients' tasks over the lanes and run them.
+
+        The largest come first, each on the lane with the least work so far, preferably one that has
+        graphs for the client's architecture.
+        """
+        loads = [0] * len(self.lanes)
+        queues: list[list[Callable[[], None]]] = [[] for _ in self.lanes]
+        for k in sorted(tasks, key=lambda k: -self.loads[k]):
             name = ("model", self.clients[k].architecture)
-            at = min(
-                range(len(load)), key=lambda i: (load[i], name not in self.lanes[i].modules, i)
+            chosen = min(
+                range(len(loads)), key=lambda i: (loads[i], name not in self.lanes[i].modules, i)
             )
-            load[at] += self.loads[k]
-            seats[at].append(turns[k])
-        # Until all are done, nothing that a client may read is given back: another lane might take its memory.
-        held = [leaf for k in turns for leaf in self.clients[k].holdings()]
-        lanes.take_turns(self.lanes, seats)
+            loads[chosen] += self.loads[k]
+            queues[chosen].append(tasks[k])
+        # References keep all tensors that clients may read alive until every lane is done. Memory
+        # freed earlier could be reused by another lane while it is still being read.
+        held = [leaf for k in tasks for leaf in self.clients[k].holdings()]
+        lanes.take_turns(self.lanes, queues)
         held.clear()
 
     def _by_core(self, clients: int) -> bool:
-        """Whether each of so many clients computes on one core; fewer than half as many as cores have all of them."""
+        """Return whether each client computes on one core.
+
+        If there are fewer clients than half the cores, they run one after the other with all cores.
+        """
         return self.cores > 1 and 2 * clients >= self.cores
 
     def timeout_gap(self) -> str:
-        """Say why a client that is not done in time cannot be ended here; empty where it can."""
+        """Return why the timeout cannot be enforced here; empty if it can."""
         if self.lanes:
             return "on a GPU all clients compute in one process"
         return forks.obstacle()
 
     def _worth_forking(self, method: str, clients: int) -> bool:
-        """Decide whether turns run in processes of their own.
+        """Return whether calls run in forked processes.
 
-        With a timeout they always do, however short they were before: only a process can be ended, and which turn will
-        hang is not known. Without one, a process must cost less than the turn.
+        With a timeout they always do, however short they were before: only a process can be killed,
+        and any call may hang. Otherwise a process must cost less than the call.
         """
         if self.timeout is not None and not self.timeout_gap():
             return True
@@ -262,78 +306,90 @@ class LocalEngine(BaseEngine):
             and self._cost.get(method, math.inf) > FORK_SECONDS
         )
 
-    def _on_cores(
+    def _run_in_forks(
         self, method: str, args: Mapping[int, tuple[Any, ...]]
     ) -> Iterator[tuple[int, Callable[[], Any]]]:
-        """Turns in other processes, the longest first; how to get each answer, as they come home."""
-        start, jobs = time.perf_counter(), {}
-        # As many threads as a turn in this process would have: results must not depend on where it runs.
+        """Run calls in forked processes, the longest first.
+
+        Yields:
+            A client and a function that returns its answer or raises, in the order in which calls
+            finish.
+        """
+        start = time.perf_counter()
+        # A forked call uses the number of threads that it would use in this process: results must
+        # not depend on where it runs.
         by_core = self._by_core(len(args))
         width = self.cores if by_core else 1
         threads = 1 if by_core else torch.get_num_threads()
-        for k in sorted(
-            args, key=lambda k: (-self._took.get((method, k), 0.0), -len(self.clients[k].data))
-        ):
+
+        def expected_length(k: int) -> tuple[float, int]:
+            return self._took.get((method, k), 0.0), len(self.clients[k].data)
+
+        jobs = {}
+        for k in sorted(args, key=expected_length, reverse=True):
             try:
-                jobs[k] = self._job(method, k, args[k])
+                jobs[k] = self._make_job(method, k, args[k])
             except Exception as error:
-                yield k, partial(_again, error)
-        homes = forks.side_by_side(
-            jobs, width, self._report_to, self.watched.advance, self.timeout, threads
+                yield k, partial(_raise, error)
+        outcomes = forks.side_by_side(
+            jobs, width, self._set_monitor, self.watched.advance, self.timeout, threads
         )
-        for k, home, death in homes:
-            yield k, partial(self._at_home_again, method, k, args[k], home, death)
+        for k, outcome, death in outcomes:
+            yield k, partial(self._finish_job, method, k, args[k], outcome, death)
         self._cost[method] = (time.perf_counter() - start) * min(width, len(args)) / len(args)
 
-    def _job(self, method: str, k: int, args: tuple[Any, ...]) -> Job:
-        arrived = self.wire.carry(args, method, k, "down")
-        known = [leaf for _, leaf in leaves(arrived)] + self.clients[k].holdings()
-        work = partial(self._away, method, k, self._path(method, k), arrived)
+    def _make_job(self, method: str, k: int, args: tuple[Any, ...]) -> Job:
+        """Return a client's call as a job for a forked process."""
+        received = self.wire.carry(args, method, k, "down")
+        known = [leaf for _, leaf in leaves(received)] + self.clients[k].holdings()
+        work = partial(self._call_in_fork, method, k, self._path(method, k), received)
         return Job(work, [leaf for leaf in known if isinstance(leaf, Tensor)])
 
-    def _report_to(self, monitor: Monitor) -> None:
+    def _set_monitor(self, monitor: Monitor) -> None:
         self.watched = monitor
 
-    def _away(
-        self, method: str, k: int, path: tuple[object, ...], arrived: tuple[Any, ...]
+    def _call_in_fork(
+        self, method: str, k: int, path: tuple[object, ...], received: tuple[Any, ...]
     ) -> Payload:
-        """A turn in another process: all that it changes here."""
-        client, start = self.clients[k], time.perf_counter()
+        """Run a client's call in a forked process and return all that it changed.
+
+        The result has the answer or the error, and the client's memory, report and model flags.
+        """
+        client = self.clients[k]
+        start = time.perf_counter()
+        outcome: dict[str, Payload]
         try:
-            outcome: dict[str, Payload] = {"answer": self._work(method, k, path, arrived)}
-            list(leaves(outcome["answer"], method))  # what is no payload is refused here
+            outcome = {"answer": self._work(method, k, path, received)}
+            list(leaves(outcome["answer"], method))  # Raises if the answer is not a payload.
         except Exception as error:
             outcome = {
                 "error": f"{type(error).__name__}: {error}",
                 "traceback": traceback.format_exc(),
             }
-        flags = (
-            [p.requires_grad for p in client.model.parameters()],
-            [m.training for m in client.model.modules()],
-        )
-        return {
-            **outcome,
-            "memory": client.memory(),
-            "report": client.report,
-            "flags": flags,
-            "took": time.perf_counter() - start,
-        }
+        outcome["memory"] = client.memory()
+        outcome["report"] = client.report
+        outcome["requires_grad"] = [p.requires_grad for p in client.model.parameters()]
+        outcome["training"] = [module.training for module in client.model.modules()]
+        outcome["took"] = time.perf_counter() - start
+        return outcome
 
-    def _at_home_again(
-        self, method: str, k: int, args: tuple[Any, ...], home: Payload | None, death: str
+    def _finish_job(
+        self, method: str, k: int, args: tuple[Any, ...], outcome: Payload | None, death: str
     ) -> Any:
-        if home is None:
+        """Apply what a forked call changed to the client here and return the checked answer."""
+        if outcome is None:
             raise Elsewhere(death, "")
         client = self.clients[k]
-        self._took[method, k] = home["took"]
-        client.recall(home["memory"])
-        client.report = home["report"]
-        for parameter, trained in zip(client.model.parameters(), home["flags"][0], strict=True):
-            parameter.requires_grad_(trained)
-        for part, training in zip(client.model.modules(), home["flags"][1], strict=True):
-            part.training = training
-        if "error" in home:
+        self._took[method, k] = outcome["took"]
+        client.recall(outcome["memory"])
+        client.report = outcome["report"]
+        parameters = client.model.parameters()
+        for parameter, requires_grad in zip(parameters, outcome["requires_grad"], strict=True):
+            parameter.requires_grad_(requires_grad)
+        for module, training in zip(client.model.modules(), outcome["training"], strict=True):
+            module.training = training
+        if "error" in outcome:
             self.note(k, [ERRORS])
-            raise Elsewhere(home["error"], home["traceback"])
+            raise Elsewhere(outcome["error"], outcome["traceback"])
         self.hear(k, client.report.get(EPSILON))
-        return self.arrived(home["answer"], method, k, args)
+        return self.arrived(outcome["answer"], method, k, args)
