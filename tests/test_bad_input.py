@@ -368,7 +368,7 @@ FACTORIES: dict[str, tuple[list[str], str]] = {
     ),
     "data_is_none": (
         [*PARTITION, "--set", "data.source=mine:data_is_none"],
-        "a NoneType is none; give arrays",
+        "a NoneType is no data set; give arrays",
     ),
     "data_is_text": (
         [*PARTITION, "--set", "data.source=mine:data_is_text"],

@@ -79,9 +79,9 @@ def test_arrays_and_data_sets_are_the_same_images() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (3, "data: a int is none; give arrays"),
+        (3, "data: a int is no data set; give arrays"),
         ([], "data: a list is none"),
-        (TensorDataset(torch.randn(6, 1, 4, 4), torch.arange(6)), "leave normalising to the run"),
+        (TensorDataset(torch.randn(6, 1, 4, 4), torch.arange(6)), "barter normalises images itself"),
         (Pictures(10, size=9), r"images of \(8, 8, 1\) and of \(9, 9, 1\); bring them to one size"),
         (Pictures(0), "there are no images"),
         (
@@ -127,7 +127,7 @@ def test_lists_of_indices() -> None:
     assert torch.equal(task.train[0].pixels[1], torch.from_numpy(given[0][1]).permute(2, 0, 1))
     assert [len(images) for images in task.train] == [3, 30]
     for bad, message in (
-        ([[0, 1], [1, 2]], "sample 1 is given away more than once"),
+        ([[0, 1], [1, 2]], "sample 1 is assigned more than once"),
         ([[0, 1], [40]], "whole numbers from 0 to 39"),
         ([[0, 1], [0.5]], "whole numbers"),
         ([[0, 1], []], "smallest of 2 clients would get 0"),
@@ -136,7 +136,7 @@ def test_lists_of_indices() -> None:
             federation(tiny("local"), data=given, partition=bad, clients=None)
     with pytest.raises(ConfigError, match="2 lists of indices for 3 clients"):
         federation(tiny("local"), data=given, partition=lists, clients=3)
-    with pytest.raises(ConfigError, match="held out for testing: give a test part"):
+    with pytest.raises(ConfigError, match="held out for testing: give test images"):
         federation(tiny("local"), data=arrays(40), partition=lists, clients=None)
 
 
