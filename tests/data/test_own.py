@@ -80,8 +80,11 @@ def test_arrays_and_data_sets_are_the_same_images() -> None:
     ("given", "message"),
     [
         (3, "data: a int is no data set; give arrays"),
-        ([], "data: a list is none"),
-        (TensorDataset(torch.randn(6, 1, 4, 4), torch.arange(6)), "barter normalises images itself"),
+        ([], "data: a list is no data set"),
+        (
+            TensorDataset(torch.randn(6, 1, 4, 4), torch.arange(6)),
+            "barter normalises images itself",
+        ),
         (Pictures(10, size=9), r"images of \(8, 8, 1\) and of \(9, 9, 1\); bring them to one size"),
         (Pictures(0), "there are no images"),
         (
@@ -90,7 +93,7 @@ def test_arrays_and_data_sets_are_the_same_images() -> None:
         ),
         (TensorDataset(torch.rand(6, 1, 4, 4), torch.rand(6)), "a label is 0.*regression"),
         (TensorDataset(torch.rand(6, 1, 4, 4), torch.eye(6)), "a label is float32 of shape"),
-        ([("some text", 1), ("more", 0)], "a tuple is none"),
+        ([("some text", 1), ("more", 0)], "a tuple is no data set"),
         (Texts(), "an image is a str, .*text.* are not supported"),
         (TensorDataset(torch.rand(6, 1, 4, 4)), r"has 1 parts, a pair \(image, label\)"),
         ([arrays(), (np.zeros((4, 5, 5, 1), np.uint8), np.zeros(4, int))], "client 1 .*one size"),
@@ -208,7 +211,7 @@ def test_functions_and_partitions_by_name(tmp_path: Path) -> None:
         ),
         ("fodler:mine", "did you mean 'folder'"),
         (f"{__name__}:nothing", "cannot be imported: module .* has no attribute 'nothing'"),
-        (f"{__name__}:CPU", "data: a device is none"),
+        (f"{__name__}:CPU", "data: a device is no data set"),
     ):
         with pytest.raises(ConfigError, match=message):
             load(source)

@@ -130,7 +130,8 @@ def test_nothing_that_a_file_asks_for_is_run(
     held = np.array({"x": images(8), "y": np.arange(8), "more": Trap()}, dtype=object)
     np.savez(tmp_path / "split" / "train" / "0.npz", data=held)
     with pytest.raises(
-        ConfigError, match=r"Python objects, which are not loaded.*np\.savez\(path, x=d\['x'\], y=d\['y'\]\)"
+        ConfigError,
+        match=r"Python objects, which are not loaded.*np\.savez\(path, x=d\['x'\], y=d\['y'\]\)",
     ):
         load(f"clients:{tmp_path / 'split'}")
     assert not TRAPPED.exists()
