@@ -165,14 +165,13 @@ def require_headers(given: Mapping[str, np.ndarray[Any, Any]], where: str) -> No
             continue
         if x.dtype.kind not in "uif" or x.ndim not in (3, 4) or 0 in x.shape[1:]:
             raise ConfigError(
-                f"{where}: x_{part} is {x.dtype} of shape {x.shape}, uint8 NHWC is expected"
+                f"{where}: x_{part} is {x.dtype} of shape {x.shape}, uint8 NHWC is expected. "
+                f"{SUPPORTED}"
             )
         for key, what in (("y", "class"), ("domain", "domain")):
             numbers = given.get(f"{key}_{part}")
-            if numbers is not None and numbers.shape != x.shape[:1]:
-                raise ConfigError(
-                    f"{where}: {key}_{part} must hold a {what} number from 0 on for each of {len(x)} images"
-                )
+            if numbers is not None:
+                _require_one_per_image(numbers, len(x), what, f"{where}: {key}_{part}")
     for key in ("classes", "domains"):
         if key in given and given[key].nbytes > MOST_NAMES:
             raise ConfigError(f"{where}: {key} holds {given[key].nbytes:,} bytes of names")
@@ -282,20 +281,29 @@ def _names(given: np.ndarray[Any, Any], where: str) -> list[str]:
         raise ConfigError(f"{where} holds names that are not UTF-8: {error}") from error
 
 
+def _require_one_per_image(y: np.ndarray[Any, Any], n: int, what: str, where: str) -> str:
+    """Raise ConfigError unless `y` has one entry per image; return the text for other errors."""
+    wanted = f"{where} must hold a {what} number from 0 on for each of {n} images"
+    if y.ndim == 2 and len(y) == n and y.shape[1] > 1:
+        raise ConfigError(
+            f"{wanted}, and is of shape {y.shape}: y.argmax(1), if each row marks one class. "
+            f"{SUPPORTED}"
+        )
+    if y.shape != (n,):
+        raise ConfigError(wanted)
+    return wanted
+
+
 def _require_numbers(
     y: np.ndarray[Any, Any], n: int, names: list[str] | None, what: str, where: str
 ) -> None:
     """Raise ConfigError unless `y` holds one valid class or domain number per image."""
-    wanted = f"{where} must hold a {what} number from 0 on for each of {n} images"
-    if y.ndim == 2 and len(y) == n and y.shape[1] > 1:
-        raise ConfigError(
-            f"{wanted}, and is of shape {y.shape}: y.argmax(1), if each row marks one class. {SUPPORTED}"
-        )
-    if y.shape == (n,) and y.dtype.kind == "f":
+    wanted = _require_one_per_image(y, n, what, where)
+    if y.dtype.kind == "f":
         raise ConfigError(
             f"{wanted}, and is {y.dtype}: y.astype(int), if these are {what} numbers. {SUPPORTED}"
         )
-    if y.shape != (n,) or not np.issubdtype(y.dtype, np.integer) or n == 0 or y.min() < 0:
+    if not np.issubdtype(y.dtype, np.integer) or n == 0 or y.min() < 0:
         raise ConfigError(wanted)
     if names is not None and y.max() >= len(names):
         raise ConfigError(
