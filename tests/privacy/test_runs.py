@@ -349,7 +349,7 @@ MISTAKES = [
     (
         {"tell.rows": "gaussian clip=1 each=answer of=change"},
         4.0,
-        "nothing comes down from which it could have changed",
+        "the server sends no decimal numbers that could change",
     ),
     ({"tell.labels": "response epsilon=5"}, 4.0, None),
     ({"tell.labels": "response epsilon=5", "tell.rows": "gaussian clip=1"}, 4.0, "already cost"),
