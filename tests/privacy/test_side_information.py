@@ -231,7 +231,7 @@ def test_one_process_says_what_sites_would(
     statement = experiment.privacy()
     assert lines(statement) == expected
     assert math.isfinite(statement.epsilon) == (privacy.epsilon is not None)
-    assert ("if it is passed on, there is no guarantee" in statement.left_out) == (
+    assert ("passing it on voids the guarantee" in statement.left_out) == (
         privacy.epsilon is not None
     )
     assert experiment.folder is not None

@@ -30,7 +30,7 @@ RELATION = (
 )
 LEFT_OUT = "Not counted: whether a client answers, when, and how long it takes."
 HERE = (
-    "In one process the experimenter sees what sites would withhold; if it is passed on, there is no "
+    "In one process the experimenter sees what sites would withhold; passing it on voids the "
     "guarantee."
 )
 VALIDATION = "Validation images count as test images: they are held out from training."
