@@ -35,7 +35,8 @@ def test_a_run_ends_with_its_statement_and_stops_when_the_budget_is_spent(
         "results of evaluation training images nothing 2 ∞",
         "results of evaluation test images nothing 2 ∞",
         "The run as a whole: ε = ∞, there is no guarantee.",
-        "Why: mean and deviation of pixels, learn.weights, teach.logits, results of evaluation left without protection.",
+        "Why: mean and deviation of pixels, learn.weights, teach.logits, results of evaluation left "
+        "without protection.",
         "Why: learn.embeddings: the client's network depends on private images and is not protected.",
         "Test images: ε = ∞, there is no guarantee; accuracies depend on them.",
         "Protected parts cost ε = 8 with δ = 1e-05 together, within the budget of 8.",

@@ -56,7 +56,7 @@ class Ear(Wire):
 
 @dataclass(frozen=True)
 class Told:
-    """What one client uploaded in a round, and the truth behind it; None for what it did not upload."""
+    """The upload of one client in a round, with the ground truth; None for what it did not upload."""
 
     answers: dict[str, Payload]  # all answers, by method
     # network with the uploaded weights, or one extracted from predictions on public images

@@ -66,7 +66,7 @@ class Dataset:
 
     @property
     def may_flip(self) -> bool:
-        """Whether flipping an image horizontally is known to keep its class."""
+        """Return whether flipping an image horizontally is known to keep its class."""
         return self.name in MIRRORED
 
 

@@ -65,7 +65,7 @@ class Mechanism:
 
     @property
     def needs_rows(self) -> bool:
-        """Whether each row of the part must belong to one image."""
+        """Return whether each row of the part must belong to one image."""
         return False
 
     @property
@@ -84,7 +84,7 @@ class Mechanism:
 
     @property
     def promises(self) -> bool:
-        """Whether the mechanism gives a privacy guarantee."""
+        """Return whether the mechanism gives a privacy guarantee."""
         return True
 
     def release(self) -> Release | None:

@@ -99,7 +99,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Privacy:
-    """How answers are protected before they leave a client.
+    """Settings that protect answers before they leave a client.
 
     >>> from barter.privacy import Privacy
     >>> from barter import DFFKE
@@ -288,7 +288,7 @@ class Plan:
 
     @property
     def promised(self) -> bool:
-        """Whether a site that requires a guarantee can take part.
+        """Return whether a site that requires a guarantee can take part.
 
         Such a site releases nothing besides its answers.
         """

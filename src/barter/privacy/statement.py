@@ -54,7 +54,7 @@ class Row:
 
     @property
     def bare(self) -> bool:
-        """Whether it left without any protection."""
+        """Return whether it left without any protection."""
         return math.isinf(self.epsilon) and not self.protection
 
 
@@ -75,7 +75,7 @@ class Statement:
 
     @property
     def protected(self) -> bool:
-        """Whether any part that left was protected."""
+        """Return whether any part that left was protected."""
         return any(row.protection and row.releases for row in self.rows)
 
     @property
