@@ -87,7 +87,7 @@ BAD_NPZ: dict[str, tuple[Callable[[Path], object], str]] = {
     "text": (lambda path: path.write_bytes(b"\xff\xfe\x00"), "cannot be read as an npz"),
     "objects": (
         npz(x_train=np.array([{}], object), y_train=Y),
-        "it holds objects, which are not read",
+        "it holds Python objects, which are not loaded",
     ),
     "no labels": (npz(x_train=X), "lacks y_train; it has x_train"),
     "nothing": (npz(), "lacks x_train, y_train; it has nothing"),
@@ -265,8 +265,8 @@ BAD_PICTURES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"),
         "identify",
     ),
-    "pipe": (os.mkfifo, "is no file"),
-    "leads nowhere": (lambda path: path.symlink_to("nowhere"), "is no file"),
+    "pipe": (os.mkfifo, "is not a file"),
+    "leads nowhere": (lambda path: path.symlink_to("nowhere"), "is not a file"),
 }
 
 
@@ -368,7 +368,7 @@ FACTORIES: dict[str, tuple[list[str], str]] = {
     ),
     "data_is_none": (
         [*PARTITION, "--set", "data.source=mine:data_is_none"],
-        "a NoneType is none; give arrays",
+        "a NoneType is no data set; give arrays",
     ),
     "data_is_text": (
         [*PARTITION, "--set", "data.source=mine:data_is_text"],

@@ -741,7 +741,7 @@ def test_in_a_browser(tmp_path: Path, browser: Browser, kind: str, width: int) -
 @needs_chromium
 def test_on_a_phone_no_column_is_out_of_sight(tmp_path: Path, browser: Browser) -> None:
     names = ["what left the clients", "of", "protected by", "times", "ε"]
-    parts = [["results of evaluation", "training images", "tells nothing of an image", "3", "∞"]]
+    parts = [["results of evaluation", "training images", "independent of any image", "3", "∞"]]
     wide = page.table([f"column {i}" for i in range(9)], [["client 0"] + ["12.3 ± 4.5"] * 8])
     sections = [page.Section("Privacy", [page.table(names, parts, stacked=True), wide])]
     file = tmp_path / "page.html"

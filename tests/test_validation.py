@@ -336,7 +336,9 @@ def test_choosing_by_accuracies_reveals_them() -> None:
         experiment = perceptrons(tiny("fedavg"), data=data, privacy=private, patience=patience)
         experiment.step()
         statement = experiment.privacy()
-        chosen = any("results of evaluation left as computed" in why for why in statement.why)
+        chosen = any(
+            "results of evaluation left without protection" in why for why in statement.why
+        )
         assert chosen == (patience is not None)
         assert "Validation images count as test images" in statement.left_out
 

@@ -79,9 +79,12 @@ def test_arrays_and_data_sets_are_the_same_images() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (3, "data: a int is none; give arrays"),
-        ([], "data: a list is none"),
-        (TensorDataset(torch.randn(6, 1, 4, 4), torch.arange(6)), "leave normalising to the run"),
+        (3, "data: a int is no data set; give arrays"),
+        ([], "data: a list is no data set"),
+        (
+            TensorDataset(torch.randn(6, 1, 4, 4), torch.arange(6)),
+            "barter normalises images itself",
+        ),
         (Pictures(10, size=9), r"images of \(8, 8, 1\) and of \(9, 9, 1\); bring them to one size"),
         (Pictures(0), "there are no images"),
         (
@@ -90,7 +93,7 @@ def test_arrays_and_data_sets_are_the_same_images() -> None:
         ),
         (TensorDataset(torch.rand(6, 1, 4, 4), torch.rand(6)), "a label is 0.*regression"),
         (TensorDataset(torch.rand(6, 1, 4, 4), torch.eye(6)), "a label is float32 of shape"),
-        ([("some text", 1), ("more", 0)], "a tuple is none"),
+        ([("some text", 1), ("more", 0)], "a tuple is no data set"),
         (Texts(), "an image is a str, .*text.* are not supported"),
         (TensorDataset(torch.rand(6, 1, 4, 4)), r"has 1 parts, a pair \(image, label\)"),
         ([arrays(), (np.zeros((4, 5, 5, 1), np.uint8), np.zeros(4, int))], "client 1 .*one size"),
@@ -127,7 +130,7 @@ def test_lists_of_indices() -> None:
     assert torch.equal(task.train[0].pixels[1], torch.from_numpy(given[0][1]).permute(2, 0, 1))
     assert [len(images) for images in task.train] == [3, 30]
     for bad, message in (
-        ([[0, 1], [1, 2]], "sample 1 is given away more than once"),
+        ([[0, 1], [1, 2]], "sample 1 is assigned more than once"),
         ([[0, 1], [40]], "whole numbers from 0 to 39"),
         ([[0, 1], [0.5]], "whole numbers"),
         ([[0, 1], []], "smallest of 2 clients would get 0"),
@@ -136,7 +139,7 @@ def test_lists_of_indices() -> None:
             federation(tiny("local"), data=given, partition=bad, clients=None)
     with pytest.raises(ConfigError, match="2 lists of indices for 3 clients"):
         federation(tiny("local"), data=given, partition=lists, clients=3)
-    with pytest.raises(ConfigError, match="held out for testing: give a test part"):
+    with pytest.raises(ConfigError, match="held out for testing: give test images"):
         federation(tiny("local"), data=arrays(40), partition=lists, clients=None)
 
 
@@ -208,7 +211,7 @@ def test_functions_and_partitions_by_name(tmp_path: Path) -> None:
         ),
         ("fodler:mine", "did you mean 'folder'"),
         (f"{__name__}:nothing", "cannot be imported: module .* has no attribute 'nothing'"),
-        (f"{__name__}:CPU", "data: a device is none"),
+        (f"{__name__}:CPU", "data: a device is no data set"),
     ):
         with pytest.raises(ConfigError, match=message):
             load(source)

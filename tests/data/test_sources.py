@@ -350,7 +350,7 @@ def test_paths_without_their_kind_are_named(
         ("own.npz", r"did you mean 'npz:own\.npz'\?$"),
         ("flat", "write folder:flat with a folder per class, or domains:flat with"),
         ("parts", "write folder:parts with a folder per class$"),
-        ("split", "write clients:split for data that are split already$"),
+        ("split", "write clients:split for data that are already split$"),
     ):
         with pytest.raises(ConfigError, match=advice):
             load(source)

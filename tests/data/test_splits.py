@@ -67,7 +67,7 @@ def test_a_split_that_was_saved_is_the_run_that_it_was_saved_from(tmp_path: Path
     assert first.clients == second.clients
     refused = CliRunner().invoke(app, ["show", "partition", *settings])
     assert isinstance(refused.exception, ConfigError)
-    assert "is there already: a split goes to a new folder" in str(refused.exception)
+    assert "already exists: give a new folder for the split" in str(refused.exception)
 
 
 @pytest.mark.parametrize("scale", ["bytes", "0 to 1", "-1 to 1"])
@@ -130,7 +130,8 @@ def test_nothing_that_a_file_asks_for_is_run(
     held = np.array({"x": images(8), "y": np.arange(8), "more": Trap()}, dtype=object)
     np.savez(tmp_path / "split" / "train" / "0.npz", data=held)
     with pytest.raises(
-        ConfigError, match=r"objects that are not read.*np\.savez\(path, x=d\['x'\], y=d\['y'\]\)"
+        ConfigError,
+        match=r"Python objects, which are not loaded.*np\.savez\(path, x=d\['x'\], y=d\['y'\]\)",
     ):
         load(f"clients:{tmp_path / 'split'}")
     assert not TRAPPED.exists()
@@ -160,7 +161,7 @@ def test_what_is_not_a_split_is_refused(tmp_path: Path) -> None:
         ({"x": images(4).astype(np.float32)}, "float32 of shape .* between 0 and 2.*; give bytes"),
         ({"x": images(4)[..., 0, 0]}, "uint8 of shape"),
         ({"data": np.zeros(3)}, "x and y are expected"),
-        ({"x": images(4), "y": np.array([0, 1.7, 2, 3])}, "classes are whole numbers"),
+        ({"x": images(4), "y": np.array([0, 1.7, 2, 3])}, "classes must be integers"),
     ):
         other = save(tmp_path / message[:3])
         np.savez(

@@ -124,7 +124,7 @@ def test_sites_may_share_the_data_of_the_run(tmp_path: Path) -> None:
         (["site", "nameless.toml"], "site name 'a b': use letters"),
         (
             ["run", "--set", "data.source=sites"],
-            "every site brings its own data, which takes --engine flower",
+            "every site brings its own data, which needs --engine flower",
         ),
         (
             ["run", "--engine", "flower", "--set", "data.source=sites"],

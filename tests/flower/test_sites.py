@@ -314,7 +314,9 @@ def test_a_site_holds_on_to_its_consent_when_it_is_asked(tmp_path: Path) -> None
     said = member.answer({**call, "method": "client_update", "args": (large,)})["error"]
     assert said == "site a was sent 0.4 MB, and takes 0.1 (consent.megabytes) in a call"
     said = member.answer({**call, "method": "train", "args": ()})["error"]
-    assert said == "'train' is not answered: it is none of the methods that are said to cross"
+    assert (
+        said == "'train' is not answered: it is not among the methods that the algorithm declares"
+    )
     other = {**session, "config": toml.replace('name = "fedavg"', 'name = "fedprox"')}
     picky = make_site(Setup(name="a", share=0, consent=Consent(algorithms=("fedavg",))), tmp_path)
     said = picky.answer({**call, "session": other, "method": "client_update", "args": ({},)})[

@@ -176,7 +176,7 @@ def test_calibration_beside_others() -> None:
     noise = calibrated(4.0, DELTA, 3, others)
     assert 3.95 < spent({**others, Gaussian(noise): 3}, DELTA) <= 4.0
     with pytest.raises(
-        ConfigError, match=r"privacy.epsilon=0.5: parts whose noise is given cost 0.9 already"
+        ConfigError, match=r"privacy.epsilon=0.5: parts whose noise is given already cost 0.9"
     ):
         calibrated(0.5, DELTA, 3, others)
 

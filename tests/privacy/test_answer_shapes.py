@@ -75,7 +75,7 @@ def test_noise_on_class_means_promises_nothing_alone() -> None:
     assert given == dict.fromkeys(["learn.classes", "learn.vectors"], "the shape of the answer")
     assert (
         statement.why[-1]
-        == "learn.vectors: the shape of the answer comes from private images without protection"
+        == "learn.vectors: the shape of the answer depends on private images and is not protected"
     )
     assert math.isinf(statement.epsilon)
 

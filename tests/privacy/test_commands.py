@@ -34,11 +34,12 @@ def test_a_run_ends_with_its_statement_and_stops_when_the_budget_is_spent(
         "learn.labels training images withhold 2 0",
         "results of evaluation training images nothing 2 ∞",
         "results of evaluation test images nothing 2 ∞",
-        "The run as a whole: ε = ∞, there is no promise.",
-        "Why: mean and deviation of pixels, learn.weights, teach.logits, results of evaluation left as computed.",
-        "Why: learn.embeddings: the client's network comes from private images without protection.",
-        "Test images: ε = ∞, there is no promise; accuracies tell of them.",
-        "What is protected costs ε = 8 with δ = 1e-05 together, within 8.",
+        "The run as a whole: ε = ∞, there is no guarantee.",
+        "Why: mean and deviation of pixels, learn.weights, teach.logits, results of evaluation left "
+        "without protection.",
+        "Why: learn.embeddings: the client's network depends on private images and is not protected.",
+        "Test images: ε = ∞, there is no guarantee; accuracies depend on them.",
+        "Protected parts cost ε = 8 with δ = 1e-05 together, within the budget of 8.",
     ):
         assert words in text
     assert said(capsys, "privacy", run) in text
@@ -61,7 +62,9 @@ def test_other_runs_say_that_nothing_is_protected(
         in text
     )
     text = said(capsys, "privacy", str(tmp_path / "run"))
-    assert "Why: mean and deviation of pixels, results of evaluation left as computed." in text
+    assert (
+        "Why: mean and deviation of pixels, results of evaluation left without protection." in text
+    )
     assert "Sites with `epsilon` in their site.toml withhold this" in text
     (tmp_path / "run" / "privacy.json").unlink()
     assert "says nothing of privacy" in said(capsys, "privacy", str(tmp_path / "run"), status=2)
@@ -117,5 +120,5 @@ def test_sites_are_not_said_to_take_part_where_they_would_not() -> None:
         experiment = small_federation(tiny("dffke"), models="small-mlp", rounds=1, privacy=privacy)
         experiment.step()
         text = " ".join(conclusion(experiment.privacy()))
-        assert ("there is no promise." in text) != finite
+        assert ("there is no guarantee." in text) != finite
         assert "Sites with `epsilon`" not in text

@@ -118,7 +118,7 @@ def test_training_of_which_nobody_says_the_cost_has_no_epsilon() -> None:
     said = {k: epsilon for k, epsilon in experiment.engine.told.items() if k != 1}
     found = statement(TRAINING, experiment.algorithm, experiment.engine.crossed, said, secret=True)
     assert math.isinf(found.epsilon)
-    assert found.why == ("client 1 names no finite ε of what it told",)
+    assert found.why == ("client 1 reports no finite ε",)
     for nonsense in (None, "little", math.nan, -1.0):
         experiment.engine.told.clear()
         experiment.engine.hear(1, nonsense)
@@ -130,13 +130,15 @@ def test_what_is_no_part_of_an_answer_has_left_too() -> None:
     experiment.step()
     found = experiment.privacy()
     assert [row.part for row in found.rows if row.bare] == [PIXELS, "tell", RESULTS, RESULTS]
-    assert found.why == (f"{PIXELS}, tell, {RESULTS} left as computed",)
+    assert found.why == (f"{PIXELS}, tell, {RESULTS} left without protection",)
     noisy = Privacy(epsilon=9, parts={"tell": "gaussian clip=1"})
     experiment = small_federation(Careless(), models="small-mlp", privacy=noisy)
     experiment.step()
     found = experiment.privacy()
     assert 0 < found.clients[0] < math.inf, "of its numbers; how many there are is counted nowhere"
-    assert "tell: the shape of the answer comes from private images without protection" in found.why
+    assert (
+        "tell: the shape of the answer depends on private images and is not protected" in found.why
+    )
 
 
 def test_what_the_run_told_that_this_one_started_from_is_not_forgotten(tmp_path: Path) -> None:
@@ -150,7 +152,7 @@ def test_what_the_run_told_that_this_one_started_from_is_not_forgotten(tmp_path:
     (why,) = experiment.privacy().why
     assert (
         why
-        == f"it began with the networks of {start}, and what that run told of the same images is not counted"
+        == f"it started from the networks of {start}, and what that run revealed about the same images is not counted"
     )
 
 

@@ -112,7 +112,7 @@ def test_changes_are_bounded_too(one: Tensor, other: Tensor) -> None:
     assert float((told(one) - told(other)).norm()) <= 3.0 + 1e-5
     near = 1 + one / one.norm()
     assert torch.allclose(told(near), near), "what is near enough stays"
-    with pytest.raises(ConfigError, match="nothing of the answer's structure came down"):
+    with pytest.raises(ConfigError, match="the server sent nothing of the answer's structure"):
         change.apply([one], Turn(CLIENT, "answer", Seeded(0), (7, down)))
 
 
@@ -237,7 +237,7 @@ def test_mechanisms_are_written_as_they_are_read(text: str) -> None:
         ("gaussian clip=nan", "must be a finite number"),
         ("gaussian clip=1 each=row", "each='row': must be"),
         ("gaussian clip=1 sigma=2", "unknown key"),
-        ("gaussian clip=1 each=image of=change", "it is for answers as a whole"),
+        ("gaussian clip=1 each=image of=change", "it applies to answers as a whole"),
     ],
 )
 def test_mistakes_in_what_is_written(text: str, message: str) -> None:

@@ -116,7 +116,7 @@ def test_what_sites_tell_has_rows_and_counts(
     statement = across([own(tmp_path, k) for k in range(2)], Privacy(parts=PARTS))
     assert lines(statement) == told("gaussian clip=5 noise=2", 1)
     assert statement.why == (
-        "mean and deviation of pixels, results of evaluation left as computed",
+        "mean and deviation of pixels, results of evaluation left without protection",
     )
     assert math.isinf(statement.epsilon)
     assert math.isinf(statement.of_tests)
@@ -231,7 +231,7 @@ def test_one_process_says_what_sites_would(
     statement = experiment.privacy()
     assert lines(statement) == expected
     assert math.isfinite(statement.epsilon) == (privacy.epsilon is not None)
-    assert ("whoever is shown that has no promise" in statement.left_out) == (
+    assert ("passing it on voids the guarantee" in statement.left_out) == (
         privacy.epsilon is not None
     )
     assert experiment.folder is not None

@@ -44,7 +44,7 @@ def test_a_run_across_sites_is_accounted_for(
     statement = experiment.privacy()
     assert max(statement.clients.values()) == pytest.approx(20, abs=0.01)
     assert statement.why == (
-        "mean and deviation of pixels, results of evaluation left as computed",
+        "mean and deviation of pixels, results of evaluation left without protection",
     )
     assert statement.noise == "the operating system of each site"
     assert (tmp_path / "run" / "privacy.json").read_text() == statement.to_json()

@@ -1,1 +1,1 @@
-"""What somebody who sees all that clients tell can learn of their images: attacks on a run, by the experimenter."""
+"""Privacy attacks on a run: what a server can learn about private images from clients' answers."""

@@ -1,4 +1,4 @@
-"""All attacks on a run, one after the other, and what is kept of them in its folder."""
+"""Run all attacks on a run and save their results in its folder."""
 
 from __future__ import annotations
 
@@ -20,35 +20,53 @@ from barter.runs.picture import sheet
 
 __all__ = ["attack", "attacked"]
 
-DATA, SHEET = "attack.json", "attack.png"
+DATA = "attack.json"
+SHEET = "attack.png"
 
 
 def attacked(run: Path, shadows: int, monitor: Monitor) -> Iterator[Table | str]:
-    """What can be learnt from one more round of a run, through the same protection, for people and in its folder."""
+    """Attack a run and yield its results as tables and text.
+
+    Args:
+        run: The folder of the run.
+        shadows: The number of shadow runs for membership inference; must be even.
+        monitor: Shows progress.
+    """
     results, paths = attack(run, shadows, monitor)
     yield from shown(results)
     yield f"kept: {', '.join(map(str, paths))}"
 
 
 def attack(run: Path, shadows: int, monitor: Monitor) -> tuple[list[Result], list[Path]]:
-    """The same as data, and the files that hold it."""
+    """Run one more round under the same protection, and attack what clients upload in it.
+
+    Args:
+        run: The folder of the run, where results are saved.
+        shadows: The number of shadow runs for membership inference; must be even.
+        monitor: Shows progress.
+
+    Returns:
+        The results, and the paths of the files that hold them.
+
+    Raises:
+        ConfigError: If the number of shadow runs is odd, or results cannot be written.
+    """
     if shadows % 2:
         raise ConfigError(
-            f"--shadows {shadows}: of two runs each has one half of the images; give an even number"
+            f"--shadows {shadows}: shadow runs come in pairs that share out the images; give an "
+            "even number"
         )
     experiment = Experiment.revisited(run, unlimited=True)
-    name, before = type(experiment.algorithm).__name__, experiment.round
+    name = type(experiment.algorithm).__name__
+    before = experiment.round
     with threaded(experiment.config.threads):
         with monitor.phase(f"round {before + 1}, overheard", 1):
-            told = overheard(experiment)
+            uploads = overheard(experiment)
         experiment.engine.watched = monitor
         public, others = split_test(experiment)
-        pictured, rows = inversion(experiment, told, public)
-        results = [
-            *pictured,
-            *membership(experiment, told, public, others, shadows, monitor),
-            *labels(experiment, told, public),
-        ]
+        results, rows = inversion(experiment, uploads, public)
+        results += membership(experiment, uploads, public, others, shadows, monitor)
+        results += labels(experiment, uploads, public)
     about = {
         "algorithm": name,
         "round": before + 1,
@@ -62,11 +80,10 @@ def attack(run: Path, shadows: int, monitor: Monitor) -> tuple[list[Result], lis
     except OSError as error:
         raise ConfigError(f"{paths[0]} cannot be written: {error}") from error
     if rows:
-        title = f"{name} after round {before}: private images, the nearest that an attacker makes of what was told,\n"
-        sheet(
-            rows,
-            f"{title}and the nearest by guessing from the class. Experimenter's view only",
-            run / SHEET,
+        title = (
+            f"{name} after round {before}: private images, their best reconstruction from uploads,\n"
+            "and the best guess from the class. Experimenter's view only"
         )
+        sheet(rows, title, run / SHEET)
         paths.append(run / SHEET)
     return results, paths

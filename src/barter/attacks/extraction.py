@@ -1,7 +1,8 @@
-"""A network from predictions: whoever hears what a client says of public images can have another learn to say it.
+"""Model extraction: distil a client's network from its predictions on public images.
 
-So methods that send no weights do not hide them altogether (Tramèr et al., "Stealing Machine Learning Models via
-Prediction APIs", USENIX Security 2016). The attacker knows the client's architecture, as the server does.
+Not sending weights does therefore not hide the network (Tramèr et al., "Stealing Machine Learning
+Models via Prediction APIs", USENIX Security 2016). The attacker knows the client's architecture, as
+the server does.
 """
 
 from __future__ import annotations
@@ -27,39 +28,61 @@ BATCH = 100
 def predictions(
     answers: Mapping[str, Payload], sent: Mapping[str, Payload], classes: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Places of public images that a client was asked about, and what it said of each; none if it said nothing."""
+    """Find a client's predictions on public images.
+
+    Args:
+        answers: The client's answers by method.
+        sent: The arguments of each method.
+        classes: The number of classes.
+
+    Returns:
+        Indices of public images and a row of predictions for each; None if there are none.
+    """
     for method, answer in answers.items():
-        asked = [x for x in _tensors(sent.get(method)) if x.ndim == 1 and x.dtype == torch.int64]
-        said = [
+        indices = [x for x in _tensors(sent.get(method)) if x.ndim == 1 and x.dtype == torch.int64]
+        tables = [
             x
             for x in _tensors(answer)
             if x.ndim == 2 and x.shape[1] == classes and x.is_floating_point()
         ]
-        pairs = [
-            (places, values) for places in asked for values in said if len(places) == len(values)
-        ]
-        if pairs:
-            return pairs[0]
+        for index in indices:
+            for table in tables:
+                if len(index) == len(table):
+                    return index, table
     return None
 
 
 def _tensors(tree: Payload) -> Iterator[Tensor]:
+    """Yield all tensors of a tree."""
     yield from (leaf for _, leaf in leaves(tree) if isinstance(leaf, Tensor))
 
 
 def extracted(like: Classifier, public: Images, places: Tensor, said: Tensor) -> Classifier:
-    """A new network of the same architecture that learnt what was said of these public images."""
+    """Train a new network of the same architecture on predictions for public images.
+
+    Args:
+        like: A network of the client's architecture; its weights are not used.
+        public: The public images.
+        places: Indices of the images that have predictions.
+        said: Probabilities or logits for each of them.
+    """
     network = copy.deepcopy(like).requires_grad_(True)
     for part in network.modules():
         if callable(reset := getattr(part, "reset_parameters", None)):
             reset()
-    said = said.float()
-    shares = bool((said >= 0).all()) and torch.allclose(
-        said.sum(1), torch.ones(len(said)), atol=1e-3
-    )
-    target = said if shares else said.softmax(1)
-    recipe = adam(1e-3, cosine=True)
+    predicted = said.float()
+    sums = predicted.sum(1)
+    sums_to_one = torch.allclose(sums, torch.ones_like(sums), atol=1e-3)
+    are_probabilities = bool((predicted >= 0).all()) and sums_to_one
+    target = predicted if are_probabilities else predicted.softmax(1)
     distil(
-        network, public, places, [target], soft_loss, batch_size=BATCH, recipe=recipe, steps=STEPS
+        network,
+        public,
+        places,
+        [target],
+        soft_loss,
+        batch_size=BATCH,
+        recipe=adam(1e-3, cosine=True),
+        steps=STEPS,
     )
     return network.eval().requires_grad_(False)

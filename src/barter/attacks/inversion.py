@@ -1,15 +1,16 @@
-"""Images from what clients told of single images: embeddings, and what the server draws of them.
+"""Inversion: reconstruct private images from uploads that belong to single images.
 
-The attacker is the server. It has each client's network as the client told it, images of the same kind that are no
-client's, and knows how answers are protected. So it can make pairs of its own images and of what would have been told
-of them, and train a network that turns the one into the other; from there, it goes down the slope of how far an image's
-embedding is from the one that was told.
+The attacker is the server. It has each client's uploaded network and images of the same kind that
+belong to no client, and it knows how answers are protected. It computes what a client would upload
+for the attacker's own images, and trains a network that maps uploads back to images. From its
+output, gradient descent on the image minimises the distance between the image's embedding and the
+uploaded one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 
 import torch
@@ -26,29 +27,43 @@ from barter.core.nodes import Client
 from barter.experiment import Experiment
 from barter.ops.fit import Trainer, adam, epoch_length, index_batches
 from barter.ops.views import embeddings, number, parts_of, seen
-from barter.privacy.mechanisms import Additive, Mechanism
+from barter.privacy.mechanisms import Additive
 from barter.runs.picture import Row
 
 __all__ = ["inversion"]
 
-IMAGES = 30  # of each client that are looked for
-PUBLIC = 500  # of the attacker's images that it learns from, at most
-COPIES = 1500  # of them, shifted and with other noise, about so many together
+IMAGES = 30  # number of each client's images to reconstruct
+PUBLIC = 500  # limit on the attacker's images to learn from
+COPIES = 1500  # approximate number of training pairs, with shifted copies and new noise
 EPOCHS = 25
 BATCH = 100
-WIDTH = 256  # of the attacker's network
-DESCENT = 150  # steps
-COLUMNS = 10  # of the sheet
+WIDTH = 256  # width of the attacker's network
+DESCENT = 150  # steps of gradient descent on an image
+COLUMNS = 10  # images per row of the sheet
 
-NETWORK, SLOPE, DRAWN = "network from embeddings", "descent from there", "transfer images"
+# Names of attacks.
+NETWORK = "network from embeddings"
+SLOPE = "descent from there"
+DRAWN = "transfer images"
 GIVEN = "nearest of the images given away"
-MEAN, NEAREST = "mean of the class", "nearest image of the class"
+# Names of baselines that use no upload.
+MEAN = "mean of the class"
+NEAREST = "nearest image of the class"
 
 
 def inversion(
     experiment: Experiment, told: dict[int, Told], public: Images
 ) -> tuple[list[Result], list[Row]]:
-    """What each attack comes to, and rows of a sheet: of each client, images and the nearest that was made of them."""
+    """Run every inversion attack that the clients' uploads allow.
+
+    Args:
+        experiment: The attacked run.
+        told: What each client uploaded.
+        public: The attacker's images.
+
+    Returns:
+        The results, and rows of a sheet with private images and their best reconstructions.
+    """
     values: dict[str, dict[int, dict[str, float]]] = {}
     pictures: dict[int, tuple[Tensor, Tensor, dict[str, Tensor]]] = {}
     for k, client in clients_of(experiment).items():
@@ -56,47 +71,52 @@ def inversion(
             continue
         chosen = torch.arange(min(IMAGES, len(places)))
         with seeds.scope(experiment.config.seed, "inversion", k):
-            made = dict(_attempts(experiment, client, told[k], chosen, public))
+            reconstructions = dict(_attempts(experiment, client, told[k], chosen, public))
         every = visible(client.data.batch(torch.arange(len(client.data))), client.data.spec)
-        real, labels = every[places[chosen]], client.data.labels[places[chosen]]
-        made |= _guesses(real, labels, public)
-        for name, images in made.items():
-            near, alike, hit = (
-                psnr(real, images),
-                ssim(real, images),
-                found(every, places[chosen], images),
-            )
+        originals = places[chosen]
+        real = every[originals]
+        labels = client.data.labels[originals]
+        reconstructions |= _guesses(real, labels, public)
+        for name, images in reconstructions.items():
+            decibels = psnr(real, images)
             values.setdefault(name, {})[k] = {
-                **{"psnr": float(near.mean()), "best_psnr": float(near.max())},
-                **{"ssim": float(alike.mean()), "found": float(hit.double().mean())},
+                "psnr": float(decibels.mean()),
+                "best_psnr": float(decibels.max()),
+                "ssim": float(ssim(real, images).mean()),
+                "found": float(found(every, originals, images).double().mean()),
             }
-        pictures[k] = real, labels, made
+        pictures[k] = (real, labels, reconstructions)
     if not values:
         why = "nothing that left the clients belongs to a single image"
         return [Result("inversion", "images", note=why)], []
     results = [
-        averaged("inversion", name, found, guess=name in (MEAN, NEAREST))
-        for name, found in values.items()
+        averaged("inversion", name, by_client, guess=name in (MEAN, NEAREST))
+        for name, by_client in values.items()
     ]
     if NETWORK not in values:
-        results.append(
-            Result(
-                "inversion", NETWORK, note="no embeddings left the clients, or not with the network"
-            )
-        )
+        why = "no embeddings left the clients, or not with the network"
+        results.append(Result("inversion", NETWORK, note=why))
     return results, _sheet(experiment, results, pictures)
 
 
 def _attempts(
     experiment: Experiment, client: Client, told: Told, chosen: Tensor, public: Images
 ) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the reconstructions of each attack on one client.
+
+    Args:
+        experiment: The attacked run.
+        client: The attacked client.
+        told: What it uploaded.
+        chosen: Indices of the rows to reconstruct.
+        public: The attacker's images.
+    """
     spec = client.data.spec
     if told.rows is not None and told.network is not None and told.places is not None:
-        own = client.data.labels[told.places[chosen]]
+        true_labels = client.data.labels[told.places[chosen]]
+        labels = None if told.labels is None else told.labels[1]
         attacker = _Attacker(experiment, client.id, told, told.network, public)
-        rows = attacker.paired(
-            told.rows[1], None if told.labels is None else told.labels[1], chosen, own
-        )
+        rows = attacker.paired(told.rows[1], labels, chosen, true_labels)
         first = attacker.invert(rows)
         yield NETWORK, first
         if not attacker.means:
@@ -104,151 +124,205 @@ def _attempts(
     if told.images is not None:
         yield DRAWN, visible(told.images[chosen], spec)
     if told.given is not None and told.places is not None:
-        yield (
-            GIVEN,
-            _nearest(
-                visible(client.data.batch(told.places[chosen]), spec), visible(told.given, spec)
-            ),
-        )
+        real = visible(client.data.batch(told.places[chosen]), spec)
+        yield GIVEN, _nearest(real, visible(told.given, spec))
 
 
 class _Attacker:
-    """A server that turns one client's rows into images."""
+    """A server that reconstructs images from the rows of one client.
+
+    Args:
+        experiment: The attacked run.
+        k: The client's id.
+        told: What the client uploaded, with rows.
+        network: The client's network.
+        public: The attacker's images.
+    """
 
     def __init__(
         self, experiment: Experiment, k: int, told: Told, network: Classifier, public: Images
     ) -> None:
         assert told.rows is not None
-        self.experiment, self.k, self.told, self.network, self.spec = (
-            experiment,
-            k,
-            told,
-            network,
-            public.spec,
-        )
-        self.guard, (self.part, rows) = guard_of(experiment), told.rows
-        self.shape, self.views = rows.shape[1:], 1 if rows.ndim == 2 else rows.shape[1]
-        mechanism: Mechanism | None = self.guard.plan.mechanisms.get(
-            self.guard.plan.covers.get(self.part, "")
-        )
-        self.means = (
-            mechanism is not None and mechanism.beside is not None
-        )  # rows are those of classes, not of images
-        alone = (
-            isinstance(mechanism, Additive)
-            and (mechanism.each or self.guard.plan.each(self.part)) == "image"
-        )
-        self.cut: Callable[[Tensor], Tensor] = mechanism.clipped if alone else lambda rows: rows  # type: ignore[union-attr]
+        part, rows = told.rows
+        self.experiment = experiment
+        self.k = k
+        self.told = told
+        self.network = network
+        self.spec = public.spec
+        self.guard = guard_of(experiment)
+        self.part = part
+        self.shape = rows.shape[1:]
+        self.views = 1 if rows.ndim == 2 else rows.shape[1]
         self.public = Images(public.pixels[:PUBLIC], public.labels[:PUBLIC], public.spec)
+        plan = self.guard.plan
+        self.mechanism = plan.mechanisms.get(plan.covers.get(part, ""))
+        # Whether rows are means of classes, and do not belong to single images.
+        self.means = self.mechanism is not None and self.mechanism.beside is not None
+
+    def clip(self, rows: Tensor) -> Tensor:
+        """Clip rows as the client does; unchanged if its mechanism does not clip single rows."""
+        mechanism = self.mechanism
+        if not isinstance(mechanism, Additive):
+            return rows
+        by_row = (mechanism.each or self.guard.plan.each(self.part)) == "image"
+        return mechanism.clipped(rows) if by_row else rows
 
     def paired(self, rows: Tensor, labels: Tensor | None, chosen: Tensor, own: Tensor) -> Tensor:
-        """The row that was told of each chosen image; where rows are those of classes, its class's, if there is one."""
+        """Return the uploaded row of each chosen image.
+
+        If rows are means of classes, this is the row of the image's class, or the mean of all rows
+        for a class without a row.
+
+        Args:
+            rows: The uploaded rows.
+            labels: The uploaded labels of the rows.
+            chosen: Indices of images among the rows.
+            own: The true labels of the chosen images.
+        """
         rows = rows.flatten(1)
         if not self.means or labels is None:
             return rows[chosen]
-        first = [
-            int(at[0]) if len(at := (labels == c).nonzero()[:, 0]) else -1
-            for c in range(self.spec.classes)
-        ]
-        every = torch.cat(
-            [rows, rows.mean(0, keepdim=True)]
-        )  # of a class that nothing was told of, the mean of all
-        return every[torch.tensor(first)[own]]
+        candidates = torch.cat([rows, rows.mean(0, keepdim=True)])
+        row_of_class = torch.full((self.spec.classes,), -1)
+        for c in range(self.spec.classes):
+            matches = (labels == c).nonzero()[:, 0]
+            if len(matches):
+                row_of_class[c] = matches[0]
+        return candidates[row_of_class[own]]
 
     def told_of(self, images: Images, stream: int) -> Tensor:
-        """What this client would have told of other images, row by row."""
+        """Return the rows that this client would have uploaded for other images.
+
+        Args:
+            images: The images.
+            stream: The seed of the noise.
+        """
         everything = torch.arange(len(images))
         rows = embeddings(self.network, images, everything, parts_of(self.views))
         method, _, key = self.part.partition(".")
+        label_key = None if self.told.labels is None else self.told.labels[0].partition(".")[2]
         answer = {**self.told.answers[method], key: rows.view(len(images), *self.shape)}
-        if self.told.labels is not None:
-            answer[self.told.labels[0].partition(".")[2]] = images.labels
+        if label_key is not None:
+            answer[label_key] = images.labels
         with torch.no_grad():
             client = Client(self.k, self.network, images.device, images, {})
             answer = self.guard.protect(client, method, answer, (), stream)
-        labels = None if self.told.labels is None else answer[self.told.labels[0].partition(".")[2]]
+        labels = None if label_key is None else answer[label_key]
         return self.paired(answer[key], labels, everything, images.labels)
 
     def invert(self, rows: Tensor) -> Tensor:
-        """What a network makes of rows that has learnt from the attacker's images what was told of which image.
+        """Reconstruct images with a network that is trained on pairs of the attacker's images.
 
-        It stops learning where it is nearest to some of these images that it does not learn from.
+        The reconstructions come from the epoch with the smallest error on held-out images.
         """
         held = len(self.public) // 5
         copies = max(1, COPIES // len(self.public))
         x, y = self._pairs(self.public.pixels[held:], self.public.labels[held:], copies)
         x_held, y_held = self._pairs(self.public.pixels[:held], self.public.labels[:held], copies)
-        mean, deviation = x.mean(0), x.std(0).clamp(min=1e-6)
+        mean = x.mean(0)
+        deviation = x.std(0).clamp(min=1e-6)
         network = nn.Sequential(
-            *(nn.Linear(x.shape[1], WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()),
-            *(nn.Linear(WIDTH, y.shape[1]), nn.Sigmoid()),
+            nn.Linear(x.shape[1], WIDTH),
+            nn.ReLU(),
+            nn.Linear(WIDTH, WIDTH),
+            nn.ReLU(),
+            nn.Linear(WIDTH, y.shape[1]),
+            nn.Sigmoid(),
         )
-        trainer, per_epoch = (
-            Trainer.of(network, adam(1e-3, cosine=True)),
-            epoch_length(len(x), BATCH),
-        )
-        batches, nearest, made = index_batches(len(x), BATCH, x.device), math.inf, rows
+
+        def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+            return F.mse_loss(network(inputs), targets)
+
+        trainer = Trainer.of(network, adam(1e-3, cosine=True))
+        per_epoch = epoch_length(len(x), BATCH)
+        batches = index_batches(len(x), BATCH, x.device)
+        smallest = math.inf
+        best = rows
         for epoch in self.experiment.server.track(f"inversion of client {self.k}", range(EPOCHS)):
             for index in islice(batches, per_epoch):
-                trainer.step(
-                    lambda a, b: F.mse_loss(network(a), b), (x[index] - mean) / deviation, y[index]
-                )
+                trainer.step(loss, (x[index] - mean) / deviation, y[index])
             trainer.anneal((epoch + 1) / EPOCHS)
             with torch.no_grad():
-                distance = float(F.mse_loss(network((x_held - mean) / deviation), y_held))
-                if distance < nearest:
-                    nearest, made = distance, network((rows - mean) / deviation)
-        return made.view(-1, *self.spec.shape)
+                error = float(F.mse_loss(network((x_held - mean) / deviation), y_held))
+                if error < smallest:
+                    smallest = error
+                    best = network((rows - mean) / deviation)
+        return best.view(-1, *self.spec.shape)
 
     def _pairs(self, pixels: Tensor, labels: Tensor, copies: int) -> tuple[Tensor, Tensor]:
-        """What would be told of these images and of shifted copies of them, each time with other noise; and they."""
+        """Return training pairs for the attacker's network.
+
+        Args:
+            pixels: The attacker's images.
+            labels: Their labels.
+            copies: The number of copies of each image; all but the first are shifted at random, and
+                each has new noise.
+
+        Returns:
+            The rows that the client would upload, and the flattened images.
+        """
         shift = Augment(crop=max(1, pixels.shape[-1] // 8))
-        every = [augmented(pixels, shift) if i else pixels for i in range(copies)]
-        given, wanted = [], []
-        for i, group in enumerate(
-            [torch.cat(every)] if self.means else every
-        ):  # the mean of more tells more
+        groups = [augmented(pixels, shift) if i else pixels for i in range(copies)]
+        if self.means:  # The mean over more images is more informative.
+            groups = [torch.cat(groups)]
+        inputs = []
+        targets = []
+        for i, group in enumerate(groups):
             images = Images(group, labels.repeat(len(group) // len(labels)), self.spec)
             stream = seeds.stream_seed(
                 self.experiment.config.seed, "inversion", self.k, len(pixels), i
             )
-            given.append(self.told_of(images, stream))
-            wanted.append(visible(images.batch(torch.arange(len(images))), self.spec).flatten(1))
-        return torch.cat(given), torch.cat(wanted)
+            inputs.append(self.told_of(images, stream))
+            targets.append(visible(images.batch(torch.arange(len(images))), self.spec).flatten(1))
+        return torch.cat(inputs), torch.cat(targets)
 
     def descend(self, start: Tensor, rows: Tensor) -> Tensor:
-        """Images near these whose embeddings, cut as the client's are, are nearest to the rows."""
+        """Refine images by gradient descent on the distance of their embeddings to the rows.
+
+        Args:
+            start: The first reconstructions.
+            rows: The uploaded rows, to which embeddings are compared after clipping.
+        """
         mean, deviation = statistics(self.spec, start.device)
-        parts, images = parts_of(self.views), start.clone().requires_grad_(True)
+        parts = parts_of(self.views)
+        images = start.clone().requires_grad_(True)
         views = torch.arange(number(parts)).repeat(len(start))
         optimizer = torch.optim.Adam([images], lr=0.02)
         for _ in self.experiment.server.track(f"descent of client {self.k}", range(DESCENT)):
             x = ((images.clamp(0, 1) - mean) / deviation).repeat_interleave(number(parts), 0)
-            made = self.cut(
-                self.network.features(seen(x, views, parts, self.spec)).reshape(len(start), -1)
-            )
-            (images.grad,) = torch.autograd.grad((made - rows).square().sum(), images)
+            features = self.network.features(seen(x, views, parts, self.spec))
+            computed = self.clip(features.reshape(len(start), -1))
+            (images.grad,) = torch.autograd.grad((computed - rows).square().sum(), images)
             optimizer.step()
         return images.detach().clamp(0, 1)
 
 
 def _guesses(real: Tensor, labels: Tensor, public: Images) -> dict[str, Tensor]:
-    """What needs nothing but the class: the mean of the attacker's images of it, and the nearest of them."""
+    """Return baselines that need only the class: mean and nearest of the attacker's images of it.
+
+    Args:
+        real: The private images.
+        labels: Their labels.
+        public: The attacker's images.
+    """
     have = visible(public.batch(torch.arange(len(public))), public.spec)
-    means, nearest = torch.empty_like(real), torch.empty_like(real)
+    means = torch.empty_like(real)
+    nearest = torch.empty_like(real)
     for i, (image, label) in enumerate(zip(real, labels, strict=True)):
-        alike = have[public.labels == label] if bool((public.labels == label).any()) else have
-        means[i], nearest[i] = alike.mean(0), _nearest(image[None], alike)[0]
+        same_class = public.labels == label
+        candidates = have[same_class] if bool(same_class.any()) else have
+        means[i] = candidates.mean(0)
+        nearest[i] = _nearest(image[None], candidates)[0]
     return {MEAN: means, NEAREST: nearest}
 
 
 def _nearest(wanted: Tensor, have: Tensor) -> Tensor:
-    """Of what one has, the nearest to each."""
+    """Return for each wanted image the nearest of the others."""
     return have[torch.cdist(wanted.flatten(1), have.flatten(1)).argmin(1)]
 
 
 def visible(images: Tensor, spec: Spec) -> Tensor:
-    """Normalised images with pixels between 0 and 1."""
+    """Undo the normalisation of images; pixels are then between 0 and 1."""
     mean, deviation = statistics(spec, images.device)
     return (images * deviation + mean).clamp(0, 1)
 
@@ -258,23 +332,23 @@ def _sheet(
     results: list[Result],
     pictures: dict[int, tuple[Tensor, Tensor, dict[str, Tensor]]],
 ) -> list[Row]:
-    """For each client, images, what the best attack made of them, and the best guess."""
+    """Return two rows per client: the best attack beside the private images, and the best guess.
+
+    Args:
+        experiment: The attacked run.
+        results: The results of all attacks.
+        pictures: For each client private images, their labels, and reconstructions by attack.
+    """
+
+    def best(reconstructions: dict[str, Tensor], guess: bool) -> Tensor:
+        candidates = [r for r in results if r.guess == guess and r.attack in reconstructions]
+        attack = max(candidates, key=lambda r: r.values["psnr"]).attack
+        return reconstructions[attack][:COLUMNS].permute(0, 2, 3, 1)
+
     rows: list[Row] = []
-    for k, (real, labels, made) in pictures.items():
-        for guess in (False, True):
-            best = max(
-                (r for r in results if r.guess == guess and r.attack in made),
-                key=lambda r: r.values["psnr"],
-            )
-            names = [experiment.task.classes[c] for c in labels[:COLUMNS]]
-            before = None if guess else real[:COLUMNS].permute(0, 2, 3, 1)
-            shown = made[best.attack][:COLUMNS].permute(0, 2, 3, 1)
-            rows.append(
-                (
-                    "guess" if guess else f"client {k}",
-                    before,
-                    shown,
-                    [""] * len(names) if guess else names,
-                )
-            )
+    for k, (real, labels, reconstructions) in pictures.items():
+        names = [experiment.task.classes[c] for c in labels[:COLUMNS]]
+        originals = real[:COLUMNS].permute(0, 2, 3, 1)
+        rows.append((f"client {k}", originals, best(reconstructions, False), names))
+        rows.append(("guess", None, best(reconstructions, True), [""] * len(names)))
     return rows

@@ -1,4 +1,4 @@
-"""Which classes does a client have, and of how many images each? What the server reads from what it was told."""
+"""Label inference: which classes a client has, and how often, read from its upload."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ __all__ = ["labels", "prior"]
 
 
 def labels(experiment: Experiment, told: Mapping[int, Told], public: Images) -> list[Result]:
-    """How many labels are right, and how far class shares are from the truth, by each way to read them."""
+    """Infer labels and class frequencies in every available way, and compare with the truth.
+
+    Args:
+        experiment: The attacked run.
+        told: What each client uploaded.
+        public: The attacker's images.
+    """
     clients = {k: client for k, client in clients_of(experiment).items() if k in told}
     found: dict[str, dict[int, dict[str, float]]] = {}
     for k, client in clients.items():
@@ -38,30 +44,33 @@ def labels(experiment: Experiment, told: Mapping[int, Told], public: Images) -> 
         results = [
             Result("labels", "classes", note="nothing that left the clients is about classes")
         ]
-    return (
-        [*results, averaged("labels", "all classes alike", guess, guess=True)] if guess else results
-    )
+    if guess:
+        results.append(averaged("labels", "all classes alike", guess, guess=True))
+    return results
 
 
 def _readings(
     experiment: Experiment, client: Client, told: Told, public: Images
 ) -> dict[str, dict[str, float]]:
-    true, found = client.data.class_counts(), dict[str, dict[str, float]]()
+    """Return the accuracy of each way to infer labels from one client's upload, by its name."""
+    true = client.data.class_counts()
+    found: dict[str, dict[str, float]] = {}
 
-    def read(told_labels: Tensor, part: str) -> dict[str, float]:
-        values = {"distance": share_error(torch.bincount(told_labels, minlength=len(true)), true)}
-        if told.places is not None and _of_images(experiment, part):
-            right = told_labels == client.data.labels[told.places]
-            values = {"right": float(right.double().mean()), **values}
-        return values
+    def judge(inferred: Tensor, part: str) -> dict[str, float]:
+        distance = share_error(torch.bincount(inferred, minlength=len(true)), true)
+        if told.places is None or not _of_images(experiment, part):
+            return {"distance": distance}
+        right = inferred == client.data.labels[told.places]
+        return {"right": float(right.double().mean()), "distance": distance}
 
     if told.labels is not None:
-        found[told.labels[0]] = read(told.labels[1], told.labels[0])
+        name, labels = told.labels
+        found[name] = judge(labels, name)
     if told.rows is not None and told.network is not None:
         name, rows = told.rows
-        whole = rows if rows.ndim == 2 else rows[:, 0]
+        features = rows if rows.ndim == 2 else rows[:, 0]  # the first of several views
         with torch.no_grad():
-            found[f"{name} and weights"] = read(told.network.logits(whole).argmax(1), name)
+            found[f"{name} and weights"] = judge(told.network.logits(features).argmax(1), name)
     for name, counts in _counted(experiment, told.answers):
         found[name] = {"distance": share_error(counts, true)}
     if told.network is not None:
@@ -70,34 +79,45 @@ def _readings(
 
 
 def _of_images(experiment: Experiment, part: str) -> bool:
-    """Whether each row of a part is told of one image, and not of a class."""
+    """Return whether each row of a part belongs to one image, and not to a class."""
     plan = guard_of(experiment).plan
     return part not in plan.covers or plan.mechanisms[plan.covers[part]].beside is None
 
 
 def _counted(experiment: Experiment, answers: Mapping[str, Payload]) -> list[tuple[str, Tensor]]:
-    """Parts that name classes, or have a number that is not negative for each of them."""
-    count, found, tells = (
-        experiment.task.spec.classes,
-        list[tuple[str, Tensor]](),
-        experiment.algorithm.tells,
-    )
+    """Return parts that list classes or hold a non-negative number per class, as class counts."""
+    classes = experiment.task.spec.classes
+    found: list[tuple[str, Tensor]] = []
     for method, parts in parts_of(experiment.algorithm).items():
-        for part in (part for part in parts if method in answers and tells.get(part) != "nothing"):
+        if method not in answers:
+            continue
+        for part in parts:
+            if experiment.algorithm.tells.get(part) == "nothing":
+                continue
             key = part.partition(".")[2]
             for value in take(answers[method], key):
-                if not isinstance(value, Tensor):
-                    continue
-                if key == "classes" and value.ndim == 1 and not value.is_floating_point():
-                    found.append((part, torch.bincount(value, minlength=count)))
-                elif (
-                    value.shape == (count,) and bool((value >= 0).all()) and float(value.sum()) > 0
-                ):
-                    found.append((part, value))
+                counts = _class_counts(value, key, classes)
+                if counts is not None:
+                    found.append((part, counts))
     return found
 
 
+def _class_counts(value: Payload, key: str, classes: int) -> Tensor | None:
+    """Return a value as class counts; None if it cannot be read as such."""
+    if not isinstance(value, Tensor):
+        return None
+    if key == "classes" and value.ndim == 1 and not value.is_floating_point():
+        return torch.bincount(value, minlength=classes)
+    if value.shape == (classes,) and bool((value >= 0).all()) and float(value.sum()) > 0:
+        return value
+    return None
+
+
 def prior(network: Classifier, public: Images) -> Tensor:
-    """What a network takes to be frequent: how much of each class it sees in images of all, for each there is."""
+    """Estimate a network's class prior.
+
+    This is the sum of the predicted probabilities of each class over public images, relative to how
+    often the class occurs among them.
+    """
     logits = predict(network.eval(), public.batch, torch.arange(len(public)))
     return logits.softmax(1).sum(0) / public.class_counts().clamp(min=1)

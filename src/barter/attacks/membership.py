@@ -1,8 +1,8 @@
-"""Was this image a client's? Membership inference on what clients told.
+"""Membership inference: was an image among a client's training images?
 
-RMIA (Zarifzadeh et al., "Low-Cost High-Power Membership Inference Attacks", ICML 2024), online: some runs like the one
-that is attacked, in which each client has a random half of its own images and of others, show how likely a network
-finds an image whether or not it knows it. Threshold γ is 1.
+RMIA (Zarifzadeh et al., "Low-Cost High-Power Membership Inference Attacks", ICML 2024), online: in
+shadow runs each client trains on a random half of its own and of other images. They show how likely
+a network finds an image with and without training on it. The threshold γ is 1.
 """
 
 from __future__ import annotations
@@ -27,42 +27,58 @@ from barter.setup.config import Config
 
 __all__ = ["Pool", "calibrated", "halves", "membership", "pool"]
 
-RATES = (1e-2, 1e-3)  # of false positives
+RATES = (1e-2, 1e-3)  # false positive rates
 
 
 @dataclass(frozen=True)
 class Pool:
-    """A client's images and, behind them, some that are nobody's."""
+    """A client's images (members), followed by images of no client."""
 
     images: Images
-    members: int  # how many of them are the client's
-    judged: Tensor  # places of those that are told apart: of each class as many members as others
+    members: int  # number of the client's images
+    judged: Tensor  # indices of the images to classify: per class as many members as others
 
 
 def pool(own: Images, others: Images, seed: int) -> Pool:
-    """Of each class as many images of others as there are and as the client has, and of its own as many again."""
+    """Join a client's images with others, and choose equally many of both from each class.
+
+    Args:
+        own: The client's images.
+        others: Images of no client.
+        seed: The seed of the choice.
+    """
     draw = torch.Generator().manual_seed(seeds.stream_seed(seed, "pool"))
-    inside, outside = [], []
+    inside = []
+    outside = []
     for c in range(own.spec.classes):
-        mine, theirs = ((images.labels == c).nonzero()[:, 0] for images in (own, others))
+        mine = (own.labels == c).nonzero()[:, 0]
+        theirs = (others.labels == c).nonzero()[:, 0]
         count = min(len(mine), len(theirs))
         inside.append(mine[torch.randperm(len(mine), generator=draw)[:count]])
         outside.append(theirs[torch.randperm(len(theirs), generator=draw)[:count]])
     chosen = torch.cat(outside)
-    pixels, labels = (
-        torch.cat([own.pixels, others.pixels[chosen]]),
-        torch.cat([own.labels, others.labels[chosen]]),
-    )
+    pixels = torch.cat([own.pixels, others.pixels[chosen]])
+    labels = torch.cat([own.labels, others.labels[chosen]])
     judged = torch.cat([*inside, len(own) + torch.arange(len(chosen))])
     return Pool(Images(pixels, labels, own.spec, own.augment), len(own), judged)
 
 
 def halves(count: int, shadows: int, seed: int) -> list[Tensor]:
-    """Places of one half of so many, then of the other, then of a new half, ...: each is in as many as it is not."""
-    draw, found = torch.Generator().manual_seed(seeds.stream_seed(seed, "halves")), list[Tensor]()
-    while len(found) < shadows:
-        found += torch.randperm(count, generator=draw).tensor_split(2)
-    return [half.sort().values for half in found[:shadows]]
+    """Return the indices of the images of each shadow run.
+
+    Two successive runs have the two halves of a random split, so that each image is in half of the
+    runs.
+
+    Args:
+        count: The number of images.
+        shadows: The number of shadow runs.
+        seed: The seed of the splits.
+    """
+    draw = torch.Generator().manual_seed(seeds.stream_seed(seed, "halves"))
+    parts: list[Tensor] = []
+    while len(parts) < shadows:
+        parts += torch.randperm(count, generator=draw).tensor_split(2)
+    return [half.sort().values for half in parts[:shadows]]
 
 
 def membership(
@@ -73,7 +89,16 @@ def membership(
     shadows: int,
     monitor: Monitor,
 ) -> list[Result]:
-    """How well images of clients are told from others, by each attack; public ones show what is usual."""
+    """Run every membership attack that the clients' uploads allow.
+
+    Args:
+        experiment: The attacked run.
+        told: What each client uploaded.
+        public: The attacker's images, which calibrate its scores.
+        others: Images of no client, to be distinguished from members.
+        shadows: The number of shadow runs.
+        monitor: Shows progress.
+    """
     clients = {k: client for k, client in clients_of(experiment).items() if k in told}
     pools = {
         k: pool(client.data, others, experiment.config.seed + k) for k, client in clients.items()
@@ -85,20 +110,19 @@ def membership(
         return [Result("membership", "weights", note=why)]
     results = []
     if known:
-        by = told[next(iter(known))].source
+        source = told[next(iter(known))].source
         own = {k: (likelihood(network, pools[k].images), pools[k]) for k, network in known.items()}
-        results.append(_judged(f"loss threshold, {by}", own))
+        results.append(_judged(f"loss threshold, {source}", own))
         runs = _shadows(experiment.config, experiment.round - 1, pools, shadows, monitor)
-        alike = {
-            k: [run[k].network for run in runs if k in run] for k in known
-        }  # clients are drawn anew in each run
-        scores = {
-            k: (_compared(known[k], them, pools[k], public), pools[k])
-            for k, them in alike.items()
-            if them
-        }
+        scores = {}
+        for k, network in known.items():
+            # Each run samples its own clients, so a client is missing from some.
+            shadow_networks = [run[k].network for run in runs if k in run]
+            if shadow_networks:
+                score = _compared(network, shadow_networks, pools[k], public)
+                scores[k] = (score, pools[k])
         if scores:
-            results.append(_judged(f"RMIA with {shadows} shadow runs, {by}", scores))
+            results.append(_judged(f"RMIA with {shadows} shadow runs, {source}", scores))
     rows = {
         k: (_nearness(told[k], pools[k].images), pools[k])
         for k in known
@@ -115,34 +139,43 @@ def membership(
 
 
 def likelihood(network: Classifier, images: Images) -> Tensor:
-    """The logarithm of how likely a network finds each image's label."""
+    """Return the log-likelihood of each image's label under a network."""
     logits = predict(network.eval(), images.batch, torch.arange(len(images)))
     return logits.double().log_softmax(1).gather(1, images.labels[:, None])[:, 0]
 
 
 def calibrated(own: Tensor, shadows: Tensor, own_public: Tensor, shadows_public: Tensor) -> Tensor:
-    """Of each image, the share of public ones that it is above in how much likelier this network finds it than others.
+    """Return the RMIA score of each image.
 
-    Numbers are logarithms; shadows' have a line for each network. How many they are is the same on both sides.
+    This is the fraction of public images with a smaller likelihood ratio between the attacked and
+    the shadow networks.
+
+    Args:
+        own: Log-likelihoods of the images under the attacked network.
+        shadows: The same under shadow networks, one row each.
+        own_public: Log-likelihoods of public images under the attacked network.
+        shadows_public: The same under the shadow networks.
     """
-    usual = (own_public - shadows_public.logsumexp(0)).sort().values
-    return torch.searchsorted(usual, own - shadows.logsumexp(0), right=True).double() / len(usual)
+    # The number of shadow networks cancels, as it is the same on both sides.
+    public_ratios = (own_public - shadows_public.logsumexp(0)).sort().values
+    ratios = own - shadows.logsumexp(0)
+    return torch.searchsorted(public_ratios, ratios, right=True).double() / len(public_ratios)
 
 
 def _compared(
     own: Classifier, others: Sequence[Classifier | None], pool: Pool, public: Images
 ) -> Tensor:
+    """Return the RMIA score of each image of a pool."""
     networks = [own, *(network for network in others if network is not None)]
-    here, there = (
-        torch.stack([likelihood(n, images) for n in networks]) for images in (pool.images, public)
-    )
-    return calibrated(here[0], here[1:], there[0], there[1:])
+    in_pool = torch.stack([likelihood(network, pool.images) for network in networks])
+    in_public = torch.stack([likelihood(network, public) for network in networks])
+    return calibrated(in_pool[0], in_pool[1:], in_public[0], in_public[1:])
 
 
 def _shadows(
     config: Config, rounds: int, pools: Mapping[int, Pool], count: int, monitor: Monitor
 ) -> list[dict[int, Told]]:
-    """What is told in runs like this one, of halves of the pools and with other seeds."""
+    """Return the uploads of shadow runs, which train on halves of the pools with other seeds."""
     inside = {k: halves(len(pool.images), count, config.seed + k) for k, pool in pools.items()}
     return [
         _shadow(config, rounds, pools, {k: inside[k][i] for k in pools}, i, count, monitor)
@@ -159,10 +192,22 @@ def _shadow(
     count: int,
     monitor: Monitor,
 ) -> dict[int, Told]:
+    """Run shadow run `i` and return what each client uploads in its last round.
+
+    Args:
+        config: The configuration of the attacked run.
+        rounds: The number of rounds before the recorded one.
+        pools: Images of each client.
+        inside: Indices of the pool's images that each client trains on.
+        i: The number of this shadow run.
+        count: The number of shadow runs.
+        monitor: Shows progress.
+    """
     experiment = Experiment.from_config(config)
     for k, client in clients_of(experiment).items():
         if k in pools:
-            images, chosen = pools[k].images, inside[k]
+            images = pools[k].images
+            chosen = inside[k]
             client.data = Images(
                 images.pixels[chosen], images.labels[chosen], images.spec, images.augment
             )
@@ -171,48 +216,55 @@ def _shadow(
         for _ in range(rounds):
             experiment.step()
             monitor.advance(1)
-        told = overheard(experiment)
+        uploads = overheard(experiment)
         monitor.advance(1)
-    return told
+    return uploads
 
 
 def _nearness(told: Told, images: Images) -> Tensor:
-    """How near each image's row, as this network makes it, is to the nearest one that was told."""
+    """Return the negative distance of each image's embedding to the nearest uploaded row."""
     assert told.rows is not None
     assert told.network is not None
     rows = told.rows[1]
     views = 1 if rows.ndim == 2 else rows.shape[1]
-    mine = embeddings(told.network, images, torch.arange(len(images)), parts_of(views)).flatten(1)
-    return -torch.cdist(mine.double(), rows.flatten(1).double()).min(1).values
+    index = torch.arange(len(images))
+    computed = embeddings(told.network, images, index, parts_of(views)).flatten(1)
+    return -torch.cdist(computed.double(), rows.flatten(1).double()).min(1).values
 
 
 def _likeness(given: Tensor, images: Images) -> Tensor:
-    """How near each image is to the nearest of those that were given away."""
-    return (
-        -torch.cdist(images.batch(torch.arange(len(images))).flatten(1), given.flatten(1))
-        .min(1)
-        .values
-    )
+    """Return the negative distance of each image to the nearest uploaded image."""
+    own = images.batch(torch.arange(len(images))).flatten(1)
+    return -torch.cdist(own, given.flatten(1)).min(1).values
 
 
 def _judged(attack: str, scores: Mapping[int, tuple[Tensor, Pool]]) -> Result:
-    """Of all clients' images together, and of each client's."""
-    pairs = {k: _apart(score, pool) for k, (score, pool) in scores.items()}
-    every = tuple(torch.cat(column) for column in zip(*pairs.values(), strict=True))
+    """Return the result of an attack over all clients' images, and for each client.
+
+    Args:
+        attack: The name of the attack.
+        scores: Score of each image of a client's pool, and the pool.
+    """
+    pairs = {k: _split_scores(score, pool) for k, (score, pool) in scores.items()}
+    members = torch.cat([own for own, _ in pairs.values()])
+    others = torch.cat([other for _, other in pairs.values()])
     clients = {k: _values(*pair) for k, pair in pairs.items() if all(map(len, pair))}
-    note = f"{len(every[0])} members and {len(every[1])} others" + (
-        "; so few that 0.1 % of them is none" if len(every[1]) * RATES[-1] < 1 else ""
-    )
-    return Result("membership", attack, _values(*every), clients, note)
+    note = f"{len(members)} members and {len(others)} others"
+    if len(others) * RATES[-1] < 1:
+        note += "; too few for a false positive rate of 0.1 %"
+    return Result("membership", attack, _values(members, others), clients, note)
 
 
-def _apart(score: Tensor, pool: Pool) -> tuple[Tensor, Tensor]:
+def _split_scores(score: Tensor, pool: Pool) -> tuple[Tensor, Tensor]:
+    """Return the scores of members and of others."""
     inside = pool.judged < pool.members
     return score[pool.judged[inside]], score[pool.judged[~inside]]
 
 
 def _values(members: Tensor, others: Tensor) -> dict[str, float]:
+    """Return area under the curve, its standard error, and true positive rates."""
     area, error = auc(members, others)
-    return {"auc": area, "error": error} | {
-        f"tpr_{rate:.1%}": true_positives(members, others, rate) for rate in RATES
-    }
+    values = {"auc": area, "error": error}
+    for rate in RATES:
+        values[f"tpr_{rate:.1%}"] = true_positives(members, others, rate)
+    return values

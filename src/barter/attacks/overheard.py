@@ -1,11 +1,10 @@
-"""What a server hears in one round of a run, and the truth behind it, which only the experimenter knows."""
+"""Record what clients upload in one round, with the ground truth that only the experimenter has."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,16 +28,16 @@ from barter.privacy.parts import take
 __all__ = ["Ear", "Told", "clients_of", "guard_of", "overheard", "split_test"]
 
 
-LEAST = 20  # test images
+LEAST = 20  # minimum number of test images
 
 
 class Ear(Wire):
-    """A wire with somebody who listens: what each client was asked and answered, method by method."""
+    """A wire that records the arguments and answers of each client, by method."""
 
     def __init__(self, may_be_infinite: frozenset[str]) -> None:
         super().__init__(may_be_infinite)
         self.heard: dict[int, dict[str, Payload]] = {}
-        self.sent: dict[int, dict[str, Payload]] = {}  # what came with the question
+        self.sent: dict[int, dict[str, Payload]] = {}  # arguments
 
     def carry(
         self,
@@ -50,49 +49,50 @@ class Ear(Wire):
     ) -> Any:
         arrived = super().carry(tree, method, client, direction, device)
         if method != Algorithm.evaluate.__name__:
-            book = self.heard if direction == "up" else self.sent
-            book.setdefault(client, {})[method] = isolate(arrived)
+            record = self.heard if direction == "up" else self.sent
+            record.setdefault(client, {})[method] = isolate(arrived)
         return arrived
 
 
 @dataclass(frozen=True)
 class Told:
-    """What one client told in a round: its network, rows of single images, their labels; none where it told none."""
+    """The upload of one client in a round, with the ground truth; None for what it did not upload."""
 
-    answers: dict[str, Payload]  # all of it, by method
-    # with the weights that it told, or that learnt from what it said of public images
+    answers: dict[str, Payload]  # all answers, by method
+    # network with the uploaded weights, or one extracted from predictions on public images
     network: Classifier | None
-    learnt: bool  # whether it is the latter
-    # the part's name, METHOD.KEY, and a row for each of some images
+    learnt: bool  # whether the network was extracted
+    # name of the part, METHOD.KEY, and rows that belong to single images, such as embeddings
     rows: tuple[str, Tensor] | None
-    labels: tuple[str, Tensor] | None  # the same, and a label for each
-    places: Tensor | None  # the truth: which of the client's images those are
-    images: Tensor | None  # what the server drew of each of them, as networks see images
-    # images that the client itself gave away, made of many of its own, as networks see them
+    labels: tuple[str, Tensor] | None  # name of the part, and a label per row
+    places: Tensor | None  # ground truth: index of each row's image among the client's images
+    images: Tensor | None  # normalised images that the server decoded from the rows
+    # normalised images that the client uploaded, synthesised from many of its own
     given: Tensor | None
 
     @property
     def source(self) -> str:
-        """Where the network comes from."""
+        """The origin of the network."""
         return "network learnt from predictions" if self.learnt else "weights"
 
 
 def clients_of(experiment: Experiment) -> dict[int, Client]:
-    """All clients of a run in this process."""
+    """Return all clients of a run in this process, by id."""
     assert isinstance(experiment.engine, LocalEngine)
     return dict(experiment.engine.clients)
 
 
 def guard_of(experiment: Experiment) -> Guard:
-    """Who stands at the clients' doors."""
+    """Return the guard that protects the clients' answers."""
     assert isinstance(experiment.engine, LocalEngine)
     assert experiment.engine.guard is not None
     return experiment.engine.guard
 
 
 def overheard(experiment: Experiment) -> dict[int, Told]:
-    """One more round, and what each client told in it."""
-    experiment.engine.wire = ear = Ear(experiment.algorithm.may_be_infinite)
+    """Run one more round and return what each client uploaded in it."""
+    ear = Ear(experiment.algorithm.may_be_infinite)
+    experiment.engine.wire = ear
     experiment.step()
     clients = clients_of(experiment)
     return {
@@ -104,30 +104,52 @@ def overheard(experiment: Experiment) -> dict[int, Told]:
 def _told(
     experiment: Experiment, client: Client, answers: dict[str, Payload], sent: dict[str, Payload]
 ) -> Told:
-    network, learnt, data = _network(client, answers), False, client.data
+    """Interpret what one client uploaded.
+
+    Args:
+        experiment: The attacked run.
+        client: The client.
+        answers: Its answers by method.
+        sent: The arguments of each method.
+    """
+    data = client.data
+    network = _network(client, answers)
+    learnt = False
     if network is None and client.public is not None:
-        said = predictions(answers, sent, data.spec.classes)
-        if said is not None:
+        predicted = predictions(answers, sent, data.spec.classes)
+        if predicted is not None:
+            index, logits = predicted
             with seeds.scope(experiment.config.seed, "extraction", client.id):
-                network, learnt = extracted(client.model, client.public, *said), True
+                network = extracted(client.model, client.public, index, logits)
+            learnt = True
     gallery = experiment.algorithm.gallery(
         client, experiment.round, lambda places: torch.arange(len(places))
     )
-    places, images = (
-        (None, None) if gallery is None else (gallery[0], resized(gallery[1], data.spec))
-    )
+    places = None
+    images = None
+    if gallery is not None:
+        places = gallery[0]
+        images = resized(gallery[1], data.spec)
     given = _given(answers, data.spec)
-    if places is None and given is not None:  # they are of all
-        draw = torch.Generator().manual_seed(
-            seeds.stream_seed(experiment.config.seed, "places", client.id)
-        )
-        places = torch.randperm(len(data), generator=draw)
-    part = partial(_part, type(experiment.algorithm).tells, answers)
-    rows, labels = part("row", "row of the network"), part("label")
-    return Told(answers, network, learnt, rows, labels, places, images, given)
+    if places is None and given is not None:
+        # Uploaded images are synthesised from all private ones, so any of these may be compared.
+        seed = seeds.stream_seed(experiment.config.seed, "places", client.id)
+        places = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
+    tells = type(experiment.algorithm).tells
+    return Told(
+        answers=answers,
+        network=network,
+        learnt=learnt,
+        rows=_part(tells, answers, "row", "row of the network"),
+        labels=_part(tells, answers, "label"),
+        places=places,
+        images=images,
+        given=given,
+    )
 
 
 def _network(client: Client, answers: dict[str, Payload]) -> Classifier | None:
+    """Return a network with the weights that a client uploaded, or None."""
     state = next(iter(_states(answers, client.model.state_dict())), None)
     if state is None:
         return None
@@ -137,18 +159,15 @@ def _network(client: Client, answers: dict[str, Payload]) -> Classifier | None:
 
 
 def _given(answers: dict[str, Payload], spec: Spec) -> Tensor | None:
-    """All images among the answers, which are bytes as private ones are."""
-    tensors = [
-        x
-        for _, x in leaves(answers)
-        if isinstance(x, Tensor) and x.dtype == torch.uint8 and x.ndim == 4
-    ]
-    found = [x for x in tensors if x.shape[1] == spec.channels and len(x)]
+    """Return all images in the answers, normalised; they are bytes, as private images are."""
+    tensors = [leaf for _, leaf in leaves(answers) if isinstance(leaf, Tensor)]
+    images = [x for x in tensors if x.dtype == torch.uint8 and x.ndim == 4]
+    found = [x for x in images if x.shape[1] == spec.channels and len(x)]
     return prepared(torch.cat(found), spec, Augment()) if found else None
 
 
 def _states(tree: Payload, like: State) -> Iterator[State]:
-    """Every state of this network in a tree."""
+    """Yield every state of a network in a tree, found by its names and shapes."""
     if isinstance(tree, dict):
         if tree.keys() == like.keys() and all(
             tree[name].shape == value.shape for name, value in like.items()
@@ -164,8 +183,10 @@ def _states(tree: Payload, like: State) -> Iterator[State]:
 def _part(
     tells: Mapping[str, str], answers: dict[str, Payload], *kinds: str
 ) -> tuple[str, Tensor] | None:
-    """The first part of this kind, as the method says of its answers."""
-    for name in (name for name, kind in tells.items() if kind in kinds):
+    """Return name and tensor of the first part that the algorithm declares as one of these kinds."""
+    for name, kind in tells.items():
+        if kind not in kinds:
+            continue
         method, _, key = name.partition(".")
         values = take(answers[method], key) if method in answers else []
         if len(values) == 1 and isinstance(values[0], Tensor):
@@ -174,15 +195,22 @@ def _part(
 
 
 def split_test(experiment: Experiment) -> tuple[Images, Images]:
-    """Two halves of the test images: what an attacker has of the same kind, and images that are no client's."""
+    """Split the test images at random into two halves.
+
+    Returns:
+        Images that the attacker owns, and images of no client, for membership inference.
+
+    Raises:
+        ConfigError: If there are too few test images.
+    """
     every = experiment.task.global_test
     if len(every) < LEAST:
         raise ConfigError(
             f"there are {len(every)} test images: an attacker needs {LEAST}, half of them as its own"
         )
-    order = torch.randperm(
-        len(every), generator=torch.Generator().manual_seed(experiment.config.seed)
-    )
-    return tuple(  # type: ignore[return-value]
-        Images(every.pixels[half], every.labels[half], every.spec) for half in order.tensor_split(2)
+    generator = torch.Generator().manual_seed(experiment.config.seed)
+    first, second = torch.randperm(len(every), generator=generator).tensor_split(2)
+    return (
+        Images(every.pixels[first], every.labels[first], every.spec),
+        Images(every.pixels[second], every.labels[second], every.spec),
     )

@@ -1,4 +1,4 @@
-"""What attacks came to: a line for each, of all clients together and of each."""
+"""Results of attacks, over all clients and for each client."""
 
 from __future__ import annotations
 
@@ -13,26 +13,35 @@ from rich.table import Table
 __all__ = ["Result", "averaged", "shown", "to_json"]
 
 QUESTIONS = {
-    "inversion": "Images from what was told: decibels and similarity (higher is nearer), and how often the nearest of "
-    "the client's images is the one",
-    "membership": "Whose image was it: members told from images that are nobody's",
-    "labels": "Which classes a client has: labels that are right, and how far class shares are off (0 none, 2 all)",
+    "inversion": "Reconstructed images: PSNR in decibels and SSIM (higher is nearer), and how often "
+    "the client's nearest image is the original",
+    "membership": "Membership inference: training images of clients against images of no client",
+    "labels": "Label inference: correct labels, and the L1 error of class frequencies (0 to 2)",
 }
-FORMATS = {"psnr": "{:.1f}", "best_psnr": "{:.1f}", "ssim": "{:.2f}", "found": "{:.1%}"}
-FORMATS |= {"auc": "{:.3f}", "error": "{:.3f}", "tpr_1.0%": "{:.1%}", "tpr_0.1%": "{:.1%}"}
-FORMATS |= {"right": "{:.1%}", "distance": "{:.2f}"}
+FORMATS = {
+    "psnr": "{:.1f}",
+    "best_psnr": "{:.1f}",
+    "ssim": "{:.2f}",
+    "found": "{:.1%}",
+    "auc": "{:.3f}",
+    "error": "{:.3f}",
+    "tpr_1.0%": "{:.1%}",
+    "tpr_0.1%": "{:.1%}",
+    "right": "{:.1%}",
+    "distance": "{:.2f}",
+}
 
 
 @dataclass(frozen=True)
 class Result:
-    """One way to answer one question; without values, `note` says why."""
+    """The result of one attack; without values, `note` gives the reason."""
 
     question: str
     attack: str
-    values: dict[str, float] = field(default_factory=dict)  # of all clients
+    values: dict[str, float] = field(default_factory=dict)  # over all clients
     clients: dict[int, dict[str, float]] = field(default_factory=dict)
     note: str = ""
-    guess: bool = False  # whether it needs nothing that a client told
+    guess: bool = False  # whether it is a baseline that uses no upload
 
 
 def averaged(
@@ -43,7 +52,15 @@ def averaged(
     *,
     guess: bool = False,
 ) -> Result:
-    """The mean over clients of what an attack came to."""
+    """Return the mean of an attack's values over clients.
+
+    Args:
+        question: What the attack infers, a key of `QUESTIONS`.
+        attack: The name of the attack.
+        clients: Its values by client.
+        note: A remark on the result.
+        guess: Whether it is a baseline that uses no upload.
+    """
     keys = {key: None for values in clients.values() for key in values}
     means = {
         key: fmean(values[key] for values in clients.values() if key in values) for key in keys
@@ -52,19 +69,18 @@ def averaged(
 
 
 def to_json(about: Mapping[str, object], results: Sequence[Result]) -> str:
-    """As a file."""
-    return (
-        json.dumps(
-            {**about, "results": [asdict(result) for result in results]},
-            indent=2,
-            ensure_ascii=False,
-        )
-        + "\n"
-    )
+    """Return results as JSON.
+
+    Args:
+        about: Facts on the attacked run.
+        results: The results.
+    """
+    tree = {**about, "results": [asdict(result) for result in results]}
+    return json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
 
 
 def shown(results: Sequence[Result]) -> Iterator[Table | str]:
-    """A table for each question."""
+    """Yield a title, a table and notes for each question."""
     for question, title in QUESTIONS.items():
         rows = [result for result in results if result.question == question]
         keys = list(dict.fromkeys(key for row in rows for key in row.values))

@@ -1,1 +1,1 @@
-"""Data sets, how they are split over clients, and the task that comes of it."""
+"""Data sets, their partition over clients, and the task of a run."""

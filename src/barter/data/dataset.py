@@ -1,4 +1,4 @@
-"""What a data set is, and how one is made of arrays, of PyTorch's data sets, and of one of these for each client."""
+"""The `Dataset` class, and how to build one from arrays, PyTorch data sets or one per client."""
 
 from __future__ import annotations
 
@@ -18,21 +18,13 @@ from barter.core.params import did_you_mean, text
 
 __all__ = ["Dataset", "assembled", "from_arrays", "from_python", "held_out"]
 
-HELD_OUT = 5  # where a source has no test set of its own, every fifth image of a class is held out
-MIRRORED = {
-    "fashion-mnist",
-    "cifar10",
-    "cifar100",
-    "food101",
-    "tiny-imagenet",
-}  # not signs: a mirrored 3 is none
-CHANNELS = (1, 3, 4)  # that images usually have
-MOST_NAMES = 100_000_000  # bytes of names of classes or domains
-NEEDED, OPTIONAL = (
-    ("x_train", "y_train"),
-    ("x_test", "y_test", "classes", "domains", "domain_train", "domain_test"),
-)
-
+HELD_OUT = 5  # without a test set, every fifth image of a class is held out for testing
+# Data sets whose images may be flipped. Characters are not among them: a mirrored 3 is no digit.
+MIRRORED = {"fashion-mnist", "cifar10", "cifar100", "food101", "tiny-imagenet"}
+CHANNELS = (1, 3, 4)  # usual numbers of channels
+MOST_NAMES = 100_000_000  # limit in bytes for the names of classes or domains
+NEEDED = ("x_train", "y_train")
+OPTIONAL = ("x_test", "y_test", "classes", "domains", "domain_train", "domain_test")
 
 SUPPORTED = (
     "barter classifies images, each of one class; regression, several labels per image, text, tables and sensor data "
@@ -42,7 +34,7 @@ SUPPORTED = (
 
 @dataclass(frozen=True)
 class Dataset:
-    """Images (uint8, NCHW) and labels, for training and for testing; the domain of each where there are several."""
+    """Training and test images (uint8, NCHW) with the label and domain of each."""
 
     name: str
     x_train: Tensor
@@ -53,11 +45,11 @@ class Dataset:
     domains: list[str]
     domain_train: Tensor
     domain_test: Tensor
-    held_out: bool = False  # whether the test images are a part of what was given for training
-    numbered: bool = False  # whether nobody named the classes: they are called by their numbers
-    # of each client, where every client brought its own
+    held_out: bool = False  # whether the test images were split off from the training images
+    numbered: bool = False  # whether classes have no names, so that numbers stand for them
+    # test images and labels of each client, if every client brought its own
     own_tests: tuple[tuple[Tensor, Tensor], ...] = ()
-    notes: tuple[str, ...] = ()  # what was done to the images that nobody asked for
+    notes: tuple[str, ...] = ()  # changes made to the images without being configured
 
     def __post_init__(self) -> None:
         for name in (*self.classes, *self.domains):
@@ -67,16 +59,14 @@ class Dataset:
                 )
 
     def fingerprint(self) -> str:
-        """A short name for exactly these images and labels."""
-        train, test = (
-            (self.x_train, self.y_train, self.domain_train),
-            (self.x_test, self.y_test, self.domain_test),
-        )
+        """Return a short hash of all images, labels and domains."""
+        train = (self.x_train, self.y_train, self.domain_train)
+        test = (self.x_test, self.y_test, self.domain_test)
         return fingerprint(*train, *test)
 
     @property
     def may_flip(self) -> bool:
-        """Whether a mirror image is known to show the same thing."""
+        """Return whether flipping an image horizontally is known to keep its class."""
         return self.name in MIRRORED
 
 
@@ -89,10 +79,21 @@ def assembled(
     held_out: bool = False,
     notes: tuple[str, ...] = (),
 ) -> Dataset:
-    """A data set from NHWC arrays: images and labels, for training and for testing; names and numbers of domains."""
+    """Build a data set from NHWC arrays.
+
+    Args:
+        name: The name of the data set.
+        arrays: x_train, y_train, x_test and y_test.
+        classes: Names of the classes; their numbers by default.
+        domains: Names of the domains, and the domain of each training and test image. By default
+            there is one domain.
+        held_out: Whether the test images were split off from the training images.
+        notes: Changes made to the images without being configured.
+    """
     x_train, y_train, x_test, y_test = map(_as_tensor, arrays)
-    one = (["all"], np.zeros(len(y_train)), np.zeros(len(y_test)))
-    names, domain_train, domain_test = one if domains is None else domains
+    if domains is None:
+        domains = (["all"], np.zeros(len(y_train)), np.zeros(len(y_test)))
+    names, domain_train, domain_test = domains
     return Dataset(
         name=name,
         x_train=x_train.permute(0, 3, 1, 2).contiguous(),
@@ -110,27 +111,32 @@ def assembled(
 
 
 def _as_tensor(given: Any) -> Tensor:
-    """A tensor of an array in any order of bytes: torch knows the machine's own only."""
+    """Convert an array of any byte order to a tensor; torch supports the native order only."""
     array = np.ascontiguousarray(given)
     return torch.as_tensor(array.astype(array.dtype.newbyteorder("="), copy=False))
 
 
 def held_out(groups: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Which samples are for testing: every fifth of each group, in the order they come."""
-    chosen = np.zeros(len(groups), dtype=bool)
+    """Return a mask of the samples to hold out for testing: every fifth of each group, in order."""
+    mask = np.zeros(len(groups), dtype=bool)
     for group in np.unique(groups):
-        chosen[np.flatnonzero(groups == group)[::HELD_OUT]] = True
-    return chosen
+        mask[np.flatnonzero(groups == group)[::HELD_OUT]] = True
+    return mask
 
 
 def require_names(given: Mapping[str, Any], where: str) -> None:
-    """Refuse arrays that lack one of a data set, or are none of them."""
-    needed = {*NEEDED, *(("x_test", "y_test") if {"x_test", "y_test"} & given.keys() else ())}
-    needed |= {
-        f"domain_{part}"
-        for part in ("train", "test")
-        if "domains" in given and f"x_{part}" in given
-    }
+    """Raise ConfigError if a required array is missing or a name is unknown.
+
+    Args:
+        given: Arrays by name.
+        where: Where the arrays come from, for messages.
+    """
+    needed = set(NEEDED)
+    test_arrays = {"x_test", "y_test"}
+    if test_arrays & given.keys():
+        needed |= test_arrays
+    if "domains" in given:
+        needed |= {f"domain_{part}" for part in ("train", "test") if f"x_{part}" in given}
     missing = sorted(needed - given.keys())
     if missing:
         raise ConfigError(
@@ -143,11 +149,14 @@ def require_names(given: Mapping[str, Any], where: str) -> None:
 
 
 def require_headers(given: Mapping[str, np.ndarray[Any, Any]], where: str) -> None:
-    """Refuse what cannot be a data set by names, kinds and shapes alone, before anything is decompressed.
+    """Check names, dtypes and shapes of arrays before anything is decompressed.
 
     Args:
-        given: Arrays of the right kinds and shapes; their contents are not looked at.
-        where: What the arrays come from, for messages.
+        given: Arrays of the right dtypes and shapes; their contents are not read.
+        where: Where the arrays come from, for messages.
+
+    Raises:
+        ConfigError: If these arrays cannot be a data set.
     """
     require_names(given, where)
     for part in ("train", "test"):
@@ -156,25 +165,37 @@ def require_headers(given: Mapping[str, np.ndarray[Any, Any]], where: str) -> No
             continue
         if x.dtype.kind not in "uif" or x.ndim not in (3, 4) or 0 in x.shape[1:]:
             raise ConfigError(
-                f"{where}: x_{part} is {x.dtype} of shape {x.shape}, uint8 NHWC is expected. {SUPPORTED}"
+                f"{where}: x_{part} is {x.dtype} of shape {x.shape}, uint8 NHWC is expected. "
+                f"{SUPPORTED}"
             )
         for key, what in (("y", "class"), ("domain", "domain")):
             numbers = given.get(f"{key}_{part}")
             if numbers is not None:
-                _require_one_number(numbers, len(x), what, f"{where}: {key}_{part}")
+                _require_one_per_image(numbers, len(x), what, f"{where}: {key}_{part}")
     for key in ("classes", "domains"):
         if key in given and given[key].nbytes > MOST_NAMES:
             raise ConfigError(f"{where}: {key} holds {given[key].nbytes:,} bytes of names")
 
 
 def from_arrays(source: Mapping[str, Any], name: str, where: str) -> Dataset:
-    """A data set from named arrays, as an npz file holds them; without a test part, some images are held out."""
+    """Build a data set from named arrays, as stored in an npz file.
+
+    Without test images, every fifth training image of each class and domain is held out.
+
+    Args:
+        source: Arrays by name, see `NEEDED` and `OPTIONAL`.
+        name: The name of the data set.
+        where: Where the arrays come from, for messages.
+
+    Raises:
+        ConfigError: If arrays are missing, unknown, or do not fit together.
+    """
     given = {key: np.asarray(value) for key, value in source.items()}
     require_names(given, where)
-    classes, domains = (
-        _names(given[key], f"{where}: {key}") if key in given else None for key in OPTIONAL[2:4]
-    )
-    for part in ("train", "test")[: 1 + ("x_test" in given)]:
+    classes = _names(given["classes"], f"{where}: classes") if "classes" in given else None
+    domains = _names(given["domains"], f"{where}: domains") if "domains" in given else None
+    without_test = "x_test" not in given
+    for part in ("train",) if without_test else ("train", "test"):
         x = _as_images(given[f"x_{part}"], f"{where}: x_{part}")
         given[f"x_{part}"] = x
         if x.shape[1] in CHANNELS and x.shape[3] not in CHANNELS:
@@ -195,22 +216,29 @@ def from_arrays(source: Mapping[str, Any], name: str, where: str) -> Dataset:
             raise ConfigError(
                 f"{where}: training images are {given['x_train'].shape[1:]}, test images {x.shape[1:]}"
             )
-    without_test = "x_test" not in given
     if without_test:
         groups = given["y_train"].astype(np.int64)
-        test = held_out(
-            groups if domains is None else groups * len(domains) + given["domain_train"]
-        )
-        for key in ("x", "y", *(("domain",) if domains is not None else ())):
-            whole = given[f"{key}_train"]
-            given |= {f"{key}_train": whole[~test], f"{key}_test": whole[test]}
-    numbered = None if domains is None else (domains, given["domain_train"], given["domain_test"])
-    arrays = given["x_train"], given["y_train"], given["x_test"], given["y_test"]
-    return assembled(name, arrays, classes, numbered, held_out=without_test)
+        kinds = ["x", "y"]
+        if domains is not None:
+            groups = groups * len(domains) + given["domain_train"]
+            kinds.append("domain")
+        test = held_out(groups)
+        for kind in kinds:
+            every = given[f"{kind}_train"]
+            given[f"{kind}_train"] = every[~test]
+            given[f"{kind}_test"] = every[test]
+    arrays = (given["x_train"], given["y_train"], given["x_test"], given["y_test"])
+    domain_arrays = None
+    if domains is not None:
+        domain_arrays = (domains, given["domain_train"], given["domain_test"])
+    return assembled(name, arrays, classes, domain_arrays, held_out=without_test)
 
 
 def _as_images(x: np.ndarray[Any, Any], where: str) -> np.ndarray[Any, Any]:
-    """Return images as uint8 NHWC; numbers between 0 and 1 and images without a channel axis leave no doubt."""
+    """Return images as uint8 NHWC.
+
+    Floats between 0 and 1 are scaled, and a missing channel axis is added; both are unambiguous.
+    """
     found = f"{where} is {x.dtype} of shape {x.shape}"
     if x.ndim not in (3, 4) or 0 in x.shape[1:] or x.dtype.kind not in "uifb":
         raise ConfigError(f"{found}, uint8 NHWC is expected. {SUPPORTED}")
@@ -224,23 +252,25 @@ def _as_images(x: np.ndarray[Any, Any], where: str) -> np.ndarray[Any, Any]:
 
 
 def _scaled(x: np.ndarray[Any, Any], found: str) -> np.ndarray[Any, Any]:
-    """Return floating point numbers from 0 to 1 as bytes from 0 to 255."""
+    """Convert floats from 0 to 1 to bytes from 0 to 255."""
     if not x.size:
         return x.astype(np.uint8)
-    least, most = float(x.min()), float(x.max())
-    if not (least >= 0 and most <= 1):  # NaN compares as false
-        way_out = (
-            "divide them by the largest value that a pixel can have, such as 255"
-            if least >= 0 and math.isfinite(most)
-            else "undo the normalisation, which is the run's work"
-        )
+    least = float(x.min())
+    most = float(x.max())
+    if not (least >= 0 and most <= 1):  # Also true for NaN, which compares as false.
+        if least >= 0 and math.isfinite(most):
+            advice = "divide them by the largest value that a pixel can have, such as 255"
+        else:
+            advice = "undo the normalisation, barter normalises images itself"
         raise ConfigError(
-            f"{found}, between {least:g} and {most:g}; give bytes, or numbers between 0 and 1: {way_out}. {SUPPORTED}"
+            f"{found}, between {least:g} and {most:g}; give bytes, or numbers between 0 and 1: "
+            f"{advice}. {SUPPORTED}"
         )
     return (x * 255).round().astype(np.uint8)
 
 
 def _names(given: np.ndarray[Any, Any], where: str) -> list[str]:
+    """Return the names of classes or domains as strings."""
     if given.ndim != 1 or given.dtype.kind not in "USiu" or not len(given):
         raise ConfigError(
             f"{where} is {given.dtype} of shape {given.shape}, a list of names is expected"
@@ -251,22 +281,24 @@ def _names(given: np.ndarray[Any, Any], where: str) -> list[str]:
         raise ConfigError(f"{where} holds names that are not UTF-8: {error}") from error
 
 
-def _require_one_number(y: np.ndarray[Any, Any], n: int, what: str, where: str) -> None:
-    """Refuse labels of another shape than one number for each image."""
+def _require_one_per_image(y: np.ndarray[Any, Any], n: int, what: str, where: str) -> str:
+    """Raise ConfigError unless `y` has one entry per image; return the text for other errors."""
     wanted = f"{where} must hold a {what} number from 0 on for each of {n} images"
     if y.ndim == 2 and len(y) == n and y.shape[1] > 1:
         raise ConfigError(
-            f"{wanted}, and is of shape {y.shape}: y.argmax(1), if each row marks one class. {SUPPORTED}"
+            f"{wanted}, and is of shape {y.shape}: y.argmax(1), if each row marks one class. "
+            f"{SUPPORTED}"
         )
     if y.shape != (n,):
         raise ConfigError(wanted)
+    return wanted
 
 
 def _require_numbers(
     y: np.ndarray[Any, Any], n: int, names: list[str] | None, what: str, where: str
 ) -> None:
-    _require_one_number(y, n, what, where)
-    wanted = f"{where} must hold a {what} number from 0 on for each of {n} images"
+    """Raise ConfigError unless `y` holds one valid class or domain number per image."""
+    wanted = _require_one_per_image(y, n, what, where)
     if y.dtype.kind == "f":
         raise ConfigError(
             f"{wanted}, and is {y.dtype}: y.astype(int), if these are {what} numbers. {SUPPORTED}"
@@ -282,16 +314,25 @@ def _require_numbers(
 def from_python(
     given: Any, name: str, size: int | None = None, tests: tuple[Any, Any] | None = None
 ) -> Dataset:
-    """A data set from what Python has; a list has one for each client, which is a domain of its own.
+    """Build a data set from Python objects.
 
-    With `tests` in a list's case, these are the test images of all; otherwise those of all clients are.
+    Args:
+        given: A `Dataset`, arrays (x_train, y_train[, x_test, y_test]), a dict of named arrays, a
+            PyTorch data set, a pair (train, test) of those, or a list with one of these per
+            client. In a list every client is a domain.
+        name: The name of the data set.
+        size: Side of the square that PIL images are resized to; None keeps their size.
+        tests: Images and labels of the global test set, if `given` is a list. By default the
+            clients' test images are joined.
+
+    Raises:
+        ConfigError: If the objects cannot be read as labelled images.
     """
     if isinstance(given, Dataset):
         return replace(given, name=name)
     if isinstance(given, list) and given:
-        joined = _joined(
-            [from_python(one, f"{name}, client {k}", size) for k, one in enumerate(given)], name
-        )
+        parts = [from_python(part, f"{name}, client {k}", size) for k, part in enumerate(given)]
+        joined = _joined(parts, name)
         return joined if tests is None else _tested(joined, *tests)
     if (
         isinstance(given, tuple)
@@ -300,35 +341,35 @@ def from_python(
     ):
         given = dict(zip(("x_train", "y_train", "x_test", "y_test"), given, strict=False))
     if isinstance(given, Mapping):
-        return from_arrays(
-            {key: _channels_last(value) for key, value in given.items()}, name, "the data"
-        )
+        named = {key: _channels_last(value) for key, value in given.items()}
+        return from_arrays(named, name, "the data")
     pair = given if isinstance(given, tuple) and len(given) == 2 else (given,)
-    if not all(
-        hasattr(part, "__getitem__") and hasattr(part, "__len__") for part in pair
-    ) or isinstance(given, list):
+    indexable = all(hasattr(part, "__getitem__") and hasattr(part, "__len__") for part in pair)
+    if not indexable or isinstance(given, list):
         raise ConfigError(
-            f"data: a {type(given).__name__} is none; give arrays (x_train, y_train, x_test, y_test), a dict of them, "
-            "a PyTorch data set with a length, a pair (train, test) of those, or a list with one of them per client"
+            f"data: a {type(given).__name__} is no data set; give arrays (x_train, y_train, "
+            "x_test, y_test), a dict of them, a PyTorch data set with a length, a pair "
+            "(train, test) of those, or a list with one of them per client"
         )
     arrays: dict[str, Any] = {}
     for part, source in zip(("train", "test"), pair, strict=False):
         samples = [source[i] for i in range(len(source))]
         images = [_bytes(_pair(sample)[0], size) for sample in samples]
         labels = [_label(_pair(sample)[1]) for sample in samples]
-        arrays |= {f"x_{part}": _stacked(images), f"y_{part}": np.array(labels)}
+        arrays[f"x_{part}"] = _stacked(images)
+        arrays[f"y_{part}"] = np.array(labels)
     if getattr(pair[0], "classes", None):
         arrays["classes"] = np.array([str(name) for name in pair[0].classes])
     return from_arrays(arrays, name, "the data")
 
 
 def _channels_last(value: Any) -> Any:
-    """Images of a tensor have their channels first, those of an array last."""
+    """Move the channels of a tensor of images last; arrays have them there already."""
     return value.permute(0, 2, 3, 1) if isinstance(value, Tensor) and value.ndim == 4 else value
 
 
 def _pair(sample: Any) -> Any:
-    """Return an item of a data set, which must be an image and its label."""
+    """Return an item of a data set after checking that it is a pair of image and label."""
     if isinstance(sample, str | bytes | Mapping) or not hasattr(sample, "__len__"):
         raise ConfigError(
             f"the data: an item is a {type(sample).__name__}, a pair (image, label) is expected. {SUPPORTED}"
@@ -341,7 +382,7 @@ def _pair(sample: Any) -> Any:
 
 
 def _label(label: Any) -> int:
-    """Return a class number, which may come as a tensor or as a whole decimal number."""
+    """Return a label as an int; it may be a tensor or a float without a fraction."""
     array = np.asarray(label)
     if array.size != 1 or array.dtype.kind not in "iufb":
         raise ConfigError(
@@ -356,12 +397,16 @@ def _label(label: Any) -> int:
 
 
 def _bytes(image: Any, size: int | None) -> np.ndarray[Any, Any]:
-    """An image as bytes (H, W, C): a picture, a tensor (C, H, W) or an array (H, W, C), of bytes or between 0 and 1."""
+    """Return an image as bytes (H, W, C).
+
+    Args:
+        image: A PIL image, a tensor (C, H, W) or an array (H, W, C), of bytes or between 0 and 1.
+        size: Side of the square that PIL images are resized to; None keeps their size.
+    """
     if isinstance(image, Image.Image):
         picture = image if image.mode == "L" else image.convert("RGB")
-        picture = (
-            picture if size is None else picture.resize((size, size), Image.Resampling.BILINEAR)
-        )
+        if size is not None:
+            picture = picture.resize((size, size), Image.Resampling.BILINEAR)
         array = np.asarray(picture)
     elif isinstance(image, Tensor):
         array = image.permute(1, 2, 0).numpy() if image.ndim == 3 else image.numpy()
@@ -369,32 +414,30 @@ def _bytes(image: Any, size: int | None) -> np.ndarray[Any, Any]:
         array = np.asarray(image)
     if array.dtype.kind not in "uifb":
         raise ConfigError(
-            f"the data: an image is a {type(image).__name__}, pictures, bytes or numbers are expected. {SUPPORTED}"
+            f"the data: an image is a {type(image).__name__}, PIL images, bytes or numbers are "
+            f"expected. {SUPPORTED}"
         )
     if array.ndim == 2:
         array = array[..., None]
-    if (
-        np.issubdtype(array.dtype, np.floating)
-        and array.size
-        and array.min() >= 0
-        and array.max() <= 1
-    ):
+    is_float = np.issubdtype(array.dtype, np.floating)
+    if is_float and array.size and array.min() >= 0 and array.max() <= 1:
         array = (array * 255).round().astype(np.uint8)
     if array.ndim != 3:
         raise ConfigError(
-            f"the data: an image is {array.dtype} of shape {array.shape}, height, width and channels are expected. "
-            f"{SUPPORTED}"
+            f"the data: an image is {array.dtype} of shape {array.shape}, height, width and "
+            f"channels are expected. {SUPPORTED}"
         )
     if array.dtype != np.uint8:
         extent = f", between {array.min():g} and {array.max():g}" if array.size else ""
         raise ConfigError(
             f"the data: an image is {array.dtype} of shape {array.shape}{extent}; "
-            "give bytes, or numbers between 0 and 1, and leave normalising to the run"
+            "give bytes, or numbers between 0 and 1; barter normalises images itself"
         )
     return array
 
 
 def _stacked(images: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """Stack images after checking that they have one shape."""
     shapes = sorted({image.shape for image in images})
     if len(shapes) > 1:
         raise ConfigError(
@@ -406,7 +449,7 @@ def _stacked(images: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
 
 
 def _joined(parts: Sequence[Dataset], name: str) -> Dataset:
-    """One data set of which every part is a domain."""
+    """Join the data sets of all clients into one, in which every client is a domain."""
     first = parts[0]
     longest = max((part.classes for part in parts), key=len)
     for k, part in enumerate(parts):
@@ -418,24 +461,23 @@ def _joined(parts: Sequence[Dataset], name: str) -> Dataset:
                 f"the data: client {k} has other classes than client 0: give all of them the same names"
             )
 
-    def joined(field: str) -> Tensor:
+    def concatenate(field: str) -> Tensor:
         return torch.cat([getattr(part, field) for part in parts])
 
-    def numbers(field: str) -> Tensor:
-        return torch.repeat_interleave(
-            torch.arange(len(parts)), torch.tensor([len(getattr(p, field)) for p in parts])
-        )
+    def client_ids(field: str) -> Tensor:
+        sizes = torch.tensor([len(getattr(part, field)) for part in parts])
+        return torch.repeat_interleave(torch.arange(len(parts)), sizes)
 
     return Dataset(
         name=name,
-        x_train=joined("x_train"),
-        y_train=joined("y_train"),
-        x_test=joined("x_test"),
-        y_test=joined("y_test"),
+        x_train=concatenate("x_train"),
+        y_train=concatenate("y_train"),
+        x_test=concatenate("x_test"),
+        y_test=concatenate("y_test"),
         classes=longest,
         domains=[f"client {k}" for k in range(len(parts))],
-        domain_train=numbers("y_train"),
-        domain_test=numbers("y_test"),
+        domain_train=client_ids("y_train"),
+        domain_test=client_ids("y_test"),
         held_out=any(part.held_out for part in parts),
         numbered=first.numbered,
         own_tests=tuple((part.x_test, part.y_test) for part in parts),
@@ -443,23 +485,20 @@ def _joined(parts: Sequence[Dataset], name: str) -> Dataset:
 
 
 def _tested(dataset: Dataset, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> Dataset:
-    """The data set with other test images for all."""
-    _require_numbers(
-        y, len(x), None if dataset.numbered else dataset.classes, "class", "the test set of all: y"
-    )
+    """Return the data set with this global test set in place of its test images."""
+    names = None if dataset.numbered else dataset.classes
+    _require_numbers(y, len(x), names, "class", "the global test set: y")
     images = torch.as_tensor(x).permute(0, 3, 1, 2).contiguous()
     if images.shape[1:] != dataset.x_train.shape[1:]:
-        sizes = f"{tuple(dataset.x_train.shape[1:])}, the test set of all {tuple(images.shape[1:])}"
+        sizes = f"{tuple(dataset.x_train.shape[1:])}, the global test set {tuple(images.shape[1:])}"
         raise ConfigError(f"the data: clients have images of {sizes}")
-    classes = (
-        [str(c) for c in range(max(len(dataset.classes), int(y.max()) + 1))]
-        if dataset.numbered
-        else None
-    )
+    classes = dataset.classes
+    if dataset.numbered:
+        classes = [str(c) for c in range(max(len(dataset.classes), int(y.max()) + 1))]
     return replace(
         dataset,
         x_test=images,
         y_test=torch.as_tensor(y).long(),
-        classes=classes or dataset.classes,
+        classes=classes,
         domain_test=torch.zeros(len(y), dtype=torch.long),
     )

@@ -1,4 +1,4 @@
-"""How samples are split over clients: from labels to lists of indices. The registry is a dict one can read."""
+"""Partitions: rules that split samples over clients. `PARTITIONS` lists them by name."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ __all__ = [
 ]
 
 Indices: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
-TRIES = 20
+TRIES = 20  # draws of a Dirichlet partition before it gives up
 
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """A rule that gives every sample to at most one client."""
+    """Base class of rules that give every sample to at most one client."""
 
     summary: ClassVar[str]
-    min_samples: Count = 2  # the least a client may get
+    min_samples: Count = 2  # minimum number of samples per client
 
     def __post_init__(self) -> None:
         check(self, "partition.")
@@ -41,27 +41,47 @@ class Partition:
     def split(
         self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator
     ) -> list[Indices]:
-        """The indices of each client."""
+        """Return the indices of each client; subclasses implement this.
+
+        Args:
+            labels: The class of every sample.
+            domains: The domain of every sample.
+            clients: The number of clients.
+            rng: The source of randomness.
+        """
         raise NotImplementedError
 
     def __call__(self, labels: Indices, domains: Indices, clients: int, seed: int) -> list[Indices]:
-        """The indices of each client, sorted; the same for the same seed."""
+        """Return the sorted indices of each client; the same seed gives the same partition.
+
+        Args:
+            labels: The class of every sample.
+            domains: The domain of every sample.
+            clients: The number of clients.
+            seed: The seed of the partition.
+
+        Raises:
+            ConfigError: If a client would get fewer than `min_samples` samples, or the rule
+                returns invalid indices.
+        """
         if clients * self.min_samples > len(labels):
             raise ConfigError(
-                f"{clients} clients with at least {self.min_samples} samples each need {clients * self.min_samples} "
-                f"samples, there are {len(labels)}: ask for fewer clients or a smaller partition.min_samples"
+                f"{clients} clients with at least {self.min_samples} samples each need "
+                f"{clients * self.min_samples} samples, there are {len(labels)}: use fewer clients "
+                "or a smaller partition.min_samples"
             )
         parts = self.split(labels, domains, clients, np.random.default_rng(seed))
         self._require_sound(parts, clients, len(labels))
         smallest = min(len(part) for part in parts)
         if smallest < self.min_samples:
             raise ConfigError(
-                f"{self}: the smallest of {clients} clients would get {smallest} samples, {self.min_samples} are "
-                "asked for: lower partition.min_samples or take fewer clients"
+                f"{self}: the smallest of {clients} clients would get {smallest} samples, "
+                f"{self.min_samples} are required: lower partition.min_samples or use fewer clients"
             )
         return [np.sort(part) for part in parts]
 
     def _require_sound(self, parts: Sequence[Indices], clients: int, samples: int) -> None:
+        """Raise ConfigError unless every client has valid indices and no sample occurs twice."""
         if len(parts) != clients:
             raise ConfigError(
                 f"{self}: there are {len(parts)} lists of indices for {clients} clients"
@@ -73,38 +93,35 @@ class Partition:
             raise ConfigError(f"{self}: indices must be whole numbers from 0 to {samples - 1}")
         values, counts = np.unique(every, return_counts=True)
         if len(values) < len(every):
-            raise ConfigError(
-                f"{self}: sample {values[counts > 1][0]} is given away more than once"
-            )
+            raise ConfigError(f"{self}: sample {values[counts > 1][0]} is assigned more than once")
 
 
 def _shuffled_by_class(labels: Indices, rng: np.random.Generator) -> list[Indices]:
+    """Return the shuffled indices of each class."""
     return [rng.permutation(np.flatnonzero(labels == c)) for c in range(int(labels.max()) + 1)]
 
 
 def _cut(indices: Indices, shares: np.ndarray[Any, Any]) -> list[Indices]:
-    """The indices in consecutive pieces, in proportion to the shares."""
+    """Cut indices into consecutive pieces whose sizes are proportional to the shares."""
     total = shares.sum()
-    ends = (
-        (np.cumsum(shares)[:-1] / total * len(indices)).round().astype(int)
-        if total > 0
-        else np.zeros(len(shares) - 1, int)
-    )
+    if total > 0:
+        ends = (np.cumsum(shares)[:-1] / total * len(indices)).round().astype(int)
+    else:
+        ends = np.zeros(len(shares) - 1, int)
     return [part.astype(np.int64) for part in np.split(indices, ends)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Iid(Partition):
-    """Equal shares of a shuffled whole."""
+    """All samples shuffled and split into equal parts."""
 
-    summary = "equal shares of the shuffled whole"
+    summary = "no skew: samples are shuffled and split into equal parts"
 
     def split(
         self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator
     ) -> list[Indices]:
-        return [
-            part.astype(np.int64) for part in np.array_split(rng.permutation(len(labels)), clients)
-        ]
+        shuffled = rng.permutation(len(labels))
+        return [part.astype(np.int64) for part in np.array_split(shuffled, clients)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,31 +146,35 @@ class Dirichlet(Partition):
                 return best
         raise ConfigError(
             f"dirichlet(alpha={self.alpha:g}) over {clients} clients: the smallest client got at "
-            f"most {min(map(len, best))} samples in {TRIES} draws, {self.min_samples} are asked for; "
-            "take a larger partition.alpha, fewer clients, a smaller partition.min_samples, or partition.balanced=true"
+            f"most {min(map(len, best))} samples in {TRIES} draws, {self.min_samples} are required; "
+            "use a larger partition.alpha, fewer clients, a smaller partition.min_samples, or "
+            "partition.balanced=true"
         )
 
     def _by_class(self, labels: Indices, clients: int, rng: np.random.Generator) -> list[Indices]:
-        """Each class is dealt out by a draw of its own (Dirichlet over clients)."""
+        """Split each class over the clients by its own Dirichlet draw."""
         pieces: list[list[Indices]] = [[] for _ in range(clients)]
         for members in _shuffled_by_class(labels, rng):
-            for mine, piece in zip(
-                pieces, _cut(members, _dirichlet(self.alpha, clients, rng)), strict=True
-            ):
-                mine.append(piece)
-        return [np.concatenate(mine) for mine in pieces]
+            shares = _dirichlet(self.alpha, clients, rng)
+            for k, piece in enumerate(_cut(members, shares)):
+                pieces[k].append(piece)
+        return [np.concatenate(own) for own in pieces]
 
     def _balanced(self, labels: Indices, clients: int, rng: np.random.Generator) -> list[Indices]:
-        """Each client fills an equal quota by a class mix of its own, from what is left of every class."""
+        """Fill an equal quota for each client by its own Dirichlet draw over classes.
+
+        Samples come from those that remain of every class.
+        """
         stacks = _shuffled_by_class(labels, rng)
         left = np.array([len(stack) for stack in stacks])
         parts: list[Indices] = []
         for k in range(clients):
             quota = (k + 1) * len(labels) // clients - k * len(labels) // clients
-            mix, taken = _dirichlet(self.alpha, len(stacks), rng), np.zeros(len(stacks), dtype=int)
+            mix = _dirichlet(self.alpha, len(stacks), rng)
+            taken = np.zeros(len(stacks), dtype=int)
             while taken.sum() < quota:
-                open_ = left - taken > 0
-                weights = np.where(open_, np.maximum(mix, 1e-12), 0)
+                available = left - taken > 0
+                weights = np.where(available, np.maximum(mix, 1e-12), 0)
                 more = rng.multinomial(quota - taken.sum(), weights / weights.sum())
                 taken += np.minimum(more, left - taken)
             starts = np.array([len(stack) for stack in stacks]) - left
@@ -164,18 +185,21 @@ class Dirichlet(Partition):
 
 
 def _dirichlet(alpha: float, size: int, rng: np.random.Generator) -> np.ndarray[Any, Any]:
-    """A draw that stays a distribution where alpha is so small that all its gammas are zero."""
+    """Draw from a Dirichlet distribution; stays valid if alpha is so small that it underflows."""
     draw = rng.dirichlet(np.full(size, alpha))
-    return draw if np.isfinite(draw).all() and draw.sum() > 0 else np.eye(size)[rng.integers(size)]
+    if np.isfinite(draw).all() and draw.sum() > 0:
+        return draw
+    one_hot: np.ndarray[Any, Any] = np.eye(size)[rng.integers(size)]
+    return one_hot
 
 
 @dataclass(frozen=True, kw_only=True)
 class Classes(Partition):
     """A fixed number of classes per client."""
 
-    summary = "label skew: every client holds so many classes"
+    summary = "label skew: every client holds a fixed number of classes"
 
-    per_client: Count = 2  # classes that each client holds
+    per_client: Count = 2  # number of classes per client
 
     def split(
         self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator
@@ -187,33 +211,32 @@ class Classes(Partition):
             )
         shares = np.zeros((clients, classes))
         for k in range(clients):
-            # The classes that were handed out least often so far, chance deciding among equals.
+            # The classes assigned least often so far come first; ties are broken at random.
             rarest = np.lexsort((rng.random(classes), shares.sum(0)))
             shares[k, rarest[: self.per_client]] = 1
         return _deal(labels, shares, rng)
 
 
 def _deal(labels: Indices, shares: np.ndarray[Any, Any], rng: np.random.Generator) -> list[Indices]:
-    """Each class cut up by its column of a client-by-class table of shares; a class nobody wants is left out."""
-    stacks = _shuffled_by_class(labels, rng)
-    cuts = [
-        _cut(stack, shares[:, c]) if shares[:, c].sum() > 0 else None
-        for c, stack in enumerate(stacks)
-    ]
-    nothing = np.zeros(0, dtype=np.int64)
-    return [
-        np.concatenate([nothing, *(cut[k] for cut in cuts if cut is not None)])
-        for k in range(len(shares))
-    ]
+    """Split each class over the clients by its column of a client-by-class table of shares.
+
+    A class that no client has a share of is left out.
+    """
+    cuts = []
+    for c, members in enumerate(_shuffled_by_class(labels, rng)):
+        if shares[:, c].sum() > 0:
+            cuts.append(_cut(members, shares[:, c]))
+    empty = np.zeros(0, dtype=np.int64)
+    return [np.concatenate([empty, *(cut[k] for cut in cuts)]) for k in range(len(shares))]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dominant(Partition):
-    """One class that dominates, and two others (FedFree's settings)."""
+    """One dominant class and two others per client (the settings of FedFree)."""
 
     summary = "label skew: one dominant class and two others, 8:1:1 or 6:2:2"
 
-    ratio: Literal["8:1:1", "6:2:2"] = "8:1:1"  # a client's shares of its three classes
+    ratio: Literal["8:1:1", "6:2:2"] = "8:1:1"  # shares of a client's three classes
 
     def split(
         self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator
@@ -222,29 +245,30 @@ class Dominant(Partition):
         if classes < 3:
             raise ConfigError(f"partition 'dominant' needs three classes, there are {classes}")
         mix = [int(part) / 10 for part in self.ratio.split(":")]
-        stacks, deck = _shuffled_by_class(labels, rng), rng.permutation(classes)
+        stacks = _shuffled_by_class(labels, rng)
+        deck = rng.permutation(classes)
         wanted = np.zeros((clients, classes))
         for k in range(clients):
-            for share, place in zip(mix, (k, k + 1, k + 2), strict=True):
-                wanted[k, deck[place % classes]] += share
-        # All clients are of one size, as large as the scarcest class allows, so that the ratio is met exactly.
+            for offset, share in enumerate(mix):
+                wanted[k, deck[(k + offset) % classes]] += share
+        # All clients have the same size, limited by the scarcest class, so that the ratio is exact.
         demand = wanted.sum(0)
         size = min(len(stacks[c]) / demand[c] for c in range(classes) if demand[c])
         counts = np.floor(wanted * size + 1e-9).astype(int)
         ends = counts.cumsum(0)
-        return [
-            np.concatenate(
-                [stacks[c][ends[k, c] - counts[k, c] : ends[k, c]] for c in range(classes)]
-            ).astype(np.int64)
-            for k in range(clients)
-        ]
+        starts = ends - counts
+        parts = []
+        for k in range(clients):
+            pieces = [stacks[c][starts[k, c] : ends[k, c]] for c in range(classes)]
+            parts.append(np.concatenate(pieces).astype(np.int64))
+        return parts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantity(Partition):
-    """Equal class mixes, unequal sizes."""
+    """Unequal numbers of samples with the same class distribution."""
 
-    summary = "quantity skew: sizes from Dirichlet(alpha), class mixes alike"
+    summary = "quantity skew: sizes from Dirichlet(alpha), the same class distribution"
 
     alpha: Positive = 0.5  # α: concentration of the clients' sizes
 
@@ -252,21 +276,21 @@ class Quantity(Partition):
         self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator
     ) -> list[Indices]:
         spare = len(labels) - clients * self.min_samples
-        sizes = self.min_samples + np.floor(_dirichlet(self.alpha, clients, rng) * spare).astype(
-            int
-        )
+        extra = np.floor(_dirichlet(self.alpha, clients, rng) * spare).astype(int)
+        sizes = self.min_samples + extra
         sizes[-1] += len(labels) - sizes.sum()
-        return [
-            part.astype(np.int64)
-            for part in np.split(rng.permutation(len(labels)), sizes.cumsum()[:-1])
-        ]
+        shuffled = rng.permutation(len(labels))
+        return [part.astype(np.int64) for part in np.split(shuffled, sizes.cumsum()[:-1])]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Domains(Partition):
-    """Feature skew: every client sees one domain."""
+    """Feature skew: every client has one domain."""
 
-    summary = "feature skew: every client has one domain, shared evenly where there are more clients than domains"
+    summary = (
+        "feature skew: every client has one domain; domains are split evenly if there are more "
+        "clients"
+    )
 
     def split(
         self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator
@@ -278,33 +302,34 @@ class Domains(Partition):
             )
         if clients < count:
             raise ConfigError(
-                f"partition 'domains': {clients} clients for {count} domains; take at least {count} clients"
+                f"partition 'domains': {clients} clients for {count} domains; use at least {count} "
+                "clients"
             )
         parts: list[Indices] = [np.zeros(0, dtype=np.int64)] * clients
         for d in range(count):
-            mine = range(d, clients, count)
-            shares = np.array_split(rng.permutation(np.flatnonzero(domains == d)), len(mine))
-            for k, share in zip(mine, shares, strict=True):
-                parts[k] = share.astype(np.int64)
+            owners = range(d, clients, count)
+            shuffled = rng.permutation(np.flatnonzero(domains == d))
+            pieces = np.array_split(shuffled, len(owners))
+            for k, piece in zip(owners, pieces, strict=True):
+                parts[k] = piece.astype(np.int64)
         return parts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listed(Partition):
-    """Lists of indices, one for each client, from Python."""
+    """Lists of indices, one per client, passed from Python."""
 
     summary = "lists of indices from Python"
 
-    lists: str = ""  # a short name for exactly these lists
+    lists: str = ""  # hash of the lists
 
     @classmethod
     def of(cls, lists: Sequence[Sequence[int]]) -> Listed:
-        """The partition into these lists."""
+        """Return the partition that gives each client the samples of its list."""
         parts = [np.asarray(part, dtype=None if len(part) else np.int64) for part in lists]
-        whole = "/".join(",".join(map(str, part.tolist())) for part in parts)
-        listed = cls(
-            min_samples=1, lists=hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()
-        )
+        text = "/".join(",".join(map(str, part.tolist())) for part in parts)
+        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        listed = cls(min_samples=1, lists=digest)
         object.__setattr__(listed, "parts", parts)
         return listed
 

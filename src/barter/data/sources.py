@@ -1,4 +1,4 @@
-"""Data sets by name or by path, as uint8 arrays in memory. The registry is a dict one can read."""
+"""Load data sets by name or path as uint8 arrays. `SOURCES` and `PATH_SOURCES` list them."""
 
 from __future__ import annotations
 
@@ -28,27 +28,18 @@ from barter.data.splits import arrays_in, read_split
 
 __all__ = ["PATH_SOURCES", "SOURCES", "load"]
 
-FORMATS = (
-    "PNG",
-    "JPEG",
-    "WEBP",
-    "BMP",
-    "GIF",
-)  # Pillow knows more, and for some runs other programs
+# Pillow supports more formats, but runs other programs for some of them.
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
-TESTS = (
-    "test",
-    "val",
-    "valid",
-    "validation",
-)  # names of the folder of test images, best first
-# the side that photographs of different sizes are brought to when data.size says nothing
+# Names of the folder with test images; the first that exists is used.
+TESTS = ("test", "val", "valid", "validation")
+# Side of the square that images of different sizes are resized to without data.size.
 FOLDER_SIZE = 64
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of a source."""
+    """The arguments of a source: name, path, whether to download, and image size."""
 
     name: str
     path: Path
@@ -58,22 +49,27 @@ class Request:
 
 @cache
 def _eight_by_eight() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return the digits of scikit-learn; cached, as reading them is slower than a small round."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
-    return (bunch.images * (255 / 16)).round().astype(np.uint8)[..., None], bunch.target
+    images = (bunch.images * (255 / 16)).round().astype(np.uint8)[..., None]
+    return images, bunch.target
 
 
 def _digits(request: Request) -> Dataset:
-    x, y = _eight_by_eight()  # kept: reading them takes longer than a small round
+    """Load the digits of scikit-learn."""
+    x, y = _eight_by_eight()
     test = held_out(y)
     return assembled(request.name, (x[~test], y[~test], x[test], y[test]))
 
 
 def _torchvision(name: str, request: Request) -> Dataset:
+    """Load a data set of torchvision."""
     from torchvision import datasets
 
-    root, download = str(request.path), request.download
+    root = str(request.path)
+    download = request.download
     try:
         if name == "svhn":
             train, test = (
@@ -90,11 +86,9 @@ def _torchvision(name: str, request: Request) -> Dataset:
             train, test = (
                 datasets.Food101(root, split, download=download) for split in ("train", "test")
             )
-            pictures = [
-                [_picture(path, request.size) for path in part._image_files]
-                for part in (train, test)
-            ]
-            arrays = (np.stack(pictures[0]), train._labels, np.stack(pictures[1]), test._labels)
+            x_train = np.stack([_picture(path, request.size) for path in train._image_files])
+            x_test = np.stack([_picture(path, request.size) for path in test._image_files])
+            arrays = (x_train, train._labels, x_test, test._labels)
             return assembled(request.name, arrays, list(train.classes))
         if name == "emnist":
             train, test = (
@@ -109,35 +103,35 @@ def _torchvision(name: str, request: Request) -> Dataset:
             }
             train, test = (kinds[name](root, train=t, download=download) for t in (True, False))
     except RuntimeError as error:
-        advice = (
-            "the download failed"
-            if download
-            else "set data.root to the folder that holds it, or data.download=true"
-        )
+        advice = "set data.root to the folder that holds it, or data.download=true"
+        if download:
+            advice = "the download failed"
         raise ConfigError(f"{name} is not in {root}: {advice} ({error})") from error
-    except Exception as error:  # whatever a damaged file makes go wrong
+    except Exception as error:  # A damaged file can raise anything.
         raise ConfigError(
             f"{name} could not be read or downloaded into {root}: {in_short(error)}"
         ) from error
     images = [np.asarray(part.data) for part in (train, test)]
     if images[0].ndim == 3:
         images = [image[..., None] for image in images]
-    # The files of EMNIST hold every letter on its side.
-    images = [image.transpose(0, 2, 1, 3) for image in images] if name == "emnist" else images
-    classes = [str(c) for c in train.classes]
-    return assembled(
-        request.name,
-        (images[0], np.asarray(train.targets), images[1], np.asarray(test.targets)),
-        classes,
-    )
+    if name == "emnist":  # The files hold every letter transposed.
+        images = [image.transpose(0, 2, 1, 3) for image in images]
+    arrays = (images[0], np.asarray(train.targets), images[1], np.asarray(test.targets))
+    return assembled(request.name, arrays, [str(c) for c in train.classes])
 
 
 def _picture(
     path: Path, size: int | None, sizes: set[tuple[int, int]] | None = None
 ) -> np.ndarray[Any, Any]:
-    """Read a picture as a square of this side; its own width and height are added to `sizes`."""
+    """Read an image file and resize it to a square.
+
+    Args:
+        path: The file.
+        size: The side of the square; `FOLDER_SIZE` by default.
+        sizes: The original width and height are added to this set.
+    """
     if not path.is_file():
-        raise ConfigError(f"{path} is no file")
+        raise ConfigError(f"{path} is not a file")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -145,15 +139,15 @@ def _picture(
             with Image.open(path, formats=FORMATS) as image:
                 if sizes is not None:
                     sizes.add(image.size)
-                square = image.convert("RGB").resize(
-                    (size or FOLDER_SIZE,) * 2, Image.Resampling.BILINEAR
-                )
+                side = size or FOLDER_SIZE
+                square = image.convert("RGB").resize((side, side), Image.Resampling.BILINEAR)
             return np.asarray(square, dtype=np.uint8)
-    except Exception as error:  # Pillow raises whatever a damaged file makes go wrong
+    except Exception as error:  # For damaged files Pillow can raise anything.
         raise ConfigError(f"{path} is not an image that can be read: {in_short(error)}") from error
 
 
 def _subfolders(path: Path, what: str) -> list[Path]:
+    """Return the sorted folders inside a folder, one per class or domain."""
     if not path.is_dir():
         raise ConfigError(f"{path}: there is no such folder")
     found = sorted(
@@ -165,9 +159,10 @@ def _subfolders(path: Path, what: str) -> list[Path]:
 
 
 def _pictures(folder: Path) -> list[Path]:
-    every = folder.rglob("*")
+    """Return the sorted paths of all image files in a folder and its subfolders."""
+    files = folder.rglob("*")
     found = sorted(
-        path for path in every if path.suffix.lower() in IMAGE_SUFFIXES and not path.is_dir()
+        path for path in files if path.suffix.lower() in IMAGE_SUFFIXES and not path.is_dir()
     )
     if not found:
         raise ConfigError(f"{folder} holds no images ({', '.join(sorted(IMAGE_SUFFIXES))})")
@@ -175,10 +170,16 @@ def _pictures(folder: Path) -> list[Path]:
 
 
 def _resizing(sizes: set[tuple[int, int]], size: int | None) -> tuple[str, ...]:
-    """Say that images were resized, and how to choose the size; nothing where it was chosen or is their own."""
+    """Return a note that images were resized; nothing if the size was configured or unchanged.
+
+    Args:
+        sizes: The original sizes of all images.
+        size: The configured size.
+    """
     if size is not None or sizes == {(FOLDER_SIZE, FOLDER_SIZE)}:
         return ()
     by_area = sorted(sizes, key=lambda pair: (pair[0] * pair[1], pair))
+    # A dict drops the second of two equal sizes.
     ends = dict.fromkeys("{}x{}".format(*by_area[i]) for i in (0, -1))
     return (
         f"images of {' to '.join(ends)} pixels were resized to {FOLDER_SIZE}x{FOLDER_SIZE}; "
@@ -189,67 +190,75 @@ def _resizing(sizes: set[tuple[int, int]], size: int | None) -> tuple[str, ...]:
 def _read_classes(
     path: Path, classes: list[str], size: int | None, sizes: set[tuple[int, int]]
 ) -> tuple[Any, Any]:
-    pictures, labels = [], []
+    """Read a folder with one folder per class; return images and labels."""
+    images = []
+    labels = []
     for folder in _subfolders(path, "class"):
         if folder.name not in classes:
             raise ConfigError(
-                f"{folder} is a class that the other folders do not have: {did_you_mean(folder.name, classes)}"
+                f"{folder} is a class that the other folders do not have: "
+                f"{did_you_mean(folder.name, classes)}"
             )
-        for picture in _pictures(folder):
-            pictures.append(_picture(picture, size, sizes))
+        for file in _pictures(folder):
+            images.append(_picture(file, size, sizes))
             labels.append(classes.index(folder.name))
-    return np.stack(pictures), np.array(labels)
+    return np.stack(images), np.array(labels)
 
 
 def _folder(request: Request) -> Dataset:
-    path, sizes = request.path, set[tuple[int, int]]()
-    inside = [folder.name for folder in _subfolders(path, "class")]
-    tests, parts = [name for name in TESTS if name in inside], {"train", *TESTS} & set(inside)
-    if parts and ("train" not in parts or set(inside) - parts):
+    """Load a folder with one folder per class, or with train/ and test/ that have one each."""
+    path = request.path
+    sizes = set[tuple[int, int]]()
+    names = {folder.name for folder in _subfolders(path, "class")}
+    tests = [name for name in TESTS if name in names]
+    parts = {"train", *TESTS} & names
+    others = sorted(names - parts)
+    if parts and ("train" not in parts or others):
         known = " and ".join(f"{name}/" for name in sorted(parts))
-        lacking = (
-            "no train/" if "train" not in parts else f"{sorted(set(inside) - parts)[0]}/ beside it"
-        )
+        problem = f"{others[0]}/ beside it" if "train" in parts else "no train/"
         raise ConfigError(
-            f"{path} holds {known} and {lacking}: give one folder per class, or train/ and test/ alone"
+            f"{path} holds {known} and {problem}: give one folder per class, or train/ and test/ "
+            "alone"
         )
     if tests:
         classes = [folder.name for folder in _subfolders(path / "train", "class")]
-        train, test = (
-            _read_classes(path / part, classes, request.size, sizes) for part in ("train", tests[0])
-        )
+        train = _read_classes(path / "train", classes, request.size, sizes)
+        test = _read_classes(path / tests[0], classes, request.size, sizes)
         notes = _resizing(sizes, request.size)
         return assembled(request.name, (*train, *test), classes, notes=notes)
     path = path / "train" if parts else path
     classes = [folder.name for folder in _subfolders(path, "class")]
     x, y = _read_classes(path, classes, request.size, sizes)
-    chosen = held_out(y)
-    arrays = (x[~chosen], y[~chosen], x[chosen], y[chosen])
+    in_test = held_out(y)
+    arrays = (x[~in_test], y[~in_test], x[in_test], y[in_test])
     notes = _resizing(sizes, request.size)
     return assembled(request.name, arrays, classes, held_out=True, notes=notes)
 
 
 def _domains(request: Request) -> Dataset:
+    """Load a folder with one folder per domain, each with one folder per class."""
     domains = _subfolders(request.path, "domain")
     classes = sorted({folder.name for domain in domains for folder in _subfolders(domain, "class")})
     sizes = set[tuple[int, int]]()
     parts = [_read_classes(domain, classes, request.size, sizes) for domain in domains]
-    x, y = np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
-    domain = np.repeat(np.arange(len(parts)), [len(y) for _, y in parts])
+    x = np.concatenate([images for images, _ in parts])
+    y = np.concatenate([labels for _, labels in parts])
+    domain = np.repeat(np.arange(len(parts)), [len(labels) for _, labels in parts])
     test = held_out(domain * len(classes) + y)
-    numbered = ([folder.name for folder in domains], domain[~test], domain[test])
+    domain_arrays = ([folder.name for folder in domains], domain[~test], domain[test])
     arrays = (x[~test], y[~test], x[test], y[test])
     notes = _resizing(sizes, request.size)
-    return assembled(request.name, arrays, classes, numbered, held_out=True, notes=notes)
+    return assembled(request.name, arrays, classes, domain_arrays, held_out=True, notes=notes)
 
 
 def _tiny_imagenet(request: Request) -> Dataset:
+    """Load Tiny ImageNet from its unpacked archive."""
     root = request.path / "tiny-imagenet-200"
     root = root if root.is_dir() else request.path
     if not (root / "train").is_dir() or not (root / "val" / "val_annotations.txt").is_file():
         raise ConfigError(
-            f"tiny-imagenet is not in {request.path}: set data.root to the unpacked folder with train/ and val/; "
-            "barter does not download it"
+            f"tiny-imagenet is not in {request.path}: set data.root to the unpacked folder with "
+            "train/ and val/; barter does not download it"
         )
     classes = [folder.name for folder in _subfolders(root / "train", "class")]
     x_train, y_train = _read_classes(root / "train", classes, request.size, set())
@@ -257,18 +266,18 @@ def _tiny_imagenet(request: Request) -> Dataset:
         root / "val" / "val_annotations.txt", lambda text: _annotations(text, classes)
     )
     x_test = np.stack([_picture(root / "val" / "images" / name, request.size) for name, _ in rows])
-    return assembled(
-        request.name, (x_train, y_train, x_test, np.array([number for _, number in rows])), classes
-    )
+    y_test = np.array([label for _, label in rows])
+    return assembled(request.name, (x_train, y_train, x_test, y_test), classes)
 
 
 def _annotations(text: str, classes: list[str]) -> list[tuple[str, int]]:
-    """Names of images and the numbers of their classes, from lines that begin with two names."""
+    """Return file names and class numbers from lines that begin with file name and class name."""
     rows = [line.split("\t") for line in text.splitlines() if line]
     return [(row[0], classes.index(row[1])) for row in rows]
 
 
 def _npz(request: Request) -> Dataset:
+    """Load an npz file."""
     if request.path.is_file() and request.path.open("rb").read(6) == b"\x93NUMPY":
         raise ConfigError(
             f"{request.path} holds one array; an npz file with {', '.join(NEEDED)} is expected"
@@ -279,10 +288,12 @@ def _npz(request: Request) -> Dataset:
 
 
 def _clients(request: Request) -> Dataset:
+    """Load data that are already split into one file per client."""
     return read_split(request.path, request.name)
 
 
 def _named(name: str) -> Callable[[Request], Dataset]:
+    """Return the function that loads a data set of torchvision."""
     return lambda request: _torchvision(name, request)
 
 
@@ -303,25 +314,29 @@ SOURCES: dict[str, tuple[Callable[[Request], Dataset], str]] = {
     "svhn": (_named("svhn"), "99,289 house numbers, 32x32, 10 classes"),
     "cifar10": (_named("cifar10"), "60,000 photographs, 32x32, 10 classes"),
     "cifar100": (_named("cifar100"), "60,000 photographs, 32x32, 100 classes"),
-    "food101": (_named("food101"), "101,000 dishes, brought to data.size (64), 101 classes"),
+    "food101": (_named("food101"), "101,000 dishes, resized to data.size (64), 101 classes"),
     "tiny-imagenet": (
         _tiny_imagenet,
-        "110,000 photographs, brought to data.size (64), 200 classes; no download",
+        "110,000 photographs, resized to data.size (64), 200 classes; no download",
     ),
 }
 PATH_SOURCES: dict[str, tuple[Callable[[Request], Dataset], str]] = {
     "npz": (
         _npz,
-        "npz:PATH, a file with x_train, y_train (NHWC); if need be x_test, y_test, classes, domains",
+        "npz:PATH, a file with x_train, y_train (NHWC); optional: x_test, y_test, classes, domains",
     ),
     "folder": (
         _folder,
         "folder:PATH, one folder per class, or train/ and test/ (or val/) with one each",
     ),
-    "domains": (_domains, "domains:PATH, one folder per domain, in it one per class: feature skew"),
+    "domains": (
+        _domains,
+        "domains:PATH, one folder per domain, each with one folder per class: feature skew",
+    ),
     "clients": (
         _clients,
-        "clients:PATH, a split: train/0.npz ... and test/0.npz ..., as HtFLlib and PFLlib write them",
+        "clients:PATH, one file per client: train/0.npz ... and test/0.npz ..., as HtFLlib and "
+        "PFLlib write them",
     ),
 }
 
@@ -329,7 +344,18 @@ PATH_SOURCES: dict[str, tuple[Callable[[Request], Dataset], str]] = {
 def load(
     source: str, *, root: str = "data", download: bool = False, size: int | None = None
 ) -> Dataset:
-    """The data set of this name, at this path, or from this function of one's own."""
+    """Load a data set.
+
+    Args:
+        source: A name of `SOURCES`, KIND:PATH with a kind of `PATH_SOURCES`, or module:function
+            for custom data.
+        root: The folder that holds named data sets.
+        download: Whether to download a named data set that is missing.
+        size: Side of the square that image files are resized to.
+
+    Raises:
+        ConfigError: If the source is unknown, missing or damaged.
+    """
     kind, colon, path = source.partition(":")
     if colon and kind not in PATH_SOURCES:
         return _from_function(source, size)
@@ -348,7 +374,7 @@ def load(
 
 
 def _by_path(source: str) -> str:
-    """Say how to give a path, where the source looks like one; nothing where it does not."""
+    """Return advice on how to write a path as a source; empty if the source is not a path."""
     path = Path(source)
     if path.is_dir():
         kinds = ["folder", "domains"]
@@ -356,18 +382,19 @@ def _by_path(source: str) -> str:
             kinds = ["clients"]
         elif any(child.is_dir() and child.name in ("train", *TESTS) for child in path.iterdir()):
             kinds = ["folder"]
-        said = {
-            "clients": "for data that are split already",
+        uses = {
+            "clients": "for data that are already split",
             "folder": "with a folder per class",
             "domains": "with a folder per domain, in it one per class",
         }
-        return "it is a folder: write " + ", or ".join(f"{k}:{source} {said[k]}" for k in kinds)
+        return "it is a folder: write " + ", or ".join(f"{k}:{source} {uses[k]}" for k in kinds)
     if path.suffix == ".npz" or path.is_file():
         return f"did you mean 'npz:{source}'?"
     return ""
 
 
 def _from_function(source: str, size: int | None) -> Dataset:
+    """Load custom data from a Python object or function, written as module:name."""
     kind = source.partition(":")[0]
     try:
         make = imported(source, "data")

@@ -1,10 +1,11 @@
-"""A split as files, one for each client: as HtFLlib and PFLlib write them, and as barter does.
+"""Read and write data that are split into one file per client, as HtFLlib and PFLlib store them.
 
     train/0.npz ... train/9.npz    test/0.npz ... test/9.npz    test.npz
 
-A file holds arrays `x` and `y`, or `data`, an object with these two, as the other libraries write it; `test.npz` is the
-test set of all, which is made of the clients' own where there is none. Images are bytes with channels last, or floats
-between 0 and 1 or -1 and 1, with channels first, which become the bytes they were.
+A file holds arrays `x` and `y`, or `data`, an object with these two, as the other libraries write
+it. `test.npz` is the global test set; without it the clients' test sets are joined. Images are
+bytes with channels last, or floats between 0 and 1 or -1 and 1 with channels first, which are
+converted back to bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = ["arrays_in", "clients_in", "read_split", "write_split"]
 
 Array = np.ndarray[Any, Any]
 
-# All that numpy's arrays ask of a pickle; whatever else a file names is not looked up, let alone called.
+# The only names that pickled numpy arrays need; any other name is refused before it is imported.
 HARMLESS = {("numpy", "ndarray"), ("numpy", "dtype")} | {
     (f"{root}.{module}", name)
     for root in ("numpy.core", "numpy._core")
@@ -44,6 +45,8 @@ HARMLESS = {("numpy", "ndarray"), ("numpy", "dtype")} | {
 
 
 class _Arrays(pickle.Unpickler):
+    """An unpickler that can build numpy arrays and nothing else."""
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in HARMLESS:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
@@ -51,7 +54,11 @@ class _Arrays(pickle.Unpickler):
 
 
 def clients_in(path: Path) -> int:
-    """How many clients a split has."""
+    """Return the number of clients of a split.
+
+    Raises:
+        ConfigError: If there are no files, or a number is missing.
+    """
     found = sorted(
         int(file.stem) for file in (path / "train").glob("*.npz") if file.stem.isdecimal()
     )
@@ -66,43 +73,63 @@ def clients_in(path: Path) -> int:
 
 
 def read_split(path: Path, name: str) -> Dataset:
-    """The data set of which every client's is a domain, with its own test set."""
-    own = [
-        (path / "train" / f"{k}.npz", path / "test" / f"{k}.npz") for k in range(clients_in(path))
-    ]
-    everybody = path / "test.npz"
-    places = [*chain(*own), *([everybody] if everybody.exists() else [])]
-    files = {place: _file(place) for place in places}
-    # One scale for all: a file of bright images has no pixel below zero, wherever the others begin.
+    """Load a split as a data set in which every client is a domain with its own test set.
+
+    Args:
+        path: The folder with train/, test/ and maybe test.npz.
+        name: The name of the data set.
+    """
+    clients = clients_in(path)
+    train_paths = [path / "train" / f"{k}.npz" for k in range(clients)]
+    test_paths = [path / "test" / f"{k}.npz" for k in range(clients)]
+    global_path = path / "test.npz"
+    paths = list(chain(*zip(train_paths, test_paths, strict=True)))
+    if global_path.exists():
+        paths.append(global_path)
+    files = {file: _file(file) for file in paths}
+    # All files share one scale: a file of bright images may have no negative pixel although the
+    # scale begins at -1.
     signed = any(_is_float(file["x"]) and file["x"].min(initial=0) < 0 for file in files.values())
-    for place, file in files.items():
-        file["x"] = _pixels(file["x"], place, signed=signed)
+    for file, arrays in files.items():
+        arrays["x"] = _pixels(arrays["x"], file, signed=signed)
     parts = []
-    for train, test in ((files[one], files[other]) for one, other in own):
-        names = {"classes": train["classes"]} if "classes" in train else {}
-        parts.append(
-            {
-                "x_train": train["x"],
-                "y_train": train["y"],
-                "x_test": test["x"],
-                "y_test": test["y"],
-                **names,
-            }
-        )
-    together = files.get(everybody)
-    return from_python(
-        parts, name, tests=None if together is None else (together["x"], together["y"])
-    )
+    for train_path, test_path in zip(train_paths, test_paths, strict=True):
+        train = files[train_path]
+        test = files[test_path]
+        part = {
+            "x_train": train["x"],
+            "y_train": train["y"],
+            "x_test": test["x"],
+            "y_test": test["y"],
+        }
+        if "classes" in train:
+            part["classes"] = train["classes"]
+        parts.append(part)
+    tests = None
+    if global_path in files:
+        tests = (files[global_path]["x"], files[global_path]["y"])
+    return from_python(parts, name, tests=tests)
 
 
 def write_split(
     path: Path, train: list[Images], tests: list[Images], test: Images, classes: list[str]
 ) -> None:
-    """Every client's images and test set, and the test set of all, as files that anything can read."""
+    """Write every client's training and test images, and the global test set, as npz files.
+
+    Args:
+        path: A new or empty folder.
+        train: Training images of each client.
+        tests: Test images of each client.
+        test: The global test set.
+        classes: Names of the classes.
+
+    Raises:
+        ConfigError: If the path exists and is not an empty folder.
+    """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigError(f"{path} is there already: a split goes to a new folder")
+        raise ConfigError(f"{path} already exists: give a new folder for the split")
     with suppress(OSError):
-        path.rmdir()  # an empty one is as good as none
+        path.rmdir()  # An empty folder would be in the way of the new one.
     with whole(path) as new:
         for part, clients in (("train", train), ("test", tests)):
             (new / part).mkdir()
@@ -124,14 +151,14 @@ def arrays_in(
 ) -> dict[str, Any]:
     """Read the arrays of an npz file, by name.
 
-    A few megabytes can decompress to many gigabytes, so headers are read first. What is decompressed then has the
-    size that its header and the archive agree on: neither can lie alone.
+    A few megabytes can decompress to many gigabytes, so headers are checked first: the size in an
+    array's header must equal the size in the archive.
 
     Args:
         path: The file.
-        objects: Whether arrays of objects are read too, as far as they are made of arrays.
-        require: Called before anything is decompressed, with stand-ins that have the kinds and shapes of the arrays,
-            and take no memory; raises ConfigError for what is not wanted.
+        objects: Whether to read object arrays too, if they consist of arrays.
+        require: Called before anything is decompressed, with placeholders that have the dtypes and
+            shapes of the arrays and take no memory; raises ConfigError to refuse the file.
 
     Raises:
         ConfigError: If the file cannot be read, or does not fit into memory.
@@ -139,8 +166,8 @@ def arrays_in(
     try:
         with zipfile.ZipFile(path) as archive:
             entries = {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()}
-            size, there = sum(entry.file_size for entry in entries.values()), _memory()
-            if size > there:
+            size = sum(entry.file_size for entry in entries.values())
+            if size > _memory():
                 raise ConfigError(
                     f"{path} holds {size:,} bytes of arrays, more than this machine's memory"
                 )
@@ -157,12 +184,12 @@ def arrays_in(
             return arrays
     except ConfigError:
         raise
-    except Exception as error:  # whatever a damaged file makes go wrong
+    except Exception as error:  # A damaged file can raise anything.
         raise ConfigError(f"{path} cannot be read as an npz file: {in_short(error)}") from error
 
 
 def _memory() -> int:
-    """Return the bytes of memory that are free on this machine, or where it does not say, all it has."""
+    """Return this machine's available memory in bytes, or all of it if that is unknown."""
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -171,8 +198,9 @@ def _memory() -> int:
 
 
 def _require_pairs(path: Path, headers: Mapping[str, Array]) -> None:
-    """Refuse images that cannot be some, and labels that are not one for each."""
-    x, y = headers.get("x"), headers.get("y")
+    """Raise ConfigError if `x` cannot hold images or `y` does not hold one label per image."""
+    x = headers.get("x")
+    y = headers.get("y")
     if x is not None and (x.dtype.kind not in "uifO" or x.ndim not in (1, 3, 4)):
         raise ConfigError(f"{path}: x is {x.dtype} of shape {x.shape}; images are expected")
     if x is not None and y is not None and x.shape[:1] != y.shape[:1]:
@@ -180,49 +208,56 @@ def _require_pairs(path: Path, headers: Mapping[str, Array]) -> None:
 
 
 def _file(path: Path) -> dict[str, Array]:
+    """Read one client's file; return at least images `x` and labels `y`."""
     if not path.exists():
         raise ConfigError(
             f"{path}: there is no such file; every client has one in train/ and one in test/"
         )
-    held = arrays_in(path, objects=True, require=partial(_require_pairs, path))
-    if set(held) == {"data"}:
-        held = (
-            held["data"].item()
-            if held["data"].dtype == object and held["data"].ndim == 0
-            else held["data"]
-        )
-    if not isinstance(held, dict) or not {"x", "y"} <= set(held):
-        has = ", ".join(map(str, held)) if isinstance(held, dict) else "something else"
+    content: Any = arrays_in(path, objects=True, require=partial(_require_pairs, path))
+    if set(content) == {"data"}:
+        content = content["data"]
+        if content.dtype == object and content.ndim == 0:
+            content = content.item()
+    if not isinstance(content, dict) or not {"x", "y"} <= set(content):
+        has = ", ".join(map(str, content)) if isinstance(content, dict) else "something else"
         raise ConfigError(
             f"{path}: arrays x and y are expected, or data with both; it has {has or 'nothing'}"
         )
     try:
-        x, named = np.asarray(held["x"]), np.asarray(held["y"])
-        y = named.astype(np.int64)
-        if not np.array_equal(y, named):
-            raise ValueError("classes are whole numbers")
+        x = np.asarray(content["x"])
+        labels = np.asarray(content["y"])
+        y = labels.astype(np.int64)
+        if not np.array_equal(y, labels):
+            raise ValueError("classes must be integers")
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
             f"{path}: y must hold a class number for each image of x: {error}"
         ) from error
-    return {**held, "x": x, "y": y}
+    return {**content, "x": x, "y": y}
 
 
 def _header(
     file: BinaryIO | Any, size: int, *, objects: bool
 ) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Read the shape and kind of an array from the start of its file, which ends after so many bytes."""
+    """Read shape and dtype from the start of an npy file.
+
+    Args:
+        file: The opened file.
+        size: Its number of bytes.
+        objects: Whether object arrays are allowed.
+
+    Raises:
+        ValueError: If the header does not match the size, or objects are not allowed.
+    """
     version = np.lib.format.read_magic(file)
-    read = (
-        np.lib.format.read_array_header_1_0
-        if version == (1, 0)
-        else np.lib.format.read_array_header_2_0
-    )
-    shape, _, dtype = read(file)
+    if version == (1, 0):
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    else:
+        shape, _, dtype = np.lib.format.read_array_header_2_0(file)
     if dtype.hasobject:
         if not objects:
             raise ValueError(
-                "it holds objects, which are not read; give arrays of numbers and of text"
+                "it holds Python objects, which are not loaded; give arrays of numbers and text"
             )
     elif min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != size - file.tell():
         raise ValueError(f"{size - file.tell()} bytes do not make {shape} of {dtype}")
@@ -230,7 +265,7 @@ def _header(
 
 
 def _array(file: BinaryIO | Any, size: int, path: Path, *, objects: bool) -> Any:
-    """An array of a file; if it is one of objects, nothing that its pickle names is run but what makes arrays."""
+    """Read an array; an object array is unpickled without running any code but numpy's."""
     shape, dtype = _header(file, size, objects=objects)
     if not dtype.hasobject:
         file.seek(0)
@@ -239,8 +274,9 @@ def _array(file: BinaryIO | Any, size: int, path: Path, *, objects: bool) -> Any
         return np.asarray(_Arrays(file).load(), dtype=object).reshape(shape)
     except Exception as error:
         raise ConfigError(
-            f"{path} holds objects that are not read, for that could run what a stranger wrote into them "
-            f"({in_short(error)}). If you trust the file: d = np.load(path, allow_pickle=True)['data'].item(); "
+            f"{path} holds Python objects, which are not loaded because that could run untrusted "
+            f"code ({in_short(error)}). If you trust the file: "
+            "d = np.load(path, allow_pickle=True)['data'].item(); "
             "np.savez(path, x=d['x'], y=d['y'])"
         ) from error
 
@@ -250,21 +286,26 @@ def _is_float(x: Array) -> bool:
 
 
 def _pixels(x: Array, path: Path, *, signed: bool) -> Array:
-    """Images as bytes with channels last; floats are from -1 on if they are `signed`, else from 0 on."""
+    """Return images as bytes with channels last.
+
+    Args:
+        x: Bytes, or floats with channels first or last.
+        path: The file, for messages.
+        signed: Whether floats are between -1 and 1, and not between 0 and 1.
+    """
     if x.ndim == 3:
         x = x[..., None]
     elif x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[-1] not in (1, 3):
         x = x.transpose(0, 2, 3, 1)
     if _is_float(x) and x.size and x.min() >= -1 and x.max() <= 1:
-        x = ((x + 1) / 2 if signed else x) * 255
-        x = x.round().astype(np.uint8)
+        unit = (x + 1) / 2 if signed else x
+        x = (unit * 255).round().astype(np.uint8)
     if x.dtype != np.uint8 or x.ndim != 4:
-        span = (
-            f", between {x.min():g} and {x.max():g}"
-            if x.size and np.issubdtype(x.dtype, np.number)
-            else ""
-        )
+        span = ""
+        if x.size and np.issubdtype(x.dtype, np.number):
+            span = f", between {x.min():g} and {x.max():g}"
         raise ConfigError(
-            f"{path}: x is {x.dtype} of shape {x.shape}{span}; give bytes, or floats between 0 and 1 or -1 and 1"
+            f"{path}: x is {x.dtype} of shape {x.shape}{span}; give bytes, or floats between 0 and "
+            "1 or -1 and 1"
         )
     return np.ascontiguousarray(x)

@@ -1,4 +1,4 @@
-"""A task: every client's private data, the test sets, and what all parties agree on."""
+"""The task of a run: private data of every client, test sets, and the shared image format."""
 
 from __future__ import annotations
 
@@ -31,49 +31,49 @@ __all__ = [
     "validation_size",
 ]
 
-SITES = "sites"  # the source of a run to which every client brings its own data
+SITES = "sites"  # the source of runs in which every site has its own data
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Which data, and in which form."""
+    """The data source and how its images are prepared."""
 
     # a name from `barter list datasets`, npz:PATH, folder:PATH, domains:PATH, clients:PATH, sites,
-    # or module:function for one's own; in Python also the data themselves
+    # or module:function for custom data; in Python also the data set itself
     source: str | Any = "digits"
     root: str = "data"  # the folder that holds named data sets
-    download: bool = False  # whether to download what is missing
-    size: Side | None = None  # side of the square that images are resized to; none keeps theirs
-    # random changes to training images: crops, and mirror images where `flip` has them
+    download: bool = False  # whether to download a data set that is missing
+    size: Side | None = None  # side of the square that images are resized to; none keeps their size
+    # random crops of training images, and horizontal flips if `flip` allows them
     augment: bool = True
-    # mirror images; none means where they are known to show the same, not of one's own data
+    # horizontal flips; none: for named data sets whose classes they are known to keep
     flip: bool | None = None
-    # a source whose training images everybody has, for methods that want public data
+    # a source whose training images are public, for methods that need public data
     public: str = ""
-    # share of each client's training images that it holds out to choose rounds by
+    # fraction of each client's training images held out to select the best round
     validation: Annotated[float, Range(ge=0, le=0.9)] = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str):
-            given = from_python(self.source, BY_PYTHON, self.size)
-            object.__setattr__(self, "_given", given)
-            object.__setattr__(self, "source", f"{BY_PYTHON} {given.fingerprint()}")
+            dataset = from_python(self.source, BY_PYTHON, self.size)
+            object.__setattr__(self, "_given", dataset)
+            object.__setattr__(self, "source", f"{BY_PYTHON} {dataset.fingerprint()}")
         check(self, "data.")
 
     @property
     def given(self) -> Dataset | None:
-        """The images themselves, where they came from Python."""
+        """The data set, if it was passed from Python; otherwise None."""
         return self.__dict__.get("_given")
 
     def load(self) -> Dataset:
-        """The images, wherever they come from."""
+        """Load the data set from its source."""
         return self.given or load(
             self.source, root=self.root, download=self.download, size=self.size
         )
 
 
 def anchored(data: Data) -> Data:
-    """The same data for processes that start in other folders: paths from the root."""
+    """Return the data with absolute paths, for processes that run in other folders."""
 
     def absolute(source: str) -> str:
         kind, colon, path = source.partition(":")
@@ -89,7 +89,7 @@ def anchored(data: Data) -> Data:
 
 @dataclass(frozen=True)
 class Task:
-    """Private data and test sets of every client, on the run's device."""
+    """Private data and test sets of all clients, on the run's device."""
 
     spec: Spec
     classes: list[str]
@@ -98,47 +98,62 @@ class Task:
     global_test: Images
     public: Images | None
     domains: list[str]
-    domain_table: Tensor  # samples by client and domain
-    # of each client, held out from its training images; none without data.validation
+    domain_table: Tensor  # number of training images by client and domain
+    # validation images of each client, held out from training; empty without data.validation
     validation: list[Images] = field(default_factory=list)
-    # the validation images of all clients together
+    # the validation images of all clients, joined
     global_validation: Images | None = None
-    held_out: bool = False  # whether the test images were taken from those given for training
-    notes: tuple[str, ...] = ()  # what was done to the images that nobody asked for
+    held_out: bool = False  # whether the test images were split off from the training images
+    notes: tuple[str, ...] = ()  # changes made to the images without being configured
 
     def summary(self, source: str) -> str:
-        """Return a line that says what was read: images, classes, size and colours."""
-        spec, stored = self.spec, self.global_test.pixels.shape
+        """Return one line with the numbers of images and classes, image size and colours."""
+        spec = self.spec
         colours = {1: "grey", 3: "colour"}.get(spec.channels, f"{spec.channels} channels")
-        seen = f"{spec.width}x{spec.height}"
-        size = f"{stored[-1]}x{stored[-2]}"
-        if size != seen:
-            size += f", resized to {seen}"
-        train, test = sum(map(len, self.train)), len(self.global_test)
-        tests = f"{test:,} test images{', held out of them' if self.held_out else ''}"
+        input_size = f"{spec.width}x{spec.height}"
+        height, width = self.global_test.pixels.shape[-2:]
+        size = f"{width}x{height}"
+        if size != input_size:
+            size += f", resized to {input_size}"
+        n_train = sum(map(len, self.train))
+        tests = f"{len(self.global_test):,} test images"
+        if self.held_out:
+            tests += ", held out of them"
         classes = f"{spec.classes} class{'es' * (spec.classes != 1)}"
-        return f"{source}: {train:,} training and {tests}, {classes}, {size} {colours}"
+        return f"{source}: {n_train:,} training and {tests}, {classes}, {size} {colours}"
 
     def class_table(self) -> Tensor:
-        """Samples by client and class."""
+        """Return the number of training images by client and class."""
         return torch.stack([images.class_counts() for images in self.train]).cpu()
 
 
 def make_task(
     data: Data, partition: Partition, clients: int, seed: int, device: torch.device
 ) -> Task:
-    """Load the data, split it, and put it on the device."""
+    """Load the data, split it over the clients, and put it on the device.
+
+    Args:
+        data: The data source and how images are prepared.
+        partition: How training images are split over clients.
+        clients: The number of clients.
+        seed: The run's seed.
+        device: The device that holds all images.
+
+    Raises:
+        ConfigError: If the data cannot be loaded or split this way.
+    """
     if data.source == SITES:
         raise ConfigError(
-            "data.source='sites': every site brings its own data, which takes --engine flower"
+            "data.source='sites': every site brings its own data, which needs --engine flower"
         )
     dataset = data.load()
     if dataset.held_out and isinstance(partition, Listed):
         raise ConfigError(
-            "partition: lists of indices count training images, and here some of them are held out for "
-            "testing: give a test part too"
+            "partition: lists of indices refer to training images, and here some of them are held "
+            "out for testing: give test images too"
         )
-    spec, augment = _spec(dataset, data.size), _augment(dataset, data)
+    spec = _spec(dataset, data.size)
+    augment = _augment(dataset, data)
     parts = partition(
         dataset.y_train.numpy(),
         dataset.domain_train.numpy(),
@@ -146,41 +161,39 @@ def make_task(
         stream_seed(seed, "partition"),
     )
     global_test = Images(dataset.x_test.to(device), dataset.y_test.to(device), spec)
-    trained, validation = parts, list[Images]()
+
+    def training_images(index: np.ndarray[Any, Any], augment: Augment) -> Images:
+        pixels = dataset.x_train[index].to(device)
+        return Images(pixels, dataset.y_train[index].to(device), spec, augment)
+
+    train_parts = parts
+    validation: list[Images] = []
     if data.validation:
-        split = [held_out(dataset, part, data.validation, seed, k) for k, part in enumerate(parts)]
-        trained = [kept for kept, _ in split]
-        validation = [
-            Images(dataset.x_train[held].to(device), dataset.y_train[held].to(device), spec)
-            for _, held in split
+        train_parts = []
+        for k, part in enumerate(parts):
+            kept, held = held_out(dataset, part, data.validation, seed, k)
+            train_parts.append(kept)
+            validation.append(training_images(held, Augment()))
+    brought = len(dataset.own_tests) == clients and isinstance(partition, Domains)
+    if dataset.own_tests and brought:
+        local_tests = [Images(x.to(device), y.to(device), spec) for x, y in dataset.own_tests]
+    else:
+        local_tests = [
+            _local_test(dataset, part, spec, seed, k, device) for k, part in enumerate(parts)
         ]
+    n_domains = len(dataset.domains)
+    domain_counts = [
+        dataset.domain_train[part].bincount(minlength=n_domains) for part in train_parts
+    ]
     return Task(
         spec=spec,
         classes=dataset.classes,
-        train=[
-            Images(
-                dataset.x_train[part].to(device), dataset.y_train[part].to(device), spec, augment
-            )
-            for part in trained
-        ],
-        local_tests=[
-            _local_test(dataset, part, spec, seed, k, device) for k, part in enumerate(parts)
-        ]
-        if not (
-            dataset.own_tests
-            and len(dataset.own_tests) == clients
-            and isinstance(partition, Domains)
-        )
-        else [Images(x.to(device), y.to(device), spec) for x, y in dataset.own_tests],
+        train=[training_images(part, augment) for part in train_parts],
+        local_tests=local_tests,
         global_test=global_test,
         public=public_data(data, spec, device),
         domains=dataset.domains,
-        domain_table=torch.stack(
-            [
-                dataset.domain_train[part].bincount(minlength=len(dataset.domains))
-                for part in trained
-            ]
-        ),
+        domain_table=torch.stack(domain_counts),
         validation=validation,
         global_validation=_together(validation, spec) if validation else None,
         held_out=dataset.held_out,
@@ -193,15 +206,15 @@ def held_out(
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Split a client's training images into those it trains on and its validation images.
 
-    Every image is equally likely to be held out, and the client's mix of classes and domains is kept:
-    images are drawn at equal distances from a list that is sorted by class.
+    Every image is equally likely to be held out, and the distribution of classes and domains is
+    kept: images are picked at equal distances from a list sorted by domain and class.
 
     Args:
         dataset: The data of all clients.
         part: Indices of the client's training images.
-        share: The share of them that is held out.
+        share: The fraction of them that is held out.
         seed: The run's seed.
-        client: The client's id, which has a random stream of its own.
+        client: The client's id; every client has its own random stream.
 
     Returns:
         Indices for training and for validation, each in the order of `part`.
@@ -211,20 +224,33 @@ def held_out(
     kinds = (dataset.domain_train * len(dataset.classes) + dataset.y_train)[part].numpy()
     shuffled = rng.permutation(len(part))
     by_kind = shuffled[np.argsort(kinds[shuffled], kind="stable")]
-    chosen = by_kind[np.floor((np.arange(count) + rng.random()) * len(part) / count).astype(int)]
+    positions = np.floor((np.arange(count) + rng.random()) * len(part) / count).astype(int)
+    chosen = by_kind[positions]
     held = np.zeros(len(part), dtype=bool)
     held[chosen] = True
     return part[~held], part[held]
 
 
 def _together(parts: Sequence[Images], spec: Spec) -> Images:
+    """Join the images of several clients."""
     pixels = torch.cat([images.pixels for images in parts])
     labels = torch.cat([images.labels for images in parts])
     return Images(pixels, labels, spec)
 
 
 def validation_size(images: int, share: float, owner: str) -> int:
-    """Return how many of a client's training images it holds out; one at least, and one stays."""
+    """Return how many training images a client holds out for validation.
+
+    At least one image is held out, and at least one remains for training.
+
+    Args:
+        images: The client's number of training images.
+        share: The fraction to hold out; 0 holds out nothing.
+        owner: The client's name, for messages.
+
+    Raises:
+        ConfigError: If the client has fewer than two images.
+    """
     if not share:
         return 0
     if images < 2:
@@ -236,27 +262,40 @@ def validation_size(images: int, share: float, owner: str) -> int:
 
 
 def own_data(data: Data, source: str) -> tuple[Dataset, Spec, Augment]:
-    """The whole of a source, which is one client's own; other clients may make another spec of it."""
+    """Load the data of a single client.
+
+    Args:
+        data: How images are prepared.
+        source: Where this client's data come from.
+
+    Returns:
+        The data set, its spec, and its augmentation. All clients together may agree on another
+        spec.
+    """
     dataset = replace(data, source=source).load()
     return dataset, _spec(dataset, data.size), _augment(dataset, data)
 
 
 def _augment(dataset: Dataset, data: Data) -> Augment:
-    # Padding by an eighth of the side: 4 pixels at 32, as usual for CIFAR.
+    """Return the augmentation of training images."""
+    # Images are padded by an eighth of their side before cropping: 4 pixels at 32, as usual for
+    # CIFAR.
     crop = dataset.x_train.shape[-1] // 8 if data.augment else 0
-    return Augment(crop, data.augment and dataset.may_flip if data.flip is None else data.flip)
+    flip = data.augment and dataset.may_flip if data.flip is None else data.flip
+    return Augment(crop, flip)
 
 
 def _spec(dataset: Dataset, size: int | None) -> Spec:
+    """Return the image format, with mean and standard deviation of the training images."""
     _, channels, height, width = dataset.x_train.shape
-    # Exact and without a float copy of the data: bytes have 256 values.
+    # Counting the 256 values of a byte is exact and needs no float copy of the data.
     values = torch.arange(256, dtype=torch.float64) / 255
-    shares = [
+    histograms = [
         torch.bincount(dataset.x_train[:, c].flatten(), minlength=256).double()
         for c in range(channels)
     ]
-    means = [float((share * values).sum() / share.sum()) for share in shares]
-    squares = [float((share * values**2).sum() / share.sum()) for share in shares]
+    means = [float((counts * values).sum() / counts.sum()) for counts in histograms]
+    squares = [float((counts * values**2).sum() / counts.sum()) for counts in histograms]
     stds = [max(square - mean**2, 1e-6) ** 0.5 for mean, square in zip(means, squares, strict=True)]
     return Spec(
         channels, size or height, size or width, len(dataset.classes), tuple(means), tuple(stds)
@@ -264,7 +303,7 @@ def _spec(dataset: Dataset, size: int | None) -> Spec:
 
 
 def public_data(data: Data, spec: Spec, device: torch.device) -> Images | None:
-    """What everybody has."""
+    """Load the public images; None if the configuration names no public source."""
     if not data.public:
         return None
     dataset = replace(data, source=data.public).load()
@@ -283,24 +322,28 @@ def _local_test(
     client: int,
     device: torch.device,
 ) -> Images:
-    """As many test images as there are in the client's own mix of classes and domains."""
+    """Sample the largest local test set with the client's distribution of classes and domains."""
     rng = np.random.default_rng(stream_seed(seed, "local test", client))
     classes = len(dataset.classes)
-    trained = (dataset.domain_train * classes + dataset.y_train)[part].numpy()
-    tested = (dataset.domain_test * classes + dataset.y_test).numpy()
-    groups, counts = np.unique(trained, return_counts=True)
-    available = np.array([(tested == group).sum() for group in groups])
-    groups, counts, available = (column[available > 0] for column in (groups, counts, available))
+    train_groups = (dataset.domain_train * classes + dataset.y_train)[part].numpy()
+    test_groups = (dataset.domain_test * classes + dataset.y_test).numpy()
+    groups, counts = np.unique(train_groups, return_counts=True)
+    available = np.array([(test_groups == group).sum() for group in groups])
+    present = available > 0
+    groups = groups[present]
+    counts = counts[present]
+    available = available[present]
     if not len(groups):
+        missing = np.unique(train_groups).tolist()
         raise ConfigError(
-            f"client {client} holds classes {np.unique(trained).tolist()} that the test set does not have"
+            f"client {client} holds classes {missing} that the test set does not have"
         )
-    size = np.floor(min(available / counts) * counts.sum() + 1e-9)
-    chosen = [
-        rng.permutation(np.flatnonzero(tested == group))[
-            : max(1, round(size * count / counts.sum()))
-        ]
-        for group, count in zip(groups, counts, strict=True)
-    ]
+    total = counts.sum()
+    # The scarcest group limits the size.
+    size = np.floor(min(available / counts) * total + 1e-9)
+    chosen = []
+    for group, count in zip(groups, counts, strict=True):
+        shuffled = rng.permutation(np.flatnonzero(test_groups == group))
+        chosen.append(shuffled[: max(1, round(size * count / total))])
     index = torch.as_tensor(np.sort(np.concatenate(chosen)))
     return Images(dataset.x_test[index].to(device), dataset.y_test[index].to(device), spec)

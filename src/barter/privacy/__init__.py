@@ -1,4 +1,4 @@
-"""What an answer tells of a private image before it leaves a client, and what all answers of a run tell together."""
+"""Differential privacy: protect answers before they leave a client, and account for the cost."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What releases cost together: (ε, δ) differential privacy.
+"""Privacy accounting: the (ε, δ) cost of releases under composition.
 
-Two data sets are neighbours if one image of one is replaced by any other: how many there are is public. A release adds
-noise in proportion to C, the largest norm of what one image contributes; to replace it moves the sum by 2 C at most.
+Two data sets are neighbours if one image is replaced by any other; the number of images is public.
+A release adds noise in proportion to C, the clipping norm of one image's contribution. Replacing an
+image therefore changes the sum by at most 2 C.
 """
 
 from __future__ import annotations
@@ -28,30 +29,32 @@ __all__ = [
     "spent",
 ]
 
-STEP = 1e-3  # of discretised privacy losses; they are rounded up
-POINTS = 2e5  # at most about so many of them
-HUGE = 1e3  # μ beyond which nobody asks for the last digits of ε
-LARGEST = 20.0  # logarithm of noise that is looked at
-SLIGHT = 0.1  # noise below which steps on samples count as steps on all images, which is no less: ε is in the hundreds
+STEP = 1e-3  # grid of discretised privacy losses, which are rounded up
+POINTS = 2e5  # approximate limit on the number of grid points
+HUGE = 1e3  # μ above which an upper bound of ε replaces root finding
+LARGEST = 20.0  # largest logarithm of the noise multiplier that is tried
+# Below this noise multiplier, subsampling is ignored. That is an upper bound of the cost, and ε is in
+# the hundreds anyway.
+SLIGHT = 0.1
 
 
 @dataclass(frozen=True)
 class Gaussian:
-    """Noise of standard deviation `noise` times C."""
+    """A Gaussian mechanism with standard deviation `noise` times C."""
 
     noise: float
 
 
 @dataclass(frozen=True)
 class Pure:
-    """Whatever keeps ε with δ = 0: Laplace noise, randomised response."""
+    """An ε-private mechanism with δ = 0: Laplace noise, randomised response."""
 
     epsilon: float
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """A step of DP-SGD: each image takes part with probability `rate`, noise of `noise` times C on the sum."""
+    """A step of DP-SGD: Poisson sampling with `rate`, noise of `noise` times C on the sum."""
 
     noise: float
     rate: float
@@ -62,7 +65,12 @@ Releases: TypeAlias = Mapping[Release, int]
 
 
 def spent(releases: Releases, delta: float) -> float:
-    """The smallest known ε such that all these releases together are (ε, δ)-private."""
+    """Return the smallest known ε such that all releases together are (ε, δ)-private.
+
+    Args:
+        releases: The number of times each release happens.
+        delta: δ, the probability that ε does not hold.
+    """
     counts: dict[Release, int] = {}
     for release, count in releases.items():
         if isinstance(release, Sampled) and release.noise < SLIGHT:
@@ -73,53 +81,64 @@ def spent(releases: Releases, delta: float) -> float:
 
 @lru_cache(maxsize=4096)
 def _spent(releases: frozenset[tuple[Release, int]], delta: float) -> float:
-    mu = math.sqrt(
-        sum(count * (2 / r.noise) ** 2 for r, count in releases if isinstance(r, Gaussian))
-    )
+    """Return ε of a set of releases; Gaussian ones alone have a closed form."""
+    squares = [count * (2 / r.noise) ** 2 for r, count in releases if isinstance(r, Gaussian)]
+    mu = math.sqrt(sum(squares))
     others: dict[Release, int] = {
         release: count for release, count in releases if not isinstance(release, Gaussian)
     }
-    alone = _gaussian_epsilon(mu, delta)
+    gaussian_epsilon = _gaussian_epsilon(mu, delta)
     if not others:
-        return alone
-    found = _by_distribution(mu, others, delta)
+        return gaussian_epsilon
+    composed = _by_distribution(mu, others, delta)
     if any(isinstance(release, Sampled) for release in others):
-        return found
-    return min(
-        found, alone + sum(r.epsilon * count for r, count in others.items() if isinstance(r, Pure))
-    )
+        return composed
+    pure_epsilon = sum(r.epsilon * count for r, count in others.items() if isinstance(r, Pure))
+    return min(composed, gaussian_epsilon + pure_epsilon)
 
 
 def _root(function: Callable[[float], float], least: float, most: float, *, xtol: float) -> float:
-    """Return where a function changes its sign, by Brent's method."""
-    from scipy.optimize import brentq  # takes most of a second to load, and most runs need no root
+    """Return the root of a function between two bounds, by Brent's method."""
+    from scipy.optimize import brentq  # Loading takes most of a second, and most runs need no root.
 
     return float(brentq(function, least, most, xtol=xtol))
 
 
 def calibrated(epsilon: float, delta: float, count: int, others: Releases | None = None) -> float:
-    """The smallest noise with which so many Gaussian releases, and others beside them, stay within ε."""
+    """Return the smallest noise multiplier with which Gaussian releases stay within ε.
+
+    Args:
+        epsilon: ε of all releases together.
+        delta: δ, the probability that ε does not hold.
+        count: The number of Gaussian releases.
+        others: Further releases whose noise is given.
+
+    Raises:
+        ConfigError: If the other releases leave no budget.
+    """
     others = others or {}
     if not any(others.values()):
         most = 10 + math.sqrt(2 * epsilon)
         mu = _root(lambda mu: _log_delta(epsilon, mu) - math.log(delta), 1e-13, most, xtol=1e-16)
         return 2 * math.sqrt(count) / float(mu)
-    already = spent(others, delta)
-    if already >= epsilon:
+    fixed = spent(others, delta)
+    if fixed >= epsilon:
         raise ConfigError(
-            f"privacy.epsilon={epsilon:g}: parts whose noise is given cost {already:.3g} already; give them more of it"
+            f"privacy.epsilon={epsilon:g}: parts whose noise is given already cost {fixed:.3g}; "
+            "give them more noise"
         )
 
     def excess(log: float) -> float:
         return spent({**others, Gaussian(math.exp(log)): count}, delta) - epsilon
 
-    # which would be enough without the others
+    # This would be enough noise without the others.
     low = high = math.log(calibrated(epsilon, delta, count))
     while excess(high) > 0:
         low, high = high, high + 0.5
         if high > LARGEST:
             raise ConfigError(
-                f"privacy.epsilon={epsilon:g}: no noise is enough beside the parts whose noise is given"
+                f"privacy.epsilon={epsilon:g}: no noise is enough in addition to the parts whose "
+                "noise is given"
             )
     if low < high:
         high = _root(excess, low, high, xtol=1e-3) + 1e-3
@@ -127,7 +146,17 @@ def calibrated(epsilon: float, delta: float, count: int, others: Releases | None
 
 
 def calibrated_steps(epsilon: float, delta: float, rate: float, steps: int) -> float:
-    """The smallest noise, but for some 1e-5 of it, with which so many steps of DP-SGD stay within ε."""
+    """Return the smallest noise multiplier with which steps of DP-SGD stay within ε.
+
+    Args:
+        epsilon: ε of all steps together.
+        delta: δ, the probability that ε does not hold.
+        rate: The probability that an image takes part in a step.
+        steps: The number of steps.
+
+    Returns:
+        The multiplier, with a relative error of about 1e-5 upwards.
+    """
 
     def excess(log: float) -> float:
         return spent({Sampled(math.exp(log), rate): steps}, delta) - epsilon
@@ -138,31 +167,44 @@ def calibrated_steps(epsilon: float, delta: float, rate: float, steps: int) -> f
     while excess(high - 1) <= 0:
         high -= 1
     found = _root(excess, high - 1, high, xtol=1e-5)
-    while excess(found) > 0:  # losses are rounded up on a grid, so that ε has small steps
+    # Privacy losses are rounded up on a grid, so ε is a step function with small steps.
+    while excess(found) > 0:
         found += 1e-5
     return math.exp(found)
 
 
 def _log_delta(epsilon: float, mu: float) -> float:
-    """log δ of the Gaussian mechanism whose means are μ standard deviations apart (Balle and Wang 2018)."""
-    one = float(log_ndtr(mu / 2 - epsilon / mu))
-    other = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
-    return one + math.log(-math.expm1(other - one)) if other < one else -math.inf
+    """Return log δ of a Gaussian mechanism (Balle and Wang 2018).
+
+    Args:
+        epsilon: ε.
+        mu: The distance of the two means in standard deviations.
+    """
+    first = float(log_ndtr(mu / 2 - epsilon / mu))
+    second = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
+    if second >= first:
+        return -math.inf
+    return first + math.log(-math.expm1(second - first))
 
 
 def _gaussian_epsilon(mu: float, delta: float) -> float:
+    """Return ε of a Gaussian mechanism whose means are μ standard deviations apart."""
     if mu == 0 or _log_delta(0.0, mu) <= math.log(delta):
         return 0.0
-    largest = mu * (mu / 2 - float(ndtri(delta)))  # where the first term alone is δ
+    largest = mu * (mu / 2 - float(ndtri(delta)))  # An upper bound: here the first term alone is δ.
     if mu > HUGE:
         return largest
-    return float(
-        _root(lambda epsilon: _log_delta(epsilon, mu) - math.log(delta), 0.0, largest, xtol=1e-12)
-    )
+    return _root(lambda e: _log_delta(e, mu) - math.log(delta), 0.0, largest, xtol=1e-12)
 
 
 def _by_distribution(mu: float, others: Releases, delta: float) -> float:
-    """By the distribution of privacy losses, rounded up, that Google's accountant composes."""
+    """Return ε by composing privacy loss distributions, rounded up, with Google's accountant.
+
+    Args:
+        mu: μ of all Gaussian releases together.
+        others: The other releases and their numbers.
+        delta: δ, the probability that ε does not hold.
+    """
     pld = require_accountant()
     relation = pld.NeighborRel.REPLACE_ONE
     most = mu * (mu / 2 + 6) + sum(r.epsilon * n for r, n in others.items() if isinstance(r, Pure))
@@ -180,19 +222,23 @@ def _by_distribution(mu: float, others: Releases, delta: float) -> float:
             )
         else:
             assert isinstance(release, Pure)
-            kept = pld.common.DifferentialPrivacyParameters(release.epsilon, 0.0)
-            one = pld.from_privacy_parameters(kept, value_discretization_interval=step)
+            parameters = pld.common.DifferentialPrivacyParameters(release.epsilon, 0.0)
+            one = pld.from_privacy_parameters(parameters, value_discretization_interval=step)
         distribution = distribution.compose(one.self_compose(count))
     return float(distribution.get_epsilon_for_delta(delta))
 
 
 def require_accountant() -> Any:
-    """Google's accountant; an error where it is not installed."""
+    """Return the module of Google's accountant.
+
+    Raises:
+        ConfigError: If dp-accounting is not installed.
+    """
     try:
         from dp_accounting.pld import privacy_loss_distribution
     except ModuleNotFoundError:
         raise ConfigError(
-            "dp-accounting is not installed here, which counts what noises of different kinds cost together: "
+            "dp-accounting is not installed; it computes the joint cost of different mechanisms: "
             f"{install_command('privacy')}"
         ) from None
     return privacy_loss_distribution

@@ -1,4 +1,4 @@
-"""The noise that DFFKE's paper calls differential privacy."""
+"""The noise of the DFFKE paper, which is not differentially private."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ __all__ = ["Paper"]
 
 @dataclass(frozen=True)
 class Paper(Mechanism):
-    """DFFKE's noise on embeddings, which promises nothing: it looks at how far one pixel moves those of some images.
+    """DFFKE's noise on embeddings, without a privacy guarantee.
 
-    That is a lower bound of what it should be an upper bound of, of a pixel instead of an image, and for one release.
+    Its sensitivity is the largest observed change of some images' embeddings when one pixel changes.
+    That is a lower bound where an upper bound is needed, for a pixel instead of an image, and for a
+    single release.
     """
 
     name = "paper"
-    epsilon: Positive = 1.0  # ε of the paper's formula
-    images: Count = 200  # how many are looked at
+    epsilon: Positive = 1.0  # ε in the paper's formula
+    images: Count = 200  # number of images whose embeddings are compared
 
     @property
     def needs_rows(self) -> bool:
@@ -39,27 +41,30 @@ class Paper(Mechanism):
         data = turn.client.data
         delta = min(0.5, 1 / max(1, len(data)))
         sigma = math.sqrt(2 * math.log(1.25 / delta)) * self.reach(turn) / self.epsilon
-        return [
-            v + alike(v, sigma * turn.source.normal(v.numel()))
-            for v in (as_rows(x, str(self)) for x in values)
-        ]
+        released: list[Payload] = []
+        for value in values:
+            rows = as_rows(value, str(self))
+            noise = sigma * turn.source.normal(rows.numel())
+            released.append(rows + alike(rows, noise))
+        return released
 
     @torch.no_grad()
     def reach(self, turn: Turn) -> float:
-        """How far a random pixel's random value moves the embedding of an image, at most, of those looked at."""
-        data, model = turn.client.data, turn.client.model
+        """Return the largest change of an embedding when a random pixel gets a random value."""
+        data = turn.client.data
+        model = turn.client.model
         count = min(self.images, len(data))
         pixels = data.pixels[:count].clone()
         changed = pixels.clone().flatten(1)
-        where = (turn.source.uniform(count) * changed.shape[1]).long().to(data.device)
+        positions = (turn.source.uniform(count) * changed.shape[1]).long().to(data.device)
         values = (turn.source.uniform(count) * 256).to(data.device).to(changed.dtype)
-        changed[torch.arange(count, device=data.device), where] = values
+        changed[torch.arange(count, device=data.device), positions] = values
         modes = [part.training for part in model.modules()]
         model.eval()
-        one, other = (
+        before, after = (
             model.features(prepared(x, data.spec, Augment())).double()
             for x in (pixels, changed.view_as(pixels))
         )
         for part, training in zip(model.modules(), modes, strict=True):
             part.training = training
-        return float((one - other).norm(dim=1).max())
+        return float((before - after).norm(dim=1).max())

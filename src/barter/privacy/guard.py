@@ -1,4 +1,4 @@
-"""Whoever stands at a client's door: changes what leaves, counts it, and lets nothing out beyond the budget."""
+"""The guard of a client: protects answers, accounts for them, and enforces the budget."""
 
 from __future__ import annotations
 
@@ -22,23 +22,43 @@ __all__ = ["Guard"]
 
 
 class Guard:
-    """`secret`: noise comes from this machine's entropy, not from the run's seed, which the server knows."""
+    """Apply a run's privacy settings to everything that leaves a client.
+
+    Args:
+        privacy: The settings.
+        algorithm: The algorithm whose answers are protected.
+        secret: Whether noise comes from this machine's entropy, and not from the run's seed, which
+            the server knows.
+    """
 
     def __init__(
         self, privacy: Privacy, algorithm: Algorithm[Any, Any], *, secret: bool = False
     ) -> None:
-        self.plan, self.secret = Plan(privacy, algorithm), secret
+        self.plan = Plan(privacy, algorithm)
+        self.secret = secret
         self.promised = self.plan.training is not None or bool(self.plan.mechanisms)
 
     def seed(self, known: int) -> int:
-        """Of all other chance in a method: where noise is secret, so is which images it chose, and in which order."""
+        """Return the seed of all other randomness in a method.
+
+        If noise is secret, the choice and order of images must be secret too.
+
+        Args:
+            known: The seed that follows from the run's seed.
+        """
         return secrets.randbits(62) if self.secret and self.promised else known
 
     def kept(self, method: str, came: Payload) -> Payload:
-        """What came for a method, where the change since then is told: it may write to what it was given."""
+        """Return a copy of a method's arguments if a mechanism clips the change since then.
+
+        A copy is needed because the method may modify its arguments.
+
+        Raises:
+            PrivacyError: If the algorithm does not declare this method.
+        """
         if self.promised and method not in {*self.plan.methods, Algorithm.evaluate.__name__}:
             raise PrivacyError(
-                f"{method!r} is not answered: it is none of the methods that are said to cross"
+                f"{method!r} is not answered: it is not among the methods that the algorithm declares"
             )
         changes = any(
             getattr(mechanism, "of", "") == "change" for mechanism in self.plan.of(method).values()
@@ -47,38 +67,50 @@ class Guard:
 
     @contextmanager
     def sealing(self, client: Client, method: str, stream: int) -> Iterator[None]:
-        """Inside, nothing but private training looks at the client's images, if training is to be private."""
+        """Restrict a client's images to private training, if training is private.
+
+        Args:
+            client: The client whose images are sealed inside the context.
+            method: The method that it runs, for messages.
+            stream: The seed of the noise, if it is not secret.
+        """
         training = self.plan.training
         if training is None:
             yield
             return
 
-        def count(rate: float, steps: int) -> float:
-            before = (
-                float(name.split(" ")[2]) for name in client.released if name.startswith(TRAINING)
-            )
-            noise = next(before, None) or training.noise_for(rate, steps, self.plan.privacy.delta)
+        def charge(rate: float, steps: int) -> float:
+            """Charge the budget for a training; return the noise multiplier.
+
+            All trainings of a client use the noise of its first one.
+            """
+            earlier = [name for name in client.released if name.startswith(TRAINING)]
+            if earlier:
+                noise = float(earlier[0].split(" ")[2])
+            else:
+                noise = training.noise_for(rate, steps, self.plan.privacy.delta)
             name = f"{TRAINING} {rate!r} {noise!r}"
-            self._spend(
-                client, {**client.released, name: client.released.get(name, 0) + steps}, method
-            )
+            total = client.released.get(name, 0) + steps
+            self._spend(client, {**client.released, name: total}, method)
             return noise
 
-        source, own = self._source(stream), client.data
-        how = PrivateTraining(training.clip, source.normal, source.uniform, count)
-        client.data = Sealed(own, how)
+        source = self._source(stream)
+        images = client.data
+        how = PrivateTraining(training.clip, source.normal, source.uniform, charge)
+        client.data = Sealed(images, how)
         try:
             yield
         finally:
-            client.data = own
-            client.report[EPSILON] = self.plan.cost(
-                client.released
-            )  # whatever the method has made of its report
+            client.data = images
+            # Set after the method, which may have changed its report.
+            client.report[EPSILON] = self.plan.cost(client.released)
 
     def _source(self, stream: int) -> Source:
+        """Return the source of noise."""
         return System() if self.secret else Seeded(stream)
 
     def _spend(self, client: Client, released: dict[str, int], method: str) -> None:
+        """Replace a client's count of releases, unless it exceeds the budget."""
         if not self.plan.allows(released):
             raise PrivacyError(
                 f"client {client.id} does not answer {method!r}: it would have spent epsilon = "
@@ -90,7 +122,19 @@ class Guard:
     def protect(
         self, client: Client, method: str, answer: Payload, came: Payload, stream: int
     ) -> Payload:
-        """What leaves instead of a client's answer to what came; `stream` is the seed of noise that comes again."""
+        """Return the protected answer that leaves the client, and charge the budget for it.
+
+        Args:
+            client: The client that answers.
+            method: The method that was called.
+            answer: Its result.
+            came: Its arguments, as `kept` returned them.
+            stream: The seed of the noise, if it is not secret.
+
+        Raises:
+            PrivacyError: If the budget does not allow another answer.
+            ConfigError: If a mechanism does not fit the answer.
+        """
         mechanisms = self.plan.of(method)
         if not mechanisms:
             return answer
@@ -98,25 +142,25 @@ class Guard:
         self._spend(client, {**client.released, **more}, method)
         source = self._source(stream)
         for name, mechanism in mechanisms.items():
-            answer = self._changed(
-                name, mechanism, answer, Turn(client, self.plan.each(name), source, came)
-            )
+            turn = Turn(client, self.plan.each(name), source, came)
+            answer = self._apply(name, mechanism, answer, turn)
         return answer
 
-    def _changed(self, name: str, mechanism: Mechanism, answer: Payload, turn: Turn) -> Payload:
+    def _apply(self, name: str, mechanism: Mechanism, answer: Payload, turn: Turn) -> Payload:
+        """Apply a mechanism to one part of an answer."""
         key = name.partition(".")[2]
         keys = [key] if mechanism.beside is None else [key, mechanism.beside]
         found = [take(answer, key) for key in keys]
         if not all(found):
             missing = next(key for key, values in zip(keys, found, strict=True) if not values)
             raise ConfigError(
-                f"privacy.parts: {name}: the answer of this method as configured has no {missing!r}"
+                f"privacy.parts: {name}: this method's answer as configured has no {missing!r}"
             )
         if turn.each == "image" and max(map(len, found)) > 1:
             raise ConfigError(
                 f"privacy.parts: {name}: an image has rows in several entries of the answer"
             )
-        told = mechanism.apply([value for values in found for value in values], turn)
+        released = mechanism.apply([value for values in found for value in values], turn)
         for key in keys:
-            answer = put(answer, key, told)
+            answer = put(answer, key, released)
         return answer

@@ -1,7 +1,8 @@
-"""What can be done to a part of an answer before it leaves a client.
+"""Mechanisms that protect a part of an answer before it leaves a client.
 
-A mechanism that adds noise first bounds what one image can change. Where each row belongs to one image (`each=image`)
-it bounds the rows; anywhere else (`each=answer`) the answer as a whole, which holds whatever it was computed from.
+A mechanism that adds noise first clips, to bound the influence of one image. If each row belongs to
+one image (`each=image`) it clips rows. Otherwise (`each=answer`) it clips the answer as a whole,
+which is valid however the answer was computed.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ Each = Literal["image", "answer"]
 
 @dataclass(frozen=True)
 class Turn:
-    """What there is to know where a client has answered."""
+    """The context in which a mechanism is applied to a client's answer."""
 
     client: Client
-    each: Each  # what one image can change of the part: its own row, or all of it
-    source: Source
-    came: Payload = ()  # what the method was given
+    each: Each  # what one image can change in the part: its own row, or the whole answer
+    source: Source  # random numbers for the noise
+    came: Payload = ()  # the arguments of the method
 
     @property
     def classes(self) -> int:
@@ -55,83 +56,97 @@ class Turn:
 
 @dataclass(frozen=True)
 class Mechanism:
-    """Of all that it can be told, frozen; what it does to the values of the parts that it covers."""
+    """Base class of mechanisms: a frozen dataclass of options, applied to parts of answers."""
 
-    name: ClassVar[str]  # as a configuration calls it
+    name: ClassVar[str]  # the name in a configuration
 
     def __post_init__(self) -> None:
         check(self)
 
     @property
     def needs_rows(self) -> bool:
-        """Whether it can only be where each row belongs to one image."""
+        """Return whether each row of the part must belong to one image."""
         return False
 
     @property
     def beside(self) -> str | None:
-        """The key of another part of the same answer that it covers too."""
+        """The key of a second part of the same answer that it covers too, or None."""
         return None
 
     def protects(self, labels: bool, first: bool) -> bool:
-        """Whether it can be used on labels, or on decimal numbers: of its first part, or of the one beside."""
+        """Return whether the mechanism applies to a kind of values.
+
+        Args:
+            labels: Whether the values are labels, and not floats.
+            first: Whether they are in its first part, and not in the second (see `beside`).
+        """
         return labels != first
 
     @property
     def promises(self) -> bool:
-        """Whether anything follows from what is done."""
+        """Return whether the mechanism gives a privacy guarantee."""
         return True
 
     def release(self) -> Release | None:
-        """What one answer costs; none: it says nothing of the data, or promises nothing."""
+        """Return the cost of one answer for accounting.
+
+        None if the answer does not depend on the data, or if there is no guarantee.
+        """
         return None
 
     def apply(self, values: Sequence[Payload], turn: Turn) -> list[Payload]:
-        """What leaves instead of these values."""
+        """Return the protected values that leave the client.
+
+        Args:
+            values: The values of the parts that the mechanism covers.
+            turn: The client, the noise source, and what one image can change.
+        """
         raise NotImplementedError
 
     def __str__(self) -> str:
-        told = {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if getattr(self, f.name) != f.default
-        }
-        options = (
-            f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
-            for key, value in told.items()
-        )
-        return " ".join([self.name, *options])
+        words = [self.name]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                text = f"{value:g}" if isinstance(value, float) else f"{value}"
+                words.append(f"{field.name}={text}")
+        return " ".join(words)
 
 
 @dataclass(frozen=True)
 class Additive(Mechanism):
-    """Clip, then add noise of `noise` times `clip` to every number."""
+    """Clip to norm C, then add noise of scale `noise` times C to every number."""
 
-    clip: Positive  # C: the largest norm of what one image, or the whole answer, may be
-    noise: Positive | None = None  # the noise's scale in units of C; none: as epsilon allows
-    # whether C bounds each row, or the answer; none: rows where they belong to one image
+    clip: Positive  # C: clipping norm of one image's row, or of the whole answer
+    noise: Positive | None = None  # noise multiplier, in units of C; none: found from epsilon
+    # whether C bounds each row or the answer; none: rows if each belongs to one image
     each: Each | None = None
-    # what C bounds: the answer, or how it differs from what came down
+    # what C bounds: the value, or its change since the server sent it
     of: Literal["value", "change"] = "value"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.of == "change" and self.each == "image":
-            raise ConfigError("of=change: it is for answers as a whole, with each=answer")
+            raise ConfigError("of=change: it applies to answers as a whole, with each=answer")
 
     def norms(self, rows: Tensor) -> Tensor:
+        """Return the norm of each row."""
         raise NotImplementedError
 
     def draw(self, count: int, source: Source) -> Tensor:
+        """Draw noise of scale 1."""
         raise NotImplementedError
 
     def clipped(self, rows: Tensor) -> Tensor:
-        """Each row at most as long as C; what is no number counts as zero."""
+        """Scale down rows with a norm above C; NaN and infinity become zero."""
         rows = rows.nan_to_num(0.0, 0.0, 0.0)
         return rows * (self.clip / self.norms(rows).clamp(min=self.clip))
 
     def noisy(self, rows: Tensor, source: Source) -> Tensor:
+        """Add noise to every number."""
         assert self.noise is not None
-        return rows + (self.noise * self.clip * self.draw(rows.numel(), source)).view_as(rows)
+        noise = self.noise * self.clip * self.draw(rows.numel(), source)
+        return rows + noise.view_as(rows)
 
     def apply(self, values: Sequence[Payload], turn: Turn) -> list[Payload]:
         if (self.each or turn.each) == "image":
@@ -139,40 +154,37 @@ class Additive(Mechanism):
         numbers = _numbers(values)
         if not numbers:
             raise ConfigError(
-                f"{self}: there are no decimal numbers in it to add noise to; withhold protects others"
+                f"{self}: there are no decimal numbers in it to add noise to; use withhold instead"
             )
-        start = (
-            torch.zeros(1, dtype=torch.float64)
-            if self.of == "value"
-            else self._came(values, turn.came)
-        )
+        start = torch.zeros(1, dtype=torch.float64)
+        if self.of == "change":
+            start = self._start(values, turn.came)
         change = self.clipped((torch.cat(numbers) - start)[None])[0]
-        given = iter(
-            torch.split(
-                start + self.noisy(change, turn.source), [len(number) for number in numbers]
-            )
-        )
+        released = start + self.noisy(change, turn.source)
+        pieces = iter(torch.split(released, [len(leaf) for leaf in numbers]))
 
-        def instead(name: str, leaf: Payload) -> Payload:
+        def replace_leaf(name: str, leaf: Payload) -> Payload:
             if not _is_float(leaf):
                 return _blank(leaf)
-            told = next(given)
-            if name.endswith("running_var"):  # of a network, which takes its root
-                told = told.clamp(min=0)
-            return alike(leaf, told) if isinstance(leaf, Tensor) else float(told)
+            piece = next(pieces)
+            if name.endswith("running_var"):  # Networks take the square root of a variance.
+                piece = piece.clamp(min=0)
+            return alike(leaf, piece) if isinstance(leaf, Tensor) else float(piece)
 
-        return [_rebuilt(value, instead) for value in values]
+        return [_map_leaves(value, replace_leaf) for value in values]
 
-    def _came(self, values: Sequence[Payload], came: Payload) -> Tensor:
-        """The numbers from which those of an answer started: what came down in the same structure."""
-        start = _found(came, values[0]) if len(values) == 1 else None
+    def _start(self, values: Sequence[Payload], came: Payload) -> Tensor:
+        """Return the numbers that the server sent in the same structure as the answer."""
+        start = _find_alike(came, values[0]) if len(values) == 1 else None
         if start is None:
             raise ConfigError(
-                f"{self}: nothing of the answer's structure came down from which it could have changed"
+                f"{self}: the server sent nothing of the answer's structure, so there is no change "
+                "to clip"
             )
         return torch.cat(_numbers([start]))
 
     def _by_row(self, value: Payload, source: Source) -> Tensor:
+        """Clip each row and add noise."""
         value = as_rows(value, str(self))
         rows = value.double().cpu().reshape(len(value), -1)
         return alike(value, self.noisy(self.clipped(rows), source))
@@ -180,7 +192,7 @@ class Additive(Mechanism):
 
 @dataclass(frozen=True)
 class Gaussian(Additive):
-    """Gaussian noise, by Euclidean length."""
+    """Gaussian noise, with clipping by the L2 norm."""
 
     name = "gaussian"
 
@@ -197,7 +209,7 @@ class Gaussian(Additive):
 
 @dataclass(frozen=True)
 class Laplace(Additive):
-    """Laplace noise, by the sum of absolute values."""
+    """Laplace noise, with clipping by the L1 norm."""
 
     name = "laplace"
 
@@ -215,7 +227,7 @@ class Laplace(Additive):
 
 @dataclass(frozen=True)
 class Response(Mechanism):
-    """Randomised response: a label is the true one e^ε times as often as any other."""
+    """Randomised response: the true label is e^ε times as likely as any other."""
 
     name = "response"
 
@@ -232,13 +244,14 @@ class Response(Mechanism):
         return account.Pure(self.epsilon)
 
     def keep(self, classes: int) -> float:
-        """How often the true label is told."""
+        """Return the probability that the true label is released."""
         return 1 / (1 + (classes - 1) * math.exp(-self.epsilon))
 
     def apply(self, values: Sequence[Payload], turn: Turn) -> list[Payload]:
-        return [self._told(value, turn.classes, turn.source) for value in values]
+        return [self._randomise(value, turn.classes, turn.source) for value in values]
 
-    def _told(self, value: Payload, classes: int, source: Source) -> Tensor:
+    def _randomise(self, value: Payload, classes: int, source: Source) -> Tensor:
+        """Keep each label with probability `keep`, otherwise replace it by another class."""
         labels = _labels(value, classes, str(self))
         kept = source.uniform(len(labels)) < self.keep(classes)
         others = (labels + 1 + (source.uniform(len(labels)) * (classes - 1)).long()) % classes
@@ -247,7 +260,7 @@ class Response(Mechanism):
 
 @dataclass(frozen=True)
 class Withhold(Mechanism):
-    """Nothing of the values: zeros, and labels at random."""
+    """Release nothing of the values: zeros, and random labels."""
 
     name = "withhold"
 
@@ -257,26 +270,26 @@ class Withhold(Mechanism):
     def apply(self, values: Sequence[Payload], turn: Turn) -> list[Payload]:
         def blank(_: str, leaf: Payload) -> Payload:
             if turn.each == "image" and isinstance(leaf, Tensor) and not leaf.is_floating_point():
-                drawn = (turn.source.uniform(leaf.numel()) * turn.classes).long()
-                return drawn.view(leaf.shape).to(leaf.dtype).to(leaf.device)
+                labels = (turn.source.uniform(leaf.numel()) * turn.classes).long()
+                return labels.view(leaf.shape).to(leaf.dtype).to(leaf.device)
             return _blank(leaf)
 
-        return [_rebuilt(value, blank) for value in values]
+        return [_map_leaves(value, blank) for value in values]
 
 
 @dataclass(frozen=True)
 class ClassMeans(Mechanism):
-    """Instead of each row the noisy mean of its class; labels follow from the noisy sizes of classes.
+    """Release noisy class means in place of rows; labels follow the noisy class sizes.
 
-    An image that is replaced moves the classes' clipped sums and, in units of C, their sizes by no more than 2 C
-    together: by 2 C within a class, by C √2 and C √2 from one class to another.
+    Replacing an image changes the clipped sums of classes and their sizes, in units of C, by at most
+    2 C together: by 2 C within a class, by C √2 and C √2 from one class to another.
     """
 
     name = "means"
 
-    clip: Positive  # C: the largest length of a row
-    noise: Positive | None = None  # the noise's scale in units of C; none: as epsilon allows
-    labels: str = "labels"  # the key of the rows' labels in the same answer
+    clip: Positive  # C: clipping norm of a row
+    noise: Positive | None = None  # noise multiplier, in units of C; none: found from epsilon
+    labels: str = "labels"  # key of the rows' labels in the same answer
 
     @property
     def needs_rows(self) -> bool:
@@ -291,40 +304,53 @@ class ClassMeans(Mechanism):
         return account.Gaussian(self.noise)
 
     def sums(self, rows: Tensor, labels: Tensor, classes: int) -> Tensor:
-        """Of each class its clipped rows' sum and, as the last number, C times its size."""
+        """Return for each class the sum of its clipped rows and, as last column, C times its size."""
         clipped = Gaussian(self.clip).clipped(rows)
-        every = torch.cat([clipped, torch.full_like(clipped[:, :1], self.clip)], 1)
-        return every.new_zeros(classes, every.shape[1]).index_add_(0, labels, every)
+        with_size = torch.cat([clipped, torch.full_like(clipped[:, :1], self.clip)], 1)
+        zeros = with_size.new_zeros(classes, with_size.shape[1])
+        return zeros.index_add_(0, labels, with_size)
 
     def apply(self, values: Sequence[Payload], turn: Turn) -> list[Payload]:
         assert self.noise is not None
-        value, given = as_rows(values[0], str(self)), values[1]
-        classes = turn.classes
-        labels = _labels(given, classes, str(self))
-        sums = self.sums(value.double().cpu().reshape(len(value), -1), labels, classes)
-        told = Gaussian(self.clip, self.noise).noisy(sums, turn.source)
-        sizes = (told[:, -1] / self.clip).clamp(min=0)
-        means = told[:, :-1] / sizes.clamp(min=1)[:, None]
-        shares = _shared(sizes, len(labels))
-        return [alike(value, means[shares]), shares.to(given.dtype).to(given.device)]
+        rows = as_rows(values[0], str(self))
+        true_labels = values[1]
+        labels = _labels(true_labels, turn.classes, str(self))
+        sums = self.sums(rows.double().cpu().reshape(len(rows), -1), labels, turn.classes)
+        released = Gaussian(self.clip, self.noise).noisy(sums, turn.source)
+        sizes = (released[:, -1] / self.clip).clamp(min=0)
+        means = released[:, :-1] / sizes.clamp(min=1)[:, None]
+        new_labels = _labels_by_size(sizes, len(labels))
+        return [
+            alike(rows, means[new_labels]),
+            new_labels.to(true_labels.dtype).to(true_labels.device),
+        ]
 
 
-def _shared(sizes: Tensor, count: int) -> Tensor:
-    """So many labels, of each class in proportion to its size."""
+def _labels_by_size(sizes: Tensor, count: int) -> Tensor:
+    """Return sorted labels, the number of each class in proportion to its size."""
     total = float(sizes.sum())
     ends = sizes.cumsum(0) / total if total else torch.arange(1, len(sizes) + 1) / len(sizes)
-    return torch.searchsorted(
-        ends.double(), (torch.arange(count).double() + 0.5) / max(1, count)
-    ).clamp(max=len(sizes) - 1)
+    positions = (torch.arange(count).double() + 0.5) / max(1, count)
+    return torch.searchsorted(ends.double(), positions).clamp(max=len(sizes) - 1)
 
 
 def as_rows(value: Payload, who: str) -> Tensor:
+    """Return a value that is a float tensor with rows.
+
+    Args:
+        value: The value.
+        who: The mechanism that needs rows, for messages.
+
+    Raises:
+        ConfigError: If it is anything else.
+    """
     if not (isinstance(value, Tensor) and value.is_floating_point() and value.ndim):
         raise ConfigError(f"{who}: it needs a tensor of decimal numbers with a row for each image")
     return value.detach()
 
 
 def _labels(value: Payload, classes: int, who: str) -> Tensor:
+    """Return a value that is a vector of valid labels; raise ConfigError otherwise."""
     if (
         not isinstance(value, Tensor)
         or value.is_floating_point()
@@ -341,19 +367,18 @@ def _labels(value: Payload, classes: int, who: str) -> Tensor:
 
 
 def _is_float(leaf: Payload) -> bool:
+    """Return whether a leaf is a float tensor or a float."""
     return leaf.is_floating_point() if isinstance(leaf, Tensor) else isinstance(leaf, float)
 
 
 def _numbers(values: Sequence[Payload]) -> list[Tensor]:
-    """The decimal numbers in these values, leaf by leaf."""
-    found = [leaf for value in values for _, leaf in leaves(value)]
-    return [
-        torch.as_tensor(leaf).detach().double().cpu().flatten() for leaf in found if _is_float(leaf)
-    ]
+    """Return all floats in these values, one flat tensor per leaf."""
+    floats = [leaf for value in values for _, leaf in leaves(value) if _is_float(leaf)]
+    return [torch.as_tensor(leaf).detach().double().cpu().flatten() for leaf in floats]
 
 
-def _found(tree: Payload, like: Payload) -> Payload | None:
-    """A part of the tree with the same names and shapes as another; none if there is no such part."""
+def _find_alike(tree: Payload, like: Payload) -> Payload | None:
+    """Return the first subtree with the names and shapes of another tree, or None."""
 
     def outline(value: Payload) -> list[tuple[str, object]]:
         return [
@@ -363,32 +388,35 @@ def _found(tree: Payload, like: Payload) -> Payload | None:
 
     if outline(tree) == outline(like):
         return tree
-    inner = (
-        tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
-    )
-    return next((part for value in inner if (part := _found(value, like)) is not None), None)
+    if isinstance(tree, dict):
+        children = list(tree.values())
+    elif isinstance(tree, list | tuple):
+        children = list(tree)
+    else:
+        return None
+    for child in children:
+        found = _find_alike(child, like)
+        if found is not None:
+            return found
+    return None
 
 
 def _blank(leaf: Payload) -> Payload:
-    """The same kind of value, which tells nothing."""
-    return (
-        torch.zeros_like(leaf)
-        if isinstance(leaf, Tensor)
-        else None
-        if leaf is None
-        else type(leaf)()
-    )
+    """Return zero or an empty value of the same type."""
+    if isinstance(leaf, Tensor):
+        return torch.zeros_like(leaf)
+    return None if leaf is None else type(leaf)()
 
 
 def alike(leaf: Tensor, numbers: Tensor) -> Tensor:
-    """The numbers in the shape, the kind and the place of a tensor."""
+    """Return the numbers with the shape, dtype and device of a tensor."""
     return torch.empty_like(leaf).copy_(numbers.view(leaf.shape))
 
 
-def _rebuilt(tree: Payload, leaf: Callable[[str, Any], Any], name: str = "") -> Payload:
-    """The tree with other leaves, each made of the nearest key and of what stands there."""
+def _map_leaves(tree: Payload, function: Callable[[str, Any], Any], name: str = "") -> Payload:
+    """Replace every leaf of a tree by a function of the nearest key and the leaf."""
     if isinstance(tree, dict):
-        return {key: _rebuilt(value, leaf, str(key)) for key, value in tree.items()}
+        return {key: _map_leaves(value, function, str(key)) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(_rebuilt(value, leaf, name) for value in tree)
-    return leaf(name, tree)
+        return type(tree)(_map_leaves(value, function, name) for value in tree)
+    return function(name, tree)

@@ -1,4 +1,4 @@
-"""Where noise comes from."""
+"""Sources of random numbers for noise."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ __all__ = ["Seeded", "Source", "System"]
 
 
 class Source(Protocol):
-    """So many numbers, on the CPU, in double precision."""
+    """A source of random numbers, on the CPU and in double precision."""
 
-    def normal(self, count: int) -> Tensor: ...
+    def normal(self, count: int) -> Tensor:
+        """Draw from the standard normal distribution."""
 
-    def uniform(self, count: int) -> Tensor: ...
+    def uniform(self, count: int) -> Tensor:
+        """Draw uniformly between 0 and 1, both excluded."""
 
 
 class Seeded:
-    """Noise that comes again: whoever knows the run's seed can take it away."""
+    """Reproducible noise. It protects nothing from a party that knows the seed and subtracts it."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -31,17 +33,17 @@ class Seeded:
         return torch.randn(count, generator=self.generator, dtype=torch.float64)
 
     def uniform(self, count: int) -> Tensor:
-        return (torch.rand(count, generator=self.generator, dtype=torch.float64) + 2.0**-54).clamp(
-            max=1 - 2.0**-53
-        )
+        numbers = torch.rand(count, generator=self.generator, dtype=torch.float64)
+        return (numbers + 2.0**-54).clamp(max=1 - 2.0**-53)
 
 
 class System:
-    """Noise that nobody else knows: from the operating system's entropy."""
+    """Secret noise, from the entropy of the operating system."""
 
     def normal(self, count: int) -> Tensor:
         return torch.from_numpy(ndtri(self.uniform(count).numpy()))
 
     def uniform(self, count: int) -> Tensor:
         bits = np.frombuffer(os.urandom(8 * count), dtype=np.uint64) >> np.uint64(11)
-        return torch.from_numpy(((bits.astype(np.float64) + 0.5) * 2.0**-53).clip(max=1 - 2.0**-53))
+        numbers = (bits.astype(np.float64) + 0.5) * 2.0**-53
+        return torch.from_numpy(numbers.clip(max=1 - 2.0**-53))

@@ -1,4 +1,4 @@
-"""The parts of what a method answers: the keys of its annotated TypedDict, or the answer as a whole."""
+"""The parts of a method's answer: the keys of its annotated TypedDict, or the answer as a whole."""
 
 from __future__ import annotations
 
@@ -14,40 +14,46 @@ __all__ = ["covered", "crossed", "parts_of", "put", "take"]
 
 
 def parts_of(algorithm: Algorithm[Any, Any]) -> dict[str, list[str]]:
-    """Every method that a client answers, and the parts of its answers: METHOD.KEY, or METHOD alone."""
+    """Return the parts of each method's answer, as METHOD.KEY, or METHOD for an answer without keys.
+
+    Methods that return nothing are left out.
+    """
     kind = type(algorithm)
-    found = {method: _keys(getattr(kind, method, None)) for method in getattr(kind, "crosses", {})}
-    return {
-        m: [f"{m}.{key}" for key in keys] or [m] for m, keys in found.items() if keys is not None
-    }
+    parts: dict[str, list[str]] = {}
+    for method in getattr(kind, "crosses", {}):
+        keys = _keys(getattr(kind, method, None))
+        if keys is not None:
+            parts[method] = [f"{method}.{key}" for key in keys] or [method]
+    return parts
 
 
 def covered(part: str, parts: Mapping[str, list[str]]) -> list[str]:
-    """The parts that a name stands for: itself, or all of its method."""
+    """Return the parts that a name stands for: the part itself, or all parts of a method."""
     return parts.get(part, [part])
 
 
 @lru_cache(maxsize=512)
 def _keys(method: Callable[..., Any] | None) -> tuple[str, ...] | None:
-    """The keys of what a method returns; none at all where it returns nothing."""
+    """Return the keys of a method's answer; None if it returns nothing."""
     try:
-        return _named(get_type_hints(method).get("return", Any))
-    except Exception:  # annotated with what only its author can see
+        return _keys_of_type(get_type_hints(method).get("return", Any))
+    except Exception:  # Annotations can use names that only their author's module has.
         return ()
 
 
-def _named(hint: Any) -> tuple[str, ...] | None:
+def _keys_of_type(hint: Any) -> tuple[str, ...] | None:
+    """Return the keys of the first TypedDict in a type; None for the type None."""
     if hint in (None, type(None)):
         return None
     if is_typeddict(hint):
         return tuple(get_type_hints(hint))
     if get_origin(hint) in (list, Union, types.UnionType):
-        return next((keys for arm in get_args(hint) if (keys := _named(arm))), ())
+        return next((keys for arm in get_args(hint) if (keys := _keys_of_type(arm))), ())
     return ()
 
 
 def take(answer: Payload, key: str) -> list[Payload]:
-    """What stands under a key in an answer, or in each entry of its list; without a key, all of it."""
+    """Return the values of a key in an answer, or in each entry of a list; all of it without a key."""
     if not key:
         return [answer]
     if isinstance(answer, list):
@@ -56,7 +62,13 @@ def take(answer: Payload, key: str) -> list[Payload]:
 
 
 def put(answer: Payload, key: str, values: list[Payload]) -> Payload:
-    """The answer with other values where `take` took them; they are used up."""
+    """Return the answer with new values at the places where `take` finds them.
+
+    Args:
+        answer: The answer, which is not changed.
+        key: The key of the values; empty for the answer as a whole.
+        values: The new values in the order of `take`; used values are removed from the list.
+    """
     if not key:
         return values.pop(0)
     if isinstance(answer, list):
@@ -65,8 +77,11 @@ def put(answer: Payload, key: str, values: list[Payload]) -> Payload:
 
 
 def crossed(algorithm: Algorithm[Any, Any], method: str, answer: Payload) -> list[str]:
-    """The parts in which this answer says anything, and the whole of it where it says what is no part."""
+    """Return the parts that are not empty in this answer.
+
+    The method itself is among them if the answer holds bytes outside of its known parts.
+    """
     keys = _keys(getattr(type(algorithm), method, None)) or ()
-    said = {f"{method}.{key}": sum(map(nbytes, take(answer, key))) for key in keys}
-    beside = nbytes(answer) - sum(said.values())
-    return [part for part, count in {**said, method: beside}.items() if count]
+    sizes = {f"{method}.{key}": sum(map(nbytes, take(answer, key))) for key in keys}
+    sizes[method] = nbytes(answer) - sum(sizes.values())
+    return [part for part, size in sizes.items() if size]

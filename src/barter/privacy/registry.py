@@ -1,4 +1,4 @@
-"""Mechanisms by the names that a configuration calls them."""
+"""Mechanisms by their names in a configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ MECHANISMS = {kind.name: kind for kind in KINDS}
 
 
 def mechanism_of(text: str, part: str) -> Mechanism:
-    """The mechanism that a text such as "gaussian clip=4" names, for a part."""
+    """Build a mechanism from its text in a configuration.
+
+    Args:
+        text: Name and options, such as "gaussian clip=4".
+        part: The part that it protects, for messages.
+
+    Raises:
+        ConfigError: If the name or an option is unknown, missing or out of range.
+    """
     name, *options = text.split() or [""]
     if name not in MECHANISMS:
         raise ConfigError(

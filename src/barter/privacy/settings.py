@@ -1,4 +1,4 @@
-"""The table [privacy] of a configuration: which part of which answer is protected, and how."""
+"""The table [privacy] of a configuration: which parts of answers are protected, and how."""
 
 from __future__ import annotations
 
@@ -28,40 +28,48 @@ from barter.privacy.registry import mechanism_of
 __all__ = ["TRAINING", "Plan", "Privacy", "Training"]
 
 
-# of an account: so many steps, behind it the share of images in each, and its noise
+# Steps of private training are counted under this name, followed by sampling rate and noise.
 TRAINING = "training"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Training of which everything may be told: DP-SGD."""
+    """Options of DP-SGD, whose results are private whatever is released of them."""
 
-    clip: Positive  # C: the largest length of one image's gradient
-    # of a step's sum, in units of C; none: each client's own, so that it spends
+    clip: Positive  # C: clipping norm of one image's gradient
+    # noise multiplier, in units of C; none: each client finds its own from epsilon and rounds
     noise: Positive | None = None
-    epsilon: Positive | None = None  # ε
-    rounds: Count | None = None  # in so many trainings like its first
+    epsilon: Positive | None = None  # ε: what a client spends in all its trainings
+    rounds: Count | None = None  # number of trainings, each as long as the client's first
 
     def __post_init__(self) -> None:
         check(self)
 
     def options(self) -> str:
-        """As a configuration says it."""
-        named = {
+        """Return the options as they are written in a configuration."""
+        options = {
             "clip": self.clip,
             "noise": self.noise,
             "epsilon": self.epsilon,
             "rounds": self.rounds,
         }
         return " ".join(
-            f"{name}={value:.12g}" for name, value in named.items() if value is not None
+            f"{name}={value:.12g}" for name, value in options.items() if value is not None
         )
 
     def __str__(self) -> str:
         return f"{TRAINING} {self.options()}"
 
     def settled(self, epsilon: float | None, rounds: int) -> Training:
-        """The same with all that noise is found from, for a run of so many rounds."""
+        """Return the options with everything that determines the noise.
+
+        Args:
+            epsilon: ε of the run, used if the options have none.
+            rounds: The run's number of rounds, used if the options have none.
+
+        Raises:
+            ConfigError: If the noise is given twice or not at all.
+        """
         if self.noise is not None:
             if self.epsilon is not None or self.rounds is not None:
                 raise ConfigError(
@@ -75,7 +83,13 @@ class Training:
         return replace(self, epsilon=self.epsilon or epsilon, rounds=self.rounds or rounds)
 
     def noise_for(self, rate: float, steps: int, delta: float) -> float:
-        """That of a client whose first training has so many steps, each on such a share of its images."""
+        """Return a client's noise multiplier.
+
+        Args:
+            rate: The probability that an image takes part in a step.
+            steps: The number of steps of the client's first training.
+            delta: δ, the probability that ε does not hold.
+        """
         if self.noise is not None:
             return self.noise
         assert self.epsilon is not None
@@ -85,26 +99,37 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Privacy:
-    """What is done to answers before they leave a client.
+    """Settings that protect answers before they leave a client.
 
     >>> from barter.privacy import Privacy
     >>> from barter import DFFKE
-    >>> Privacy(epsilon=8, parts={"learn.embeddings": "gaussian clip=4"}).settled(DFFKE(), rounds=5).parts
+    >>> privacy = Privacy(epsilon=8, parts={"learn.embeddings": "gaussian clip=4"})
+    >>> privacy.settled(DFFKE(), rounds=5).parts
     {'learn.embeddings': 'gaussian clip=4 noise=2.6844'}
     """
 
-    epsilon: Positive | None = None  # ε: what each client may spend in the run; none: no limit
-    # δ: the chance that ε does not hold; far below 1 / images
+    epsilon: Positive | None = None  # ε: privacy budget of each client in the run; none: no limit
+    # δ: probability that ε does not hold; should be far below 1 / number of images
     delta: Annotated[float, Range(ge=1e-12, le=0.01)] = 1e-5
-    training: str = ""  # DP-SGD, such as "clip=1" or "clip=1 noise=1.1": nothing but `fit` looks at images; or as ever
-    # METHOD.KEY of an answer, or METHOD -> mechanism
+    # options of DP-SGD, such as "clip=1" or "clip=1 noise=1.1"; then only `fit` has access to
+    # images. Empty: training is not private
+    training: str = ""
+    # METHOD.KEY of an answer, or METHOD -> mechanism, such as "gaussian clip=4"
     parts: dict[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check(self, "privacy.")
 
     def settled(self, algorithm: Algorithm[Any, Any], rounds: int) -> Privacy:
-        """The same with all noise in it, for so many rounds; an error for what cannot be done to this method."""
+        """Return the settings with all noise multipliers filled in.
+
+        Args:
+            algorithm: The algorithm whose answers are protected.
+            rounds: The number of rounds that the budget is meant for.
+
+        Raises:
+            ConfigError: If the settings do not fit the algorithm or leave the noise open.
+        """
         plan = Plan(self, algorithm)
         if plan.training is not None:
             require_accountant()
@@ -112,9 +137,10 @@ class Privacy:
         free = {part: m for part, m in plan.mechanisms.items() if getattr(m, "noise", 0) is None}
         for part, mechanism in free.items():
             if self.epsilon is None or isinstance(mechanism, Laplace):
-                raise ConfigError(
-                    f"privacy.parts: {part}={self.parts[part]!r}: it needs noise=...{_or_epsilon(mechanism)}"
-                )
+                needs = "noise=..."
+                if not isinstance(mechanism, Laplace):
+                    needs += ", or privacy.epsilon for the run"
+                raise ConfigError(f"privacy.parts: {part}={self.parts[part]!r}: it needs {needs}")
         others: Counter[Release] = Counter()
         for part, mechanism in plan.mechanisms.items():
             if part not in free and (release := mechanism.release()) is not None:
@@ -124,13 +150,14 @@ class Privacy:
                 require_accountant()
             return self
         noise = _tidy(calibrated(self.epsilon, self.delta, rounds * len(free), others))
-        return replace(
-            self,
-            parts={p: f"{t} noise={noise:g}" if p in free else t for p, t in self.parts.items()},
-        )
+        parts = {}
+        for part, text in self.parts.items():
+            parts[part] = f"{text} noise={noise:g}" if part in free else text
+        return replace(self, parts=parts)
 
 
 def _training(text: str) -> Training:
+    """Build the options of DP-SGD from their text in a configuration."""
     try:
         pairs = [option.split("=") for option in text.split()]
         values = {key: int(value) if key == "rounds" else float(value) for key, value in pairs}
@@ -146,32 +173,31 @@ def _training(text: str) -> Training:
         raise ConfigError(f"privacy.training={text!r}: {error}") from None
 
 
-def _or_epsilon(mechanism: Mechanism) -> str:
-    return "" if isinstance(mechanism, Laplace) else ", or privacy.epsilon for the run"
-
-
 def _tidy(noise: float) -> float:
-    """Rounded up to five digits."""
+    """Round up to five digits."""
     unit = 10.0 ** (math.floor(math.log10(noise)) - 4)
     return float(f"{math.ceil(noise / unit) * unit:.5g}")
 
 
-def _what(kind: str) -> str:
-    return "labels" if kind == "label" else "decimal numbers"
-
-
 class Plan:
-    """The mechanisms of a method's parts, and what answers cost under them."""
+    """The privacy settings applied to an algorithm: the mechanism of each part, and their cost.
+
+    Raises:
+        ConfigError: If a mechanism does not fit its part, or a part is protected twice.
+    """
 
     def __init__(self, privacy: Privacy, algorithm: Algorithm[Any, Any]) -> None:
-        self.privacy, self.tells = privacy, type(algorithm).tells
-        self.methods, self.parts = set(getattr(type(algorithm), "crosses", {})), parts_of(algorithm)
+        self.privacy = privacy
+        self.tells = type(algorithm).tells
+        self.methods = set(getattr(type(algorithm), "crosses", {}))
+        self.parts = parts_of(algorithm)
         self.shaped = shaped_by_images(algorithm, self.parts)
         self.unsent = unsent(algorithm, self.parts)
         self.training = _training(privacy.training) if privacy.training else None
         if self.training is not None and privacy.parts:
             raise ConfigError(
-                "privacy.training: all that leaves is as private as the training is; leave out privacy.parts"
+                "privacy.training: private training already protects all answers; leave out "
+                "privacy.parts"
             )
         self.mechanisms = {part: mechanism_of(text, part) for part, text in privacy.parts.items()}
         self.covers: dict[str, str] = {}  # part -> the name under which it is protected
@@ -182,24 +208,30 @@ class Plan:
                         f"privacy.parts: {part} is protected twice, by {self.covers[part]} and {name}"
                     )
                 self.covers[part] = name
-            self.covers[name] = name  # and what is no part of the answer
+            self.covers[name] = name  # also covers values outside of the answer's known parts
 
     def _covered(
         self, name: str, mechanism: Mechanism, algorithm: Algorithm[Any, Any]
     ) -> list[str]:
+        """Return the parts that a mechanism covers, after checking that it fits them.
+
+        Args:
+            name: The part or method that the configuration names.
+            mechanism: Its mechanism.
+            algorithm: The algorithm.
+        """
         title = type(algorithm).__name__
-        every = [part for parts in self.parts.values() for part in parts]
-        if name not in every and name not in self.parts:
+        sent = {part for parts in self.parts.values() for part in parts} | self.parts.keys()
+        if name not in sent:
             raise ConfigError(
-                f"privacy.parts: {title} sends no {name!r}: {did_you_mean(name, {*every, *self.parts})}"
+                f"privacy.parts: {title} sends no {name!r}: {did_you_mean(name, sent)}"
             )
-        wanted = (
-            [name]
-            if mechanism.beside is None
-            else [name, f"{name.partition('.')[0]}.{mechanism.beside}"]
-        )
+        wanted = [name]
+        if mechanism.beside is not None:
+            wanted.append(f"{name.partition('.')[0]}.{mechanism.beside}")
+        needs_rows = mechanism.needs_rows or getattr(mechanism, "each", None) == "image"
         for part in wanted:
-            if part not in every and part not in self.parts:
+            if part not in sent:
                 raise ConfigError(
                     f"privacy.parts: {title} sends no {part!r} for the labels of {name}: set labels=..."
                 )
@@ -207,85 +239,88 @@ class Plan:
                 raise ConfigError(
                     f"privacy.parts: {title} as configured sends no {part!r}: leave it out"
                 )
-            if (mechanism.needs_rows or getattr(mechanism, "each", None) == "image") and self.each(
-                part
-            ) != "image":
+            if needs_rows and self.each(part) != "image":
                 raise ConfigError(
-                    f"privacy.parts: {name}={str(mechanism)!r}: rows of {part} belong to no single image, "
-                    "one can change all of them; `gaussian clip=... each=answer` bounds the answer as a whole"
+                    f"privacy.parts: {name}={str(mechanism)!r}: rows of {part} belong to no single "
+                    "image, one can change all of them; `gaussian clip=... each=answer` bounds the "
+                    "answer as a whole"
                 )
         for part in wanted:
             kind = self.tells.get(part)
-            if (
-                kind is not None
-                and kind != "nothing"
-                and not mechanism.protects(kind == "label", part == name)
-            ):
-                other = (
-                    "`response` or `withhold` protects them"
-                    if kind == "label"
-                    else "it is for labels"
-                )
+            if kind is None or kind == "nothing":
+                continue
+            if not mechanism.protects(kind == "label", part == name):
+                reason = "decimal numbers; it is for labels"
+                if kind == "label":
+                    reason = "labels; `response` or `withhold` protects them"
                 raise ConfigError(
-                    f"privacy.parts: {name}={str(mechanism)!r}: {part} holds {_what(kind)}; {other}"
+                    f"privacy.parts: {name}={str(mechanism)!r}: {part} holds {reason}"
                 )
         if isinstance(mechanism, Additive):
-            lacks = (
-                ""
-                if decimals(algorithm, name)
-                else "there are no decimal numbers in it; `withhold` protects it"
-            )
+            problem = ""
+            if not decimals(algorithm, name):
+                problem = "there are no decimal numbers in it; `withhold` protects it"
             if mechanism.of == "change" and not decimals_come(algorithm, name):
-                lacks = "nothing comes down from which it could have changed; leave out of=change"
-            if lacks:
-                raise ConfigError(f"privacy.parts: {name}={str(mechanism)!r}: {lacks}")
+                problem = (
+                    "the server sends no decimal numbers that could change; leave out of=change"
+                )
+            if problem:
+                raise ConfigError(f"privacy.parts: {name}={str(mechanism)!r}: {problem}")
         return [part for name in wanted for part in covered(name, self.parts)]
 
     def each(self, part: str) -> Each:
-        """What one image can change of a part: its own row, or the answer."""
-        return (
-            "image" if self.tells.get(part) in ("label", "row", "row of the network") else "answer"
-        )
+        """Return what one image can change in a part: its own row, or the whole answer."""
+        by_row = self.tells.get(part) in ("label", "row", "row of the network")
+        return "image" if by_row else "answer"
 
     def given(self, part: str) -> str:
-        """What ε of a part takes for granted."""
+        """Return what the ε of a part assumes to be public; empty if it assumes nothing."""
         if part in self.shaped:
             return "the shape of the answer"
         mechanism = self.mechanisms[self.covers[part]]
         rows = mechanism.needs_rows or (
             isinstance(mechanism, Additive) and (mechanism.each or self.each(part)) == "image"
         )
-        through = self.tells.get(part) == "row of the network" or isinstance(mechanism, ClassMeans)
-        return "the client's network" if rows and through else ""
+        uses_network = self.tells.get(part) == "row of the network" or isinstance(
+            mechanism, ClassMeans
+        )
+        return "the client's network" if rows and uses_network else ""
 
     @property
     def promised(self) -> bool:
-        """Whether a site that wants a promise would take part: one that tells nothing beside its answers."""
+        """Return whether a site that requires a guarantee can take part.
+
+        Such a site releases nothing besides its answers.
+        """
         return self.privacy.epsilon is not None and not self.open()
 
     def open(self) -> list[str]:
-        """The parts that may leave without a promise."""
+        """Return the parts that can leave without a guarantee."""
         if self.training is not None:
             return []
-        every = [
-            part
-            for parts in self.parts.values()
-            for part in parts
-            if self.tells.get(part) != "nothing"
-        ]
-        kept = [
+        private = [
             part
             for part, name in self.covers.items()
             if self.mechanisms[name].promises and not self.given(part)
         ]
-        return [part for part in every if part not in kept and part not in self.unsent]
+        open_parts = []
+        for parts in self.parts.values():
+            for part in parts:
+                harmless = self.tells.get(part) == "nothing" or part in self.unsent
+                if not harmless and part not in private:
+                    open_parts.append(part)
+        return open_parts
 
     def of(self, method: str) -> dict[str, Mechanism]:
-        """The mechanisms for a method's answers."""
+        """Return the mechanisms for a method's answers, by part."""
         return {part: m for part, m in self.mechanisms.items() if part.partition(".")[0] == method}
 
     def cost(self, released: Mapping[str, int]) -> float:
-        """ε of so many releases of each name."""
+        """Return ε of all releases together.
+
+        Args:
+            released: The number of releases by name.
+        """
         releases: Counter[Release] = Counter()
         for name, count in released.items():
             release = self._release(name)
@@ -294,6 +329,7 @@ class Plan:
         return spent(releases, self.privacy.delta)
 
     def _release(self, name: str) -> Release | None:
+        """Return the cost of one release; None if it costs nothing."""
         kind, *numbers = name.split(" ")
         if kind == TRAINING and self.training is not None:
             rate, noise = map(float, numbers)
@@ -301,13 +337,20 @@ class Plan:
         return self.mechanisms[name].release() if name in self.mechanisms else None
 
     def allows(self, released: Mapping[str, int]) -> bool:
-        """Whether so many releases are within the budget."""
-        return self.privacy.epsilon is None or self.cost(released) <= self.privacy.epsilon * (
-            1 + 1e-9
-        )
+        """Return whether these releases are within the budget, up to rounding.
+
+        Args:
+            released: The number of releases by name.
+        """
+        budget = self.privacy.epsilon
+        return budget is None or self.cost(released) <= budget * (1 + 1e-9)
 
     def released(self, seen: Mapping[str, int]) -> dict[str, int]:
-        """How often each protected name left a client, from how often its parts did."""
+        """Return the number of releases by protected name.
+
+        Args:
+            seen: The number of times that each part left the client.
+        """
         counts: dict[str, int] = {}
         for part, count in seen.items():
             if part in self.covers:
@@ -316,14 +359,19 @@ class Plan:
         return counts
 
     def exhausted(self, released: Mapping[int, Mapping[str, int]], rounds: int) -> list[int]:
-        """The clients that cannot answer in another round as they did in these."""
+        """Return the clients whose budget does not allow another round like the previous ones.
+
+        Args:
+            released: The number of releases by client and name.
+            rounds: The number of rounds so far.
+        """
         found = []
         for k, counts in sorted(released.items()):
-            again = {
-                n: count + max(1, -(-count // max(1, rounds)))
-                for n, count in counts.items()
-                if n in self.mechanisms
-            }
-            if not self.allows(again):
+            after = {}
+            for name, count in counts.items():
+                if name in self.mechanisms:
+                    per_round = max(1, math.ceil(count / max(1, rounds)))
+                    after[name] = count + per_round
+            if not self.allows(after):
                 found.append(k)
         return found

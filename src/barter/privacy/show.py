@@ -1,4 +1,4 @@
-"""The statement as people read it."""
+"""Format a privacy statement as a table and sentences."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ HEADINGS = ("what left the clients", "of", "protected by", "times", "ε")
 
 
 def _epsilon(value: float) -> str:
+    """Format ε."""
     return "∞" if math.isinf(value) else f"{value:.3g}"
 
 
 def cells(statement: Statement) -> tuple[tuple[str, ...], list[list[str]]]:
-    """Headings, and a line for each part."""
+    """Return the headings of the table, and one row per part."""
     return HEADINGS, [
         [row.part, row.about, _protection(row), str(row.releases), _cost(row)]
         for row in statement.rows
@@ -29,42 +30,47 @@ def cells(statement: Statement) -> tuple[tuple[str, ...], list[list[str]]]:
 
 
 def _protection(row: Row) -> str:
-    return row.protection or ("nothing" if math.isinf(row.epsilon) else "tells nothing of an image")
+    """Return how a part is protected."""
+    if row.protection:
+        return row.protection
+    return "nothing" if math.isinf(row.epsilon) else "independent of any image"
 
 
 def _cost(row: Row) -> str:
+    """Return ε of a part, with the assumption that it holds under."""
     return f"{_epsilon(row.epsilon)} given {row.given}" if row.given else _epsilon(row.epsilon)
 
 
 def conclusion(statement: Statement) -> list[str]:
-    """What holds for the run as a whole, in sentences."""
+    """Return sentences on what holds for the run as a whole."""
     if not statement.rows:
         return ["Nothing left the clients."]
     promise = f"ε = {_epsilon(statement.epsilon)} with δ = {statement.delta:g}"
     lines = [f"The run as a whole: {promise}, for each training image of each client."]
     if statement.why:
-        lines[0] = "The run as a whole: ε = ∞, there is no promise."
+        lines[0] = "The run as a whole: ε = ∞, there is no guarantee."
         lines += [f"Why: {reason}." for reason in statement.why]
-    if statement.why and all(
-        row.part in BESIDE for row in statement.rows if row.given or math.isinf(row.epsilon)
-    ):
-        lines.append(
-            "Sites with `epsilon` in their site.toml withhold this; they take part where privacy.epsilon is set."
-        )
+        open_rows = [row for row in statement.rows if row.given or math.isinf(row.epsilon)]
+        if all(row.part in BESIDE for row in open_rows):
+            lines.append(
+                "Sites with `epsilon` in their site.toml withhold this; they take part if "
+                "privacy.epsilon is set."
+            )
     if math.isinf(statement.of_tests):
-        lines.append("Test images: ε = ∞, there is no promise; accuracies tell of them.")
+        lines.append("Test images: ε = ∞, there is no guarantee; accuracies depend on them.")
     if statement.protected:
-        most, budget = max(statement.clients.values(), default=0.0), statement.budget
-        within = "" if budget is None else f", within {budget:g}"
+        largest = max(statement.clients.values(), default=0.0)
+        within = "" if statement.budget is None else f", within the budget of {statement.budget:g}"
         lines.append(
-            f"What is protected costs ε = {_epsilon(most)} with δ = {statement.delta:g} together{within}."
+            f"Protected parts cost ε = {_epsilon(largest)} with δ = {statement.delta:g} "
+            f"together{within}."
         )
         lines.append(f"Noise came from {statement.noise}.")
     return [*lines, f"Relation: {statement.relation}.", statement.left_out]
 
 
 def shown(statement: Statement) -> Iterator[Table | str]:
-    """A table of the parts, and what follows from it."""
+    """Yield a table of the parts, and the sentences of `conclusion`."""
     if statement.rows:
         headings, rows = cells(statement)
         table = Table(*headings, box=box.SIMPLE_HEAD)

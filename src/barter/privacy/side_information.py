@@ -1,4 +1,4 @@
-"""What leaves a client beside its answers, by names that no method can have."""
+"""Side information: what leaves a client besides its answers, by names no method can have."""
 
 from __future__ import annotations
 
@@ -16,30 +16,38 @@ __all__ = [
     "said_of_itself",
 ]
 
-EPSILON = "epsilon"  # of a client's report: what all that has left it costs
-EXAMPLES, NAMES, NUMBERS = "number of images", "names of classes", "number of classes, by labels"
-PIXELS, RESULTS, ERRORS = (
-    "mean and deviation of pixels",
-    "results of evaluation",
-    "messages of errors",
-)
-HELLO = (EXAMPLES, NAMES, NUMBERS, PIXELS)  # what a site says of itself before round 1
-HARMLESS = (EXAMPLES, NAMES)  # public: no image changes them
+EPSILON = "epsilon"  # key in a client's report: ε of everything that it has released
+EXAMPLES = "number of images"
+NAMES = "names of classes"
+NUMBERS = "number of classes, by labels"
+PIXELS = "mean and deviation of pixels"
+RESULTS = "results of evaluation"
+ERRORS = "messages of errors"
+HELLO = (EXAMPLES, NAMES, NUMBERS, PIXELS)  # sent by a site before round 1
+HARMLESS = (EXAMPLES, NAMES)  # public: replacing an image does not change them
 BESIDE = {
-    EXAMPLES: "of the client's own, for training; before round 1",
-    NAMES: "those that the run is about; before round 1",
-    NUMBERS: "one more than the largest label, as nobody named them; before round 1",
+    EXAMPLES: "number of the client's training images; before round 1",
+    NAMES: "classes of the run; before round 1",
+    NUMBERS: "largest label plus one, as classes have no names; before round 1",
     PIXELS: "of all training and validation images; before round 1",
-    RESULTS: "accuracies on the client's test and validation images, and what it notes of its training",
-    ERRORS: "what went wrong at the client, which may quote its data",
+    RESULTS: "accuracies on the client's test and validation images, and records of its training",
+    ERRORS: "error messages of the client, which may quote its data",
 }
 
 
 def measured(evaluation: object) -> bool:
-    """Whether an evaluation says more than what the client has spent."""
+    """Return whether an evaluation holds more than the ε that the client has spent."""
     return not isinstance(evaluation, Collection) or bool(set(evaluation) - {EPSILON})
 
 
 def said_of_itself(*, numbered: bool, pixels: bool) -> dict[str, int]:
-    """What a site has told before round 1, if need be with numbers of classes in place of names, and of its pixels."""
-    return {EXAMPLES: 1, NUMBERS if numbered else NAMES: 1, **({PIXELS: 1} if pixels else {})}
+    """Return what a site sends before round 1, each with a count of one.
+
+    Args:
+        numbered: Whether the site sends the number of classes, because they have no names.
+        pixels: Whether it sends mean and standard deviation of its pixels.
+    """
+    sent = {EXAMPLES: 1, NUMBERS if numbered else NAMES: 1}
+    if pixels:
+        sent[PIXELS] = 1
+    return sent

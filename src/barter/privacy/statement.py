@@ -1,10 +1,10 @@
-"""What a run told of private images: every part that left a client, how it was protected, and what that promises."""
+"""The privacy statement of a run: every part that left a client, its protection and its ε."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,86 +25,93 @@ from barter.privacy.side_information import (
 __all__ = ["TESTS", "TRAINED", "Row", "Statement", "statement"]
 
 RELATION = (
-    "two runs are neighbours if one training image of one client, with its label, is replaced by any other; "
-    "how many images there are, and which classes the run is about, are public"
+    "two runs are neighbours if one training image of one client, with its label, is replaced by "
+    "any other; the number of images and the classes of the run are public"
 )
 LEFT_OUT = "Not counted: whether a client answers, when, and how long it takes."
-HERE = "The experimenter, in one process, sees what sites would withhold: whoever is shown that has no promise."
+HERE = (
+    "In one process the experimenter sees what sites would withhold; passing it on voids the "
+    "guarantee."
+)
 VALIDATION = "Validation images count as test images: they are held out from training."
-TRAINED, TESTS = "training images", "test images"
-WITHHELD, AS_WITHHELD = "withheld by the site", "seen here; withheld by sites with `epsilon`"
+TRAINED = "training images"
+TESTS = "test images"
+WITHHELD = "withheld by the site"
+AS_WITHHELD = "seen here; withheld by sites with `epsilon`"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One part of an answer that left clients, or what left beside answers."""
+    """One part of the clients' answers, or one kind of side information."""
 
     part: str
-    what: str  # crosses up, as the method says
+    what: str  # description by the algorithm
     protection: str  # empty: none
-    releases: int  # the most by one client
-    epsilon: float  # of the client that told most
-    given: str = ""  # what ε takes for granted
-    about: str = TRAINED  # whose ε this is
+    releases: int  # largest number of releases by one client
+    epsilon: float  # ε of the client with most releases
+    given: str = ""  # what ε assumes to be public
+    about: str = TRAINED  # the images that ε refers to
 
     @property
     def bare(self) -> bool:
-        """Whether it left as it was computed."""
+        """Return whether it left without any protection."""
         return math.isinf(self.epsilon) and not self.protection
 
 
 @dataclass(frozen=True)
 class Statement:
-    """What holds for every training image of every client, and what was told of test images."""
+    """The privacy guarantee of a run for every training image, and what it reveals of test images."""
 
     method: str
     rows: tuple[Row, ...]
-    epsilon: float  # of the whole run
+    epsilon: float  # ε of the whole run
     delta: float
     budget: float | None
-    clients: dict[int, float]  # ε of what is protected, by client
-    why: tuple[str, ...]  # ε is infinite
-    noise: str  # where it came from
+    clients: dict[int, float]  # ε of protected parts, by client
+    why: tuple[str, ...]  # reasons for an infinite ε
+    noise: str  # source of the noise
     relation: str = RELATION
     left_out: str = LEFT_OUT
 
     @property
     def protected(self) -> bool:
-        """Whether anything is."""
+        """Return whether any part that left was protected."""
         return any(row.protection and row.releases for row in self.rows)
 
     @property
     def of_tests(self) -> float:
-        """ε of every test image of every client."""
+        """The ε of every test image of every client."""
         return max((row.epsilon for row in self.rows if row.about == TESTS), default=0.0)
 
     def to_json(self) -> str:
-        """As a file; what is infinite is a word there."""
+        """Return the statement as JSON, in which an infinite ε is a string."""
         tree = asdict(self)
-        tree["rows"] = [{**row, "epsilon": _word(row["epsilon"])} for row in tree["rows"]]
-        tree |= {
-            "epsilon": _word(self.epsilon),
-            "clients": {str(k): _word(e) for k, e in self.clients.items()},
-        }
+        for row in tree["rows"]:
+            row["epsilon"] = _json_epsilon(row["epsilon"])
+        tree["epsilon"] = _json_epsilon(self.epsilon)
+        tree["clients"] = {str(k): _json_epsilon(e) for k, e in self.clients.items()}
         return json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
     def read(cls, path: Path) -> Statement:
-        """From a file of what `to_json` wrote."""
+        """Read a statement from a file that `to_json` wrote."""
         return understood(path, cls.from_json)
 
     @classmethod
     def from_json(cls, text: str) -> Statement:
-        """From what `to_json` wrote."""
+        """Build a statement from the text that `to_json` returned."""
         tree: dict[str, Any] = json.loads(text)
         tree["rows"] = tuple(
             Row(**{**row, "epsilon": float(row["epsilon"])}) for row in tree["rows"]
         )
-        tree |= {"epsilon": float(tree["epsilon"]), "why": tuple(tree["why"])}
-        return cls(**{**tree, "clients": {int(k): float(e) for k, e in tree["clients"].items()}})
+        tree["epsilon"] = float(tree["epsilon"])
+        tree["why"] = tuple(tree["why"])
+        tree["clients"] = {int(k): float(e) for k, e in tree["clients"].items()}
+        return cls(**tree)
 
 
-def _word(epsilon: float) -> float | str:
+def _json_epsilon(epsilon: float) -> float | str:
+    """Return ε as a value for JSON, which has no infinity."""
     return epsilon if math.isfinite(epsilon) else "infinity"
 
 
@@ -119,138 +126,181 @@ def statement(
     validation: bool = False,
     selection: bool = False,
 ) -> Statement:
-    """Of what came up from each client, part by part; clients that told us of a larger ε of theirs are believed.
+    """State what a run has revealed about private images.
 
-    Where noise is not secret, all clients are in one process: what leaves beside answers is what sites would tell that
-    can take part in such a run. `start` is the run with whose networks this one began, `validation` says that clients
-    hold images out, and `selection` that their accuracies decide which round is kept, or when the run stops.
+    Args:
+        privacy: The run's privacy settings.
+        algorithm: Its algorithm.
+        crossed: For each client, how often each part and kind of side information left it.
+        told: ε that clients report themselves; the larger of it and the computed ε counts.
+        secret: Whether noise is secret. If not, all clients are in one process, and the side
+            information is what sites would send that can take part in such a run.
+        start: The run whose networks this one started from.
+        validation: Whether clients hold out validation images.
+        selection: Whether accuracies decide which round is kept, or when the run stops.
     """
     plan = Plan(privacy, algorithm)
-    beside = {
-        k: {part: n for part, n in seen.items() if part in BESIDE} for k, seen in crossed.items()
-    }
+    beside = {k: {p: n for p, n in seen.items() if p in BESIDE} for k, seen in crossed.items()}
+    answers = {k: {p: n for p, n in seen.items() if p not in BESIDE} for k, seen in crossed.items()}
     if not secret:
-        hello = said_of_itself(numbered=False, pixels=not plan.promised)
-        if plan.promised:
-            # Whoever chooses by results that sites would withhold reveals them.
-            used = {RESULTS} if selection else set()
-            beside = {
-                k: {**{part: n for part, n in seen.items() if part in used}, **hello}
-                for k, seen in beside.items()
-            }
-        else:
-            beside = {k: {**seen, **hello} for k, seen in beside.items()}
-    crossed = {
-        k: {part: n for part, n in seen.items() if part not in BESIDE}
-        for k, seen in crossed.items()
-    }
-    spoke = {k for k, seen in crossed.items() if any(seen.values()) or beside[k].get(RESULTS)}
-    said = dict.fromkeys(part for parts in plan.parts.values() for part in parts)
-    parts = [*said, *sorted({part for seen in crossed.values() for part in seen} - said.keys())]
-    most = {
-        part: max((seen.get(part, 0) for seen in crossed.values()), default=0) for part in parts
-    }
+        beside = {k: _as_site(plan, seen, selection) for k, seen in beside.items()}
+    declared = [part for parts in plan.parts.values() for part in parts]
+    observed = {part for seen in answers.values() for part in seen}
+    parts = [*dict.fromkeys(declared), *sorted(observed - set(declared))]
+    spent = {k: _reported(plan, told, k, seen, beside[k]) for k, seen in answers.items()}
     crosses = getattr(type(algorithm), "crosses", {})
-    unsaid = 0.0 if plan.training is None else math.inf  # what training cost, only a client knows
-    told = {k: told.get(k, unsaid if k in spoke else 0.0) for k in crossed}
-    rows = [_row(plan, crosses, part, count, told) for part, count in most.items() if count]
-    rows = _around(plan, beside, rows, told, WITHHELD if secret else AS_WITHHELD)
+    rows = []
+    for part in parts:
+        count = max((seen.get(part, 0) for seen in answers.values()), default=0)
+        if count:
+            rows.append(_row(plan, crosses, part, count, spent))
+    rows = _with_side_information(plan, beside, rows, spent, WITHHELD if secret else AS_WITHHELD)
     clients = {
-        k: max(plan.cost(plan.released(seen)), told[k]) for k, seen in sorted(crossed.items())
+        k: max(plan.cost(plan.released(seen)), spent[k]) for k, seen in sorted(answers.items())
     }
-    bare = ", ".join(row.part for row in rows if row.about == TRAINED and row.bare)
-    why = [f"{bare} left as computed"] if bare else []
-    why += [
-        f"{row.part} left with noise that promises nothing"
-        for row in rows
-        if row.part in plan.covers and math.isinf(row.epsilon)
-    ]
-    why += [
-        f"{row.part}: {row.given} comes from private images without protection"
-        for row in rows
-        if row.given
-    ]
-    why += [
-        f"client {k} names no finite ε of what it told"
-        for k, cost in clients.items()
-        if math.isinf(cost)
-    ]
-    left = any(row.releases and row.part not in HARMLESS for row in rows)
-    if start and left:
+    why = _reasons(plan, rows, clients)
+    revealing = any(row.releases and row.part not in HARMLESS for row in rows)
+    if start and revealing:
         why.append(
-            f"it began with the networks of {start}, and what that run told of the same images is not counted"
+            f"it started from the networks of {start}, and what that run revealed about the same "
+            "images is not counted"
         )
-    epsilon = math.inf if why else max(clients.values(), default=0.0) if left else 0.0
-    noise = (
-        "the operating system of each site"
-        if secret
-        else "the run's seed: whoever knows it can take it away"
-    )
+    epsilon = 0.0
+    if why:
+        epsilon = math.inf
+    elif revealing:
+        epsilon = max(clients.values(), default=0.0)
+    noise = "the run's seed: anyone who knows the seed can remove the noise"
+    if secret:
+        noise = "the operating system of each site"
     left_out = [LEFT_OUT]
     if plan.promised and not secret:
         left_out.append(HERE)
     if validation:
         left_out.append(VALIDATION)
     return Statement(
-        type(algorithm).__name__,
-        tuple(rows),
-        epsilon,
-        privacy.delta,
-        privacy.epsilon,
-        clients,
-        tuple(why),
-        noise,
+        method=type(algorithm).__name__,
+        rows=tuple(rows),
+        epsilon=epsilon,
+        delta=privacy.delta,
+        budget=privacy.epsilon,
+        clients=clients,
+        why=tuple(why),
+        noise=noise,
         left_out=" ".join(left_out),
     )
 
 
-def _around(
+def _as_site(plan: Plan, seen: Mapping[str, int], selection: bool) -> dict[str, int]:
+    """Return the side information that a client would send as a site.
+
+    Args:
+        plan: The privacy settings.
+        seen: The side information of a client in this process.
+        selection: Whether accuracies decide which round is kept, or when the run stops.
+    """
+    hello = said_of_itself(numbered=False, pixels=not plan.promised)
+    if not plan.promised:
+        return {**seen, **hello}
+    # Sites would withhold their results, but selecting by results reveals them.
+    used = {RESULTS} if selection else set()
+    return {**{part: n for part, n in seen.items() if part in used}, **hello}
+
+
+def _reported(
+    plan: Plan,
+    told: Mapping[int, float],
+    k: int,
+    answers: Mapping[str, int],
+    beside: Mapping[str, int],
+) -> float:
+    """Return the ε that a client reports, or a default.
+
+    Only a client knows the cost of its private training. If it has released anything without
+    reporting that cost, ε is infinite.
+    """
+    released = any(answers.values()) or beside.get(RESULTS)
+    unknown = math.inf if plan.training is not None and released else 0.0
+    return told.get(k, unknown)
+
+
+def _reasons(plan: Plan, rows: Sequence[Row], clients: Mapping[int, float]) -> list[str]:
+    """Return the reasons for an infinite ε of the run."""
+    why = []
+    bare = [row.part for row in rows if row.about == TRAINED and row.bare]
+    if bare:
+        why.append(f"{', '.join(bare)} left without protection")
+    for row in rows:
+        if row.part in plan.covers and math.isinf(row.epsilon):
+            why.append(f"{row.part} left with noise that gives no guarantee")
+    for row in rows:
+        if row.given:
+            why.append(f"{row.part}: {row.given} depends on private images and is not protected")
+    for k, cost in clients.items():
+        if math.isinf(cost):
+            why.append(f"client {k} reports no finite ε")
+    return why
+
+
+def _with_side_information(
     plan: Plan,
     beside: Mapping[int, Mapping[str, int]],
     rows: list[Row],
-    told: Mapping[int, float],
+    spent: Mapping[int, float],
     withheld: str,
 ) -> list[Row]:
-    """The rows, before them those of what clients said of themselves, behind them of what they measured."""
-    most = {
-        part: max((seen.get(part, 0) for seen in beside.values()), default=0) for part in BESIDE
-    }
+    """Add rows of side information: what clients send before round 1 first, evaluations last.
+
+    Args:
+        plan: The privacy settings.
+        beside: The side information of each client.
+        rows: Rows of the answers' parts.
+        spent: ε that each client reports.
+        withheld: The protection of side information that was not sent.
+    """
+    if not beside:
+        return rows
+    counts = {part: max(seen.get(part, 0) for seen in beside.values()) for part in BESIDE}
 
     def row(part: str, about: str = TRAINED) -> Row:
-        count, trained = (
-            most[part],
-            part == RESULTS and about == TRAINED and plan.training is not None,
-        )
+        count = counts[part]
         if not count:
             return Row(part, BESIDE[part], withheld, 0, 0.0, about=about)
         if part in HARMLESS:
             return Row(part, BESIDE[part], "", count, 0.0)
-        if trained:
-            return Row(part, BESIDE[part], str(plan.training), count, max(told.values()))
+        if part == RESULTS and about == TRAINED and plan.training is not None:
+            # As far as training images matter, results follow from privately trained networks.
+            return Row(part, BESIDE[part], str(plan.training), count, max(spent.values()))
         return Row(part, BESIDE[part], "", count, math.inf, about=about)
 
-    if not beside:
-        return rows
-    hello = [row(part) for part in HELLO if most[part] or part == PIXELS]
-    errors = [row(ERRORS, about) for about in (TRAINED, TESTS) if most[ERRORS]]
+    hello = [row(part) for part in HELLO if counts[part] or part == PIXELS]
+    errors = [row(ERRORS, about) for about in (TRAINED, TESTS) if counts[ERRORS]]
     return [*hello, *rows, row(RESULTS), row(RESULTS, TESTS), *errors]
 
 
 def _row(
-    plan: Plan, crosses: Mapping[str, str], part: str, count: int, told: Mapping[int, float]
+    plan: Plan, crosses: Mapping[str, str], part: str, count: int, spent: Mapping[int, float]
 ) -> Row:
-    text = crosses.get(part.partition(".")[0], "up: what the method does not say")
+    """Return the row of a part that left clients.
+
+    Args:
+        plan: The privacy settings.
+        crosses: The algorithm's descriptions of its methods.
+        part: The part.
+        count: The largest number of releases by one client.
+        spent: ε that each client reports.
+    """
+    text = crosses.get(part.partition(".")[0], "up: not described by the method")
     what = text.rpartition("up:")[2].partition("; down:")[0].strip() if "up:" in text else text
     if part in plan.covers:
         name = plan.covers[part]
-        protection = (
-            str(plan.mechanisms[name]) if name == part else f"{plan.mechanisms[name]} ({name})"
-        )
-        if not plan.mechanisms[name].promises:
-            return Row(part, what, f"{protection}, which promises nothing", count, math.inf)
+        mechanism = plan.mechanisms[name]
+        protection = str(mechanism) if name == part else f"{mechanism} ({name})"
+        if not mechanism.promises:
+            return Row(part, what, f"{protection}, without a guarantee", count, math.inf)
         return Row(part, what, protection, count, plan.cost({name: count}), plan.given(part))
     if plan.tells.get(part) == "nothing":
         return Row(part, what, "", count, 0.0)
     if plan.training is not None:
-        return Row(part, what, str(plan.training), count, max(told.values()))
+        return Row(part, what, str(plan.training), count, max(spent.values()))
     return Row(part, what, "", count, math.inf)
