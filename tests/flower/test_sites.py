@@ -249,7 +249,7 @@ def test_how_much_a_site_does() -> None:
     Consent().require_size("a", torch.zeros(10**6))
     Consent(megabytes=4).require_size("a", [torch.zeros(10**6)])
     with pytest.raises(
-        ConfigError, match=r"site a was sent 4.0 MB, and takes 3.9 \(consent.megabytes\) in a call"
+        ConfigError, match=r"site a was sent 4.0 MB in a call, and accepts 3.9 \(consent.megabytes\)"
     ):
         Consent(megabytes=3.9).require_size("a", [torch.zeros(10**6)])
     for seconds, spent, left in (
@@ -263,7 +263,7 @@ def test_how_much_a_site_does() -> None:
     assert Consent(seconds=5).within("a", float("nan"), 0.0) == 5
     with pytest.raises(
         ConfigError,
-        match=r"site a computes for 5 s \(consent.seconds\) in a call, and they are spent",
+        match=r"site a computes for at most 5 s \(consent.seconds\) in a call",
     ):
         Consent(seconds=5).within("a", 60.0, 5.0)
 
@@ -312,9 +312,9 @@ def test_a_site_holds_on_to_its_consent_when_it_is_asked(tmp_path: Path) -> None
     }
     large = {"w": torch.zeros(10**5)}
     said = member.answer({**call, "method": "client_update", "args": (large,)})["error"]
-    assert said == "site a was sent 0.4 MB, and takes 0.1 (consent.megabytes) in a call"
+    assert said == "site a was sent 0.4 MB in a call, and accepts 0.1 (consent.megabytes)"
     said = member.answer({**call, "method": "train", "args": ()})["error"]
-    assert said == "'train' is not answered: it is none of the methods that are said to cross"
+    assert said == "'train' is not answered: the algorithm's `crosses` does not name it"
     other = {**session, "config": toml.replace('name = "fedavg"', 'name = "fedprox"')}
     picky = make_site(Setup(name="a", share=0, consent=Consent(algorithms=("fedavg",))), tmp_path)
     said = picky.answer({**call, "session": other, "method": "client_update", "args": ({},)})[
