@@ -304,8 +304,7 @@ def test_a_site_computes_no_longer_than_it_consents_to(deploy: Callable[..., Dep
     assert len(second.failures) == 1
     assert (
         "site s1: site s1 computes for at most 4 s (consent.seconds) in a call, "
-        "and this call has used them up"
-        in second.failures[0]
+        "and this call has used them up" in second.failures[0]
     )
     assert (d.home("s1") / "turns").read_text().split() == ["1", "2", "2"], (
         "it was begun once, and not again"
