@@ -440,7 +440,7 @@ def test_a_site_that_is_not_what_it_was(grid: LoopbackGrid, run: Run, tmp_path: 
     run(1)
     grid.sites[102] = site(tmp_path / "other", name="somebody", share=2, device="cpu")
     with pytest.raises(
-        ConfigError, match="site somebody is not what it was when the run began, or was not there"
+        ConfigError, match="site somebody has changed since the run began, or was not there"
     ):
         run(2)
 
