@@ -168,7 +168,7 @@ def test_a_node_asks_the_worker_and_says_why_there_is_no_answer(link: Link, tmp_
     assert not well.has_error()
     said = [reply.error for reply in others]
     assert [error.code for error in said] == [2, 2, 2]
-    assert "train.other is nothing that a site is asked" in said[0].reason
+    assert "train.other is not a message type that a site answers" in said[0].reason
     assert "PayloadError: a message of another program" in said[1].reason
     assert "the site's worker is not there" in said[2].reason
     assert lost == [], "the worker hears of the end of every call"
