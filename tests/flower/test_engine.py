@@ -540,7 +540,7 @@ def test_what_the_server_took_back_does_not_come_again(
 
     def deliver(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
         if node == 102 and request["ask"] == "call":
-            grid.sites[102]._take_up(request["session"])
+            grid.sites[102]._restore(request["session"])
             seen.append(isolate(grid.sites[102].client.memory()))
         return answer()
 

@@ -1,4 +1,4 @@
-"""Parse the coordinator's address (host and port) and validate site names. Standard library only."""
+"""Parse the coordinator's address and validate site names. Standard library only."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ def registered(app: Any, scope: MutableMapping[str, Any]) -> bytes | None:
 
 
 class NotLetIn(Exception):
-    """The SuperLink refuses a node: its key is not registered, or the same key is connected already.
+    """The SuperLink refuses a node: its key is not registered, or is connected already.
 
     Flower answers both with the same code and the same message.
     """

@@ -276,8 +276,8 @@ def _locks() -> Path:
 def _only_one(setup: Setup, home: Path) -> Iterator[None]:
     """Hold the lock of a site, so that no second process runs it from this folder or a copy of it.
 
-    Two processes with one key receive each other's messages, and their memories diverge. The lock is
-    named after the site's identity, because a lock inside the folder would be copied with it.
+    Two processes with one key receive each other's messages, and their memories diverge. The lock
+    is named after the site's identity, because a lock inside the folder would be copied with it.
 
     Raises:
         ConfigError: If the site is running already.
@@ -376,8 +376,8 @@ def _rooms(home: Path) -> Iterator[Path]:
 def _abandoned(note: str) -> Path | None:
     """Return the folder that a note names, if it was created with the note by a process now gone.
 
-    The note may have been copied or edited. It is valid if the folder belongs to this user and holds
-    the token of the note, and if no process holds the lock of the token's file.
+    The note may have been copied or edited. It is valid if the folder belongs to this user and
+    holds the token of the note, and if no process holds the lock of the token's file.
     """
     try:
         record = json.loads(note)
