@@ -110,9 +110,9 @@ def test_sites_may_share_the_data_of_the_run(tmp_path: Path) -> None:
         ([*INIT, "d", "--sites", "a,b", "--address", "example.org"], "write HOST:PORT"),
         (
             [*INIT, "d", "--sites", "a", "--address", "::1:8443"],
-            "an address of version 6 stands in brackets",
+            "put an IPv6 address in brackets",
         ),
-        ([*INIT, "d", "--sites", "a,a", "--address", "h:1"], "each needs one of its own"),
+        ([*INIT, "d", "--sites", "a,a", "--address", "h:1"], "names must be unique"),
         ([*INIT, "d", "--sites", "a,b/c", "--address", "h:1"], "site name 'b/c': use letters"),
         ([*INIT, ".", "--sites", "a", "--address", "h:1"], "exists and is not empty"),
         ([*INIT, "d", "--sites", "a", "--address", "h:1", "--set", "rounds=0"], "rounds"),

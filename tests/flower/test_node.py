@@ -149,7 +149,7 @@ def test_a_reply_that_nobody_takes_is_not_the_end(
 
     fleet._send = gone
     fleet.push(Message(to_records(encode("y")), reply_to=message), 0.0)
-    assert "was not taken: no such run" in caplog.text
+    assert "was not accepted: no such run" in caplog.text
 
 
 def test_a_node_asks_the_worker_and_says_why_there_is_no_answer(link: Link, tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_node_asks_the_worker_and_says_why_there_is_no_answer(link: Link, tmp_
     assert not well.has_error()
     said = [reply.error for reply in others]
     assert [error.code for error in said] == [2, 2, 2]
-    assert "train.other is nothing that a site is asked" in said[0].reason
+    assert "train.other is not a message type that a site answers" in said[0].reason
     assert "PayloadError: a message of another program" in said[1].reason
     assert "the site's worker is not there" in said[2].reason
     assert lost == [], "the worker hears of the end of every call"
@@ -323,7 +323,7 @@ def test_the_flower_that_is_installed_is_known(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(flwr_internals, "MISSING", "cannot import name 'push_objects'")
     assert strange().endswith("cannot import name 'push_objects'")
     monkeypatch.setattr(flwr_internals, "version", lambda name: "1.50.1")
-    assert strange() == "flwr 1.50.1 was not tried, those that were are 1.41.x and 1.42.x"
+    assert strange() == "flwr 1.50.1 was not tested with barter, which supports 1.41.x and 1.42.x"
 
 
 def test_a_flower_that_is_not_known_is_left_to_its_own_node(

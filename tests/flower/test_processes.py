@@ -303,8 +303,8 @@ def test_a_site_computes_no_longer_than_it_consents_to(deploy: Callable[..., Dep
     assert first.failures == third.failures == []
     assert len(second.failures) == 1
     assert (
-        "site s1: site s1 computes for 4 s (consent.seconds) in a call, and they are spent"
-        in second.failures[0]
+        "site s1: site s1 computes for at most 4 s (consent.seconds) in a call, "
+        "and this call has used them up" in second.failures[0]
     )
     assert (d.home("s1") / "turns").read_text().split() == ["1", "2", "2"], (
         "it was begun once, and not again"
@@ -350,7 +350,7 @@ def test_a_killed_client_process_is_asked_again_and_not_trained_twice(
     assert len(rounds) == 4
     assert all(not r.failures for r in rounds)
     assert d.turns("s1") == 4
-    assert "a client process was killed in the middle" in d.log
+    assert "a client process was killed during a message" in d.log
 
 
 @pytest.mark.slow
@@ -402,7 +402,7 @@ def test_strangers_are_refused(deploy: Callable[..., Deployment], tmp_path: Path
     assert d.running["coordinator"].wait(600) != 0
     assert "0 of 2 sites came within 120 s" in d.log
     assert "s0: node ended with status 77" in d.log
-    assert f"does not let in the key {d.home('s0') / 'key'}" in d.log
+    assert f"refuses the key {d.home('s0') / 'key'}" in d.log
     said = [(d.home(site) / "logs" / "node.log").read_text().lower() for site in ("s0", "s1")]
     assert "failed to activate supernode" in said[0]
     assert "certificate" in said[1]

@@ -73,8 +73,7 @@ def test_who_is_not_heard_of_is_ended_and_started_again(
     assert before.poll() is not None, "the old one is gone"
     (said,) = caplog.messages
     assert (
-        said
-        == "worker is silent for longer than it may be: it is ended and starts again from the disk"
+        said == "worker: its heartbeat is overdue; it is ended and restarts from its memory on disk"
     )
     settled = time.monotonic() + 1.2
     until(lambda: tended() and time.monotonic() > settled)
@@ -113,7 +112,7 @@ def test_who_cannot_be_started_is_tried_again(
         worker.tend()
         worker.tend()
     assert caplog.messages == [
-        "worker cannot be started: [Errno 28] No space left on device; once more in 0.3 s"
+        "worker cannot be started: [Errno 28] No space left on device; next attempt in 0.3 s"
     ]
     assert worker.process is None
     until(lambda: (worker.tend(), worker.process is not None)[1])
@@ -245,7 +244,7 @@ def test_where_no_lock_can_be_written_a_site_says_so_and_runs(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     with _only_one(Setup(name="ward", share=0, insecure=True), tmp_path):
         (said,) = caplog.messages
-    assert "a copy of its folder would not be noticed" in said
+    assert "with a copy of its folder would not be noticed" in said
 
 
 def test_why_a_child_ended_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -255,5 +254,5 @@ def test_why_a_child_ended_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixt
         child.tend()
         until(lambda child=child: child.poll() is not None)  # type: ignore[misc]
         child.tend()
-        said = f"node ended with status {status_}: {why}; starting it again in 1 s"
+        said = f"node ended with status {status_}: {why}; restarting it in 1 s"
         assert caplog.messages[-1] == said

@@ -154,5 +154,6 @@ def test_a_site_that_wants_a_promise_stays_away(tmp_path: Path) -> None:
         {"ask": "hello", "config": run}
     )
     assert (
-        "the run makes none: learn.classes, learn.vectors would leave without one" in said["error"]
+        "the run gives none: learn.classes, learn.vectors would be released without protection"
+        in said["error"]
     )

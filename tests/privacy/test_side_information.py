@@ -156,7 +156,8 @@ def test_classes_that_nobody_named_are_read_from_labels(
         algorithm=tiny("fedavg"), models="small-mlp", device="cpu", clients=1, privacy=PROMISE
     )
     with pytest.raises(
-        ConfigError, match=r"site site-1 wants a promise, and npz:.* does not name its classes"
+        ConfigError,
+        match=r"site site-1 requires a privacy guarantee, and npz:.* does not name its classes",
     ):
         careful.introduce(to_toml(config))
 

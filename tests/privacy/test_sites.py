@@ -155,7 +155,7 @@ def test_what_a_site_told_counts_also_where_the_server_takes_it_back(tmp_path: P
 @pytest.mark.parametrize(
     ("algorithm", "privacy", "why"),
     [
-        ("fedavg", Privacy(), "client_update would leave without one"),
+        ("fedavg", Privacy(), "client_update would be released without protection"),
         ("fedavg", Privacy(epsilon=9, parts=PARTS), "its privacy.epsilon is 9.0"),
         ("fedavg", Privacy(training="clip=1 noise=1"), "its privacy.epsilon is None"),
         (
@@ -166,7 +166,7 @@ def test_what_a_site_told_counts_also_where_the_server_takes_it_back(tmp_path: P
         (
             "fedavg",
             Privacy(epsilon=8, delta=1e-3, parts=PARTS),
-            "its privacy.delta is 0.001, and may be 1e-05",
+            "its privacy.delta is 0.001, and may be 1e-05 at most",
         ),
         ("fedavg", Privacy(epsilon=8, parts=PARTS), None),
         ("fedavg", Privacy(epsilon=3, training="clip=1 noise=1"), None),
@@ -190,6 +190,9 @@ def test_a_site_can_ask_for_a_promise(
     if why is None:
         assert "hello" in said
         return
-    assert "wants a promise of epsilon = 8, and the run makes none: " + why in said["error"]
-    with pytest.raises(ConfigError, match="wants a promise"):
+    assert (
+        "requires a privacy guarantee of epsilon = 8, and the run gives none: " + why
+        in said["error"]
+    )
+    with pytest.raises(ConfigError, match="requires a privacy guarantee"):
         careful.settle(session)

@@ -1,1 +1,1 @@
-"""All that runs on Flower: the server's side, the sites, and what keeps both alive."""
+"""Runs on Flower: the server's engine, the sites, and the supervision of their processes."""

@@ -1,4 +1,4 @@
-"""Where a coordinator is: a host and a port, as people write them. Needs nothing."""
+"""Parse the coordinator's address and validate site names. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 
 @dataclass(frozen=True)
 class Address:
-    """A host, which is a name or an address of version 4 or 6, and a port."""
+    """A host (DNS name, IPv4 or IPv6 address) and a port."""
 
     host: str
     port: int
 
     @classmethod
     def read(cls, text: str) -> Address:
-        """HOST:PORT; an address of version 6 stands in brackets."""
+        """Parse HOST:PORT; an IPv6 address stands in brackets.
+
+        Raises:
+            ConfigError: If the text is not a valid address; the message says which part is wrong.
+        """
         host, _, port = text.rpartition(":")
         bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
         wrong = f"address {text!r}: write HOST:PORT, as the sites reach it"
@@ -32,12 +36,12 @@ class Address:
         if bare != host or ":" in bare:
             if bare == host:
                 raise ConfigError(
-                    f"{wrong}; an address of version 6 stands in brackets, as in [2001:db8::7]:8443"
+                    f"{wrong}; put an IPv6 address in brackets, as in [2001:db8::7]:8443"
                 )
             if not _is_ip(bare, 6):
-                raise ConfigError(f"{wrong}; {bare!r} is not an address of version 6")
+                raise ConfigError(f"{wrong}; {bare!r} is not an IPv6 address")
         elif not _is_ip(bare, 4) and not _is_name(bare):
-            raise ConfigError(f"{wrong}; {bare!r} is neither a host's name nor an address")
+            raise ConfigError(f"{wrong}; {bare!r} is neither a host name nor an IPv4 address")
         return cls(bare, int(port))
 
     def __str__(self) -> str:
@@ -45,6 +49,7 @@ class Address:
 
 
 def _is_ip(text: str, version: int) -> bool:
+    """Return whether the text is an IP address of this version, without a zone (%eth0)."""
     try:
         return "%" not in text and ip_address(text).version == version
     except ValueError:
@@ -52,15 +57,25 @@ def _is_ip(text: str, version: int) -> bool:
 
 
 def _is_name(text: str) -> bool:
-    """Whether a host may be called so: the last word of a name is not a number, or it would be a mistaken address."""
+    """Return whether the text is a valid host name.
+
+    A name whose last label is a number is rejected: it is a mistyped IPv4 address.
+    """
     labels = text.removesuffix(".").split(".")
     return len(text) < 254 and all(map(LABEL.fullmatch, labels)) and not labels[-1].isdigit()
 
 
 def require_name(name: str) -> str:
-    """A name that a site may have: it is a folder, a word in messages, and part of what others read."""
+    """Return a site's name if it is valid.
+
+    The name is used as a folder, in messages, and in files that other parties read.
+
+    Raises:
+        ConfigError: If it has other characters than letters, digits, - and _, or more than 40.
+    """
     if not NAME.fullmatch(name):
         raise ConfigError(
-            f"site name {name[:60]!r}: use letters, digits, - and _, 40 at most, a letter or digit first"
+            f"site name {name[:60]!r}: use letters, digits, - and _, 40 at most, "
+            "a letter or digit first"
         )
     return name

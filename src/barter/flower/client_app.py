@@ -1,4 +1,4 @@
-"""What Flower starts at a site for every message: a thin front that hands it to the site's worker. Loads no torch."""
+"""Flower's ClientApp of a site: pass each message to the site's worker. Does not load torch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from barter.flower.frames import DONE, Blob, Frame, ask
 
 __all__ = ["app", "from_records", "in_bulk", "to_records"]
 
-RAW = "barter.raw"  # bytes as they lie in memory
-IN_A_PIECE = 4_000_000  # fewer bytes than that are one piece: Flower's chunks are not much larger
+RAW = "barter.raw"  # the array format: raw bytes as in memory
+# Payloads of fewer bytes travel as one value; Flower's chunks are not much larger.
+IN_A_PIECE = 4_000_000
 app = ClientApp()
 
 
 def in_bulk(blobs: Mapping[str, Blob]) -> ArrayRecord | ConfigRecord:
-    """Blobs one behind the other: everything that Flower can tell from the rest costs it requests.
+    """Concatenate blobs into one record, because every separate object costs Flower requests.
 
-    An array travels in chunks, and is three of them at least; little is better off in a piece.
+    Flower sends an array in chunks, at least three of them, so a small payload is sent as one
+    value of a ConfigRecord instead.
     """
     data = b"".join(blob.data for blob in blobs.values())
     if len(data) < IN_A_PIECE:
@@ -34,7 +36,12 @@ def in_bulk(blobs: Mapping[str, Blob]) -> ArrayRecord | ConfigRecord:
 
 
 def to_records(frame: Frame, bulk: ArrayRecord | ConfigRecord | None = None) -> RecordDict:
-    """A frame as Flower carries it; its blobs may be in bulk already."""
+    """Convert a frame to Flower's records.
+
+    Args:
+        frame: The message.
+        bulk: The frame's blobs as returned by `in_bulk`, if they were concatenated before.
+    """
     table = [
         [name, blob.dtype, list(blob.shape), len(blob.data)] for name, blob in frame.blobs.items()
     ]
@@ -47,8 +54,13 @@ def to_records(frame: Frame, bulk: ArrayRecord | ConfigRecord | None = None) -> 
 
 
 def from_records(records: RecordDict) -> Frame:
-    """The frame that Flower carried; what is none is refused."""
-    tree, bulk = records.get("tree"), records.get("bulk")
+    """Convert Flower's records back to a frame.
+
+    Raises:
+        PayloadError: If the records are not what `to_records` makes.
+    """
+    tree = records.get("tree")
+    bulk = records.get("bulk")
     data: object = b""
     if isinstance(bulk, ArrayRecord) and "bulk" in bulk:
         data = bulk["bulk"].data
@@ -57,20 +69,22 @@ def from_records(records: RecordDict) -> Frame:
     if not isinstance(tree, ConfigRecord) or not isinstance(data, bytes):
         raise PayloadError("a message of another program")
     try:
-        header, table = str(tree["header"]), json.loads(str(tree["table"]))
+        header = str(tree["header"])
         rows = [
             (str(name), str(dtype), tuple(map(int, shape)), int(size))
-            for name, dtype, shape, size in table
+            for name, dtype, shape, size in json.loads(str(tree["table"]))
         ]
     except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise PayloadError(f"a message that is not understood: {in_short(error)}") from error
-    view, blobs, at = memoryview(data), {}, 0
+        raise PayloadError(f"a malformed message: {in_short(error)}") from error
+    view = memoryview(data)
+    blobs = {}
+    offset = 0
     for name, dtype, shape, size in rows:
-        blobs[name] = Blob(dtype, shape, view[at : at + size])
-        at += len(blobs[name].data)
-    if at != len(data):
+        blobs[name] = Blob(dtype, shape, view[offset : offset + size])
+        offset += len(blobs[name].data)
+    if offset != len(data):
         raise PayloadError(
-            f"a message of {len(data)} bytes, {len(data) - at} more than its tensors have"
+            f"a message of {len(data)} bytes, {len(data) - offset} more than its tensors have"
         )
     return Frame(header, blobs)
 
@@ -78,8 +92,8 @@ def from_records(records: RecordDict) -> Frame:
 @app.query("hello")
 @app.train("call")
 def hand_over(message: Message, context: Context) -> Message:
-    """Ask the worker, and tell it when this process ends as it should."""
-    # as a span: clocks of two machines may differ
+    """Return the worker's reply, and report to the worker when this process exits normally."""
+    # Metadata gives a duration, not a time of day: clocks of two machines may differ.
     deadline = time.monotonic() + message.metadata.ttl
     reply, worker = ask(
         Path(str(context.node_config["socket"])), from_records(message.content), deadline

@@ -1,4 +1,4 @@
-"""Payload trees as frames, and back: exact to the bit, and never pickled."""
+"""Convert payload trees to frames and back: bitwise exact, without pickle."""
 
 from __future__ import annotations
 
@@ -16,20 +16,28 @@ __all__ = ["decode", "encode"]
 
 
 def encode(tree: Payload, blobs: Mapping[str, Blob] | None = None) -> Frame:
-    """The tree as it travels: with views of its tensors, or the blobs that another tree of the same tensors has."""
+    """Convert a payload tree to a frame, whose blobs are views of the tree's tensors.
+
+    Args:
+        tree: The payload.
+        blobs: The blobs of another frame with the same tensors, to be used again.
+    """
     tensors, header = pack(tree)
-    return Frame(
-        header,
-        {name: _blob(tensor) for name, tensor in tensors.items()} if blobs is None else blobs,
-    )
+    if blobs is None:
+        blobs = {name: _blob(tensor) for name, tensor in tensors.items()}
+    return Frame(header, blobs)
 
 
 def decode(frame: Frame) -> Payload:
-    """The tree that travelled; whatever does not fit together is refused."""
+    """Convert a frame back to its payload tree.
+
+    Raises:
+        PayloadError: If the blobs are not valid tensors, or do not match the header.
+    """
     try:
         tensors = {name: _tensor(name, blob) for name, blob in frame.blobs.items()}
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise PayloadError(f"tensors that are none: {in_short(error)}") from error
+        raise PayloadError(f"invalid tensors: {in_short(error)}") from error
     return unpack(tensors, frame.header)
 
 
@@ -42,12 +50,12 @@ def _blob(tensor: Tensor) -> Blob:
 def _tensor(name: str, blob: Blob) -> Tensor:
     dtype = DTYPES.get(blob.dtype)
     if dtype is None or any(size < 0 for size in blob.shape):
-        raise PayloadError(f"{name}: a tensor of {blob.dtype} and shape {blob.shape} is none")
+        raise PayloadError(f"{name}: no tensor has dtype {blob.dtype} and shape {blob.shape}")
     if len(blob.data) != math.prod(blob.shape) * dtype.itemsize:
         raise PayloadError(
             f"{name}: {len(blob.data)} bytes do not make {blob.shape} of {blob.dtype}"
         )
     if not blob.data:
         return torch.empty(blob.shape, dtype=dtype)
-    # A clone in torch's own memory: parties share it copy on write.
+    # The clone is in torch's own memory, which client and server share copy-on-write.
     return torch.frombuffer(bytearray(blob.data), dtype=dtype).clone().reshape(blob.shape)

@@ -1,4 +1,4 @@
-"""What a site takes part in, and how much of it: its own word, whatever the coordinator asks for."""
+"""A site's limits on the runs it takes part in, enforced at the site whatever the server asks."""
 
 from __future__ import annotations
 
@@ -12,71 +12,100 @@ from barter.setup.config import Config, parsed, plain
 
 __all__ = ["Consent"]
 
-GIVES_ALL = "central"  # the method that is given every private image
+GIVES_ALL = "central"  # the baseline that uploads every private image
 
 
 @dataclass(frozen=True, kw_only=True)
 class Consent:
     """The table [consent] of site.toml."""
 
-    # by name or package.module:Class; empty: all, central for own data excepted
+    # allowed algorithms, by name or package.module:Class; empty: all, except central where the
+    # site has its own data
     algorithms: tuple[str, ...] = ()
-    methods: tuple[str, ...] = ()  # their steps that this site answers; empty: all
-    megabytes: Positive | None = None  # the most that one call may bring; none: any amount
-    # the longest that one call may compute; none: as long as the run waits
-    seconds: Positive | None = None
+    methods: tuple[str, ...] = ()  # allowed client methods of the algorithms; empty: all
+    megabytes: Positive | None = None  # largest request of one call, in MB; none: no limit
+    seconds: Positive | None = None  # longest computation of one call; none: the run's timeout
 
     def __post_init__(self) -> None:
         check(self, "consent.")
 
     def require_code(self, site: str, toml: str) -> None:
-        """Refuse a run that names code which is not consented to, before any of it is imported."""
+        """Refuse a run whose algorithm is foreign code without consent, before it is imported.
+
+        Raises:
+            ConfigError: If the algorithm is given as package.module:Class and not allowed.
+        """
         section = parsed(toml).get("algorithm", "")
         name = str(section.get("name", "") if isinstance(section, Mapping) else section)
         if ":" in name and self.algorithms and name not in self.algorithms:
             raise self._refusal(site, name)
 
     def require(self, site: str, config: Config, *, own_data: bool) -> None:
-        """Refuse a run that asks for more than is consented to."""
+        """Refuse a run whose algorithm or client methods exceed the consent.
+
+        Args:
+            site: The site's name, for messages.
+            config: The run's configuration.
+            own_data: Whether the site trains on its own data, not on a share of the run's.
+
+        Raises:
+            ConfigError: If the algorithm or one of its methods is not allowed.
+        """
         name = str(plain(config)["algorithm"]["name"])
         if self.algorithms and name not in self.algorithms:
             raise self._refusal(site, name)
         if name == GIVES_ALL and own_data and name not in self.algorithms:
             raise ConfigError(
-                f"site {site} does not take part in {name}, which asks for every private image, unless its "
-                "consent.algorithms names it"
+                f"site {site} does not take part in {name}, which asks for every private image, "
+                "unless its consent.algorithms names it"
             )
-        beyond = [
+        not_allowed = [
             method
             for method in config.algorithm.crosses
             if self.methods and method not in self.methods
         ]
-        if beyond:
+        if not_allowed:
             raise ConfigError(
-                f"site {site} does not answer {', '.join(beyond)}, which {name} asks for: consent.methods has "
-                f"{', '.join(self.methods)}"
+                f"site {site} does not answer {', '.join(not_allowed)}, which {name} asks for: "
+                f"consent.methods has {', '.join(self.methods)}"
             )
 
     def _refusal(self, site: str, name: str) -> ConfigError:
         return ConfigError(
-            f"site {site} does not take part in {name}: consent.algorithms has {', '.join(self.algorithms)}"
+            f"site {site} does not take part in {name}: "
+            f"consent.algorithms has {', '.join(self.algorithms)}"
         )
 
     def require_size(self, site: str, sent: Payload) -> None:
-        """Refuse to look at more than was consented to."""
+        """Refuse a request that is larger than `megabytes`.
+
+        Raises:
+            ConfigError: If it is.
+        """
         size = nbytes(sent) / 1e6
         if self.megabytes is not None and size > self.megabytes:
             raise ConfigError(
-                f"site {site} was sent {size:.1f} MB, and takes {self.megabytes:g} (consent.megabytes) in a call"
+                f"site {site} was sent {size:.1f} MB in a call, and accepts {self.megabytes:g} "
+                "(consent.megabytes)"
             )
 
     def within(self, site: str, seconds: float, spent: float) -> float:
-        """How long a call may go on of those seconds that the server waits, where some are spent on it already."""
+        """Return for how many seconds a call may compute.
+
+        Args:
+            site: The site's name, for messages.
+            seconds: How long the server waits for the answer.
+            spent: Seconds spent on earlier attempts at the same call.
+
+        Raises:
+            ConfigError: If the earlier attempts have used up the consent's `seconds`.
+        """
         if self.seconds is None:
             return seconds
         left = self.seconds - spent
         if left <= 0:
             raise ConfigError(
-                f"site {site} computes for {self.seconds:g} s (consent.seconds) in a call, and they are spent"
+                f"site {site} computes for at most {self.seconds:g} s (consent.seconds) in a call, "
+                "and this call has used them up"
             )
         return seconds if seconds <= left else left

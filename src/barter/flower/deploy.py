@@ -1,4 +1,4 @@
-"""A run on Flower: the app that its SuperLink starts, the folder of a deployment, and a coordinator on this machine."""
+"""A run on Flower: the ServerApp, the folder of a deployment, and the coordinator's SuperLink."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ from barter.setup.participants import described
 __all__ = ["Coordinator", "app", "conduct", "init", "init_simulation", "site_folder"]
 
 ROSTER = "sites.json"
-LARGEST = "largest"  # the file that says how many bytes answers can have now
-SPARE = 10**6
-PRIVATE = 0o700  # keys, and what sites send
-HOUR = 3600.0  # seconds that a site has for a call, unless the run says otherwise
-ORPHAN = 5.0  # seconds that a server whose SuperLink is gone has to end in order
-PATIENCE = 120.0  # seconds that sites have to come at least: they load data first
+LARGEST = "largest"  # file with the largest size of the next answers, which the gateway reads
+SPARE = 10**6  # bytes that Flower and an evaluation may add to an answer
+PRIVATE = 0o700  # mode of folders with keys and with answers of sites
+HOUR = 3600.0  # default seconds that a site has for a call
+ORPHAN = 5.0  # seconds that a server has to end in order after its SuperLink ended
+PATIENCE = 120.0  # least seconds that sites have to connect: they load their data first
 log = logging.getLogger("barter")
 app = ServerApp()
 
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """What Flower's SuperLink runs."""
+    """Run the server; Flower's SuperLink starts it in a process of its own."""
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler(sys.stdout))  # which `flwr run --stream` shows
     _end_with(os.getppid())
@@ -73,12 +73,12 @@ def main(grid: Grid, context: Context) -> None:
     except Exception as error:
         if isinstance(error, BarterError):
             why = "\n".join([str(error), *getattr(error, "__notes__", [])]).strip()
-        else:  # of nobody's in particular; Flower's database is also what a full disk refuses
+        else:
+            # A full disk may appear as any error, such as one of Flower's database.
             reason = refused(folder) or with_place(error)
             why = f"the server stopped: {reason}; finished rounds are kept, start again to continue"
-        with suppress(
-            CheckpointError
-        ):  # where nothing can be written, whoever follows finds out himself
+        # If nothing can be written, the process that follows the journal finds out itself.
+        with suppress(CheckpointError):
             journal.note("error", why)
         raise
 
@@ -86,7 +86,8 @@ def main(grid: Grid, context: Context) -> None:
 def _end_with(parent: int) -> None:
     """End this process when the one that started it has ended.
 
-    Flower tells it to, but whoever waits for Flower does not hear that; it would keep the run's folder for ever.
+    Flower's request to end does not reach a process that waits for Flower, and such a process
+    would keep the run's folder locked for ever.
     """
 
     def watch() -> None:
@@ -101,27 +102,38 @@ def _end_with(parent: int) -> None:
 def conduct(
     grid: Grid, config: Config, out: Path, journal: Journal, largest: Path | None = None
 ) -> Experiment:
-    """Run a federation of the sites on a grid, from the start or from where it stopped; how large the next answers can
-    be is said in a file, if one is named."""
-    toml, timeout = to_toml(config), config.timeout or HOUR
+    """Run a federation of the sites on a grid, from the start or after its last finished round.
+
+    Args:
+        grid: Flower's grid.
+        config: The run's configuration.
+        out: The run's folder.
+        journal: Receives the progress of the run.
+        largest: The file for the largest size of the next answers, for the gateway; none: no file.
+
+    Returns:
+        The finished run.
+    """
+    toml = to_toml(config)
+    timeout = config.timeout or HOUR
     hellos = Hellos(grid, toml, max(timeout, PATIENCE))
     roster = Roster.read(out)
-    here = _gathered(hellos, config, journal, roster)
+    present = _wait_for_sites(hellos, config, journal, roster)
     if roster is None:
-        spec, ids = agree(config, list(here.values()))
+        spec, ids = agree(config, list(present.values()))
         roster = Roster(secrets.token_hex(8), [], spec, list(ids.values()))
     ids = dict(enumerate(roster.members))
     server, test, validation = federation(config, roster.spec, ids)
     if not (out / "config.toml").is_file():
         RunFolder.create(out, toml).release()
-    nodes = {said.name: node for node, said in here.items()}
+    nodes = {hello.name: node for node, hello in present.items()}
     members = [
-        Member(k, said.name, nodes.get(said.name, 0), said.examples, said.architecture)
-        for k, said in ids.items()
+        Member(k, hello.name, nodes.get(hello.name, 0), hello.examples, hello.architecture)
+        for k, hello in ids.items()
     ]
 
     def session(member: Member) -> Payload:
-        return {**about, "client": member.id, "architecture": member.architecture}
+        return {**run_info, "client": member.id, "architecture": member.architecture}
 
     engine = FlowerEngine(
         config.algorithm,
@@ -133,17 +145,18 @@ def conduct(
         monitor=journal,
         timeout=timeout,
     )
-    engine.telling, engine.crossed = hellos.telling, {k: said.tells() for k, said in ids.items()}
+    engine.telling = hellos.telling
+    engine.crossed = {k: hello.tells() for k, hello in ids.items()}
     if largest is not None:
         engine.expect = partial(_expect, largest)
-    engine.rejoin = lambda strangers: _names(hellos, strangers)
-    networks = described(
-        roster.spec, ids[0].classes, {k: said.architecture for k, said in ids.items()}
-    )
+    engine.rejoin = partial(_names, hellos)
+    architectures = {k: hello.architecture for k, hello in ids.items()}
+    networks = described(roster.spec, ids[0].classes, architectures)
     config = with_threads(config, out, resume=True)
     parties = Federation(config, server, engine, test, networks, validation=validation)
     experiment = Experiment.of(parties, out, resume=True)
-    about = roster.begin(out, experiment.round) | {"config": toml, "spec": roster.spec.plain()}
+    attempt = roster.begin(out, experiment.round)
+    run_info = {**attempt, "config": toml, "spec": roster.spec.plain()}
     journal.note("begin", experiment.round)
     for record in experiment.rounds(config.rounds):
         journal.note("round", record.to_json())
@@ -155,21 +168,31 @@ def conduct(
 
 
 def _expect(file: Path, most: int | None) -> None:
-    """Tell the gate how many bytes answers can have from now on, with what Flower and an evaluation add to them."""
+    """Write the largest size of the next answers to a file, for the gateway.
+
+    The size has room for what Flower and an evaluation add to an answer.
+    """
     text = "" if most is None else str(2 * most + SPARE)
     if not file.exists() or file.read_text() != text:
         replace_text(file, text)
 
 
-def _gathered(
+def _wait_for_sites(
     hellos: Hellos, config: Config, journal: Journal, roster: Roster | None
 ) -> dict[int, Hello]:
-    """The hellos of as many sites as the run is for, by node; a run that goes on can do with as many as must answer, if
-    others stay away or are not what they were."""
-    here: dict[int, Hello] = {}
+    """Wait for the run's sites and return their hellos by node.
+
+    A new run needs all of its sites. A run that is resumed waits `PATIENCE` seconds for all of
+    them; then `min_clients` sites suffice, if others stay away or have changed.
+
+    Raises:
+        ConfigError: If too few sites come in time, or too many are refused.
+    """
+    present: dict[int, Hello] = {}
     least = config.clients if roster is None else config.min_clients or config.clients
-    last, deadline = time.monotonic(), time.monotonic() + hellos.timeout
-    while len(here) + len(hellos.refused) < config.clients:
+    last = time.monotonic()  # when the last site came
+    deadline = time.monotonic() + hellos.timeout
+    while len(present) + len(hellos.refused) < config.clients:
         new: dict[int, Hello] = {}
         for node, tree in hellos.poll(hellos.grid.get_node_ids()).items():
             try:
@@ -181,42 +204,44 @@ def _gathered(
                 hellos.refuse(node, error)
         if config.clients - len(hellos.refused) < least:
             raise ConfigError("; ".join(hellos.refused.values()))
-        here |= new
-        names = ", ".join(sorted(site.name for site in here.values())) or "none"
-        so_many = f"{len(here)} of {config.clients} sites"
+        present |= new
+        names = ", ".join(sorted(site.name for site in present.values())) or "none"
+        count = f"{len(present)} of {config.clients} sites"
         if new:
             last = time.monotonic()
-            journal.note("say", f"{so_many} are here: {names}")
-        if len(here) >= least and time.monotonic() > deadline - hellos.timeout + PATIENCE:
+            journal.note("say", f"{count} are connected: {names}")
+        if len(present) >= least and time.monotonic() > deadline - hellos.timeout + PATIENCE:
             break
         if time.monotonic() > deadline:
-            silent = (
-                f"; {len(hellos.pending)} more are connected and say nothing"
-                if hellos.pending
-                else ""
-            )
-            raise ConfigError(f"{so_many} came within {hellos.timeout:g} s ({names}){silent}")
+            silent = ""
+            if hellos.pending:
+                silent = f"; {len(hellos.pending)} more are connected and do not answer"
+            raise ConfigError(f"{count} came within {hellos.timeout:g} s ({names}){silent}")
         time.sleep(pause(time.monotonic() - last, POLL_SECONDS))
-    return here
+    return present
 
 
-def _names(hellos: Hellos, strangers: set[int]) -> dict[int, str]:
-    """What nodes not seen before call themselves, as far as they have said so by now."""
-    hellos.poll(strangers)
-    return {node: str(hellos.said[node].get("name")) for node in strangers if node in hellos.said}
+def _names(hellos: Hellos, nodes: set[int]) -> dict[int, str]:
+    """Return the site names of new nodes, of those that have said hello by now."""
+    hellos.poll(nodes)
+    return {node: str(hellos.said[node].get("name")) for node in nodes if node in hellos.said}
 
 
 @dataclass
 class Roster:
-    """Who takes part in a run, written down at its first start; and which starts it had, each behind which round."""
+    """The sites of a run, fixed at its first start, and the starts of its server.
 
-    run: str  # the name under which sites keep their memory of it
-    attempts: list[tuple[str, int]]
+    It is saved in the run's folder as sites.json.
+    """
+
+    run: str  # the run's id, under which sites save their memory of it
+    attempts: list[tuple[str, int]]  # name of each start, number of rounds finished before it
     spec: Spec
     members: list[Hello]
 
     @classmethod
     def read(cls, out: Path) -> Roster | None:
+        """Return the roster in a run's folder; none if the run has not begun."""
         path = out / ROSTER
         if not path.exists():
             return None
@@ -225,46 +250,66 @@ class Roster:
     @classmethod
     def _of(cls, text: str) -> Roster:
         tree = json.loads(text)
-        members = [Hello.read(member) for member in tree["members"]]
         return cls(
-            tree["run"],
-            [(a, n) for a, n in tree["attempts"]],
-            Hello.read(tree["all"]).spec,
-            members,
+            run=tree["run"],
+            members=[Hello.read(member) for member in tree["members"]],
+            attempts=[(attempt, finished) for attempt, finished in tree["attempts"]],
+            spec=Hello.read(tree["all"]).spec,
         )
 
     def begin(self, out: Path, finished: int) -> dict[str, Payload]:
-        """One more start, behind so many finished rounds: what sites must know of it.
+        """Record one more start of the server, and return what sites must know about it.
 
-        Of an earlier start, a site may keep what it did until the round behind which the next one began.
+        Args:
+            out: The run's folder.
+            finished: Number of finished rounds.
+
+        Returns:
+            The run's id, the name of this attempt, and for each earlier attempt its last round
+            that counts: the number of rounds finished before the next attempt began.
         """
         self.attempts.append((new_attempt(), finished))
-        history = {a: n for (a, _), (_, n) in pairwise(self.attempts)}
-        everybody = replace(self.members[0], spec=self.spec)
+        history = {
+            attempt: finished_before_next
+            for (attempt, _), (_, finished_before_next) in pairwise(self.attempts)
+        }
         tree = {
             "run": self.run,
             "attempts": self.attempts,
-            "members": [m.payload() for m in self.members],
+            "members": [member.payload() for member in self.members],
+            "all": replace(self.members[0], spec=self.spec).payload(),
         }
-        replace_text(out / ROSTER, json.dumps({**tree, "all": everybody.payload()}))
+        replace_text(out / ROSTER, json.dumps(tree))
         return {"run": self.run, "attempt": self.attempts[-1][0], "history": history}
 
     def require_same(self, hello: Hello) -> None:
-        """Refuse a site that is not what it was when the run began."""
+        """Raise ConfigError if a site was not there when the run began, or has changed since."""
         if hello not in self.members:
             raise ConfigError(
-                f"site {hello.name} is not what it was when the run began, or was not there: start a new run"
+                f"site {hello.name} has changed since the run began, or was not there: "
+                "start a new run"
             )
 
 
 def init(folder: Path, config: Config, sites: Sequence[Mapping[str, Any]], address: str) -> None:
-    """A deployment folder: Flower's app, the run, certificates, and a folder with a key for each site."""
+    """Create a deployment folder: Flower's app, the run, certificates, and a folder for each site.
+
+    Args:
+        folder: The folder, which must not exist or be empty.
+        config: The run's configuration.
+        sites: The fields of each site's site.toml; "name" is required.
+        address: The coordinator's address, HOST:PORT, as the sites reach it.
+
+    Raises:
+        ConfigError: If the folder is not empty, a name or the address is not valid, or openssl
+            fails.
+    """
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} exists and is not empty: choose another folder")
     names = [str(site["name"]) for site in sites]
-    at = Address.read(address)
+    coordinator = Address.read(address)
     if len(set(map(require_name, names))) < len(names):
-        raise ConfigError(f"site names {', '.join(names)}: each needs one of its own")
+        raise ConfigError(f"site names {', '.join(names)}: names must be unique")
     folder = folder.absolute()
     with whole(folder, PRIVATE) as new:
         (new / "sites").mkdir()
@@ -272,51 +317,65 @@ def init(folder: Path, config: Config, sites: Sequence[Mapping[str, Any]], addre
         control = free_port()
         values = {
             "folder": folder,
-            "address": at,
-            "port": at.port,
+            "address": coordinator,
+            "port": coordinator.port,
             "control": control,
             "first": names[0],
         }
         (new / "README.md").write_text(Template(_template("README.md")).substitute(values))
         (new / "certificates.sh").write_text(_template("certificates.sh"))
-        made = subprocess.run(
-            ["sh", "certificates.sh", at.host, "localhost", "127.0.0.1"],
+        process = subprocess.run(
+            ["sh", "certificates.sh", coordinator.host, "localhost", "127.0.0.1"],
             cwd=new,
             capture_output=True,
             text=True,
         )
-        if made.returncode:
+        if process.returncode:
             raise ConfigError(
-                f"certificates.sh failed, is openssl installed? {made.stderr.strip()}"
+                f"certificates.sh failed, is openssl installed? {process.stderr.strip()}"
             )
         for site in sites:
-            site_folder(new, {"superlink": str(at), **site})
+            site_folder(new, {"superlink": str(coordinator), **site})
         _write_connection(new, folder, control, insecure=False)
 
 
 def init_simulation(folder: Path, config: Config) -> None:
-    """The folder of a simulation: Flower's app and the run."""
+    """Create the folder of a simulation: Flower's app and the run."""
     folder = folder.absolute()
     with whole(folder, PRIVATE) as new:
         _write_app(new, folder, config, "barter.flower.simulation:app")
 
 
 def _write_app(place: Path, folder: Path, config: Config, client_app: str) -> None:
-    """What Flower bundles, and the run that it is about, for a folder that is to be."""
+    """Write run.toml and Flower's pyproject.toml.
+
+    Args:
+        place: The temporary folder to write to.
+        folder: The folder's final path, which the files name.
+        config: The run's configuration.
+        client_app: The ClientApp, as module:name.
+    """
     (place / "run.toml").write_text(tomli_w.dumps({**plain(config), "engine": "flower"}))
     values = {"folder": folder, "out": folder / "run", "client_app": client_app}
     (place / "pyproject.toml").write_text(Template(_template("pyproject.toml")).substitute(values))
 
 
 def _write_connection(place: Path, folder: Path, port: int, *, insecure: bool) -> None:
-    """How Flower's commands reach the SuperLink of this machine."""
+    """Write the configuration by which Flower's commands reach the SuperLink of this machine.
+
+    Args:
+        place: The folder to write to.
+        folder: The folder's final path, which the configuration names.
+        port: The SuperLink's control port.
+        insecure: Whether the connection is without TLS.
+    """
     home = place / ".flower"
     home.mkdir(mode=0o700, exist_ok=True)
-    certificate = {"root-certificates": str(folder / "certificates" / "ca.crt")}
-    connection = {
-        "address": f"127.0.0.1:{port}",
-        **({"insecure": True} if insecure else certificate),
-    }
+    connection: dict[str, Any] = {"address": f"127.0.0.1:{port}"}
+    if insecure:
+        connection["insecure"] = True
+    else:
+        connection["root-certificates"] = str(folder / "certificates" / "ca.crt")
     (home / "config.toml").write_text(
         tomli_w.dumps({"superlink": {"default": "barter", "barter": connection}})
     )
@@ -327,7 +386,12 @@ def _template(name: str) -> str:
 
 
 def site_folder(folder: Path, setup: Mapping[str, Any]) -> None:
-    """What a site needs: its key, the certificate that vouches for the coordinator, and site.toml."""
+    """Create a site's folder: its key pair, the coordinator's CA certificate, and site.toml.
+
+    Args:
+        folder: The deployment folder.
+        setup: The fields of site.toml.
+    """
     home = folder / "sites" / str(setup["name"])
     home.mkdir(mode=0o700)
     (home / "site.toml").write_text(tomli_w.dumps(setup))
@@ -347,7 +411,14 @@ def site_folder(folder: Path, setup: Mapping[str, Any]) -> None:
 
 
 class Coordinator:
-    """A SuperLink of this machine for a deployment folder; or for a simulation of so many clients."""
+    """The SuperLink of a deployment folder or a simulation, as a process on this machine.
+
+    Args:
+        folder: The deployment folder.
+        host: The host or address on which to listen for sites.
+        insecure: Whether sites connect without TLS and keys.
+        simulation: Flower's federation options for a simulation; none: a deployment.
+    """
 
     def __init__(
         self,
@@ -357,42 +428,32 @@ class Coordinator:
         insecure: bool = False,
         simulation: Mapping[str, Any] | None = None,
     ) -> None:
-        self.folder, self.insecure, self.simulation = folder.absolute(), insecure, simulation
-        self.port = free_port() if simulation else _port(self.folder)  # where sites come to
+        self.folder = folder.absolute()
+        self.insecure = insecure
+        self.simulation = simulation
+        self.port = free_port() if simulation else _port(self.folder)  # for sites
         self.control = free_port()  # for this machine only
-        self.home, certificates = self.folder / ".flower", self.folder / "certificates"
+        self.home = self.folder / ".flower"
         self.env = {**os.environ, **FLOWER, "FLWR_HOME": str(self.home)}
         _write_connection(self.folder, self.folder, self.control, insecure=insecure)
         (self.folder / "logs").mkdir(exist_ok=True)
-        most = int(1e6 * resolve(read(self.folder / "run.toml")).answer_mb)
-        command = [
-            sys.executable,
-            "-m",
-            "barter.flower.gateway",
-            "--sites",
-            str(Address(host, self.port)),
-        ]
-        command += [
-            "--port",
-            str(self.control),
-            "--most",
-            str(most),
-            "--largest",
-            str(self.folder / LARGEST),
-        ]
+        answer_bytes = int(1e6 * resolve(read(self.folder / "run.toml")).answer_mb)
+        command = [sys.executable, "-m", "barter.flower.gateway"]
+        command += ["--sites", str(Address(host, self.port))]
+        command += ["--port", str(self.control)]
+        command += ["--most", str(answer_bytes)]
+        command += ["--largest", str(self.folder / LARGEST)]
         command += ["--disable-runtime-dependency-installation"]
         if simulation is not None:
-            command.append("--simulation")
+            command += ["--simulation"]
         else:
             command += ["--database", str(self.folder / "superlink.db")]
         if insecure:
-            command.append("--insecure")
+            command += ["--insecure"]
         else:
-            command += [
-                "--enable-supernode-auth",
-                "--ssl-ca-certfile",
-                str(certificates / "ca.crt"),
-            ]
+            certificates = self.folder / "certificates"
+            command += ["--enable-supernode-auth"]
+            command += ["--ssl-ca-certfile", str(certificates / "ca.crt")]
             command += ["--ssl-certfile", str(certificates / "server.pem")]
             command += ["--ssl-keyfile", str(certificates / "server.key")]
         self.superlink = Child(
@@ -401,28 +462,29 @@ class Coordinator:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The SuperLink is up inside."""
+        """Start the SuperLink, and stop it at the end of the context."""
         self.superlink.start()
         try:
             deadline = time.monotonic() + 60
             while not _listens(self.control):
                 self.check()
                 if time.monotonic() > deadline:
-                    raise BarterError(f"the SuperLink does not come up: see {self.superlink.log}")
+                    raise BarterError(
+                        f"the SuperLink did not start within 60 s: see {self.superlink.log}"
+                    )
                 time.sleep(0.2)
             yield
         finally:
             self.superlink.stop()
 
     def check(self) -> None:
-        """An error if the SuperLink is gone."""
+        """Raise BarterError if the SuperLink has ended."""
         if self.superlink.poll() is not None:
-            raise BarterError(
-                f"the SuperLink ended: {refused(self.folder) or f'see {self.superlink.log}'}"
-            )
+            reason = refused(self.folder) or f"see {self.superlink.log}"
+            raise BarterError(f"the SuperLink ended: {reason}")
 
     def register(self) -> None:
-        """Let the sites of the folder in, by their public keys; without encryption anybody may come."""
+        """Register the public keys of the folder's sites; not needed if the run is insecure."""
         if self.insecure:
             return
         for home in sorted((self.folder / "sites").iterdir()):
@@ -433,28 +495,27 @@ class Coordinator:
                 raise BarterError(f"site {home.name} cannot be registered: {_reason(done)}")
 
     def submit(self, out: Path) -> str:
-        """Start the run; its Flower id."""
+        """Start the run, and return its id at Flower."""
         (self.folder / "journal.jsonl").unlink(missing_ok=True)
-        # the folder may have moved since
+        # The folder may have been moved since it was created: Flower's app gets its path now.
         settings = f'folder="{self.folder}" out="{out.absolute()}"'
         command = ["run", str(self.folder), "barter", "--format", "json", "-c", settings]
         if self.simulation is not None:
-            command += [
-                "--federation-config",
-                " ".join(f"{key}={value}" for key, value in self.simulation.items()),
-            ]
+            options = " ".join(f"{key}={value}" for key, value in self.simulation.items())
+            command += ["--federation-config", options]
         done = self._flwr(*command)
         try:
             return str(json.loads(done.stdout[done.stdout.index("{") :])["run-id"])
         except (ValueError, KeyError):
-            raise BarterError(f"Flower did not take the run: {_reason(done)}") from None
+            raise BarterError(f"Flower did not accept the run: {_reason(done)}") from None
 
     def stop(self, run: str) -> None:
-        """End a run that goes on."""
+        """Stop a run."""
         with suppress(subprocess.TimeoutExpired):
             self._flwr("stop", run, "barter")
 
     def _flwr(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run Flower's command line with the connection of this folder."""
         return subprocess.run(
             ["flwr", *arguments],
             env=self.env,
@@ -466,18 +527,19 @@ class Coordinator:
 
 
 def _port(folder: Path) -> int:
+    """Return the port at which the sites of a deployment folder reach the coordinator."""
     site = next(iter(sorted(folder.glob("sites/*/site.toml"))), None)
     if site is None:
-        raise ConfigError(
-            f"{folder} is not the folder of a deployment: there is no sites/*/site.toml in it"
-        )
+        raise ConfigError(f"{folder} is not a deployment folder: it has no sites/*/site.toml")
     return Address.read(str(read(site)["superlink"])).port
 
 
 def _reason(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the output of a failed command in one line."""
     return " ".join((done.stderr or done.stdout).split())
 
 
 def _listens(port: int) -> bool:
+    """Return whether a process listens at a port of this machine."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0

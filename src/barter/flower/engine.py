@@ -1,4 +1,4 @@
-"""Clients at Flower's sites: calls are messages on its grid."""
+"""The engine whose clients are Flower sites: a call is a message on Flower's grid."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from barter.privacy.side_information import EPSILON, ERRORS
 
 __all__ = ["POLL_SECONDS", "FlowerEngine", "Hellos", "Member"]
 
-PROGRESS, PROGRESS_SECONDS = (
-    "query.progress",
-    2.0,
-)  # for each site that is asked: a dozen requests of the SuperLink's
-POLL_SECONDS = 0.05  # between two looks at least
-TRIES = 3  # how often a call is sent to a site that Flower lost on the way
+PROGRESS = "query.progress"
+# Seconds between two questions for progress, times the number of sites asked: each question
+# costs the SuperLink about a dozen requests.
+PROGRESS_SECONDS = 2.0
+POLL_SECONDS = 0.05  # shortest interval between two polls of the SuperLink
+TRIES = 3  # how often a call is sent to a site whose message or reply Flower lost
 LATE = "no answer in time"
-LOST = {  # Flower's own error codes: the site did not say anything
+LOST = {  # Flower's own error codes: there is no answer of the site
     3: LATE,
     4: "the reply was lost",
     5: "the site went offline",
     8: "the site's client process died",
 }
-Reply: TypeAlias = tuple[int, Callable[[], Payload]]  # a client, and how to get what it says
+Reply: TypeAlias = tuple[int, Callable[[], Payload]]  # client (or node), function for its answer
 log = logging.getLogger("barter")
 
 
 @dataclass
 class Member:
-    """A site that takes part, and what it said of itself."""
+    """A site that takes part in a run, as its hello describes it."""
 
     id: int
     name: str
@@ -59,88 +59,139 @@ class Member:
 
 
 class Lost(Exception):
-    """Flower has no answer of a site's."""
+    """Flower has no answer of a site."""
 
 
 def ask(grid: Grid, requests: Mapping[int, RecordDict], action: str, ttl: float) -> dict[int, str]:
-    """Send requests to nodes, all at once; the messages' numbers, of those that Flower has taken."""
+    """Send requests to nodes, all at once.
+
+    Args:
+        grid: Flower's grid.
+        requests: The records for each node.
+        action: Flower's message type, such as "train.call".
+        ttl: Seconds for which the messages are valid.
+
+    Returns:
+        The message id of each node whose message Flower accepted.
+    """
     messages = [Message(records, node, action, ttl=ttl) for node, records in requests.items()]
-    taken = grid.push_messages(messages) if messages else ()
-    return {
-        node: id for node, id in zip(requests, taken, strict=False) if id
-    }  # none where it is all too much
+    ids = grid.push_messages(messages) if messages else ()
+    # Flower accepts no more messages when it is overloaded: ids are then missing or empty.
+    return {node: id for node, id in zip(requests, ids, strict=False) if id}
 
 
 def replies(grid: Grid, pending: dict[str, int]) -> Iterator[Reply]:
-    """Whose messages are answered by now, and how to get each answer; they are pending no more."""
-    # By the message they reply to: what the SuperLink says for a site comes under a number of its own.
+    """Yield the answers that have arrived, and remove their messages from `pending`.
+
+    Args:
+        grid: Flower's grid.
+        pending: Message id -> client (or node) that the message was sent to.
+
+    Yields:
+        The client (or node), and a function that returns its answer or raises why there is none.
+    """
+    # Matched by the message replied to: errors that the SuperLink reports for a site have the
+    # id of another sender.
     for reply in grid.pull_messages(list(pending)) if pending else ():
-        asked = pending.pop(reply.metadata.reply_to_message_id, None)
-        if asked is not None:
-            yield asked, lambda reply=reply: _content(reply)  # type: ignore[misc]
+        sender = pending.pop(reply.metadata.reply_to_message_id, None)
+        if sender is not None:
+            yield sender, partial(_content, reply)
 
 
 def _content(reply: Message) -> Payload:
+    """Decode a reply.
+
+    Raises:
+        Lost: If Flower reports that there is no answer of the site.
+        BarterError: If Flower reports another error.
+    """
     if not reply.has_error():
         return decode(from_records(reply.content))
-    code, reason = reply.error.code, reply.error.reason or ""
+    code = reply.error.code
     if code in LOST:
         raise Lost(LOST[code])
+    reason = (reply.error.reason or "").strip()
     raise BarterError(
-        f"Flower's error {code}: {reason.strip().splitlines()[-1] if reason.strip() else 'no reason'}"
+        f"Flower's error {code}: {reason.splitlines()[-1] if reason else 'no reason'}"
     )
 
 
 class Hellos:
-    """What nodes say of themselves, asked as they come."""
+    """The hellos of nodes, requested as the nodes come online.
+
+    Args:
+        grid: Flower's grid.
+        config: The run's configuration as TOML, which sites decide upon.
+        timeout: Seconds for which a request is valid.
+    """
 
     def __init__(self, grid: Grid, config: str, timeout: float) -> None:
-        self.grid, self.config, self.timeout = grid, config, timeout
-        self.pending: dict[str, int] = {}
-        self.said: dict[int, Payload] = {}
-        self.refused: dict[int, str] = {}
-        self.telling: set[int] = set()  # nodes that say how far a call is, while it goes on
+        self.grid = grid
+        self.config = config
+        self.timeout = timeout
+        self.pending: dict[str, int] = {}  # message id -> node
+        self.said: dict[int, Payload] = {}  # node -> hello
+        self.refused: dict[int, str] = {}  # node -> reason
+        self.telling: set[int] = set()  # nodes that report progress during a call
 
     def poll(self, nodes: Iterable[int]) -> dict[int, Payload]:
-        """Ask those of these nodes that were not asked; what came since the last time."""
-        new_ones = set(nodes) - self.said.keys() - self.refused.keys() - set(self.pending.values())
-        hello = to_records(encode({"ask": "hello", "config": self.config}))
-        asked = ask(self.grid, dict.fromkeys(new_ones, hello), "query.hello", self.timeout)
+        """Request the hellos of new nodes; return the hellos that came since the last poll.
+
+        A hello under another name than its key was registered for is refused.
+        """
+        new_nodes = set(nodes) - self.said.keys() - self.refused.keys() - set(self.pending.values())
+        request = to_records(encode({"ask": "hello", "config": self.config}))
+        asked = ask(self.grid, dict.fromkeys(new_nodes, request), "query.hello", self.timeout)
         self.pending |= {message: node for node, message in asked.items()}
-        new: dict[int, Payload] = {}
-        came = list(replies(self.grid, self.pending))
-        keys = names(self.grid) if came else {}
-        for node, answer in came:
+        hellos: dict[int, Payload] = {}
+        answers = list(replies(self.grid, self.pending))
+        registered_names = names(self.grid) if answers else {}
+        for node, answer in answers:
             try:
                 tree = answer()
                 if "error" in tree:
                     raise BarterError(str(tree["error"]))
-                said = tree["hello"]["name"]
-                if said != keys.get(
-                    node, said
-                ):  # a key counts, and not what its holder claims to be
+                name = tree["hello"]["name"]
+                # The registered key identifies a site, not the name that it claims.
+                if name != registered_names.get(node, name):
                     raise BarterError(
-                        f"the site whose key is that of {keys[node]} says that it is {str(said)[:60]!r}"
+                        f"the site whose key is registered for {registered_names[node]} "
+                        f"claims to be {str(name)[:60]!r}"
                     )
-                new[node] = tree["hello"]
+                hellos[node] = tree["hello"]
                 if tree.get("tells") is True:
                     self.telling.add(node)
             except Lost as lost:
-                log.warning("node %s did not say hello: %s", node, lost)  # it is asked again
-            except Exception as error:  # a stranger's words
+                # The node is no longer pending, so the next poll asks it again.
+                log.warning("node %s did not say hello: %s", node, lost)
+            except Exception as error:  # The answer is untrusted and may be anything.
                 self.refuse(node, error)
-        self.said |= new
-        return new
+        self.said |= hellos
+        return hellos
 
     def refuse(self, node: int, error: Exception) -> None:
-        """Do without a node, whatever it has said."""
+        """Exclude a node from the run, and discard its hello."""
         self.said.pop(node, None)
         self.refused[node] = str(error)
-        log.warning("node %s is not let in: %s", node, error)
+        log.warning("node %s is refused: %s", node, error)
 
 
 class FlowerEngine(BaseEngine):
-    """Runs remote methods at sites. One reply per client asked, none lost; what a site says is checked."""
+    """Run client methods at sites.
+
+    Every client that is called gets one reply or one failure. Answers are untrusted: they are
+    checked against their contract.
+
+    Args:
+        algorithm: The method.
+        grid: Flower's grid.
+        members: The sites of the run.
+        session: Returns what a site must know about the run; sent with every call.
+        seed: Seed of the server's random streams.
+        min_clients: Number of answers after which offline sites are not waited for; none: all.
+        monitor: Shows the progress.
+        timeout: Seconds that a site has for a call.
+    """
 
     def __init__(
         self,
@@ -155,21 +206,20 @@ class FlowerEngine(BaseEngine):
         timeout: float,
     ) -> None:
         super().__init__(algorithm, seed=seed, min_clients=min_clients, monitor=monitor)
-        self.grid, self.session, self.timeout = grid, session, timeout
+        self.grid = grid
+        self.session = session
+        self.timeout = timeout
         self.members = {member.id: member for member in members}
-        self.rejoin: Callable[[set[int]], dict[int, str]] = (
-            lambda nodes: {}
-        )  # the names of nodes not seen before
-        self.expect: Callable[[int | None], None] = lambda most: (
-            None
-        )  # told how many bytes an answer can have
-        self.telling: Set[int] = set()  # nodes that say how far a call is
-        # client -> how much of its call whoever watches has seen
-        self._shown: dict[int, float] = {}
+        # Returns the site names of nodes that were not seen before.
+        self.rejoin: Callable[[set[int]], dict[int, str]] = lambda nodes: {}
+        # Called before each call with the largest size of an answer in bytes; none: unknown.
+        self.expect: Callable[[int | None], None] = lambda n_bytes: None
+        self.telling: Set[int] = set()  # nodes that report progress during a call
+        self._shown: dict[int, float] = {}  # client -> progress of its call that was displayed
+        # client -> evaluation that came with its last reply and was not requested yet
         self._evaluations: dict[int, Payload] = {}
-        # client -> the last round in which it did not answer in time
-        self._hung: dict[int, int] = {}
-        # Evaluation rides on the reply to the method that an algorithm names last.
+        self._hung: dict[int, int] = {}  # client -> last round in which it was late
+        # The evaluation is sent with the reply to the method that the algorithm names last.
         self._last = list(algorithm.crosses)[-1]
 
     @property
@@ -180,27 +230,32 @@ class FlowerEngine(BaseEngine):
         return self.members[client].examples
 
     def memory(self) -> dict[int, Payload]:
-        return {}  # sites keep their own
+        """Return nothing: sites save their own memory."""
+        return {}
 
     def recall(self, memory: Mapping[int, Payload]) -> None:
-        pass
+        """Do nothing: sites restore their own memory."""
 
     def call(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> Replies[Any]:
+        """Run a method at sites; evaluations that came with an earlier reply are not requested."""
         answers: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
-        came = {k: self._evaluations.pop(k) for k in sorted(args) if k in self._evaluations}
-        here = {k: {"answer": told} for k, told in came.items() if method == EVALUATE}
+        # An evaluation that is not used by this call is out of date, and dropped.
+        evaluations = {k: self._evaluations.pop(k) for k in sorted(args) if k in self._evaluations}
+        received = evaluations if method == EVALUATE else {}
         with self.phase(method, len(args)):
-            requests = self._requests(
-                method, {k: args[k] for k in sorted(args.keys() - here.keys())}, failures
-            )
+            to_ask = {k: args[k] for k in sorted(args.keys() - received.keys())}
+            requests = self._requests(method, to_ask, failures)
             self.expect(self._largest(method, {k: args[k] for k in requests}))
             enough = len(args) if self.min_clients is None else min(self.min_clients, len(args))
-            told: Iterator[Reply] = ((k, partial(dict, reply)) for k, reply in here.items())
-            for k, answer in chain(told, self._gather(requests, lambda: len(answers) >= enough)):
+            earlier: Iterator[Reply] = (
+                (k, partial(dict, answer=evaluation)) for k, evaluation in received.items()
+            )
+            later = self._gather(requests, lambda: len(answers) >= enough)
+            for k, answer in chain(earlier, later):
                 try:
-                    answers[k] = self._checked(method, k, answer(), args[k], counted=k in here)
-                except Exception as error:  # whatever a stranger's answer makes go wrong is that stranger's failure
+                    answers[k] = self._checked(method, k, answer(), args[k], counted=k in received)
+                except Exception as error:  # Whatever an answer causes is its client's failure.
                     failures[k] = self.failure(k, method, error)
                     log.warning("%s", failures[k])
                 self.watched.advance(1 - self._shown.pop(k, 0.0))
@@ -210,14 +265,17 @@ class FlowerEngine(BaseEngine):
     def _requests(
         self, method: str, args: Mapping[int, tuple[Any, ...]], failures: dict[int, Failure]
     ) -> dict[int, RecordDict]:
-        """What is sent to each client, or its failure; what several are told is looked at and encoded once."""
+        """Encode the request for each client; a client that cannot be asked is added to `failures`.
+
+        Arguments that several clients share (the same object) are checked and encoded once.
+        """
         requests: dict[int, RecordDict] = {}
-        alone, told = self.alone(), dict[int, tuple[Payload, Frame, ArrayRecord | ConfigRecord]]()
+        alone = self.alone()
+        encoded: dict[int, tuple[Payload, Frame, ArrayRecord | ConfigRecord]] = {}  # by id()
         for k, arguments in args.items():
             if self._hung.get(k) == self.round:
-                failures[k] = self.failure(
-                    k, method, Lost("it did not answer in time before in this round")
-                )
+                late = Lost("it did not answer an earlier call of this round in time")
+                failures[k] = self.failure(k, method, late)
                 continue
             request = {
                 "ask": "call",
@@ -230,36 +288,49 @@ class FlowerEngine(BaseEngine):
                 "alone": alone,
                 "timeout": self.timeout,
             }
-            if id(arguments) in told:
-                tree, first, bulk = told[id(arguments)]
+            if id(arguments) in encoded:
+                tree, frame, bulk = encoded[id(arguments)]
                 self.wire.count(tree, method, k, "down")
-                requests[k] = to_records(encode({**request, "args": tree}, first.blobs), bulk)
+                requests[k] = to_records(encode({**request, "args": tree}, frame.blobs), bulk)
                 continue
             try:
                 tree = self.wire.carry(arguments, method, k, "down")
             except BarterError as error:
                 failures[k] = self.failure(k, method, error)
                 continue
-            first = encode({**request, "args": tree})
-            told[id(arguments)] = tree, first, (bulk := in_bulk(first.blobs))
-            requests[k] = to_records(first, bulk)
+            frame = encode({**request, "args": tree})
+            bulk = in_bulk(frame.blobs)
+            encoded[id(arguments)] = (tree, frame, bulk)
+            requests[k] = to_records(frame, bulk)
         return requests
 
     def _largest(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> int | None:
-        """How many bytes an answer of these clients can have, by its contract; none where that does not say."""
+        """Return the largest size in bytes of a valid answer; none if the contract has no limit."""
         if self.server is None:
             return None
-        if method == EVALUATE:  # some numbers by name
+        if method == EVALUATE:  # a few numbers by name
             return 0
-        found = [
+        sizes = [
             most_bytes(self.algorithm, method, sent, self.known(self.server, k))
             for k, sent in args.items()
         ]
-        return None if None in found else max(filter(None, found), default=0)
+        return None if None in sizes else max(filter(None, sizes), default=0)
 
     def _checked(
         self, method: str, k: int, reply: Payload, args: tuple[Any, ...], *, counted: bool
     ) -> Any:
+        """Return the answer of a reply after it was checked.
+
+        Args:
+            method: The method that was called.
+            k: The client.
+            reply: The decoded reply, untrusted.
+            args: The arguments that were sent.
+            counted: Whether the answer was recorded as having left its client before.
+
+        Raises:
+            BarterError: If the reply is an error of the site, or breaks the method's contract.
+        """
         if "error" in reply:
             if reply.get("quiet") is not True:
                 self.note(k, [ERRORS])
@@ -267,53 +338,56 @@ class FlowerEngine(BaseEngine):
             error.add_note(str(reply.get("traceback", "")))
             raise error
         self.hear(k, reply.get(EPSILON))
-        if (
-            reply.get("evaluation") is not None
-        ):  # it has left its site, whether or not it is asked for
-            self.note(k, self.parts(EVALUATE, reply["evaluation"]))
-        arrived = (self.seen_to if counted else self.arrived)(reply["answer"], method, k, args)
-        if reply.get("evaluation") is not None:
-            self._evaluations[k] = reply["evaluation"]
-        return arrived
+        evaluation = reply.get("evaluation")
+        if evaluation is not None:
+            # It has left its site, whether or not the server will use it.
+            self.note(k, self.parts(EVALUATE, evaluation))
+        check = self.seen_to if counted else self.arrived
+        answer = check(reply["answer"], method, k, args)
+        if evaluation is not None:
+            self._evaluations[k] = evaluation
+        return answer
 
     def failure(self, client: int, method: str, error: Exception) -> Failure:
-        said = (
-            str(error)
-            if isinstance(error, BarterError | Lost)
-            else f"{type(error).__name__}: {error}"
-        )
+        """Describe an error as the failure of a site."""
+        reason = str(error)
+        if not isinstance(error, BarterError | Lost):
+            reason = f"{type(error).__name__}: {reason}"
         notes = "\n".join(getattr(error, "__notes__", []))
-        return Failure(
-            client, method, self.round, f"site {self.members[client].name}: {said}", notes
-        )
+        where = f"site {self.members[client].name}"
+        return Failure(client, method, self.round, f"{where}: {reason}", notes)
 
     def _gather(
         self, requests: Mapping[int, RecordDict], enough: Callable[[], bool]
     ) -> Iterator[Reply]:
-        """Every site's answer, or why there is none.
+        """Send requests and yield every site's answer, or why there is none.
 
-        A site that Flower lost is asked again when it is back; it is waited for only if too few others have answered,
-        and an error or a bad answer is none. Who does not answer in time is not asked again in this round.
+        A site whose message or reply Flower lost is asked again when it is online, `TRIES` times
+        at most. It is waited for only until `enough` others have answered and no reply is
+        pending. A site's error or malformed answer is final. A site that is late is not asked
+        again in this round.
         """
-        last, left = time.monotonic(), self.timeout
-        deadline, progress = last + left, Progress(self.grid, last)
-        pending: dict[str, int] = {}  # message -> client
-        waiting: dict[int, str] = dict.fromkeys(
-            requests, "the site is offline"
-        )  # not asked yet, or lost; and why
+        last = time.monotonic()  # when the last answer came
+        deadline = last + self.timeout
+        left = self.timeout
+        progress = Progress(self.grid, last)
+        pending: dict[str, int] = {}  # message id -> client
+        # Clients not asked yet, or whose message was lost, and why.
+        waiting: dict[int, str] = dict.fromkeys(requests, "the site is offline")
         tries = dict.fromkeys(requests, 0)
         while waiting or pending:
             left = deadline - time.monotonic()
             present = self._present([k for k in waiting if tries[k] < TRIES]) if left > 0 else {}
-            who = {node: k for k, node in present.items()}
+            client_of = {node: k for k, node in present.items()}
             asked = ask(
-                self.grid, {node: requests[k] for node, k in who.items()}, "train.call", left
+                self.grid, {node: requests[k] for node, k in client_of.items()}, "train.call", left
             )
             for node, message in asked.items():
-                k = who[node]
+                k = client_of[node]
                 if tries[k]:
                     log.warning("site %s is asked again", self.members[k].name)
-                pending[message], tries[k] = k, tries[k] + 1
+                pending[message] = k
+                tries[k] += 1
                 del waiting[k]
             for k, answer in replies(self.grid, pending):
                 last = time.monotonic()
@@ -322,35 +396,39 @@ class FlowerEngine(BaseEngine):
                 except Lost as lost:
                     waiting[k] = str(lost)
                     log.warning("site %s: %s", self.members[k].name, lost)
-                    continue
                 except Exception as error:
-                    yield k, lambda error=error: _again(error)  # type: ignore[misc]
-                    continue
-                yield k, lambda tree=tree: tree  # type: ignore[misc]
-            members = {self.members[k].node: k for k in pending.values()}
-            for node, done in progress.poll(members.keys() & self.telling):
-                seen = self._shown.get(members[node], 0.0)
-                self._shown[members[node]] = max(seen, done)
-                self.watched.advance(max(0.0, done - seen))
+                    yield k, partial(_raise, error)
+                else:
+                    yield k, partial(_identity, tree)
+            self._show_progress(progress, pending.values())
             hopeless = all(tries[k] == TRIES for k in waiting)
             if left <= 0 or (not pending and waiting and (enough() or hopeless)):
                 break
             if waiting or pending:
                 time.sleep(min(pause(time.monotonic() - last, POLL_SECONDS), max(left, 0)))
-        late = (
-            [*waiting, *pending.values()]
-            if left <= 0
-            else [k for k, why in waiting.items() if why == LATE]
-        )
+        late = [k for k, why in waiting.items() if left <= 0 or why == LATE]
+        if left <= 0:
+            late += pending.values()
         self._hung |= dict.fromkeys(late, self.round)
         for k, why in waiting.items():
-            yield k, lambda why=why: _again(Lost(why))  # type: ignore[misc]
+            yield k, partial(_raise, Lost(why))
         for k in pending.values():
-            silent = Lost(f"{LATE}, which is {self.timeout:g} s")
-            yield k, lambda silent=silent: _again(silent)  # type: ignore[misc]
+            yield k, partial(_raise, Lost(f"{LATE} (within {self.timeout:g} s)"))
+
+    def _show_progress(self, progress: Progress, clients: Iterable[int]) -> None:
+        """Ask these clients how far they are, and display what they have reported since."""
+        client_of = {self.members[k].node: k for k in clients}
+        for node, done in progress.poll(client_of.keys() & self.telling):
+            k = client_of[node]
+            shown = self._shown.get(k, 0.0)
+            self._shown[k] = max(shown, done)
+            self.watched.advance(max(0.0, done - shown))
 
     def _present(self, wanted: Sequence[int]) -> dict[int, int]:
-        """The nodes of those of these clients that are online; who came back under a new number is found by name."""
+        """Return the nodes of those clients that are online.
+
+        A site that came back as another node is found by its name, and gets that node.
+        """
         if not wanted:
             return {}
         online = set(self.grid.get_node_ids())
@@ -360,42 +438,50 @@ class FlowerEngine(BaseEngine):
             if self.members[k].node not in online
         }
         if away:
-            strangers = online - {member.node for member in self.members.values()}
-            for node, name in self.rejoin(strangers).items():
+            new_nodes = online - {member.node for member in self.members.values()}
+            for node, name in self.rejoin(new_nodes).items():
                 if name in away:
                     away[name].node = node
         return {k: self.members[k].node for k in wanted if self.members[k].node in online}
 
 
 class Progress:
-    """How far sites are in a call that takes long: they are asked now and then, the seldomer the longer it takes and
-    the more there are."""
+    """Ask sites how far they are in a long call.
+
+    The interval grows with the duration of the call and with the number of sites.
+
+    Args:
+        grid: Flower's grid.
+        begin: When the call began, by the monotonic clock.
+    """
 
     def __init__(self, grid: Grid, begin: float) -> None:
-        self.grid, self.begin, self.last = grid, begin, begin
-        self.pending: dict[str, int] = {}
+        self.grid = grid
+        self.begin = begin
+        self.last = begin  # when sites were last asked
+        self.pending: dict[str, int] = {}  # message id -> node
 
     def poll(self, nodes: Set[int]) -> Iterator[tuple[int, float]]:
-        """What has been said since the last time by those of these nodes that were asked."""
+        """Ask these nodes if it is time to; yield (node, progress from 0 to 1) as reported."""
         now = time.monotonic()
         if now - self.last > max(PROGRESS_SECONDS * len(nodes), (now - self.begin) / 10):
             self.last = now
-            question = to_records(encode(None))
-            asked = ask(
-                self.grid,
-                dict.fromkeys(nodes - set(self.pending.values()), question),
-                PROGRESS,
-                60.0,
-            )
+            request = to_records(encode(None))
+            idle = nodes - set(self.pending.values())
+            asked = ask(self.grid, dict.fromkeys(idle, request), PROGRESS, 60.0)
             self.pending |= {message: node for node, message in asked.items()}
         for node, answer in replies(self.grid, self.pending):
             try:
                 done = answer()
-            except Exception:  # it is of no consequence
+            except Exception:  # Progress is only displayed: without it the call continues.
                 continue
             if node in nodes and isinstance(done, float) and 0 <= done <= 1:
                 yield node, done
 
 
-def _again(error: Exception) -> Payload:
+def _raise(error: Exception) -> Payload:
     raise error
+
+
+def _identity(tree: Payload) -> Payload:
+    return tree

@@ -1,8 +1,8 @@
-"""What barter uses of Flower beyond its documented interface: all of it is here, and looked at before it is used.
+"""All uses of Flower's undocumented interfaces; `strange` checks them before they are used.
 
-A node that stays: Flower's SuperNode starts a process for every message, which takes seconds. The Fleet API, by which
-it speaks to its SuperLink, is simple, and Flower's own code for it serves a node that stays as well. And a SuperLink
-with a door, which Flower has not.
+They serve two purposes. Flower's SuperNode starts a process for every message, which takes seconds;
+barter's node is one long-running process that uses Flower's own client of the Fleet API. And
+Flower's SuperLink cannot separate the ports of sites and control; barter's gateway does.
 """
 
 from __future__ import annotations
@@ -60,22 +60,21 @@ __all__ = [
 ]
 
 TRIED = ("1.41.", "1.42.")
-SOON = {
-    "initial_backoff": 0.05,
-    "backoff_cap": 1.0,
-}  # seconds until one looks again for what is still on its way
-STALL = 60.0  # seconds in which a part of a reply must come
-REPLY_LOST = 4  # Flower's code: the server asks again
+# Backoff in seconds for objects that are still being sent; Flower's own begins at a second.
+SOON = {"initial_backoff": 0.05, "backoff_cap": 1.0}
+STALL = 60.0  # seconds within which the next part of a reply must arrive
+REPLY_LOST = 4  # Flower's error code after which the server asks again
 log = logging.getLogger("barter")
 
 
 def strange() -> str:
-    """What of the installed Flower is not as it is known here; empty where all is well."""
-    found = version("flwr")
-    if not found.startswith(TRIED):
-        return f"flwr {found} was not tried, those that were are {' and '.join(f'{known}x' for known in TRIED)}"
+    """Return why the installed Flower is not supported; an empty string if it is."""
+    installed = version("flwr")
+    if not installed.startswith(TRIED):
+        tested = " and ".join(f"{prefix}x" for prefix in TRIED)
+        return f"flwr {installed} was not tested with barter, which supports {tested}"
     if MISSING:
-        return f"flwr {found}: {MISSING}"
+        return f"flwr {installed}: {MISSING}"
     used: dict[Callable[..., Any], tuple[str, ...]] = {
         http_request_response: (
             "server_address",
@@ -88,29 +87,43 @@ def strange() -> str:
         inflate_object_from_contents: ("object_id", "object_contents"),
     }
     for function, parameters in used.items():
-        if lacking := [
-            name for name in parameters if name not in inspect.signature(function).parameters
-        ]:
-            return f"flwr {found}: {function.__name__} does not take {', '.join(lacking)}"
+        accepted = inspect.signature(function).parameters
+        missing = [name for name in parameters if name not in accepted]
+        if missing:
+            return f"flwr {installed}: {function.__name__} does not take {', '.join(missing)}"
     return ""
 
 
 def hurry(seconds: float) -> None:
-    """Whoever reads a reply that is still being sent looks again at once, not a second later; and not for ever.
+    """Make Flower's grid poll faster for replies that are still being sent, and give up on time.
 
-    Flower reads one reply after the other: a site that announces one and sends no more of it would keep the server from
-    those of all others, until none of them is in time.
+    Flower reads one reply after the other: a site that announces a reply and does not send it would
+    block the replies of all other sites until they are late.
+
+    Args:
+        seconds: The time for an answer. A reply may take half of it.
     """
     grid = import_module("flwr.superlink.grid.http_grid")
     if not strange() and hasattr(grid, "pull_objects"):
-        vars(grid)["pull_objects"] = partial(_pulled, seconds)
+        vars(grid)["pull_objects"] = partial(_pull_in_time, seconds)
 
 
-def _pulled(
+def _pull_in_time(
     seconds: float, object_ids: list[str], pull_object_fn: Callable[[str], bytes]
 ) -> dict[str, bytes]:
-    """The parts of a reply, which may take half of the time that there is for an answer, and stand still for less."""
-    last, stall = time.monotonic(), min(STALL, seconds / 4)
+    """Pull the parts of a reply.
+
+    Args:
+        seconds: The time for an answer. All parts may take half of it, and no pause between two
+            parts may take longer than a quarter of it, or than `STALL`.
+        object_ids: The parts.
+        pull_object_fn: Flower's function that pulls one part.
+
+    Raises:
+        ObjectPullError: If it takes longer.
+    """
+    last = time.monotonic()
+    stall = min(STALL, seconds / 4)
 
     def pull(id: str) -> bytes:
         nonlocal last
@@ -133,52 +146,63 @@ def _pulled(
 
 
 def names(grid: Grid) -> dict[int, str]:
-    """The names under which the keys of nodes that are online were registered, of those that have one."""
+    """Return the names of online nodes whose keys were registered under a name."""
     return {info.node_id: info.name for info in grid.get_nodes() if info.name}
 
 
 def run_superlink(guarded: Callable[[Any], Any], sockets: list[socket.socket], idle: float) -> None:
-    """Be `flower-superlink`, with its application guarded, at these sockets, and with no faith in what proxies say.
+    """Run `flower-superlink` with a wrapped application; headers of proxies are not trusted.
 
-    Who is connected and has nothing to ask is not kept for longer than `idle` seconds.
+    Args:
+        guarded: Wraps Flower's application.
+        sockets: The sockets to listen on.
+        idle: Seconds after which a connection without a request is closed.
     """
     command = import_module("flwr.superlink.cli.flower_superlink")
 
     def run(app: Any, **options: Any) -> None:
         import uvicorn
 
-        config = uvicorn.Config(
-            guarded(app), **{**options, "proxy_headers": False, "http": _punctual(idle)}
-        )
+        options["proxy_headers"] = False
+        options["http"] = _punctual_protocol(idle)
+        config = uvicorn.Config(guarded(app), **options)
         uvicorn.Server(config).run(sockets=sockets)
 
     vars(command)["uvicorn"] = SimpleNamespace(run=run)
     command.flower_superlink()
 
 
-def _punctual(idle: float) -> Any:
+def _punctual_protocol(idle: float) -> Any:
+    """Return uvicorn's HTTP protocol, extended to close connections that are idle for too long."""
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     class Punctual(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
-        """Uvicorn's, which would wait for the first line of a request for ever."""
+        """Uvicorn's protocol would wait for the first line of a request for ever."""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self.loop.call_later(idle, self._look, None)
+            self.loop.call_later(idle, self._close_if_idle, None)
 
-        def _look(self, before: Any) -> None:
+        def _close_if_idle(self, earlier_cycle: Any) -> None:
+            """Close the connection if no request came since the last check, and none is open."""
             if self.transport.is_closing():
                 return
-            if self.cycle is before and (before is None or before.response_complete):
+            is_complete = earlier_cycle is None or earlier_cycle.response_complete
+            if self.cycle is earlier_cycle and is_complete:
                 self.transport.close()
             else:
-                self.loop.call_later(idle, self._look, self.cycle)
+                self.loop.call_later(idle, self._close_if_idle, self.cycle)
 
     return Punctual
 
 
 def registered(app: Any, scope: MutableMapping[str, Any]) -> bytes | None:
-    """The key that a request to the Fleet API is signed with, if it is one of a node's that was let in."""
+    """Return the registered key that a request to the Fleet API is signed with, or none.
+
+    Args:
+        app: Flower's application.
+        scope: The request's ASGI scope.
+    """
     from flwr.proto.fleet_pb2 import ActivateNodeRequest
     from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER
     from flwr.superlink.routers.fleet.node_auth import authenticate_node
@@ -188,76 +212,101 @@ def registered(app: Any, scope: MutableMapping[str, Any]) -> bytes | None:
     request = Request({**scope, "state": {}})
     try:
         key = b64decode(request.headers.get(FLEET_HTTP_PUBLIC_KEY_HEADER, ""))
-        request.state.protobuf_request = ActivateNodeRequest(
-            public_key=key
-        )  # whose key is asked for, and no more
+        # Flower's function reads nothing of this message but the key.
+        request.state.protobuf_request = ActivateNodeRequest(public_key=key)
         authenticate_node(request)
     except (HTTPException, ValueError):
         return None
-    return (
-        None if app.state.linkstate_factory.state().get_node_id_by_public_key(key) is None else key
-    )
+    node = app.state.linkstate_factory.state().get_node_id_by_public_key(key)
+    return None if node is None else key
 
 
 class NotLetIn(Exception):
-    """The SuperLink refuses a node: its key is not registered, or the same key is connected already.
+    """The SuperLink refuses a node: its key is not registered, or is connected already.
 
-    Flower answers both with the same code and the same words.
+    Flower answers both with the same code and the same message.
     """
 
 
 class Fleet:
-    """A node's connection to its SuperLink: it takes messages, and gives replies."""
+    """A node's connection to its SuperLink.
+
+    Args:
+        connection: What Flower's `http_request_response` yields.
+    """
 
     def __init__(self, connection: tuple[Any, ...]) -> None:
-        self.node, self._receive, self._send, _, _, self._pull, self._push, self._confirm = (
-            connection
-        )
+        node, receive, send, _, _, pull_object, push_object, confirm_received = connection
+        self.node = node
+        self._receive = receive
+        self._send = send
+        self._pull_object = pull_object
+        self._push_object = push_object
+        self._confirm_received = confirm_received
 
     def pull(self) -> Message | None:
-        """The next message, if there is one. What cannot be had whole is answered so, and asked for again."""
-        if (found := self._receive()) is None:
+        """Return the next message, or none if there is none.
+
+        A message that does not arrive completely is answered with an error after which the server
+        sends it again.
+        """
+        received = self._receive()
+        if received is None:
             return None
-        head, tree = found
-        run, id = head.metadata.run_id, head.metadata.message_id
+        head, tree = received
+        run = head.metadata.run_id
+        id = head.metadata.message_id
+        pull_object = partial(self._pull_object, run)
         try:
             parts = [part.object_id for part in iterate_object_tree(tree)]
             contents: dict[str, bytes] = {}
-            for some in (
-                parts[-1:],
-                parts[:-1],
-            ):  # what is sent last is waited for first: then all are there
-                contents |= pull_objects(some, partial(self._pull, run), **SOON)  # type: ignore[arg-type]
-            self._confirm(run, id)
+            # The last part is pulled first: once it has arrived, all others have, too.
+            for ids in (parts[-1:], parts[:-1]):
+                contents |= pull_objects(ids, pull_object, **SOON)  # type: ignore[arg-type]
+            self._confirm_received(run, id)
             message = inflate_object_from_contents(id, contents)
             if not isinstance(message, Message):
-                raise TypeError(f"a {type(message).__name__} is no message")
+                raise TypeError(f"it is a {type(message).__name__}, not a message")
         except (Exception, RunNotRunningException) as error:
-            log.warning("message %s did not arrive whole: %s", id, error)
+            log.warning("message %s did not arrive completely: %s", id, error)
             self.push(Message(Error(REPLY_LOST, str(error)), reply_to=head), 0.0)
             return None
-        message.metadata.__dict__["_message_id"] = id  # what travels cannot hold its own hash
+        # The id is a hash of the message, so that the transmitted message cannot contain it.
+        message.metadata.__dict__["_message_id"] = id
         return message
 
     def push(self, reply: Message, seconds: float) -> None:
-        """Send a reply that took so long; a server that is gone, or has given up, is not told."""
+        """Send a reply; log a warning if the server is gone or has given up.
+
+        Args:
+            reply: The reply.
+            seconds: Seconds that its computation took.
+        """
         run = reply.metadata.run_id
         try:
             with no_object_id_recompute():
                 reply.metadata.__dict__["_message_id"] = reply.object_id
                 parts = get_all_nested_objects(reply)
                 wanted, session = self._send(reply, get_object_tree(reply), seconds)
-                push_objects(parts, partial(self._push, run, session), object_ids_to_push=wanted)
+                push_object = partial(self._push_object, run, session)
+                push_objects(parts, push_object, object_ids_to_push=wanted)
         except (Exception, RunNotRunningException) as error:
             why = str(error) or type(error).__name__
             log.warning(
-                "the reply to message %s was not taken: %s", reply.metadata.reply_to_message_id, why
+                "the reply to message %s was not accepted: %s",
+                reply.metadata.reply_to_message_id,
+                why,
             )
 
 
 @contextmanager
 def connect(address: str, certificate: Path | None, key: Path | None) -> Iterator[Fleet]:
-    """Be a node of the SuperLink at an address, with a heartbeat; without certificate and key, an unknown one.
+    """Connect to a SuperLink as a node, with Flower's heartbeat.
+
+    Args:
+        address: The SuperLink's address, HOST:PORT.
+        certificate: Its CA certificate; none: without TLS.
+        key: The node's private key; none: an unregistered node.
 
     Raises:
         NotLetIn: If the SuperLink refuses the key.
@@ -266,14 +315,15 @@ def connect(address: str, certificate: Path | None, key: Path | None) -> Iterato
     if key is not None:
         private = load_ssh_private_key(key.read_bytes(), None)
         if not isinstance(private, ec.EllipticCurvePrivateKey):
-            raise TypeError(f"{key} is not a key of the kind that Flower takes")
-        keys = private, private.public_key()
-    vouching = None if certificate is None else str(certificate)
+            raise TypeError(f"{key} is not an elliptic curve key, which Flower requires")
+        keys = (private, private.public_key())
+    root = None if certificate is None else str(certificate)
     try:
-        with http_request_response(address, vouching is None, vouching, keys) as connection:
+        with http_request_response(address, root is None, root, keys) as connection:
             yield Fleet(connection)
     except SystemExit as end:
-        # Flower ends the process where it handles the answer: what was answered is this exception's context.
+        # Flower exits in its handler of the error answer, so that the answer is in the context of
+        # this exception.
         response = getattr(end.__context__, "response", None)
         answer = FlowerError.from_json(getattr(response, "text", None))
         if answer is not None and answer.code == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED:

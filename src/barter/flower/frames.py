@@ -1,4 +1,7 @@
-"""Messages over a unix socket, for processes of one user: a JSON header and blobs of bytes. Needs no torch."""
+"""Messages over a unix socket between processes of one user: a JSON header and blobs of bytes.
+
+Does not load torch.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ __all__ = ["Blob", "Frame", "ask", "serve"]
 
 LENGTH = struct.Struct(">Q")
 CHUNK = 2**20
-DONE = b"."  # what a caller says before it leaves
+DONE = b"."  # sent by a caller before it disconnects normally
 
 
 @dataclass(frozen=True)
 class Blob:
-    """A tensor's bytes."""
+    """A tensor's bytes, with its dtype and shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -32,13 +35,14 @@ class Blob:
 
 @dataclass(frozen=True)
 class Frame:
-    """A payload tree on its way: the header that `pack` made, and its tensors as bytes."""
+    """An encoded payload tree: the header made by `pack`, and the tensors as bytes."""
 
     header: str
     blobs: Mapping[str, Blob]
 
 
 def send(peer: socket.socket, frame: Frame) -> None:
+    """Write a frame: length of the head, head (header and table of blobs), bytes of the blobs."""
     table = [
         [name, blob.dtype, list(blob.shape), len(blob.data)] for name, blob in frame.blobs.items()
     ]
@@ -49,35 +53,54 @@ def send(peer: socket.socket, frame: Frame) -> None:
 
 
 def receive(peer: socket.socket) -> Frame:
+    """Read a frame.
+
+    Raises:
+        PayloadError: If the head is malformed.
+        ConnectionError: If the other side disconnects before the end.
+    """
     (size,) = LENGTH.unpack(_exactly(peer, LENGTH.size))
     try:
         header, table = json.loads(_exactly(peer, size))
-        blobs = [
+        rows = [
             (str(name), str(dtype), tuple(map(int, shape)), int(n))
             for name, dtype, shape, n in table
         ]
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise PayloadError(f"a message that is not understood: {in_short(error)}") from error
-    return Frame(
-        str(header),
-        {name: Blob(dtype, shape, _exactly(peer, n)) for name, dtype, shape, n in blobs},
-    )
+        raise PayloadError(f"a malformed message: {in_short(error)}") from error
+    blobs = {name: Blob(dtype, shape, _exactly(peer, n)) for name, dtype, shape, n in rows}
+    return Frame(str(header), blobs)
 
 
 def _exactly(peer: socket.socket, size: int) -> bytearray:
+    """Read this number of bytes."""
     data = bytearray()
-    while len(data) < size:  # memory is taken as bytes come, not as somebody says that they will
-        got = peer.recv(min(size - len(data), CHUNK))
-        if not got:
-            raise ConnectionResetError("the other side went away in the middle of a message")
-        data += got
+    # Memory grows with the bytes received; the announced size is not trusted.
+    while len(data) < size:
+        received = peer.recv(min(size - len(data), CHUNK))
+        if not received:
+            raise ConnectionResetError("the other side disconnected in the middle of a message")
+        data += received
     return data
 
 
 def ask(path: Path, frame: Frame, deadline: float, tries: int = 3) -> tuple[Frame, socket.socket]:
-    """The answer of whoever serves at `path`, and the open connection: say `DONE` there when all is well.
+    """Send a request to the process that serves at `path`, and wait for its answer.
 
-    Someone who died over the question is asked again when he is back, but not for ever.
+    If that process dies during the request, the request is sent again once it is back.
+
+    Args:
+        path: The unix socket.
+        frame: The request.
+        deadline: Time of the monotonic clock until which to wait.
+        tries: Number of times that the process may die before this gives up.
+
+    Returns:
+        The answer, and the open connection, on which the caller sends `DONE` when all is well.
+
+    Raises:
+        ConnectionError: If no process serves at `path`, or if it died `tries` times.
+        TimeoutError: If there is no answer in time.
     """
     deaths = 0
     while True:
@@ -106,44 +129,53 @@ def ask(path: Path, frame: Frame, deadline: float, tries: int = 3) -> tuple[Fram
 
 
 def serve(path: Path, answer: Callable[[Frame], Frame], lost: Callable[[], None]) -> None:
-    """Answer one caller after the other, for ever; `lost` hears of callers that went without a word."""
+    """Answer one caller after the other, for ever.
+
+    Args:
+        path: The unix socket to listen on.
+        answer: Makes the answer to a request.
+        lost: Called for every caller that disconnected without sending `DONE`.
+    """
     path.unlink(missing_ok=True)
-    with socket.socket(socket.AF_UNIX) as door:
-        old = os.umask(0o077)  # only this user may open it
+    with socket.socket(socket.AF_UNIX) as listener:
+        old = os.umask(0o077)  # only this user may connect
         try:
-            door.bind(str(path))
+            listener.bind(str(path))
         finally:
             os.umask(old)
-        door.listen(16)
+        listener.listen(16)
         while True:
-            peer, _ = door.accept()
+            peer, _ = listener.accept()
             if not _same_user(peer):
                 peer.close()
                 continue
             try:
                 send(peer, answer(receive(peer)))
-            except PayloadError:  # nobody whom Flower started
+            except PayloadError:  # not a process that Flower started
                 peer.close()
                 continue
             except (ConnectionError, BrokenPipeError):
                 peer.close()
                 lost()
                 continue
-            threading.Thread(target=_see_off, args=(peer, lost), daemon=True).start()
+            threading.Thread(target=_await_done, args=(peer, lost), daemon=True).start()
 
 
-def _see_off(peer: socket.socket, lost: Callable[[], None]) -> None:
+def _await_done(peer: socket.socket, lost: Callable[[], None]) -> None:
+    """Wait until the caller disconnects; call `lost` if it did not send `DONE` first."""
     with peer:
         try:
-            farewell = peer.recv(len(DONE))
+            last = peer.recv(len(DONE))
         except ConnectionError:
-            farewell = b""
-    if farewell != DONE:
+            last = b""
+    if last != DONE:
         lost()
 
 
 def _same_user(peer: socket.socket) -> bool:
-    if not hasattr(socket, "SO_PEERCRED"):  # only Linux tells; elsewhere the file's mode decides
+    """Return whether the caller is a process of this user."""
+    # Only Linux reports the peer's user; elsewhere the socket file's mode protects it.
+    if not hasattr(socket, "SO_PEERCRED"):
         return True
     _, uid, _ = struct.unpack(
         "3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

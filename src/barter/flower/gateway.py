@@ -1,8 +1,9 @@
-"""Flower's SuperLink behind a door: other machines reach what sites need, at a port of its own, and nothing else.
+"""Flower's SuperLink behind a gateway: other machines reach the API of sites, and nothing else.
 
-Flower serves its control (who may join, which app runs) at the same port as its sites, asks nobody who they are, and
-reads whatever is sent before it looks at the sender. Here control listens at 127.0.0.1 only. Which of the two somebody
-may have is decided by the port he came to, never by the address that he, or a proxy, says he has.
+Flower serves its control API (which sites may join, which app runs) at the same port as its sites,
+without authentication, and reads a whole request before it checks the sender. Here the control API
+listens at 127.0.0.1 only, and sites have a port of their own. Access is decided by the port of the
+connection, never by the address that a client, or a proxy, claims.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from barter.flower.flwr_internals import registered, run_superlink
 __all__ = ["Gate", "at_most", "main"]
 
 FOR_SITES = "/v1/fleet/"
-HEAD, PART = (
-    FOR_SITES + "push-messages",
-    FOR_SITES + "push-object",
-)  # the two that an answer consists of
-STRANGERS = 64_000  # bytes of a request of somebody who has not shown a registered key
-MEMBERS = 32_000_000  # of one who has: Flower's chunks have 5 MB, what it does not cut is small
-PATIENCE = 120.0  # seconds that all of a request may take
-IDLE = 20.0  # seconds that somebody may be connected without a request
+# An answer consists of one request to HEAD and several to PART.
+HEAD = FOR_SITES + "push-messages"
+PART = FOR_SITES + "push-object"
+STRANGERS = 64_000  # largest request in bytes without a registered key
+# Largest request in bytes with a registered key. Flower's chunks have 5 MB, and all that it does
+# not split is small.
+MEMBERS = 32_000_000
+PATIENCE = 120.0  # seconds within which a request must arrive completely
+IDLE = 20.0  # seconds that a connection may be open without a request
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Scope]]
 Send: TypeAlias = Callable[[Scope], Awaitable[None]]
@@ -38,16 +40,23 @@ App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Refused(Exception):
-    """A request is not let in, with this status of HTTP's."""
+    """A request is refused, with this HTTP status."""
 
     def __init__(self, status: int) -> None:
         self.status = status
 
 
 class Gate:
-    """At the control's port everything is let in; elsewhere, requests of sites, as long as they are small and quick.
+    """ASGI application that filters the requests to Flower's.
 
-    `most` says how many bytes an answer of a site may have in all.
+    At the control port all requests pass. At other ports only requests of sites pass, within limits
+    of bytes and seconds.
+
+    Args:
+        app: Flower's application.
+        control: The control port.
+        most: Returns the largest size in bytes of one answer of a site.
+        known: Returns the registered key that a request is signed with; none if there is none.
     """
 
     def __init__(
@@ -57,17 +66,21 @@ class Gate:
         most: Callable[[], int],
         known: Callable[[Scope], bytes | None],
     ) -> None:
-        self.app, self.control, self.most, self.known = app, control, most, known
-        self.sent: Counter[bytes] = Counter()  # bytes of the answer that a site is sending
+        self.app = app
+        self.control = control
+        self.most = most
+        self.known = known
+        self.sent: Counter[bytes] = Counter()  # key -> bytes received of the site's current answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or (scope.get("server") or ("", None))[1] == self.control:
+        _, port = scope.get("server") or ("", None)
+        if scope["type"] == "lifespan" or port == self.control:
             await self.app(scope, receive, send)
         elif scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
         else:
             try:
-                body = await self._admitted(scope, receive)
+                body = await self._read_admitted(scope, receive)
             except Refused as refused:
                 headers = [(b"content-length", b"0"), (b"connection", b"close")]
                 await send(
@@ -75,25 +88,28 @@ class Gate:
                 )
                 await send({"type": "http.response.body", "body": b""})
                 return
-            whole = [{"type": "http.request", "body": body, "more_body": False}]
+            unread = [{"type": "http.request", "body": body, "more_body": False}]
 
-            async def again() -> Scope:
-                return whole.pop() if whole else await receive()
+            async def replay() -> Scope:
+                return unread.pop() if unread else await receive()
 
-            await self.app(scope, again, send)
+            await self.app(scope, replay, send)
 
-    async def _admitted(self, scope: Scope, receive: Receive) -> bytes:
-        """The body of a request that may come in."""
+    async def _read_admitted(self, scope: Scope, receive: Receive) -> bytes:
+        """Read the body of a site's request.
+
+        Raises:
+            Refused: If the request is not for the API of sites, too large, or too slow.
+        """
         if not scope["path"].startswith(FOR_SITES):
             raise Refused(403)
-        said = dict(scope["headers"]).get(b"content-length", b"")
-        size = (
-            int(said) if said.isdigit() else MEMBERS + 1
-        )  # who does not say may send as much as he wants to
-        asked = size > STRANGERS or scope["path"] in (HEAD, PART)
-        sender = await asyncio.to_thread(self.known, scope) if asked else None
+        length = dict(scope["headers"]).get(b"content-length", b"")
+        # A request without a length may become arbitrarily large.
+        size = int(length) if length.isdigit() else MEMBERS + 1
+        needs_key = size > STRANGERS or scope["path"] in (HEAD, PART)
+        sender = await asyncio.to_thread(self.known, scope) if needs_key else None
         limit = STRANGERS if sender is None else MEMBERS
-        if size > limit and said:
+        if size > limit and length:
             raise Refused(413)
         try:
             async with asyncio.timeout(PATIENCE):
@@ -110,7 +126,9 @@ class Gate:
 
 
 async def _read(receive: Receive, limit: int) -> bytes:
-    body, more = bytearray(), True
+    """Read the body of a request, of `limit` bytes at most."""
+    body = bytearray()
+    more = True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -123,30 +141,33 @@ async def _read(receive: Receive, limit: int) -> bytes:
 
 
 def main() -> None:
-    """Be `flower-superlink`, with another port for the sites."""
+    """Run `flower-superlink` with a separate port for the sites."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--sites", required=True, help="HOST:PORT, where sites come to")
+    parser.add_argument("--sites", required=True, help="HOST:PORT to listen on for sites")
+    parser.add_argument("--port", type=int, required=True, help="control port, at 127.0.0.1 only")
+    parser.add_argument("--most", type=int, default=2 * 10**9, help="largest answer in bytes")
     parser.add_argument(
-        "--port", type=int, required=True, help="where this machine controls the SuperLink"
+        "--largest", type=Path, help="file with the largest size in bytes of the current answers"
     )
-    parser.add_argument("--most", type=int, default=2 * 10**9, help="bytes that an answer may have")
-    parser.add_argument(
-        "--largest", type=Path, help="a file that says how many those that are asked for can have"
-    )
-    args, of_flower = parser.parse_known_args()
+    args, flower_args = parser.parse_known_args()
     sites = Address.read(args.sites)
-    sys.argv = ["flower-superlink", "--host", "127.0.0.1", "--port", str(args.port), *of_flower]
-    listening = [_listen("127.0.0.1", args.port), _listen(sites.host, sites.port)]
+    sys.argv = ["flower-superlink", "--host", "127.0.0.1", "--port", str(args.port), *flower_args]
+    sockets = [_listen("127.0.0.1", args.port), _listen(sites.host, sites.port)]
     most = partial(at_most, args.most, args.largest)
-    run_superlink(
-        lambda app: Gate(app, args.port, most, lambda scope: registered(app, scope)),
-        listening,
-        IDLE,
-    )
+
+    def guard(app: Any) -> Gate:
+        return Gate(app, args.port, most, partial(registered, app))
+
+    run_superlink(guard, sockets, IDLE)
 
 
 def at_most(most: int, largest: Path | None) -> int:
-    """How many bytes an answer may have: as many as the file says, if it says so, and never more than `most`."""
+    """Return the largest size of an answer in bytes: the file's, if there is one, up to `most`.
+
+    Args:
+        most: The limit of the configuration.
+        largest: The file with the size of the current answers; none: no file.
+    """
     try:
         return min(most, int(largest.read_text())) if largest is not None else most
     except (OSError, ValueError):

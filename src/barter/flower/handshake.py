@@ -1,4 +1,4 @@
-"""Clients that live elsewhere: what a site brings, and how a server makes a federation of several."""
+"""The setup of a site, its hello to a run, and how a server builds a federation from hellos."""
 
 from __future__ import annotations
 
@@ -52,34 +52,38 @@ __all__ = [
     "settle",
 ]
 
-USUAL = (
-    0.5,
-    0.25,
-)  # mean and deviation of pixels, as a site says that wants a promise: its own tell of its images
+# Mean and standard deviation of pixels that a site with a privacy requirement sends: its own
+# would reveal something about its images.
+USUAL_MEAN = 0.5
+USUAL_STD = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What a site brings; the file site.toml."""
+    """The configuration of a site: the file site.toml."""
 
-    name: str  # how the others know this site
-    superlink: str = "127.0.0.1:8443"  # the coordinator's address
-    certificate: str = "ca.crt"  # who vouches for the coordinator; a path from here
-    key: str = "key"  # the private key this site is known by; a path from here
-    data: str = ""  # npz:PATH, folder:PATH or a named source, all of it this site's own; empty: a share of the run's
-    root: str = ""  # the folder that holds named data sets; empty: as the run says
-    share: Whole | None = None  # which share of the run's data is this site's, where data is empty
-    model: str = ""  # a name of the zoo or package.module:factory; empty: as the run says
-    device: DeviceName = "auto"  # where this site computes
-    threads: Count | None = None  # on how many cores; none means all
-    # take part only in runs that promise at most this; none: in all
+    name: str  # the site's name in the federation
+    superlink: str = "127.0.0.1:8443"  # the coordinator's address, HOST:PORT
+    # the CA certificate that authenticates the coordinator; a path relative to site.toml
+    certificate: str = "ca.crt"
+    key: str = "key"  # the private key that authenticates this site; a path relative to site.toml
+    # the site's own data: npz:PATH, folder:PATH or a named source; empty: a share of the run's data
+    data: str = ""
+    root: str = ""  # the folder that holds named data sets; empty: as in the run's configuration
+    share: Whole | None = None  # index of this site's share of the run's data, if `data` is empty
+    # an architecture of the zoo or package.module:factory; empty: as in the run's configuration
+    model: str = ""
+    device: DeviceName = "auto"  # the device on which this site computes
+    threads: Count | None = None  # number of CPU threads; none: all cores
+    # ε: take part only in runs that guarantee at most this privacy loss; none: in all runs
     epsilon: Positive | None = None
-    # with at most this chance that it does not hold
+    # δ: largest probability with which that guarantee may fail
     delta: Annotated[float, Range(gt=0, le=0.01)] = 1e-5
-    # in what it takes part, and how much it does for it
+    # limits on the algorithms, methods, sizes and times of calls
     consent: Consent = field(default_factory=Consent)
-    supernode: bool = False  # be Flower's own SuperNode, which starts a process for every call, and not barter's node
-    insecure: bool = False  # without encryption and without a key: for tests on one machine only
+    # use Flower's own SuperNode, which starts a process for every call, instead of barter's node
+    supernode: bool = False
+    insecure: bool = False  # no encryption and no keys: for tests on one machine only
 
     def __post_init__(self) -> None:
         check(self)
@@ -87,13 +91,14 @@ class Setup:
         Address.read(self.superlink)
         if bool(self.data) == (self.share is not None):
             raise ConfigError(
-                f"site {self.name}: give it data of its own, or the number of its share of the run's data"
+                f"site {self.name}: set either data (its own) or share (the index of its share of "
+                "the run's data)"
             )
 
 
 @dataclass(frozen=True)
 class Hello:
-    """What a site says of itself before the first round."""
+    """A site's description of itself, sent before the first round."""
 
     name: str
     share: int | None
@@ -101,42 +106,50 @@ class Hello:
     classes: tuple[str, ...]
     examples: int
     architecture: str
-    # whether the numbers of its pixels are the usual ones, and its classes have names
+    # whether the pixel statistics are the default ones, and the classes have names
     careful: bool = False
 
     def tells(self) -> dict[str, int]:
-        """What this has told of the site's data, part by part."""
+        """Return which facts about the site's data this reveals: name of the fact -> 1."""
         numbered = self.share is None and self.classes == tuple(map(str, range(self.spec.classes)))
         return said_of_itself(numbered=numbered and not self.careful, pixels=not self.careful)
 
     def payload(self) -> Payload:
+        """Return this as a payload tree, which `read` converts back."""
         tree = dataclasses.asdict(self)
         return {**tree, "classes": list(self.classes), "spec": self.spec.plain()}
 
     @classmethod
     def read(cls, tree: Payload) -> Hello:
-        """From what came over the wire."""
+        """Parse and validate a hello that came over the network.
+
+        Raises:
+            ConfigError: If it is malformed, or has impossible values.
+        """
         try:
-            said = cls(**{**tree, "classes": tuple(tree["classes"]), "spec": Spec.of(tree["spec"])})
+            classes = tuple(tree["classes"])
+            hello = cls(**{**tree, "classes": classes, "spec": Spec.of(tree["spec"])})
         except (TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(
-                f"a site said hello in a way that is not understood: {error}"
-            ) from error
-        spec = said.spec
-        share = [] if said.share is None else [said.share + 1]
-        whole = [spec.channels, spec.height, spec.width, spec.classes, said.examples, *share]
-        sound = all(type(n) is int and 0 < n < 2**40 for n in whole)
-        sound = sound and all(
-            type(word) is str for word in (said.name, said.architecture, *said.classes)
+            raise ConfigError(f"a site's hello is malformed: {error}") from error
+        if not hello._is_valid():
+            raise ConfigError(f"a site's hello has impossible values: {tree}")
+        require_name(hello.name)
+        return hello
+
+    def _is_valid(self) -> bool:
+        """Return whether all fields have the types and ranges that they must have."""
+        spec = self.spec
+        counts = [spec.channels, spec.height, spec.width, spec.classes, self.examples]
+        if self.share is not None:
+            counts.append(self.share + 1)
+        texts = (self.name, self.architecture, *self.classes)
+        return (
+            all(type(n) is int and 0 < n < 2**40 for n in counts)
+            and all(type(text) is str for text in texts)
+            and type(self.careful) is bool
+            and len(spec.mean) == len(spec.std) == spec.channels
+            and all(type(x) is float and math.isfinite(x) for x in (*spec.mean, *spec.std))
         )
-        sound = sound and type(said.careful) is bool
-        sound = sound and len(spec.mean) == len(spec.std) == spec.channels
-        if not sound or not all(
-            type(x) is float and math.isfinite(x) for x in (*spec.mean, *spec.std)
-        ):
-            raise ConfigError(f"a site said hello with values that cannot be: {tree}")
-        require_name(said.name)
-        return said
 
 
 @cache
@@ -145,100 +158,135 @@ def _config(toml: str) -> Config:
 
 
 def _consented(setup: Setup, toml: str) -> Config:
-    """The configuration of a run that asks for no more than a site agrees to."""
+    """Parse a run's configuration, and check it against the site's consent and privacy.
+
+    Raises:
+        ConfigError: If the run asks for more than the site allows.
+    """
     setup.consent.require_code(setup.name, toml)
     config = _config(toml)
     setup.consent.require(setup.name, config, own_data=setup.share is None)
-    _require_promise(setup, config)
+    _require_guarantee(setup, config)
     return config
 
 
 def introduce(setup: Setup, toml: str) -> Payload:
-    """A site's hello to a run."""
+    """Return a site's hello to a run, as a payload tree.
+
+    Args:
+        setup: The site.
+        toml: The run's configuration.
+
+    Raises:
+        ConfigError: If the site cannot or does not want to take part.
+    """
     config = _consented(setup, toml)
     if setup.share is not None:
         _require_share(setup, config)
     architecture = (
         setup.model or names_of(config.algorithm, config.models, config.clients)[setup.share or 0]
     )
-    if setup.share is None:
-        dataset, spec, _ = own_data(_data(setup, config), setup.data)
-        careful = setup.epsilon is not None
-        if careful and dataset.numbered:
+    data = _data(setup, config)
+    if setup.share is not None:
+        task = make_task(data, config.partition, config.clients, config.seed, torch.device("cpu"))
+        examples = len(task.train[setup.share])
+        classes = tuple(task.classes)
+        hello = Hello(setup.name, setup.share, task.spec, classes, examples, architecture)
+        return hello.payload()
+    dataset, spec, _ = own_data(data, setup.data)
+    careful = setup.epsilon is not None
+    if careful:
+        if dataset.numbered:
             raise ConfigError(
-                f"site {setup.name} wants a promise, and {setup.data} does not name its classes: how many there are "
-                "would be read from its labels; add an array `classes` of their names"
+                f"site {setup.name} requires a privacy guarantee, and {setup.data} does not name "
+                "its classes: their number would be read from its labels; add an array `classes` "
+                "of their names"
             )
-        if careful:
-            spec = dataclasses.replace(
-                spec, mean=(USUAL[0],) * spec.channels, std=(USUAL[1],) * spec.channels
-            )
-        classes, images = tuple(dataset.classes), len(dataset.y_train)
-        examples = images - validation_size(images, config.data.validation, f"site {setup.name}")
-        return Hello(setup.name, None, spec, classes, examples, architecture, careful).payload()
-    task = make_task(
-        _data(setup, config), config.partition, config.clients, config.seed, torch.device("cpu")
-    )
-    examples = len(task.train[setup.share])
-    return Hello(
-        setup.name, setup.share, task.spec, tuple(task.classes), examples, architecture
-    ).payload()
+        spec = dataclasses.replace(
+            spec, mean=(USUAL_MEAN,) * spec.channels, std=(USUAL_STD,) * spec.channels
+        )
+    n_images = len(dataset.y_train)
+    n_validation = validation_size(n_images, config.data.validation, f"site {setup.name}")
+    classes = tuple(dataset.classes)
+    examples = n_images - n_validation
+    return Hello(setup.name, None, spec, classes, examples, architecture, careful).payload()
 
 
 def _data(setup: Setup, config: Config) -> Data:
-    """The run's data as this site finds them."""
+    """Return the run's data configuration with this site's folder of data sets."""
     return dataclasses.replace(config.data, root=setup.root or config.data.root)
 
 
 def _require_share(setup: Setup, config: Config) -> None:
+    """Raise ConfigError if the run has no data for this site's share."""
     if config.data.source == SITES:
         raise ConfigError(
-            f"site {setup.name} brings no data, and the run has none to share: set data in its site.toml"
+            f"site {setup.name} has no data of its own, and the run has none to share: "
+            "set data in its site.toml"
         )
     if setup.share is not None and setup.share >= config.clients:
         raise ConfigError(
-            f"site {setup.name} wants share {setup.share}, the run has {config.clients}, from 0 on"
+            f"site {setup.name} wants share {setup.share}, and the run has the shares "
+            f"0 to {config.clients - 1}"
         )
 
 
-def _require_promise(setup: Setup, config: Config) -> None:
+def _require_guarantee(setup: Setup, config: Config) -> None:
+    """Raise ConfigError if the run's privacy guarantee is weaker than the site requires."""
     if setup.epsilon is None:
         return
-    privacy, bare = config.privacy, Plan(config.privacy, config.algorithm).open()
-    why = f"{', '.join(bare)} would leave without one" if bare else ""
-    if privacy.epsilon is None or privacy.epsilon > setup.epsilon:
-        why = why or f"its privacy.epsilon is {privacy.epsilon}"
-    if privacy.delta > setup.delta:
-        why = why or f"its privacy.delta is {privacy.delta:g}, and may be {setup.delta:g}"
-    if why:
-        raise ConfigError(
-            f"site {setup.name} wants a promise of epsilon = {setup.epsilon:g}, and the run makes none: {why}"
-        )
+    privacy = config.privacy
+    unprotected = Plan(privacy, config.algorithm).open()
+    if unprotected:
+        why = f"{', '.join(unprotected)} would be released without protection"
+    elif privacy.epsilon is None or privacy.epsilon > setup.epsilon:
+        why = f"its privacy.epsilon is {privacy.epsilon}"
+    elif privacy.delta > setup.delta:
+        why = f"its privacy.delta is {privacy.delta:g}, and may be {setup.delta:g} at most"
+    else:
+        return
+    raise ConfigError(
+        f"site {setup.name} requires a privacy guarantee of epsilon = {setup.epsilon:g}, and the "
+        f"run gives none: {why}"
+    )
 
 
 def settle(setup: Setup, session: Payload) -> tuple[LocalEngine, Precision]:
-    """The client that a site is in a run."""
-    config, spec, k = (
-        _consented(setup, session["config"]),
-        Spec.of(session["spec"]),
-        int(session["client"]),
-    )
+    """Build a site's client for a session of a run.
+
+    Args:
+        setup: The site.
+        session: The session as the server sends it with every call: the run's configuration, the
+            spec of the images, the client's id and its architecture.
+
+    Returns:
+        A local engine with this one client, and the precision of its computations.
+
+    Raises:
+        ConfigError: If the run asks for more than the site allows.
+    """
+    config = _consented(setup, session["config"])
+    spec = Spec.of(session["spec"])
+    k = int(session["client"])
     device = device_named(setup.device)
-    named = {k: str(session["architecture"])}
-    parts = cut(config, named, {k: initial(named[k], spec, config.seed)}, spec)
-    network, name = parts.own[k], parts.names[k]
+    names = {k: str(session["architecture"])}
+    parts = cut(config, names, {k: initial(names[k], spec, config.seed)}, spec)
+    network = parts.own[k]
+    name = parts.names[k]
     data = _data(setup, config)
     if setup.share is not None:
         task = make_task(data, config.partition, config.clients, config.seed, device)
         client = make_client(config, setup.share, network, name, task, device)
     else:
         dataset, _, augment = own_data(data, setup.data)
-        x, y = dataset.x_train, dataset.y_train
+        x = dataset.x_train
+        y = dataset.y_train
         tests = {"local": Images(dataset.x_test.to(device), dataset.y_test.to(device), spec)}
         if data.validation:
             trained, held = held_out(dataset, np.arange(len(y)), data.validation, config.seed, k)
             tests["val_local"] = Images(x[held].to(device), y[held].to(device), spec)
-            x, y = x[trained], y[trained]
+            x = x[trained]
+            y = y[trained]
         train = Images(x.to(device), y.to(device), spec, augment)
         kind: type[Client] = config.algorithm.parties()[1]
         client = kind(k, network, device, train, tests, public_data(data, spec, device), name)
@@ -254,13 +302,13 @@ def settle(setup: Setup, session: Payload) -> tuple[LocalEngine, Precision]:
         tune=tune,
         guard=guard,
     )
-    # nobody computes beside this client: all threads that torch has are for its kernels
+    # No other client computes beside this one, so its kernels use all of torch's threads.
     engine.cores = 1
     return engine, precision_named("auto" if device.type == "cpu" else config.precision, device)
 
 
 def make_site(setup: Setup, memory: Path) -> Site:
-    """The site of a setup, which remembers here."""
+    """Build a site that saves its memory in the folder `memory`."""
     quiet = setup.epsilon is not None
     return Site(
         setup.name,
@@ -273,22 +321,35 @@ def make_site(setup: Setup, memory: Path) -> Site:
 
 
 def agree(config: Config, hellos: Sequence[Hello]) -> tuple[Spec, dict[int, Hello]]:
-    """What all parties agree on, and which client each site is; an error where they cannot."""
+    """Check that sites fit together, and number them.
+
+    Sites with a share of the run's data have its index as client id, sites with their own data are
+    numbered in the order of their names.
+
+    Returns:
+        The spec of the images, with the pixel statistics of all sites, and the hello of each
+        client id.
+
+    Raises:
+        ConfigError: If the sites disagree, or are not as many as the run has clients.
+    """
     by_name: dict[str, Hello] = {}
     for hello in sorted(hellos, key=lambda hello: hello.name):
         if hello.name in by_name:
-            raise ConfigError(f"two sites are called {hello.name!r}: each needs a name of its own")
+            raise ConfigError(f"two sites are called {hello.name!r}: names must be unique")
         by_name[hello.name] = hello
     first, *others = by_name.values()
     for other in others:
         if other.spec.classes != first.spec.classes or other.classes != first.classes:
             raise ConfigError(
-                f"sites disagree on the classes: {first.name} has {first.spec.classes} ({_some(first.classes)}), "
+                "sites disagree on the classes: "
+                f"{first.name} has {first.spec.classes} ({_some(first.classes)}), "
                 f"{other.name} has {other.spec.classes} ({_some(other.classes)})"
             )
         if other.spec.shape != first.spec.shape:
             raise ConfigError(
-                f"sites disagree on the images: {first.name} has {first.spec.shape}, {other.name} {other.spec.shape}; "
+                "sites disagree on the shape of images: "
+                f"{first.name} has {first.spec.shape}, {other.name} {other.spec.shape}; "
                 "set data.size for all of them"
             )
     shares = [hello.share for hello in by_name.values()]
@@ -297,12 +358,13 @@ def agree(config: Config, hellos: Sequence[Hello]) -> tuple[Spec, dict[int, Hell
     elif set(shares) == {None}:
         ids = dict(enumerate(by_name.values()))
     else:
+        described = [
+            f"{hello.name} {'own' if hello.share is None else hello.share}"
+            for hello in by_name.values()
+        ]
         raise ConfigError(
-            "every site has data of its own, or each a share of the run's that no other has: "
-            + ", ".join(
-                f"{hello.name} {'own' if hello.share is None else hello.share}"
-                for hello in by_name.values()
-            )
+            "either every site has its own data, or each has another share of the run's data: "
+            + ", ".join(described)
         )
     if sorted(ids) != list(range(config.clients)):
         raise ConfigError(
@@ -312,11 +374,12 @@ def agree(config: Config, hellos: Sequence[Hello]) -> tuple[Spec, dict[int, Hell
 
 
 def _some(classes: Sequence[str]) -> str:
+    """Return the first four names, for messages."""
     return ", ".join(classes[:4]) + (", ..." if len(classes) > 4 else "")
 
 
 def _pooled(hellos: Sequence[Hello]) -> Spec:
-    """The pixel statistics of all images together, from each site's own."""
+    """Return the spec with the pixel statistics of all sites' images together."""
     specs = {hello.spec for hello in hellos}
     if len(specs) == 1:
         return specs.pop()
@@ -335,35 +398,55 @@ def _pooled(hellos: Sequence[Hello]) -> Spec:
 def federation(
     config: Config, spec: Spec, members: Mapping[int, Hello]
 ) -> tuple[Server, Images | None, Images | None]:
-    """The server of these sites, its test set and its validation set, where it can have them."""
-    device, algorithm = device_named(config.device), config.algorithm
-    built, unknown = {}, {}
+    """Build the server of these sites, and the global test and validation sets.
+
+    Args:
+        config: The run's configuration.
+        spec: The spec of the images, as `agree` returns it.
+        members: The hello of each client.
+
+    Returns:
+        The server, the test set and the validation set. Both sets are none if all data belongs to
+        the sites.
+
+    Raises:
+        ConfigError: If the algorithm needs a site's network at the server, which cannot build it.
+    """
+    device = device_named(config.device)
+    algorithm = config.algorithm
+    networks = {}
+    errors = {}
+    run_models = [model.strip() for model in config.models.split(",")]
     for name in dict.fromkeys(hello.architecture for hello in members.values()):
         try:
-            if ":" in name and name not in map(str.strip, config.models.split(",")):
+            if ":" in name and name not in run_models:
                 raise ConfigError(
-                    f"code that a site names is not run here unless `models` of the run names {name} too"
+                    "code that a site names is not run here unless `models` of the run names "
+                    f"{name} too"
                 )
-            built[name] = initial(name, spec, config.seed)
+            networks[name] = initial(name, spec, config.seed)
         except ConfigError as error:
-            unknown[name] = error
+            errors[name] = error
     needed = algorithm.one_architecture or algorithm.global_model or algorithm.replicas
     for hello in members.values():
-        if needed and hello.architecture in unknown:
+        if needed and hello.architecture in errors:
             raise ConfigError(
-                f"{type(algorithm).__name__}'s server must build the network of site {hello.name} and cannot: "
-                f"{unknown[hello.architecture]}"
+                f"{type(algorithm).__name__}'s server must build the network of site {hello.name} "
+                f"and cannot: {errors[hello.architecture]}"
             )
     names = {k: hello.architecture for k, hello in members.items()}
-    parts = cut(config, names, {k: built[name] for k, name in names.items() if name in built}, spec)
-    test = validation = None
+    known = {k: networks[name] for k, name in names.items() if name in networks}
+    parts = cut(config, names, known, spec)
+    test = None
+    validation = None
     if config.data.source != SITES:
         task = make_task(config.data, config.partition, config.clients, config.seed, device)
-        test, validation = task.global_test, task.global_validation
+        test = task.global_test
+        validation = task.global_validation
     server = make_server(config, names, parts, spec, public_data(config.data, spec, device), device)
     return server, test, validation
 
 
 def new_attempt() -> str:
-    """A name for one start of a server: what it asks twice it wants once."""
+    """Return a unique name for one start of a server; sites identify repeated calls by it."""
     return f"{time.time_ns():x}"

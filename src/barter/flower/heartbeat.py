@@ -1,5 +1,8 @@
-"""A sign of life for whoever looks after a process, a file that says until when it may be silent; and how often to look
-for what others send. Needs no torch."""
+"""Heartbeat and progress files of a site's worker, and the polling interval. Does not load torch.
+
+The heartbeat file holds the time until which the worker may be silent before its supervisor
+restarts it.
+"""
 
 from __future__ import annotations
 
@@ -23,99 +26,123 @@ __all__ = [
     "since",
 ]
 
-TURN = "turn"  # the file beside a worker's door that says how far it is
-BEGUN = "begun"  # the one that says which call was begun and not ended, and when
-SHORTEST, LONGEST = 0.05, 1.0  # seconds between two looks
-NOT_LET_IN = (
-    77  # the exit status of a node whose key the SuperLink refuses, as sysexits.h numbers it
-)
-# seconds that somebody who has nothing to do may be silent: he speaks much more often
+# Files beside a worker's socket.
+TURN = "turn"  # progress of the current call, from 0 to 1
+BEGUN = "begun"  # the call that was begun and has not ended, and when
+SHORTEST = 0.05  # shortest polling interval, in seconds
+LONGEST = 1.0  # longest polling interval, in seconds
+# Exit status of a node whose key the SuperLink refuses (EX_NOPERM in sysexits.h).
+NOT_LET_IN = 77
+# Seconds that an idle process may be silent. Its heartbeat is ten times as frequent.
 SILENCE = 60.0
 
 
 def pause(idle: float, shortest: float = SHORTEST) -> float:
-    """Seconds until one looks again, if nothing came for so long: little where much happens, and a second at most."""
+    """Return the seconds until the next poll: a tenth of the idle time, within limits.
+
+    Args:
+        idle: Seconds since the last event.
+        shortest: Lower limit of the interval; the upper limit is `LONGEST`.
+    """
     return min(LONGEST, max(shortest, idle / 10))
 
 
 class Pulse:
-    """Says every few seconds that this process goes on, and at the start of a call how long that may take.
+    """Write a heartbeat every few seconds, and at the start of a call how long it may take.
 
-    Time is that of the machine's monotonic clock, which all of its processes share.
+    Times are those of the machine's monotonic clock, which all of its processes share.
+
+    Args:
+        path: The heartbeat file.
+        silence: Seconds without a heartbeat after which an idle process counts as hung.
     """
 
     def __init__(self, path: Path, silence: float = SILENCE) -> None:
-        self.path, self.silence, self._speaking = path, silence, threading.Lock()
+        self.path = path
+        self.silence = silence
+        self._writing = threading.Lock()
         allow(path, silence)
         threading.Thread(target=self._beat, daemon=True).start()
 
     @contextmanager
     def call(self, seconds: float) -> Iterator[None]:
-        """Inside, nothing is heard for at most so long."""
-        with self._speaking:
-            self._say(seconds)
+        """Pause the heartbeat for the duration of a call, which may take at most `seconds`."""
+        with self._writing:
+            self._extend(seconds)
             try:
                 yield
             finally:
-                self._say(self.silence)
+                self._extend(self.silence)
 
-    def _say(self, seconds: float) -> None:
-        with suppress(OSError):  # where the disk is full for long, somebody will look
+    def _extend(self, seconds: float) -> None:
+        # If the disk stays full for long, the supervisor restarts this process.
+        with suppress(OSError):
             allow(self.path, seconds)
 
     def _beat(self) -> None:
         while True:
-            with self._speaking:
-                self._say(self.silence)
+            with self._writing:
+                self._extend(self.silence)
             time.sleep(self.silence / 10)
 
 
 class Turn:
-    """How far a worker is in a call, as the monitor of its engine hears it: a number from 0 to 1, in a file."""
+    """Monitor of a worker's engine that writes a call's progress, from 0 to 1, to a file."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.done, self._written = path, 0.0, 0.0
+        self.path = path
+        self.done = 0.0
+        self._written = 0.0
 
     def begin(self) -> None:
-        """Another call."""
+        """Reset the progress to 0 for a new call."""
         self.done = 0.0
         self._write()
 
     def phase(self, name: str, total: float) -> AbstractContextManager[object]:
+        """Ignore phases: the progress is of the whole call."""
         return nullcontext()
 
     def advance(self, amount: float) -> None:
+        """Add to the progress; the file is written once per second at most."""
         self.done = min(1.0, self.done + amount)
         if time.monotonic() > self._written + 1:
             self._write()
 
     def _write(self) -> None:
         self._written = time.monotonic()
-        with suppress(OSError):  # a full disk: nobody sees it, and the turn goes on
+        # On a full disk the progress is not visible, and the call continues.
+        with suppress(OSError):
             temporary = self.path.with_suffix(".new")
             temporary.write_text(repr(self.done))
             temporary.rename(self.path)
 
 
 def allow(path: Path, seconds: float) -> None:
-    """From now on there may be silence for so long."""
+    """Write to a heartbeat file that its process may be silent for this long from now on."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(repr(time.monotonic() + seconds))
     temporary.rename(path)
 
 
 def overdue(path: Path) -> bool:
-    """Whether there should have been a sign of life by now."""
+    """Return whether a process is silent for longer than its heartbeat file allows."""
     return time.monotonic() > float(path.read_text())
 
 
 def since(path: Path, call: str) -> float:
-    """Seconds since this call was first begun: who was ended over it may be asked again."""
+    """Return the seconds since this call was first begun, over all restarts of the worker.
+
+    Args:
+        path: The file that remembers the call.
+        call: A name of the call, such as a hash of its request.
+    """
     now = time.monotonic()
     with suppress(OSError, ValueError):
-        before, begin = path.read_text().split()
-        if before == call:
+        earlier_call, begin = path.read_text().split()
+        if earlier_call == call:
             return now - float(begin)
-    with suppress(OSError):  # a full disk: the call has all its time again
+    # On a full disk, a call that is asked again has all of its time again.
+    with suppress(OSError):
         path.write_text(f"{call} {now!r}")
     return 0.0

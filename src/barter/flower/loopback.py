@@ -1,4 +1,4 @@
-"""A coordinator with its progress on this terminal, and a whole federation of Flower sites on this machine."""
+"""Run a coordinator, a federation of Flower sites on this machine, or Flower's simulation."""
 
 from __future__ import annotations
 
@@ -31,101 +31,143 @@ log = logging.getLogger("barter")
 
 @contextmanager
 def _ends_in_order() -> Iterator[None]:
-    """Being told to end is like Ctrl-C inside: what was started is taken down."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Treat SIGTERM like Ctrl-C, so that all processes that were started are stopped."""
+    previous_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 def coordinate(folder: Path, host: str, watcher: Watcher, *, insecure: bool = False) -> list[Round]:
-    """Start the SuperLink of a deployment folder, let its sites in, and follow the run to its end."""
-    homes = sorted((folder / "sites").iterdir())
+    """Start the SuperLink of a deployment folder, register its sites, and follow the run.
+
+    Args:
+        folder: The deployment folder.
+        host: The host or address on which to listen for sites.
+        watcher: Shows the progress.
+        insecure: Whether sites connect without TLS and keys.
+
+    Returns:
+        The records of all rounds.
+    """
+    names = [home.name for home in sorted((folder / "sites").iterdir())]
     coordinator = Coordinator(folder, host, insecure=insecure)
     with _ends_in_order(), coordinator.running():
         coordinator.register()
         watcher.console.print(
-            f"SuperLink at port {coordinator.port}; waiting for {', '.join(home.name for home in homes)}"
+            f"SuperLink at port {coordinator.port}; waiting for {', '.join(names)}"
         )
         return _follow(coordinator, folder / "run", watcher, {})
 
 
 def run_here(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> list[Round]:
-    """A SuperLink and one site for each client on this machine, with certificates and keys as between machines."""
-    config, folder = replace(config, data=anchored(config.data)), out / SETUP
+    """Run a SuperLink and one site per client on this machine, with certificates and keys.
+
+    Args:
+        config: The run's configuration.
+        out: The run's folder.
+        watcher: Shows the progress.
+        resume: Whether to continue the run in `out`.
+
+    Returns:
+        The records of all rounds.
+
+    Raises:
+        BarterError: If a run to be resumed has no Flower sites, or if a process ends.
+    """
+    config = replace(config, data=anchored(config.data))
+    folder = out / SETUP
     if not resume:
         cores = config.threads or torch.get_num_threads()
-        threads = {
-            "threads": 1 if 2 * config.clients >= cores else cores
-        }  # as clients of one process share the cores
+        # As in one process: with many clients each has one core, with few each uses all.
+        threads = 1 if 2 * config.clients >= cores else cores
         address = f"127.0.0.1:{free_port()}"
-        device = config.device
         sites = [
-            {"name": f"client-{k}", "share": k, "device": device, **threads}
+            {"name": f"client-{k}", "share": k, "device": config.device, "threads": threads}
             for k in range(config.clients)
         ]
         _begin(out, config, lambda: init(folder, config, sites, address))
     elif not (folder / "sites").is_dir():
-        raise BarterError(f"{out} has no Flower sites: it was not begun with --engine flower")
+        raise BarterError(f"{out} has no Flower sites: it was not started with --engine flower")
     else:
-        _move(folder, free_port())
+        _set_port(folder, free_port())
     coordinator = Coordinator(folder, "127.0.0.1")
     with _ends_in_order(), coordinator.running(), ExitStack() as sites_up:
         coordinator.register()
         children = {}
+        env = {**coordinator.env, **FLOWER}
         for home in sorted((folder / "sites").iterdir()):
             command = [sys.executable, "-m", "barter", "site", str(home / "site.toml")]
-            children[home.name] = Child(
-                home.name, command, {**coordinator.env, **FLOWER}, folder / f"{home.name}.log"
-            )
-            children[home.name].start()
-            sites_up.callback(children[home.name].stop)
+            child = Child(home.name, command, env, folder / f"{home.name}.log")
+            child.start()
+            sites_up.callback(child.stop)
+            children[home.name] = child
         return _follow(coordinator, out, watcher, children)
 
 
 def simulate(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> list[Round]:
-    """Flower's simulation: clients take turns in a pool of processes, on as many cores and GPUs as there are."""
-    if ":" in config.device:  # Ray shows a process only the GPUs it may use, numbered from 0 on
+    """Run Flower's simulation: a pool of processes serves the clients on all cores and GPUs.
+
+    Args:
+        config: The run's configuration.
+        out: The run's folder.
+        watcher: Shows the progress.
+        resume: Whether to continue the run in `out`.
+
+    Returns:
+        The records of all rounds.
+
+    Raises:
+        ConfigError: If the configuration names one GPU.
+    """
+    # Ray shows a process only the GPUs that it may use, numbered from 0.
+    if ":" in config.device:
         raise ConfigError(
-            f"device={config.device!r}: Flower's simulation spreads clients over all GPUs; use cuda, "
-            "and choose among them with CUDA_VISIBLE_DEVICES"
+            f"device={config.device!r}: Flower's simulation spreads clients over all GPUs; use "
+            "cuda, and choose among them with CUDA_VISIBLE_DEVICES"
         )
-    config, folder = replace(config, data=anchored(config.data)), out / SETUP
+    config = replace(config, data=anchored(config.data))
+    folder = out / SETUP
     if config.timeout is not None:
         log.warning(
-            "timeout=%g: the server goes on without a late client, but Flower's simulation does not end its process: "
-            "the client finishes its call, and its core is busy until then",
+            "timeout=%g: the server continues without a late client, but Flower's simulation does "
+            "not end its process: the client finishes its call, and its core is busy until then",
             config.timeout,
         )
     if not resume:
         _begin(out, config, lambda: init_simulation(folder, config))
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
-    resources = {"num-supernodes": config.clients, "client-resources-num-cpus": 1}
-    share = (
-        {"client-resources-num-gpus": min(1.0, gpus / min(config.clients, 4 * gpus))}
-        if gpus
-        else {}
-    )
-    coordinator = Coordinator(folder, "127.0.0.1", insecure=True, simulation={**resources, **share})
+    options: dict[str, float] = {
+        "num-supernodes": config.clients,
+        "client-resources-num-cpus": 1,
+    }
+    if gpus:
+        # At most four clients share a GPU.
+        gpu_share = min(1.0, gpus / min(config.clients, 4 * gpus))
+        options["client-resources-num-gpus"] = gpu_share
+    coordinator = Coordinator(folder, "127.0.0.1", insecure=True, simulation=options)
     with _ends_in_order(), coordinator.running():
         return _follow(coordinator, out, watcher, {})
 
 
 def _begin(out: Path, config: Config, prepare: Callable[[], None]) -> None:
-    """The folder of a run on Flower: it is prepared, whatever a kill has left of it before, and only then has begun."""
+    """Create the folder of a run on Flower.
 
-    def anew() -> None:
+    Remains of a creation that was killed are removed. The run counts as begun after `prepare`.
+    """
+
+    def prepare_anew() -> None:
         shutil.rmtree(out / SETUP, ignore_errors=True)
         prepare()
 
-    RunFolder.create(out, to_toml(config), anew).release()
+    RunFolder.create(out, to_toml(config), prepare_anew).release()
 
 
 def _follow(
     coordinator: Coordinator, out: Path, watcher: Watcher, sites: Mapping[str, Child]
 ) -> list[Round]:
-    """Submit the run and show it to its end; a run that is left before is stopped."""
+    """Submit the run and show its progress to its end; stop the run if this is interrupted."""
 
     def check() -> None:
         coordinator.check()
@@ -143,7 +185,7 @@ def _follow(
     return records(out)
 
 
-def _move(folder: Path, port: int) -> None:
-    """Another port for the coordinator: the one of the last time may be taken."""
+def _set_port(folder: Path, port: int) -> None:
+    """Write a new port of the coordinator to all sites: the earlier one may be in use."""
     for path in (folder / "sites").glob("*/site.toml"):
         path.write_text(tomli_w.dumps({**read(path), "superlink": f"127.0.0.1:{port}"}))

@@ -1,4 +1,7 @@
-"""A site's node: a process that stays, takes Flower's messages, and hands them to the site's worker. Loads no torch."""
+"""A site's node: a long-running process that passes Flower's messages to the site's worker.
+
+Does not load torch.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +24,34 @@ from barter.flower.heartbeat import LONGEST, NOT_LET_IN, SHORTEST, TURN, pause
 
 __all__ = ["answer", "main", "serve"]
 
-CALLS, PROGRESS = {"query.hello", "train.call"}, "query.progress"
-APP_RAISED = 2  # Flower's code for what went wrong at a site
-WORTH = 4  # times as long as a look takes are between two at least, or looks of many are most of a SuperLink's work
+CALLS = {"query.hello", "train.call"}
+PROGRESS = "query.progress"
+APP_RAISED = 2  # Flower's code for an error at a site
+# Wait at least 4x the last poll's duration, so that many sites do not saturate the SuperLink.
+WORTH = 4
 
 
 def answer(message: Message, door: Path) -> Message:
-    """The worker's reply, or why there is none; the node itself says how far the worker is, for that one is busy."""
+    """Return the worker's reply to a message, or an error reply.
+
+    Questions for progress are answered by the node itself, because the worker is busy.
+
+    Args:
+        message: Flower's message.
+        door: The worker's unix socket.
+    """
     try:
         if message.metadata.message_type == PROGRESS:
             done = float(door.with_name(TURN).read_text())
-            return Message(
-                to_records(Frame(json.dumps({"float": done.hex()}), {})), reply_to=message
-            )
+            # As `encode` would do it, which needs torch.
+            frame = Frame(json.dumps({"float": done.hex()}), {})
+            return Message(to_records(frame), reply_to=message)
         if message.metadata.message_type not in CALLS:
-            raise ValueError(f"{message.metadata.message_type} is nothing that a site is asked")
-        deadline = (
-            time.monotonic() + message.metadata.ttl
-        )  # as a span: clocks of two machines may differ
+            raise ValueError(
+                f"{message.metadata.message_type} is not a message type that a site answers"
+            )
+        # Metadata gives a duration, not a time of day: clocks of two machines may differ.
+        deadline = time.monotonic() + message.metadata.ttl
         reply, worker = ask(door, from_records(message.content), deadline)
         with worker:
             worker.sendall(DONE)
@@ -48,58 +61,69 @@ def answer(message: Message, door: Path) -> Message:
 
 
 def serve(fleet: Fleet, door: Path) -> None:
-    """Take messages, for ever; a call takes its time, and others are heard meanwhile, though not at once."""
+    """Answer messages, for ever; each in a thread, so that others are answered during a call.
+
+    Args:
+        fleet: The connection to the SuperLink.
+        door: The worker's unix socket.
+    """
 
     def call(message: Message) -> None:
         begin = time.monotonic()
         fleet.push(answer(message, door), time.monotonic() - begin)
 
-    last, look, calls = time.monotonic(), 0.0, list[threading.Thread]()
+    last = time.monotonic()  # when the node was last busy
+    poll_seconds = 0.0  # duration of the last poll that found no message
+    calls: list[threading.Thread] = []
     while True:
         begin = time.monotonic()
         message = fleet.pull()
         if message is None:
-            look = time.monotonic() - begin
+            poll_seconds = time.monotonic() - begin
         else:
             calls.append(threading.Thread(target=call, args=(message,), daemon=True))
             calls[-1].start()
         if calls:
             calls[0].join(LONGEST)
             calls = [thread for thread in calls if thread.is_alive()]
-            last = time.monotonic()  # who has answered is about to be asked again
-        time.sleep(pause(time.monotonic() - last, max(SHORTEST, WORTH * look)))
+            last = time.monotonic()  # After an answer, the next request comes soon.
+        time.sleep(pause(time.monotonic() - last, max(SHORTEST, WORTH * poll_seconds)))
 
 
 def end_whole() -> None:
-    """A node of which a thread dies ends, and is started again: Flower's heartbeat dies of one answer that it does not
-    know, such as that of a SuperLink whose disk is full, and a node without it is taken for one that is gone."""
-    before = threading.excepthook
+    """End this process when one of its threads dies, so that its supervisor restarts it.
 
-    def died(what: threading.ExceptHookArgs) -> None:
-        before(what)
+    Flower's heartbeat thread dies of a single unknown answer, such as that of a SuperLink whose
+    disk is full, and the SuperLink takes a node without heartbeat for offline.
+    """
+    previous_hook = threading.excepthook
+
+    def end_process(args: threading.ExceptHookArgs) -> None:
+        previous_hook(args)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.excepthook = died
+    threading.excepthook = end_process
 
 
 def main() -> None:
-    """Be the node of a site until this process is told to end."""
+    """Run the node of a site until this process receives SIGTERM."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--superlink", required=True, help="the coordinator's address")
-    parser.add_argument("--door", type=Path, required=True, help="where the site's worker answers")
-    parser.add_argument("--certificate", type=Path, help="who vouches for the coordinator")
-    parser.add_argument("--key", type=Path, help="the private key that this site is known by")
+    parser.add_argument("--door", type=Path, required=True, help="unix socket of the site's worker")
+    parser.add_argument("--certificate", type=Path, help="CA certificate of the coordinator")
+    parser.add_argument("--key", type=Path, help="private key of this site")
     args = parser.parse_args()
     logging.getLogger("barter").addHandler(logging.StreamHandler())
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the SuperLink is told
+    # Leaving the context below deactivates the node at the SuperLink.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     end_whole()
     try:
         with connect(args.superlink, args.certificate, args.key) as fleet:
             serve(fleet, args.door)
     except NotLetIn as refused:
         logging.getLogger("barter").error("the SuperLink refuses this site's key: %s", refused)
-        sys.exit(NOT_LET_IN)  # the supervisor says what that means
-    sys.exit(1)  # Flower has logged why
+        sys.exit(NOT_LET_IN)  # The supervisor logs what this status means.
+    sys.exit(1)  # Flower has logged the reason.
 
 
 if __name__ == "__main__":

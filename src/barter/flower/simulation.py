@@ -1,4 +1,4 @@
-"""What Flower's simulation runs for a message: the site itself, in a process that other clients use too."""
+"""The ClientApp of Flower's simulation: a site in a process that other clients use too."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ app = ClientApp()
 
 @cache
 def _site(folder: Path, k: int) -> Site:
-    """Site k of a run; it is kept, and taken up from the disk where another process has served it since."""
+    """Return site k of a run, cached in this process.
+
+    If another process has served the site since, its memory is restored from disk.
+    """
     device = read(folder / "run.toml")["device"]
     return make_site(Setup(name=f"client-{k}", share=k, device=device), folder / "memory" / str(k))
 
@@ -30,9 +33,9 @@ def _site(folder: Path, k: int) -> Site:
 @app.query("hello")
 @app.train("call")
 def answer(message: Message, context: Context) -> Message:
-    """Node k is site k."""
+    """Return the reply of a site; the node of partition k is site k."""
     torch.set_num_threads(1)
     site = _site(Path(str(context.run_config["folder"])), int(context.node_config["partition-id"]))
-    return Message(
-        to_records(encode(site.answer(decode(from_records(message.content))))), reply_to=message
-    )
+    request = decode(from_records(message.content))
+    reply = encode(site.answer(request))
+    return Message(to_records(reply), reply_to=message)

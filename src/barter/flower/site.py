@@ -1,4 +1,4 @@
-"""A site: one client that lives where its data lives, answers calls, and keeps its memory on disk."""
+"""A site: one client beside its data, which answers calls and saves its memory to disk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,19 @@ log = logging.getLogger("barter")
 
 
 class Site:
-    """Answers what a server asks. A call is done once: asked again, it is answered again.
+    """Answer a server's requests for one client.
 
-    `introduce` says who is here for a run's configuration; `settle` makes the client of a session. A site that is
-    `quiet` says nothing in evaluations but what it has spent: accuracies tell of images, and are in no account.
+    A call is computed once: if it is asked again, the saved reply is sent again.
+
+    Args:
+        name: The site's name.
+        memory: The folder for the client's memory of each run.
+        introduce: Returns the site's hello for a run's configuration (TOML).
+        settle: Builds the engine of one client, and its precision, for a session.
+        consent: The site's limits; none: no limits beyond the defaults.
+        quiet: Send nothing but the spent privacy budget in evaluations, and no details of errors.
+            Accuracies and messages reveal something about the images, and the privacy account
+            does not include them.
     """
 
     def __init__(
@@ -48,156 +57,201 @@ class Site:
         *,
         quiet: bool = False,
     ) -> None:
-        self.consent, self.quiet = consent or Consent(), quiet
-        self.name, self.memory, self.introduce, self.settle = name, memory, introduce, settle
-        self.monitor: Monitor = Silence()  # who is told how far a call is
+        self.name = name
+        self.memory = memory
+        self.introduce = introduce
+        self.settle = settle
+        self.consent = consent or Consent()
+        self.quiet = quiet
+        self.monitor: Monitor = Silence()  # receives the progress of calls
         self.session: Payload = None
-        self.stamp = 0  # of the memory on disk that this one is
-        self.round, self.key, self.reply = 0, [], None  # type: int, list[Payload], Payload
-        # report and modes before an evaluation
+        # Modification time of the file on disk that the state in this process equals.
+        self.stamp = 0
+        self.round = 0
+        self.key: list[Payload] = []  # identifies the last call: attempt, round, method, index
+        self.reply: Payload = None  # the reply to that call
+        # Report and training modes before an evaluation that was sent with the last reply.
         self.unseen: tuple[dict[str, float], list[bool]] | None = None
 
     def answer(self, request: Payload) -> Payload:
-        """The answer to a request; what goes wrong here is said there."""
+        """Return the reply to a request; an error here becomes a reply with the key "error"."""
         if request["ask"] == "hello":
             try:
                 return {"hello": self.introduce(request["config"])}
             except Exception as error:
-                return self._went_wrong(error, f"site {self.name} cannot take part: ")
+                return self._error_reply(error, f"site {self.name} cannot take part: ")
         try:
             return self._call(request)
         except Exception as error:
-            self.session = None  # whatever was begun, the next call starts from the disk
-            return self._went_wrong(error)
+            # The state in this process may be incomplete: the next call restores it from disk.
+            self.session = None
+            return self._error_reply(error)
 
     def _call(self, request: Payload) -> Payload:
-        session, round, method = request["session"], request["round"], request["method"]
+        """Run a method of the algorithm, save the client's memory, and return the reply."""
+        session = request["session"]
+        round = request["round"]
+        method = request["method"]
         key = [session["attempt"], round, method, request["before"]]
-        self._take_up(session)
+        self._restore(session)
         if key == self.key:
             return self.reply
         if method not in (*self.engine.algorithm.crosses, EVALUATE):
             raise BarterError(
-                f"{method!r} is not answered: it is none of the methods that are said to cross"
+                f"{method!r} is not answered: the algorithm's `crosses` does not name it"
             )
         self.consent.require_size(self.name, request["args"])
         if round > self.round and self._now.exists():
             self._keep_start()
-        k, client = session["client"], self.client
-        if (
-            self.unseen is not None and round == self.round
-        ):  # the evaluation was not the round's last word
+        k = session["client"]
+        client = self.client
+        if self.unseen is not None and round == self.round:
+            # The evaluation sent with the last reply was not the end of the round: undo it.
             client.report, modes = self.unseen
-            for part, training in zip(client.model.modules(), modes, strict=True):
-                part.training = training
+            self._set_modes(modes)
         self.unseen = None
         self.engine.round = round
         self.engine.tested = request.get("tested", True)
         self.engine.repeat(method, k, request["before"])
-        client.released |= {
-            name: max(n, client.released.get(name, 0)) for name, n in self._left().items()
-        }
+        for part, count in self._read_account().items():
+            client.released[part] = max(count, client.released.get(part, 0))
         with using(self.precision):
             replies = self.engine.call(method, {k: request["args"]}, alone=request["alone"])
             if k in replies:
-                answer = self._said(replies[k]) if method == EVALUATE else replies[k]
+                answer = self._without_results(replies[k]) if method == EVALUATE else replies[k]
                 reply: Payload = {"answer": answer, EPSILON: client.report.get(EPSILON)}
                 if request["evaluate"]:
-                    self.unseen = (
-                        dict(client.report),
-                        [part.training for part in client.model.modules()],
+                    self.unseen = (dict(client.report), self._modes())
+                    evaluations = self.engine.call(EVALUATE, {k: ()})
+                    reply["evaluation"] = (
+                        self._without_results(evaluations[k]) if k in evaluations else None
                     )
-                    found = self.engine.call(EVALUATE, {k: ()})
-                    reply["evaluation"] = self._said(found[k]) if k in found else None
             else:
-                reply = self._why(replies.failures[k])
-        self.round, self.key, self.reply = round, key, reply
-        self._note_left(client.released)
+                reply = self._failure_reply(replies.failures[k])
+        self.round = round
+        self.key = key
+        self.reply = reply
+        self._write_account(client.released)
         self._save()
         return reply
 
-    def _why(self, failure: Failure) -> Payload:
-        """What went wrong; a site that is quiet says its kind, and its budget: messages may quote a label."""
-        kind = failure.error.partition(":")[0]
+    def _failure_reply(self, failure: Failure) -> Payload:
+        """Return the reply for a failure.
+
+        A quiet site sends only the type of the error, because messages may quote a label; errors
+        about its privacy budget are sent in full.
+        """
         if not self.quiet:
             return {"error": failure.error, "traceback": failure.traceback}
+        kind = failure.error.partition(":")[0]
         if kind == PrivacyError.__name__:
             return {"error": failure.error, "traceback": "", "quiet": True}
         log.warning("%s\n%s", failure.error, failure.traceback)
         return {
-            "error": f"{kind}, of which the site says no more: its log does",
+            "error": f"{kind}; the site sends no details, they are in its log",
             "traceback": "",
             "quiet": True,
         }
 
-    def _went_wrong(self, error: Exception, where: str = "") -> Payload:
-        """What went wrong around a call; what barter itself refuses is said by every site, for it quotes no image."""
+    def _error_reply(self, error: Exception, where: str = "") -> Payload:
+        """Return the reply for an error outside the client's own computation.
+
+        Every site sends barter's own errors in full: they quote no image.
+        """
         if isinstance(error, BarterError):
             return {"error": f"{where}{error}", "traceback": "", "quiet": self.quiet}
-        told = self._why(
-            Failure(0, "", 0, f"{type(error).__name__}: {error}", traceback.format_exc())
-        )
-        return {**told, "error": f"{where}{told['error']}"}
+        failure = Failure(0, "", 0, f"{type(error).__name__}: {error}", traceback.format_exc())
+        reply = self._failure_reply(failure)
+        return {**reply, "error": f"{where}{reply['error']}"}
 
-    def _said(self, evaluation: dict[str, float]) -> dict[str, float]:
+    def _without_results(self, evaluation: dict[str, float]) -> dict[str, float]:
+        """Return an evaluation, of a quiet site reduced to the spent privacy budget."""
         return {
             name: value for name, value in evaluation.items() if not self.quiet or name == EPSILON
         }
 
     @property
     def client(self) -> Client:
+        """The one client of the engine."""
         (client,) = self.engine.clients.values()
         return client
 
-    def _take_up(self, session: Payload) -> None:
-        """Be the client of this session, with the memory it had when the server's last finished round was done."""
+    def _modes(self) -> list[bool]:
+        """Return for each module of the client's model whether it is in training mode."""
+        return [part.training for part in self.client.model.modules()]
+
+    def _set_modes(self, modes: Iterable[bool]) -> None:
+        """Set each module of the client's model to training or evaluation mode."""
+        for part, training in zip(self.client.model.modules(), modes, strict=True):
+            part.training = training
+
+    def _restore(self, session: Payload) -> None:
+        """Build the client of this session, and restore its memory from disk.
+
+        The memory is the newest that the server's checkpoint knows of, see `_find`.
+
+        Raises:
+            CheckpointError: If the memory does not match the session or the site's data.
+        """
         if self.session == session and self.stamp == self._written():
             return
         if not RUN.fullmatch(str(session["run"])):
-            raise CheckpointError(f"{session['run']!r} is no name of a run")
+            raise CheckpointError(f"{session['run']!r} is not the id of a run")
         self.engine, self.precision = self.settle(session)
         self.engine.watched = self.monitor
         self.data = self.client.data.fingerprint()
-        self.session, self.round, self.key, self.reply, self.unseen = session, 0, [], None, None
+        self.session = session
+        self.round = 0
+        self.key = []
+        self.reply = None
+        self.unseen = None
         found = self._find(session)
         self.stamp = self._written()
         if found is None:
             return
         state, notes = found
-        client, self.round = self.client, checkpoint.round_of(self._now, notes)
+        client = self.client
+        self.round = checkpoint.round_of(self._now, notes)
         if notes["data"] != self.data:
             raise CheckpointError(
                 f"site {self.name} does not have the data that it began this run with"
             )
         client.recall(state["memory"])
         client.report = state["report"]
-        for part, training in zip(client.model.modules(), state["modes"], strict=True):
-            part.training = training
+        self._set_modes(state["modes"])
         for parameter, trained in zip(client.model.parameters(), state["trained"], strict=True):
             parameter.requires_grad_(trained)
         if notes["attempt"] == session["attempt"]:
-            self.key, self.reply = state["key"], state["reply"]
+            self.key = state["key"]
+            self.reply = state["reply"]
             self.unseen = None if state["unseen"] is None else tuple(state["unseen"])
 
     def _find(self, session: Payload) -> tuple[Payload, dict[str, str]] | None:
-        """What is remembered of the run: the newest that the server's checkpoint knows of too.
+        """Return the newest saved state that the server's checkpoint includes, and its notes.
 
-        What the server took back is forgotten, so that it cannot be mistaken for the start of a round.
+        A state of rounds that the server has rolled back is deleted, so that it cannot be
+        mistaken for the start of a round.
+
+        Raises:
+            CheckpointError: If the server has finished rounds and no saved state matches them.
         """
-        known, rounds = dict(session["history"]), []
+        last_rounds = dict(session["history"])  # earlier attempt -> its last round that counts
+        rolled_back = []
         for path in (self._now, self._start):
             if path.exists():
                 state, notes = checkpoint.read(path, torch.device("cpu"))
-                attempt, round = notes["attempt"], checkpoint.round_of(path, notes)
-                if attempt == session["attempt"] or 0 < round <= known.get(attempt, 0):
+                attempt = notes["attempt"]
+                round = checkpoint.round_of(path, notes)
+                if attempt == session["attempt"] or 0 < round <= last_rounds.get(attempt, 0):
                     if path == self._start:
                         path.rename(self._now)
                     return state, notes
-                rounds.append(notes["round"])
-        if rounds and any(known.values()):
+                rolled_back.append(notes["round"])
+        if rolled_back and any(last_rounds.values()):
             raise CheckpointError(
-                f"the server goes on behind round {max(known.values())}, and all that this site remembers of the run "
-                f"is of rounds {', '.join(sorted(rounds))} that were taken back: start a new run"
+                f"the server resumes after round {max(last_rounds.values())}, and this site only "
+                f"has its memory of rounds {', '.join(sorted(rolled_back))}, which were rolled "
+                "back: start a new run"
             )
         for path in (self._now, self._start):
             path.unlink(missing_ok=True)
@@ -205,43 +259,48 @@ class Site:
 
     @property
     def _now(self) -> Path:
+        """The file of the current state."""
         return self.memory / str(self.session["run"]) / "now.safetensors"
 
     @property
     def _start(self) -> Path:
+        """The file of the state at the start of the current round."""
         return self._now.with_name("start.safetensors")
 
     @property
     def _account(self) -> Path:
+        """The file of the number of releases of each protected part."""
         return self._now.with_name("released.json")
 
-    def _left(self) -> dict[str, int]:
-        """How often each protected part has left here. What has left has left: a round that the server takes back
-        is done again with new noise, and counts twice."""
-        return (
-            understood(self._account, lambda text: dict(json.loads(text)))
-            if self._account.exists()
-            else {}
-        )
+    def _read_account(self) -> dict[str, int]:
+        """Return how often each protected part was released.
 
-    def _note_left(self, released: dict[str, int]) -> None:
-        if released and released != self._left():
+        A release cannot be undone: a round that the server rolls back is repeated with new noise,
+        and counts twice.
+        """
+        if not self._account.exists():
+            return {}
+        return understood(self._account, lambda text: dict(json.loads(text)))
+
+    def _write_account(self, released: dict[str, int]) -> None:
+        if released and released != self._read_account():
             self._account.parent.mkdir(parents=True, exist_ok=True)
             replace_text(self._account, json.dumps(released))
 
     def _keep_start(self) -> None:
-        """What is remembered now is what the round that begins started from."""
+        """Keep the current state as the one that the new round started from."""
         with replacing(self._start) as temporary:
             temporary.unlink(missing_ok=True)
             os.link(self._now, temporary)
 
     def _save(self) -> None:
+        """Write the client's memory, the last call and its reply to disk."""
         client = self.client
         self._now.parent.mkdir(parents=True, exist_ok=True)
         state: dict[str, Any] = {
             "memory": client.memory(),
             "report": client.report,
-            "modes": [part.training for part in client.model.modules()],
+            "modes": self._modes(),
             "trained": [parameter.requires_grad for parameter in client.model.parameters()],
             "key": self.key,
             "reply": self.reply,
@@ -252,5 +311,5 @@ class Site:
         self.stamp = self._written()
 
     def _written(self) -> int:
-        """When the memory was last written, by this process or, in a simulation, by another."""
+        """Return when the memory was last written; in a simulation, another process may do so."""
         return self._now.stat().st_mtime_ns if self._now.exists() else 0

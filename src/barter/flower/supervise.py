@@ -1,4 +1,4 @@
-"""`barter site`: the client's worker and its node on Flower, kept alive."""
+"""`barter site`: run a client's worker and its Flower node, and restart them when they die."""
 
 from __future__ import annotations
 
@@ -46,33 +46,44 @@ from barter.setup.config import read
 
 __all__ = ["FLOWER", "Child", "free_port", "load_setup", "site", "work"]
 
-LONGEST_PAUSE = 10.0  # seconds between two attempts to start what dies at once
-LONGEST_CALL = 3600.0  # seconds, of calls that do not say how long they may take
-PULSE = "pulse"
-ROOMS = "barter-"  # how the names of folders for sockets begin
-TOKEN = "token"  # the file in such a folder that says which site made it
-SETTLED = 60.0  # seconds after which a start counts as a success
+LONGEST_PAUSE = 10.0  # longest pause in seconds before a process that keeps dying is restarted
+LONGEST_CALL = 3600.0  # seconds for a call that does not name its timeout
+PULSE = "pulse"  # the worker's heartbeat file
+ROOMS = "barter-"  # prefix of the temporary folders for sockets
+TOKEN = "token"  # file in such a folder that proves which site created it
+SETTLED = 60.0  # seconds of running after which a start counts as successful
 FLOWER = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
-    # What the run's folder holds can be imported by the processes that Flower starts too.
+    # Modules in the current folder can be imported by the processes that Flower starts, too.
     "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), os.getcwd()])),
 }
 log = logging.getLogger("barter")
 
 
 class Child:
-    """A process of ours, with all that it starts."""
+    """A child process in a session of its own, so that all that it starts is stopped with it.
+
+    Args:
+        name: The process's name in messages.
+        command: The command line.
+        env: The environment.
+        log: The file to which its output is appended.
+    """
 
     def __init__(
         self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path
     ) -> None:
-        self.name, self.command, self.env, self.log = name, list(command), dict(env), log
+        self.name = name
+        self.command = list(command)
+        self.env = dict(env)
+        self.log = log
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
+        """Start the process; it ends with this one."""
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(
                 self.command,
@@ -85,10 +96,11 @@ class Child:
             )
 
     def poll(self) -> int | None:
+        """Return the exit status; none if the process is running or was not started."""
         return None if self.process is None else self.process.poll()
 
     def stop(self, patience: float = 10.0) -> None:
-        """Ask it to end; then make it."""
+        """Send SIGTERM, and SIGKILL if the process has not ended after `patience` seconds."""
         if self.process is None:
             return
         for sign in (signal.SIGTERM, signal.SIGKILL):
@@ -97,16 +109,25 @@ class Child:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(patience)
                 break
+        # Processes that the child started may have outlived it.
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # what it left behind
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 class Kept(Child):
-    """A child that is started again whenever it ends, after a pause that grows while it keeps failing."""
+    """A child that is restarted whenever it ends, after a pause that grows while it keeps failing.
 
-    pause = 0.0
-    due = 0.0
-    started = 0.0
+    Args:
+        name: The process's name in messages.
+        command: The command line.
+        env: The environment.
+        log: The file to which its output is appended.
+        reasons: Exit status -> its meaning, for messages.
+    """
+
+    pause = 0.0  # seconds of the last pause before a restart
+    due = 0.0  # time of the next start; 0: none is scheduled
+    started = 0.0  # time of the last start
 
     def __init__(
         self,
@@ -117,50 +138,66 @@ class Kept(Child):
         reasons: Mapping[int, str] | None = None,
     ) -> None:
         super().__init__(name, command, env, log)
-        self.reasons = reasons or {}  # exit status -> what it means
+        self.reasons = reasons or {}
 
     def tend(self) -> None:
-        now, status = time.monotonic(), self.poll()
-        if self.process is None or status is not None:
-            if status is not None and not self.due:
-                self.pause = (
-                    1.0
-                    if now - self.started > SETTLED
-                    else min(LONGEST_PAUSE, 2 * self.pause or 1.0)
-                )
-                self.due = now + self.pause
+        """Start the process if it does not run and its pause is over; call this regularly."""
+        now = time.monotonic()
+        status = self.poll()
+        if self.process is not None and status is None:
+            return
+        if status is not None and not self.due:
+            self._schedule_restart(now, status)
+        if now >= self.due:
+            self.due = 0.0
+            self.started = now
+            try:
+                self.start()
+            except OSError as error:  # For example a full disk, which may have room again later.
+                self.process = None
+                self.due = now + LONGEST_PAUSE
                 log.warning(
-                    "%s ended with status %s: %s; starting it again in %g s",
+                    "%s cannot be started: %s; next attempt in %g s",
                     self.name,
-                    status,
-                    self.reasons.get(status, f"see {self.log}"),
-                    self.pause,
+                    error,
+                    LONGEST_PAUSE,
                 )
-            if now >= self.due:
-                self.due, self.started = 0.0, now
-                try:
-                    self.start()
-                except OSError as error:  # a full disk: there may be room again
-                    self.process, self.due = None, now + LONGEST_PAUSE
-                    log.warning(
-                        "%s cannot be started: %s; once more in %g s",
-                        self.name,
-                        error,
-                        LONGEST_PAUSE,
-                    )
+
+    def _schedule_restart(self, now: float, status: int) -> None:
+        """Set the time of the next start, and log why the process ended."""
+        was_successful = now - self.started > SETTLED
+        self.pause = 1.0 if was_successful else min(LONGEST_PAUSE, 2 * self.pause or 1.0)
+        self.due = now + self.pause
+        log.warning(
+            "%s ended with status %s: %s; restarting it in %g s",
+            self.name,
+            status,
+            self.reasons.get(status, f"see {self.log}"),
+            self.pause,
+        )
 
     def restart(self, patience: float = 10.0) -> None:
+        """Stop the process; the next `tend` starts it."""
         self.stop(patience)
-        self.process, self.due = None, 0.0
+        self.process = None
+        self.due = 0.0
 
 
 class Watched(Kept):
-    """A child that is also started again when it is silent for longer than it said it would be.
+    """A child that is also restarted when its heartbeat is overdue.
 
-    It is looked after from here: it may be stopped, or hold its interpreter for ever, and could not do so itself.
+    The check is made here, because a child that is suspended, or whose interpreter hangs, cannot
+    end itself.
+
+    Args:
+        name: The process's name in messages.
+        command: The command line.
+        env: The environment.
+        log: The file to which its output is appended.
+        pulse: The heartbeat file that the process writes.
     """
 
-    begin = 600.0  # seconds until it must be heard of for the first time
+    begin = 600.0  # seconds within which the first heartbeat must come
 
     def __init__(
         self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path, pulse: Path
@@ -175,7 +212,7 @@ class Watched(Kept):
     def tend(self) -> None:
         if self.process is not None and self.poll() is None and overdue(self.pulse):
             log.warning(
-                "%s is silent for longer than it may be: it is ended and starts again from the disk",
+                "%s: its heartbeat is overdue; it is ended and restarts from its memory on disk",
                 self.name,
             )
             self.restart(patience=1.0)
@@ -183,14 +220,14 @@ class Watched(Kept):
 
 
 def free_port() -> int:
-    """A port that nobody listens at now."""
+    """Return a port at which no process listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def load_setup(path: Path) -> Setup:
-    """A site as its file describes it."""
+    """Read a site's configuration from its site.toml."""
     values = read(path)
     consent = values.get("consent", {})
     if not isinstance(consent, Mapping):
@@ -199,8 +236,16 @@ def load_setup(path: Path) -> Setup:
 
 
 def site(path: Path) -> None:
-    """Be a site until this process is told to end."""
-    setup, home = load_setup(path), path.absolute().parent
+    """Run a site until this process receives SIGTERM or SIGINT.
+
+    Args:
+        path: The site's site.toml; keys, logs and memory are in the same folder.
+
+    Raises:
+        ConfigError: If a file is missing, or if the site is running already.
+    """
+    setup = load_setup(path)
+    home = path.absolute().parent
     for needed in [] if setup.insecure else [setup.certificate, setup.key]:
         if not (home / needed).is_file():
             raise ConfigError(
@@ -210,31 +255,32 @@ def site(path: Path) -> None:
     for sign in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sign, lambda *_: ended.set())
     with _only_one(setup, home), _rooms(home) as rooms:
-        _look_after(setup, path, home, rooms, ended)
+        _supervise(setup, path, home, rooms, ended)
 
 
 def _identity(setup: Setup, home: Path) -> str:
-    """Name a site as its coordinator knows it: by its key, or without one by its name there."""
-    known_by = (
-        f"{setup.superlink} {setup.name}".encode()
-        if setup.insecure
-        else (home / setup.key).read_bytes()
-    )
-    return hashlib.sha256(known_by).hexdigest()[:32]
+    """Return a hash that identifies a site at its coordinator: of its key, or else of its name."""
+    identity = f"{setup.superlink} {setup.name}".encode()
+    if not setup.insecure:
+        identity = (home / setup.key).read_bytes()
+    return hashlib.sha256(identity).hexdigest()[:32]
 
 
 def _locks() -> Path:
-    """Return the folder in which this user's running sites are known, whichever folders they run in."""
+    """Return the folder for the locks of all sites that this user runs."""
     state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(state) / "barter" / "sites"
 
 
 @contextmanager
 def _only_one(setup: Setup, home: Path) -> Iterator[None]:
-    """Refuse to be a site that runs already, from this folder or from a copy of it.
+    """Hold the lock of a site, so that no second process runs it from this folder or a copy of it.
 
-    Two processes of one key take each other's messages and write different memories. A copied folder is another
-    file to lock, so the lock is named after the site's identity.
+    Two processes with one key receive each other's messages, and their memories diverge. The lock
+    is named after the site's identity, because a lock inside the folder would be copied with it.
+
+    Raises:
+        ConfigError: If the site is running already.
     """
     path = _locks() / _identity(setup, home)
     try:
@@ -242,7 +288,8 @@ def _only_one(setup: Setup, home: Path) -> Iterator[None]:
         lock = _locked(path)
     except OSError as error:
         log.warning(
-            "site %s: a copy of its folder would not be noticed: %s; set XDG_STATE_HOME to a writable folder",
+            "site %s: a second process with a copy of its folder would not be noticed: %s; "
+            "set XDG_STATE_HOME to a writable folder",
             setup.name,
             error,
         )
@@ -250,8 +297,9 @@ def _only_one(setup: Setup, home: Path) -> Iterator[None]:
         return
     if lock is None:
         raise ConfigError(
-            f"{home}: site {setup.name!r} is running already, {_holder(path)}; a copy of a site's folder is the same "
-            f"site: end the other, or make a folder of its own with `barter flower init`"
+            f"{home}: site {setup.name!r} is running already, {_holder(path)}; a copy of a site's "
+            "folder is the same site: end the other process, or create another site with "
+            "`barter flower init`"
         )
     with lock:
         record = {"pid": os.getpid(), "host": socket.gethostname(), "folder": str(home)}
@@ -264,7 +312,7 @@ def _only_one(setup: Setup, home: Path) -> Iterator[None]:
 
 
 def _locked(path: Path) -> TextIO | None:
-    """Open and lock a file; none where another process holds it."""
+    """Open and lock a file; return none if another process holds the lock."""
     while True:
         file = path.open("a+")
         try:
@@ -272,7 +320,8 @@ def _locked(path: Path) -> TextIO | None:
         except BlockingIOError:
             file.close()
             return None
-        # Who held it may have removed it in between, and then this lock is on a file that nobody else finds.
+        # The earlier holder may have removed the file in between; then this lock is on a file that
+        # no other process can find.
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 file.truncate(0)
@@ -281,7 +330,7 @@ def _locked(path: Path) -> TextIO | None:
 
 
 def _holder(path: Path) -> str:
-    """Say which process holds a lock, as far as it has said so."""
+    """Describe the process that holds a lock, if its record can be read."""
     try:
         record = json.loads(path.read_text())
         return f"process {record['pid']} on {record['host']}, in {record['folder']}"
@@ -291,9 +340,14 @@ def _holder(path: Path) -> str:
 
 @contextmanager
 def _rooms(home: Path) -> Iterator[Path]:
-    """Make a folder for a site's socket, whose path may have 108 characters at most, and remove it at the end.
+    """Create a temporary folder for a site's socket, and remove it at the end.
 
-    What a killed process left is removed too, but only what the site provably made: see `_abandoned`.
+    It is not in the site's folder, because the path of a socket is limited to 108 characters. The
+    folder of an earlier process that was killed is removed, too, if the site provably created it;
+    see `_abandoned`.
+
+    Raises:
+        ConfigError: If a site is running from this folder already.
     """
     with (home / "rooms").open("a+") as note:
         try:
@@ -301,13 +355,14 @@ def _rooms(home: Path) -> Iterator[Path]:
         except BlockingIOError:
             raise ConfigError(f"{home}: the site of this folder is running already") from None
         note.seek(0)
-        if (left := _abandoned(note.read())) is not None:
-            shutil.rmtree(left, ignore_errors=True)
+        abandoned = _abandoned(note.read())
+        if abandoned is not None:
+            shutil.rmtree(abandoned, ignore_errors=True)
         rooms = Path(tempfile.mkdtemp(prefix=ROOMS))
         token = secrets.token_hex(16)
         try:
             with (rooms / TOKEN).open("w") as proof:
-                fcntl.flock(proof, fcntl.LOCK_EX)  # as long as this process lives
+                fcntl.flock(proof, fcntl.LOCK_EX)  # until this process ends
                 proof.write(token)
                 proof.flush()
                 note.truncate(0)
@@ -319,14 +374,15 @@ def _rooms(home: Path) -> Iterator[Path]:
 
 
 def _abandoned(note: str) -> Path | None:
-    """Return the folder that a note names if a process that is gone made it for the writer of this note.
+    """Return the folder that a note names, if it was created with the note by a process now gone.
 
-    A note is a file that anybody may have copied or edited. It counts if the folder is this user's, holds the token
-    of the note, and no living process holds that token's lock.
+    The note may have been copied or edited. It is valid if the folder belongs to this user and
+    holds the token of the note, and if no process holds the lock of the token's file.
     """
     try:
         record = json.loads(note)
-        folder, token = Path(record["folder"]), str(record["token"])
+        folder = Path(record["folder"])
+        token = str(record["token"])
         with (folder / TOKEN).open() as proof:
             fcntl.flock(proof, fcntl.LOCK_EX | fcntl.LOCK_NB)
             mine = not folder.is_symlink() and folder.stat().st_uid == os.getuid()
@@ -337,18 +393,33 @@ def _abandoned(note: str) -> Path | None:
     return None
 
 
-def _look_after(setup: Setup, path: Path, home: Path, rooms: Path, ended: threading.Event) -> None:
-    """Keep the worker and the node of a site alive until it is to end."""
-    door, logs = rooms / "door", home / "logs"
+def _supervise(setup: Setup, path: Path, home: Path, rooms: Path, ended: threading.Event) -> None:
+    """Run the worker and the node of a site, and restart them, until `ended` is set.
+
+    Args:
+        setup: The site.
+        path: The site's site.toml.
+        home: The site's folder.
+        rooms: The folder for the worker's socket.
+        ended: Set when the site is to end.
+    """
+    door = rooms / "door"
+    logs = home / "logs"
     logs.mkdir(exist_ok=True)
-    often = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05"}  # how Flower's SuperNode looks at itself
-    env = {**os.environ, **FLOWER, **often, "FLWR_HOME": str(home / ".flower")}
-    me = [sys.executable, "-m", "barter", "site", str(path), "--worker", str(door)]
-    worker = Watched(f"site {setup.name}: worker", me, env, logs / "worker.log", rooms / PULSE)
-    flowers = by_flower(setup)
+    env = {
+        **os.environ,
+        **FLOWER,
+        "FLWR_HOME": str(home / ".flower"),
+        # Flower's SuperNode polls its own task queue at this interval in seconds.
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05",
+    }
+    command = [sys.executable, "-m", "barter", "site", str(path), "--worker", str(door)]
+    worker = Watched(f"site {setup.name}: worker", command, env, logs / "worker.log", rooms / PULSE)
+    use_supernode = by_flower(setup)
     refused = (
-        f"{setup.superlink} does not let in the key {home / setup.key}: the coordinator has to register it "
-        f"(`barter flower start FOLDER`), or it is still connected from elsewhere, such as a copy of this folder"
+        f"{setup.superlink} refuses the key {home / setup.key}: the coordinator has to register it "
+        "(`barter flower start FOLDER`), or it is still connected from elsewhere, such as a copy "
+        "of this folder"
     )
     reasons = {NOT_LET_IN: refused}
     node = Kept(f"site {setup.name}: node", [], env, logs / "node.log", reasons)
@@ -356,17 +427,17 @@ def _look_after(setup: Setup, path: Path, home: Path, rooms: Path, ended: thread
         while not ended.wait(0.2):
             if (rooms / "lost").exists():
                 (rooms / "lost").unlink()
-                if flowers:
-                    # Flower would give the next healthy message the blame, and be one reply behind from then on.
+                if use_supernode:
+                    # Flower would report the error for the next message, and be one reply behind
+                    # from then on.
                     log.warning(
-                        "site %s: a client process was killed in the middle; its node restarts",
+                        "site %s: a client process was killed during a message; its node restarts",
                         setup.name,
                     )
                     node.restart()
             if node.process is None or node.due:
-                node.command = (
-                    _supernode(setup, home, door) if flowers else _node(setup, home, door)
-                )
+                make_command = _supernode_command if use_supernode else _node_command
+                node.command = make_command(setup, home, door)
             worker.tend()
             node.tend()
     finally:
@@ -375,7 +446,10 @@ def _look_after(setup: Setup, path: Path, home: Path, rooms: Path, ended: thread
 
 
 def by_flower(setup: Setup) -> bool:
-    """Whether Flower's own SuperNode is the node: where it is wanted, or the Flower that is here is not known."""
+    """Return whether to use Flower's own SuperNode instead of barter's node.
+
+    It is used if the site's configuration says so, or if the installed Flower is not supported.
+    """
     if setup.supernode:
         return True
     if why := strange():
@@ -387,78 +461,71 @@ def by_flower(setup: Setup) -> bool:
     return bool(why)
 
 
-def _node(setup: Setup, home: Path, door: Path) -> list[str]:
-    """Barter's own node."""
-    command = [
-        sys.executable,
-        "-m",
-        "barter.flower.node",
-        "--superlink",
-        setup.superlink,
-        "--door",
-        str(door),
-    ]
-    if setup.insecure:
-        return command
-    return [
-        *command,
-        "--certificate",
-        str(home / setup.certificate),
-        "--key",
-        str(home / setup.key),
-    ]
+def _node_command(setup: Setup, home: Path, door: Path) -> list[str]:
+    """Return the command of barter's node."""
+    command = [sys.executable, "-m", "barter.flower.node"]
+    command += ["--superlink", setup.superlink]
+    command += ["--door", str(door)]
+    if not setup.insecure:
+        command += ["--certificate", str(home / setup.certificate)]
+        command += ["--key", str(home / setup.key)]
+    return command
 
 
-def _supernode(setup: Setup, home: Path, door: Path) -> list[str]:
-    """Flower's."""
-    node = f"socket={json.dumps(str(door))} name={json.dumps(setup.name)}"
-    command = [
-        "flower-supernode",
-        "--superlink",
-        setup.superlink,
-        "--port",
-        str(free_port()),
-        "--node-config",
-        node,
-    ]
+def _supernode_command(setup: Setup, home: Path, door: Path) -> list[str]:
+    """Return the command of Flower's SuperNode."""
+    node_config = f"socket={json.dumps(str(door))} name={json.dumps(setup.name)}"
+    command = ["flower-supernode", "--superlink", setup.superlink]
+    command += ["--port", str(free_port())]
+    command += ["--node-config", node_config]
     if setup.insecure:
         return [*command, "--insecure"]
-    trust = ["--root-certificates", str(home / setup.certificate)]
-    return [*command, *trust, "--auth-supernode-private-key", str(home / setup.key)]
+    command += ["--root-certificates", str(home / setup.certificate)]
+    command += ["--auth-supernode-private-key", str(home / setup.key)]
+    return command
 
 
 def work(path: Path, door: Path) -> None:
-    """The client itself: a process that lives as long as the site."""
-    setup, home = load_setup(path), path.absolute().parent
+    """Run a site's worker: the process of the client itself, which answers requests for ever.
+
+    Args:
+        path: The site's site.toml.
+        door: The unix socket to listen on.
+    """
+    setup = load_setup(path)
+    home = path.absolute().parent
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)
-    os.chdir(home)  # paths in site.toml start at the file
-    member, pulse = make_site(setup, home / "memory"), Pulse(door.with_name(PULSE))
-    member.monitor = turn = Turn(door.with_name(TURN))
+    os.chdir(home)  # Paths in site.toml are relative to its folder.
+    member = make_site(setup, home / "memory")
+    pulse = Pulse(door.with_name(PULSE))
+    progress = Turn(door.with_name(TURN))
+    member.monitor = progress
     begun = door.with_name(BEGUN)
-    tells = {"tells": not by_flower(setup)}  # whether the node says how far a call is
+    # Barter's node reports the progress of a call to the server, Flower's SuperNode does not.
+    reports_progress = not by_flower(setup)
 
     def answer(frame: Frame) -> Frame:
         try:
             request = decode(frame)
             seconds = float(request.get("timeout", LONGEST_CALL))
         except (BarterError, AttributeError, TypeError, ValueError) as error:
-            return encode({"error": f"not understood: {error}", "traceback": ""})
+            return encode({"error": f"malformed request: {error}", "traceback": ""})
         if request.get("ask") == "call":
             try:
-                spent = since(
-                    begun, hashlib.sha256(frame.header.encode(errors="replace")).hexdigest()
-                )
+                header = frame.header.encode(errors="replace")
+                spent = since(begun, hashlib.sha256(header).hexdigest())
                 seconds = setup.consent.within(setup.name, seconds, spent)
             except ConfigError as error:
                 return encode({"error": str(error), "traceback": ""})
-        turn.begin()
-        with pulse.call(
-            seconds
-        ):  # after that, the server has given up, or the site does not want to go on
+        progress.begin()
+        # After these seconds the server has given up, or the site's consent is used up.
+        with pulse.call(seconds):
             reply = member.answer(request)
-            answered = encode({**reply, **tells} if "hello" in reply else reply)
+            if "hello" in reply:
+                reply = {**reply, "tells": reports_progress}
+            encoded = encode(reply)
         begun.unlink(missing_ok=True)
-        return answered
+        return encoded
 
     serve(door, answer, (door.parent / "lost").touch)

@@ -1,7 +1,7 @@
 #!/bin/sh
-# A certificate authority of our own, and a certificate of the coordinator's for the names and addresses given here:
+# Create a certificate authority, and the coordinator's certificate for these host names and addresses:
 #     sh certificates.sh coordinator.example.org 192.0.2.7
-# Run again with other names, it keeps the authority (sites need not change) and makes a new certificate.
+# If the authority exists, it is kept, so that sites need not change, and a new certificate is created.
 set -eu
 umask 077
 [ $# -gt 0 ] || { echo "usage: sh certificates.sh NAME-OR-ADDRESS ..." >&2; exit 2; }
