@@ -11,8 +11,8 @@ client can afford the full network. One round (Algorithm 1):
 
 Differences from the paper:
 
-- `lr`, `epochs`: local training is that of `heterofl`. Preset "paper" has FedRolex's own, which is
-  intended for thousands of rounds.
+- `lr`, `epochs`: local training and normalisation are those of `heterofl`. Preset "paper" has
+  FedRolex's own local training, which is intended for thousands of rounds.
 """
 
 from __future__ import annotations

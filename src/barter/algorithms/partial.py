@@ -86,8 +86,8 @@ class PartialTraining(Algorithm[S, Client]):
     }
 
     fraction: Fraction = 1.0  # share of clients per round
-    # ρ: how fast budgets fall over clients, R_i = (1/2)^min(σ, ⌊ρ i / N⌋); DFRD studies 5, 10 and 40
-    # for 10 clients
+    # ρ: how fast budgets fall over clients, R_i = (1/2)^min(σ, ⌊ρ i / N⌋); DFRD studies 5, 10 and
+    # 40 for 10 clients
     rho: Whole = 2
     sigma: Whole = 4  # σ: the smallest budget is (1/2)^σ
     epochs: Count = 5  # local epochs
@@ -128,7 +128,11 @@ class PartialTraining(Algorithm[S, Client]):
         self.exchange(server, clients.sample(self.fraction), t)
 
     def exchange(self, server: S, active: Clients, t: int) -> Replies[Update]:
-        """Have every client train its submodel, average these in the server's model, return them."""
+        """Have every client train its submodel and average these in the server's model.
+
+        Returns:
+            The clients' updates.
+        """
         where = self.choose(server, active, t)
         w = server.model.state_dict()
         submodels = {k: extracted(w, where[k]) for k in active}
