@@ -67,7 +67,7 @@ def test_embeddings_of_parts_cross_too_and_clients_may_draw_for_themselves() -> 
             "but for half precision, the same"
         )
     with pytest.raises(
-        ConfigError, match="parts=1: one part is the whole; 2 cuts an image into four"
+        ConfigError, match="parts=1: one part is the whole image; 2 cuts an image into four parts"
     ):
         DFFKE(parts=1)
 

@@ -360,17 +360,19 @@ def test_layers_are_those_of_the_clients_network() -> None:
     one, two, *_ = layers_of(server.architectures[0]())
     assert algorithm.sound(server, 0, [one, two]) == [one, two]
     for bad, said in (
-        ({**one, "name": "other"}, "other is no such layer of its network"),
-        ({**one, "kind": "linear"}, "no such layer of its network: linear"),
-        ({**one, "weight": one["weight"][:1]}, "no such layer"),
-        ({**one, "bias": torch.zeros(len(one["weight"]))}, "no such layer"),
+        ({**one, "name": "other"}, "other is not a layer of the client's network"),
+        ({**one, "kind": "linear"}, "not a layer of the client's network: linear"),
+        ({**one, "weight": one["weight"][:1]}, "not a layer"),
+        ({**one, "bias": torch.zeros(len(one["weight"]))}, "not a layer"),
     ):
         with pytest.raises(PayloadError, match=said):
             algorithm.sound(server, 0, [bad])  # type: ignore[list-item]
-    with pytest.raises(PayloadError, match="2 layers, asked for were 2 different ones"):
+    with pytest.raises(PayloadError, match="2 layers, expected at most 2 different ones"):
         algorithm.sound(server, 0, [one, one])
     server.architectures = {}
     huge: Layer = {**one, "weight": torch.zeros(1, 1, 65, 1)}
-    with pytest.raises(PayloadError, match=r"no such layer of its network: conv \(1, 1, 65, 1\)"):
+    with pytest.raises(
+        PayloadError, match=r"not a layer of the client's network: conv \(1, 1, 65, 1\)"
+    ):
         algorithm.sound(server, 0, [huge])
     assert algorithm.sound(server, 0, [one]) == [one]

@@ -1,8 +1,8 @@
-"""Condensation: what FedDM and FedAF have in common.
+"""Condensation: the common base of FedDM and FedAF.
 
-Clients condense their images into a few per class, the server trains the one model on everybody's and sends it back.
-Where images start, how far they may go in a step and how long the server trains is the same for both, so that what
-differs between their results is what differs between the methods.
+Clients condense their images into a few per class. The server trains one global model on all
+clients' condensed images and sends it back. Initial images, the limit of a step and the length of
+the server's training are the same for both, so that their results differ by the methods alone.
 """
 
 from __future__ import annotations
@@ -34,36 +34,39 @@ from barter.ops.synthesis import variety
 
 __all__ = ["Condensation", "Condenser"]
 
-ALIKE = 0.1  # of the originals' variety: condensed images with less show one image of a class again and again
+# Condensed images whose variety is below this share of the originals' are nearly identical.
+ALIKE = 0.1
 
 
 class Condenser(Client):
     """A client that condenses its images."""
 
-    images: list[Tensor] = []  # its last condensed ones
+    images: list[Tensor] = []  # the condensed images of its last round, or empty
 
 
 @dataclass(frozen=True, kw_only=True)
 class Condensation(Algorithm[Server, Condenser]):
-    """Condensed images go up, one model comes down."""
+    """Clients upload condensed images; the server trains one model on them and sends it back."""
 
     primary = "server"
     one_architecture = True
 
     fraction: Fraction = 1.0  # share of clients per round
-    ipc: Count = 10  # IPC: condensed images per class, at most as many as there are originals; FedAF's paper has 50
-    # classes with fewer images are left out; FedAF's paper has as many as ipc (Table 7)
+    # IPC: condensed images per class, at most the number of originals; FedAF's paper has 50
+    ipc: Count = 10
+    # classes with fewer images are not condensed; equal to ipc in FedAF's paper (Table 7)
     min_samples: Count = 2
     steps: Count = 200  # condensation steps per round; both papers have 1000
     batch_size: Count = 256  # real images of a class per step, and images per step of the server
     image_lr: Positive = 1.0  # learning rate of the images
     clip: Positive | None = 2.0  # largest norm of the images' gradient
-    # m: originals whose mean a condensed image starts from; FedAF's paper takes several
+    # m: a condensed image is initialised as the mean of m originals; FedAF's paper takes several
     init_images: Count = 1
-    server_epochs: Count = 200  # passes over all condensed images per round; both papers have 500
+    # epochs over all condensed images per round; both papers have 500
+    server_epochs: Count = 200
     # η: learning rate of the model; FedAF's paper has 0.001 for both methods
     server_lr: Positive = 0.01
-    momentum: NonNegative = 0.9  # of the SGD for the model; FedAF has it for images too
+    momentum: NonNegative = 0.9  # momentum of the SGD for the model; in FedAF for images too
 
     def condensed(
         self,
@@ -75,14 +78,26 @@ class Condensation(Algorithm[Server, Condenser]):
         match_logits: bool = False,
         collaboration: Callable[[Tensor], Collaboration] | None = None,
     ) -> Lot:
-        """What the client gives away, seen through networks as `sampled` makes them; what the record says of it."""
+        """Condense the client's images, report the loss terms, and return the upload.
+
+        Args:
+            client: Its condensed images are also kept in `client.images`.
+            momentum: Momentum of the SGD for images.
+            sampled: Changes the network, a copy of the client's, in place before each step.
+            start: Initial images; none starts from means of originals.
+            match_logits: Match mean logits too, not only mean features.
+            collaboration: Called with the condensed classes; returns FedAF's collaborative term.
+        """
         data = client.data
-        sizes, images = portions(data, self.ipc, self.min_samples), None
+        sizes = portions(data, self.ipc, self.min_samples)
+        images = None
         if sizes:
             classes = torch.tensor(list(sizes), device=client.device)
+            if start is None:
+                start = mean_images(data, sizes, self.init_images)
             images, terms = condense(
                 client,
-                mean_images(data, sizes, self.init_images) if start is None else start,
+                start,
                 sizes,
                 steps=self.steps,
                 batch_size=self.batch_size,
@@ -97,32 +112,38 @@ class Condensation(Algorithm[Server, Condenser]):
         return lot(data, sizes, images)
 
     def look(self, client: Condenser, images: Tensor, labels: Tensor) -> None:
-        """Note how varied the condensed images are, and the client's own of the same classes."""
+        """Report the variety of the condensed images, and of the originals of the same classes."""
         members = [
             (client.data.labels == c).nonzero()[: self.batch_size, 0] for c in torch.unique(labels)
         ]
         own = torch.cat(members)
         client.report |= variety(images, labels)
-        told = variety(client.data.batch(own), client.data.labels[own])
-        client.report |= {f"own_{name}": value for name, value in told.items()}
+        own_variety = variety(client.data.batch(own), client.data.labels[own])
+        client.report |= {f"own_{name}": value for name, value in own_variety.items()}
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
         remarks = []
         if rounds and not any(record.server.get("condensed") for record in rounds):
-            way_out = f"no class of a client has {self.min_samples} images, and the model stayed as it was: lower it"
-            remarks.append(f"min_samples={self.min_samples}: {way_out}")
-        last = {
-            k: told
-            for record in rounds
-            for k, told in record.clients.items()
-            if "own_variety" in told
-        }
-        alike = [k for k, told in last.items() if told["variety"] < ALIKE * told["own_variety"]]
-        if alike and self.ipc > 1:
-            who = f"client{'s' * (len(alike) > 1)} {', '.join(map(str, sorted(alike)))}"
-            way_out = "start each from fewer originals (init_images) or take a smaller image_lr"
             remarks.append(
-                f"the condensed images of a class are all but the same at {who}: {way_out}"
+                f"min_samples={self.min_samples}: no class of any client has "
+                f"{self.min_samples} images, so the model was not trained; lower min_samples"
+            )
+        last_reports = {}
+        for record in rounds:
+            for k, report in record.clients.items():
+                if "own_variety" in report:
+                    last_reports[k] = report
+        alike = sorted(
+            k
+            for k, report in last_reports.items()
+            if report["variety"] < ALIKE * report["own_variety"]
+        )
+        if alike and self.ipc > 1:
+            names = ", ".join(map(str, alike))
+            where = f"client {names}" if len(alike) == 1 else f"clients {names}"
+            remarks.append(
+                f"the condensed images of a class are nearly identical at {where}: start each "
+                "from fewer originals (init_images) or use a smaller image_lr"
             )
         return remarks
 
@@ -145,19 +166,25 @@ class Condensation(Algorithm[Server, Condenser]):
         terms: Sequence[str],
         weight_decay: float = 0.0,
     ) -> None:
-        """The server's model learns from condensed images, and notes the terms of its loss."""
+        """Train the server's model on condensed images and report the terms of its loss.
+
+        Args:
+            loss: Called with a batch of images, their labels and `beside`.
+            beside: Tensors that are the same in every step.
+            terms: Names of the values that `loss` returns, for the report.
+            weight_decay: Weight decay of the SGD.
+        """
         trainer = Trainer.of(server.model.train(), sgd(self.server_lr, self.momentum, weight_decay))
         batches = index_batches(len(labels), self.batch_size, labels.device)
-        steps, told = (
-            self.server_epochs * epoch_length(len(labels), self.batch_size),
-            list[Tensor](),
-        )
+        steps = self.server_epochs * epoch_length(len(labels), self.batch_size)
+        first_and_last: list[Tensor] = []
         for step in server.track("train", range(steps)):
             index = next(batches)
             values = trainer.step(loss, images[index], labels[index], *beside)
             if step in (0, steps - 1):
-                told.append(torch.stack([value.float() for value in values]))
-        server.report |= ends(terms, told)
+                first_and_last.append(torch.stack([value.float() for value in values]))
+        server.report |= ends(terms, first_and_last)
 
     def receive(self, client: Condenser, w: State) -> None:
+        """Load the server's weights."""
         client.model.load_state_dict(w)

@@ -1,29 +1,47 @@
 """DFFKE: "Aggregation-Free Heterogeneous Federated Learning with Data-Free Knowledge Exchange", anonymous submission
 under review, Algorithm 1.
 
-Clients with different networks and different data teach each other. The server learns to turn embeddings back into
-images that stand for each client's data; every client labels its own with its own network, and learns from the labels
-that the others gave to theirs. No weights are averaged and no public data is needed.
+Clients with different networks and different data teach each other through synthetic images that
+represent each client's data. No weights are averaged and no public data is needed. One round
+(Algorithm 1):
 
-Where the paper is silent or at odds with itself:
+1. Clients train on their private images (Eq. 9). They upload their weights, and embeddings and
+   labels of a share of their images.
+2. The server trains docking layers that map all embeddings into one space (Eqs. 10 and 11), and a
+   decoder that turns these codes into images (Eq. 12).
+3. Every client predicts logits for the synthetic images of its own data and uploads them.
+4. Every client learns from the other clients' logits on the other clients' synthetic images
+   (Eqs. 13 and 14).
 
-- Eqs. 13 and 14 print KL(student ‖ teacher), Eqs. 6 to 8 KL(teacher ‖ student). Eq. 8 defines the objective and the
-  authors' code does it, so `direction` is "teacher"; "student" is the printed form.
-- Docking layers map h_k to h = 512, the only width that gives the decoder of 4.4 million parameters. They are kept
-  over rounds; the global head of Eq. 11 is new in each. The decoder draws 32 x 32 pixels, resized for larger inputs.
-- The paper does not say how many embeddings are shared. Its 14.7 MB per round and 47.34 GB in all come out for 15%.
+Differences from the paper, where it is silent or contradicts itself:
 
-Preset "paper" is the paper; "code" adds what the authors' early code does besides, and shares all embeddings. What the
-default changes is ours, each change a field. Eq. 11 rewards nothing but classes, so the decoder drew one picture of
-each: codes are whitened. A network averages away where things are, so the decoder could not know either: embeddings of
-parts tell (`parts`). Batches hold images of all clients (`mixed`), for one's after the other's undo each other; private
-ones too, for normalisation would otherwise see them by other statistics in training than afterwards.
-Students see transfer images moved (`augmented`), or they learn patterns by heart. Networks do not learn what is
-frequent at home (`balanced`): clients add it where they judge images of their own kind, so that what they hear of
-others costs nothing there, but not where they teach: others would learn which classes go with whose images. The decoder
-goes on from the last round's, and learning rates fall. Local training ends with the first exchange: a network that
-learned from others shows more of an image in its embedding.
-benchmarks/README.md has what each brings.
+- `direction`: Eqs. 13 and 14 print KL(student ‖ teacher), Eqs. 6 to 8 KL(teacher ‖ student). Eq. 8
+  defines the objective and the authors' code follows it, so the default is "teacher"; "student" is
+  the printed form.
+- `code_dim`: docking layers map h_k to h = 512, the only width that gives the decoder 4.4 million
+  parameters. They are kept over rounds; the global head of Eq. 11 is new in each round.
+- The decoder generates 32 x 32 pixels, which are resized for larger inputs.
+- `share`: the paper does not state how many embeddings are shared. Its 14.7 MB per round and
+  47.34 GB in total result from 15 %.
+
+Differences from the paper by default (preset "paper" is the paper; preset "code" adds what the
+authors' early code does in addition, and shares all embeddings; benchmarks/README.md has the effect
+of each field):
+
+- `whiten`: codes are whitened. Eq. 11 rewards only the separation of classes, so the decoder
+  generated one image per class.
+- `parts`: clients also upload embeddings of parts of each image. A network averages positions away,
+  so the decoder could not know them either.
+- `mixed`: batches hold images of all clients, because training on one client's batch after another
+  undoes the previous step. They hold private images too, because normalisation layers would
+  otherwise see these with other statistics in training than afterwards.
+- `augmented`: students see augmented transfer images; otherwise they memorise patterns.
+- `balanced`: networks do not learn the local class prior. Clients add it to their logits for images
+  of their own distribution, so that learning from others costs nothing there. They do not add it
+  where they teach: others would learn which classes go with which client's images.
+- `warm_decoder`, `cosine`: the decoder continues from the last round's, and learning rates decay.
+- `later_epochs`: local training ends with the first exchange. The embedding of a network that has
+  learned from others contains more of an image.
 """
 
 from __future__ import annotations
@@ -60,148 +78,163 @@ from barter.ops.views import cut, embeddings, number
 
 __all__ = ["DFFKE", "Hub", "Trader"]
 
-Tensors: TypeAlias = dict[int, Tensor]  # one for each client
+Tensors: TypeAlias = dict[int, Tensor]  # one tensor per client
 
 
 class Offer(TypedDict):
-    """What a client shows the server after local training."""
+    """A client's upload after local training."""
 
+    # the number of images that it offers, n
     examples: Annotated[int, Within(1, "examples", "n")]
     weights: NotRequired[Annotated[State, When("inverts")]]
-    embeddings: NotRequired[
-        Annotated[Tensor, Floats("n", "views", "features"), When("embeds")]
-    ]  # of images' views
+    # of each view of each image: the whole image first, then its parts
+    embeddings: NotRequired[Annotated[Tensor, Floats("n", "views", "features"), When("embeds")]]
     labels: NotRequired[Annotated[Tensor, Labels("n"), When("embeds")]]
 
 
 class Delivery(TypedDict):
-    """What a client needs to make this round's transfer data, and that of rounds it missed."""
+    """Transfer data of this round and of rounds that the client missed, and its docking layer."""
 
     entries: list[Entry]
     docking: State
 
 
 class Hub(Server):
-    """The data-free module."""
+    """The data-free module: docking layers, decoder, and the buffer of transfer data."""
 
     docking: dict[int, State] = {}
-    decoder: State = {}  # the last round's, if the next goes on from it
+    decoder: State = {}  # the last round's decoder, if the next one continues from it
     buffer: list[Entry] = []
-    held: dict[int, int] = {}  # the last round whose entry a client was sent
+    held: dict[int, int] = {}  # for each client, the last round whose entry it was sent
 
 
 class Trader(Client):
-    """A client that is teacher and student at once."""
+    """A client that is both teacher and student."""
 
     buffer: list[Entry] = []
     docking: State = {}
-    exchanges: int = 0  # how many it took part in
-    # which of its images it offered in each round it remembers; 0 is the one begun
+    exchanges: int = 0  # number of exchanges that the client took part in
+    # for each remembered round, the indices of the images that the client offered; key 0 is the
+    # current round until its number is known
     offered: dict[int, Tensor] = {}
 
 
 def shown(spec: Spec, augment: Augment, images: Tensor) -> Tensor:
-    """Transfer images as networks see them in training."""
+    """Augment transfer images and resize them to the networks' input size."""
     return resized(augmented(images, augment), spec)
 
 
 def review_loss(
     model: Classifier, features: Tensor, labels: Tensor, home: Tensor | None = None
 ) -> Tensor:
-    """The cross entropy of private images, told how frequent classes are at home."""
+    """Return the cross entropy on private images; the log class prior `home` is added to logits."""
     return F.cross_entropy(adjusted(model.logits(features), home), labels)
 
 
 PAPER: dict[str, object] = {
-    **{"max_epochs": 100, "later_epochs": None, "share": 0.15, "parts": 0, "whiten": 0.0},
-    **{
-        "decoder_epochs": 6,
-        "decoder_steps": 0,
-        "decoder_batch": None,
-        "warm_decoder": False,
-        "cosine": False,
-    },
-    **{"exchange_epochs": 4, "exchange_steps": 0, "mixed": False, "augmented": False},
-    **{
-        "balanced": False,
-        "memory": None,
-        "transfer": "decoder",
-        "local_review": False,
-        "noise": 1.0,
-    },
+    "max_epochs": 100,
+    "later_epochs": None,
+    "share": 0.15,
+    "parts": 0,
+    "whiten": 0.0,
+    "decoder_epochs": 6,
+    "decoder_steps": 0,
+    "decoder_batch": None,
+    "warm_decoder": False,
+    "cosine": False,
+    "exchange_epochs": 4,
+    "exchange_steps": 0,
+    "mixed": False,
+    "augmented": False,
+    "balanced": False,
+    "memory": None,
+    "transfer": "decoder",
+    "local_review": False,
+    "noise": 1.0,
 }
 CODE = {"share": 1.0, "local_review": True, "embedding_loss": True, "logit_loss": True}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DFFKE(Algorithm[Hub, Trader]):
-    """Data-free federated knowledge exchange."""
+    """Data-free federated knowledge exchange: clients teach each other on synthetic images."""
 
     replicas = True
     crosses = {
         "learn": "up: weights, embeddings of a share of the images and of their parts, labels",
         "train": "nothing",
-        "teach": "down: synthetic images of all clients' data; up: logits on those of the client's own",
+        "teach": "down: synthetic images of all clients' data; "
+        "up: logits on those of the client's own data",
         "exchange": "down: the other clients' logits",
     }
     tells = {
-        **{
-            "learn.examples": "nothing",
-            "learn.embeddings": "row of the network",
-            "learn.labels": "label",
-        },
-        **{"teach.round": "nothing", "teach.index": "nothing"},
+        "learn.examples": "nothing",
+        "learn.embeddings": "row of the network",
+        "learn.labels": "label",
+        "teach.round": "nothing",
+        "teach.index": "nothing",
     }
     presets = {"paper": PAPER, "code": {**PAPER, **CODE}}
 
     participation: Fraction = 1.0  # ρ: share of clients per round
-    collaboration: Fraction = 1.0  # π: share of clients that ever exchange; the rest train alone
+    # π: share of clients that ever exchange; the others only train locally
+    collaboration: Fraction = 1.0
     tau: Fraction = 0.98  # τ: local training ends when an epoch's training accuracy reaches it
-    max_epochs: Count = 30  # or after so many epochs; the paper has no such limit
-    # the same once it has exchanged, for `local_review` goes on; none as before (paper)
+    max_epochs: Count = 30  # largest number of local epochs; the paper has no limit
+    # the same limit after a client's first exchange, as `local_review` continues to train on
+    # private images; none is max_epochs (paper)
     later_epochs: Whole | None = 0
-    share: Fraction = 0.6  # share of a client's embeddings that it offers; the paper's byte counts come out for 0.15
-    # and of so many by so many parts of an image, of 8 pixels or more; the paper has none
+    # share of its images whose embeddings a client uploads; the paper's byte counts imply 0.15
+    share: Fraction = 0.6
+    # N: embeddings also of N x N parts of an image, each at least 8 pixels wide; 0 in the paper
     parts: Whole = 4
     code_dim: Count = 512  # h: width of the unified embedding space
     # T_Tran: full-batch steps per client for docking layers and global head
     docking_epochs: Count = 100
-    # codes vary alike where they vary by more than this share of the mean; 0 in the paper
+    # equalise the variance of codes in all directions where it exceeds this share of the mean
+    # variance; 0 in the paper
     whiten: NonNegative = 0.1
-    # T_Dec: passes over the largest offer; the paper has 3 for CIFAR-10, 6 for CIFAR-100
+    # T_Dec: epochs over the largest client's embeddings; in the paper 3 for CIFAR-10, 6 for
+    # CIFAR-100
     decoder_epochs: Count = 8
-    decoder_steps: Whole = 70  # but at least so many steps, for small data sets; not in the paper
-    # codes per client in a step, on average; none is batch_size, as in the paper
+    # smallest number of decoder steps, for small data sets; not in the paper
+    decoder_steps: Whole = 70
+    # mean number of codes per client in a decoder step; none is batch_size, as in the paper
     decoder_batch: Count | None = 50
-    # the decoder goes on from the last round's; the paper has a new one in each
+    # the decoder continues from the last round's; the paper trains a new one in each round
     warm_decoder: bool = True
-    # T_FKE: passes over the synthetic set; the paper has 2 for CIFAR-10, 4 for CIFAR-100
+    # T_FKE: epochs over the synthetic images; the paper has 2 for CIFAR-10, 4 for CIFAR-100
     exchange_epochs: Count = 1
-    exchange_steps: Whole = 60  # but at least so many steps, for small data sets; not in the paper
-    # batches hold codes of all clients, images of all peers and private ones; in the paper one's
-    # after the other's
+    # smallest number of exchange steps, for small data sets; not in the paper
+    exchange_steps: Whole = 60
+    # batches mix codes of all clients, or images of all peers and private images; in the paper,
+    # every batch is of one client
     mixed: bool = True
-    # students see transfer images shifted and mirrored, as private ones; not in the paper
+    # students see transfer images shifted and mirrored, like private images; not in the paper
     augmented: bool = True
-    cosine: bool = True  # learning rates of clients and decoder fall within each phase; the paper's are constant
-    balanced: bool = True  # cross entropy is told how frequent classes are at home, so networks need not learn it; ours
-    # peers a client learns from in a round, drawn anew in each; none is all
+    # learning rates of clients and decoder decay within each phase; constant in the paper
+    cosine: bool = True
+    # add the log class prior to logits in the cross entropy, so that networks do not learn the
+    # local class frequencies; not in the paper
+    balanced: bool = True
+    # number of peers that a client learns from, sampled in each round; none is all
     peers: Count | None = None
     memory: Whole | None = 5  # R: past rounds kept for review; none is no limit, as in the paper
     lr: Positive = 1e-3  # η: Adam's learning rate, for every network
     batch_size: Count = 100  # B: images per step
-    weight_decay: NonNegative = 1e-5  # of the clients' Adam
-    docking_weight_decay: NonNegative = 1e-3  # of the docking layers' Adam
-    # E_k: of private images, or noise that tells nothing
+    weight_decay: NonNegative = 1e-5  # weight decay of the clients' Adam
+    docking_weight_decay: NonNegative = 1e-3  # weight decay of the docking layers' Adam
+    # E_k: embeddings of private images, or noise that reveals nothing
     embeddings: Literal["real", "noise"] = "real"
-    noise: Positive = 30.0  # deviation of such noise: from afar images come out unlike each other; the paper gives none
-    # what stands for data: images that the server draws, the decoder and codes from which clients
-    # draw them (paper), or public data
+    # standard deviation of this noise; a large one makes the images differ; not given in the paper
+    noise: Positive = 30.0
+    # transfer data: images that the server decodes, decoder and codes with which clients decode
+    # them (paper), or public data
     transfer: Literal["images", "decoder", "public"] = "images"
     direction: Literal["teacher", "student"] = "teacher"  # KL(teacher ‖ student) or the reverse
-    # F of L_md in the decoder's loss, for which another client is the student
+    # F of L_md: a term of the decoder's loss with another client as the student
     discrepancy: Discrepancy = "none"
-    # a step on a private batch in every exchange iteration (authors' code)
+    # train on a private batch too in every exchange step (authors' code)
     local_review: bool = True
     embedding_loss: bool = False  # MSE of translated embeddings in the exchange (authors' code)
     logit_loss: bool = False  # KL of logits in the decoder's loss (authors' code)
@@ -210,11 +243,11 @@ class DFFKE(Algorithm[Hub, Trader]):
         super().__post_init__()
         if self.transfer == "public" and self.embedding_loss:
             raise ConfigError(
-                "embedding_loss=True: it needs docking layers, which transfer='public' does without"
+                "embedding_loss=True: it needs docking layers, which transfer='public' does not use"
             )
         if self.parts == 1:
             raise ConfigError(
-                "parts=1: one part is the whole; 2 cuts an image into four, 0 into none"
+                "parts=1: one part is the whole image; 2 cuts an image into four parts, 0 into none"
             )
 
     @property
@@ -223,28 +256,30 @@ class DFFKE(Algorithm[Hub, Trader]):
 
     @property
     def inverts(self) -> bool:
-        """Whether the server makes images of embeddings, by means of the clients' networks."""
+        """Return whether the server decodes embeddings to images, using the clients' networks."""
         return self.transfer != "public"
 
     @property
     def embeds(self) -> bool:
-        """Whether clients say what their networks make of private images."""
+        """Return whether clients upload embeddings of private images."""
         return self.inverts and self.embeddings == "real"
 
     def views(self, known: Known) -> int:
-        """Of each image."""
+        """Return the number of views of an image: the whole image and its parts."""
         return number(cut(self.parts, known.spec))
 
     def offered(self, examples: int) -> int:
-        """How many of its images a client offers."""
+        """Return how many of its `examples` images a client offers."""
         return min(max(2, math.ceil(self.share * examples)), examples)
 
     def lesson_bytes(self, known: Known) -> int:
-        """Of a word on all images that a client offered, and on as many before, of as many rounds as it remembers."""
-        n, numbers = (
-            self.offered(known.examples),
-            known.spec.classes + self.embedding_loss * self.code_dim,
-        )
+        """Return the largest size of a client's lesson in bytes.
+
+        A lesson has logits for the n images that the client offered in this round, and for up to n
+        images of the past rounds that it remembers.
+        """
+        n = self.offered(known.examples)
+        numbers = known.spec.classes + self.embedding_loss * self.code_dim
         rounds = 1 + (n if self.memory is None else min(n, self.memory))
         return 2 * n * (4 * numbers + 8) + rounds * WORD
 
@@ -257,31 +292,26 @@ class DFFKE(Algorithm[Hub, Trader]):
             return
         codes, decoder = self.make_transfer_data(server, offers)  # Eqs. 10-12
         entry: Entry = {"round": t, "codes": codes, "decoder": decoder}
-        known = [*server.buffer, entry]
-        lessons = (
-            traders.only(offers)
-            .scatter(self.teach, self.deliver(server, entry))
-            .each(partial(sound, known))
-        )
+        entries = [*server.buffer, entry]
+        deliveries = self.deliver(server, entry)
+        lessons = traders.only(offers).scatter(self.teach, deliveries).each(partial(sound, entries))
         server.held |= dict.fromkeys(lessons, t)
         if len(lessons) < 2:
             return
         traders.only(lessons).scatter(self.exchange, heard(lessons, self.peers))  # Eqs. 13-14
 
     def train(self, client: Trader) -> None:
-        recipe = adam(self.lr, self.weight_decay, cosine=self.cosine)
-        epochs = (
-            self.later_epochs
-            if client.exchanges and self.later_epochs is not None
-            else self.max_epochs
-        )
+        """Train on private images until the accuracy reaches τ or the last epoch ends (Eq. 9)."""
+        epochs = self.max_epochs
+        if client.exchanges and self.later_epochs is not None:
+            epochs = self.later_epochs
         home = self.at_home(client)
         fitted = fit(
             client,
             epochs=epochs,
             goal=self.tau,
             batch_size=self.batch_size,
-            recipe=recipe,
+            recipe=adam(self.lr, self.weight_decay, cosine=self.cosine),
             by_class=home,
         )
         client.report["epochs"] = fitted.epochs
@@ -292,13 +322,16 @@ class DFFKE(Algorithm[Hub, Trader]):
         return log_shares(client.data) if self.balanced else None
 
     def learn(self, client: Trader) -> Offer:
+        """Train locally and return what the server makes transfer data from."""
         self.train(client)
-        data, examples = client.data, self.offered(len(client.data))
+        data = client.data
+        examples = self.offered(len(data))
         offer: Offer = {"examples": examples}
         if self.inverts:
             offer["weights"] = client.model.state_dict()
         if self.embeds:
-            client.offered[0] = index = torch.randperm(len(data), device=client.device)[:examples]
+            index = torch.randperm(len(data), device=client.device)[:examples]
+            client.offered[0] = index
             offer["embeddings"] = embeddings(client.model, data, index, cut(self.parts, data.spec))
             offer["labels"] = data.labels[index]
         return offer
@@ -306,34 +339,38 @@ class DFFKE(Algorithm[Hub, Trader]):
     def make_transfer_data(
         self, server: Hub, offers: Replies[Offer]
     ) -> tuple[dict[int, Tensor], State]:
-        """Embeddings in one space (Eqs. 10 and 11), and the decoder that makes images of them; or these images."""
-        size, device = {k: offer["examples"] for k, offer in offers.items()}, server.device
+        """Make the transfer data of a round from the clients' offers (Eqs. 10-12).
+
+        Returns:
+            For every client its transfer data, and the decoder's state. The data are codes if
+            clients decode them; images if the server has decoded them, and indices if the images
+            are public. In the last two cases the decoder's state is empty.
+        """
+        sizes = {k: offer["examples"] for k, offer in offers.items()}
+        device = server.device
         if self.transfer == "public":
             assert server.public is not None
-            return {
-                k: torch.randint(len(server.public), (n,), device=device) for k, n in size.items()
-            }, {}
+            n_public = len(server.public)
+            return {k: torch.randint(n_public, (n,), device=device) for k, n in sizes.items()}, {}
         models = {k: server.replica(k, offer["weights"]) for k, offer in offers.items()}
         if self.embeddings == "real":
-            e, y = (
-                {k: o["embeddings"] for k, o in offers.items()},
-                {k: o["labels"] for k, o in offers.items()},
-            )
+            e = {k: offer["embeddings"] for k, offer in offers.items()}
+            y = {k: offer["labels"] for k, offer in offers.items()}
         else:
             views = number(cut(self.parts, server.spec))
+            classes = server.spec.classes
             e = {
                 k: self.noise * torch.randn(n, views, models[k].feature_dim, device=device)
-                for k, n in size.items()
+                for k, n in sizes.items()
             }
-            y = {
-                k: torch.randint(server.spec.classes, (n,), device=device) for k, n in size.items()
-            }
+            y = {k: torch.randint(classes, (n,), device=device) for k, n in sizes.items()}
         recipe = adam(self.lr, self.docking_weight_decay)
         z, codes, docking = unify(
             server, e, y, server.docking, self.code_dim, self.docking_epochs, recipe, self.whiten
         )
         server.docking |= docking
-        decoder = self.train_decoder(server, {k: Viewer(models[k], z[k]) for k in offers}, codes, e)
+        viewers = {k: Viewer(models[k], z[k]) for k in offers}
+        decoder = self.train_decoder(server, viewers, codes, e)
         if self.transfer == "decoder":
             return codes, decoder
         return {k: depicted(decoder, server.spec, code).half() for k, code in codes.items()}, {}
@@ -341,22 +378,31 @@ class DFFKE(Algorithm[Hub, Trader]):
     def train_decoder(
         self, server: Hub, viewers: dict[int, Viewer], codes: Tensors, e: Tensors
     ) -> State:
-        """The decoder Dec, which makes of each code an image that its client's encoder maps back to it (Eq. 12)."""
+        """Train the decoder Dec and return its state (Eq. 12).
+
+        It turns each code into an image that the client's encoder maps back to this code.
+        """
         schedule = Schedule(
             self.decoder_epochs,
             self.decoder_steps,
             self.decoder_batch or self.batch_size,
             self.mixed,
         )
-        recipe, terms = adam(self.lr, cosine=self.cosine), Terms(self.logit_loss, self.discrepancy)
+        recipe = adam(self.lr, cosine=self.cosine)
+        terms = Terms(self.logit_loss, self.discrepancy)
         decoder, loss = fit_decoder(
             server, server.decoder, viewers, codes, e, recipe, schedule, terms
         )
-        server.report["decoder_loss"], server.decoder = loss, decoder if self.warm_decoder else {}
+        server.report["decoder_loss"] = loss
+        server.decoder = decoder if self.warm_decoder else {}
         return decoder
 
     def deliver(self, server: Hub, entry: Entry) -> dict[int, Delivery]:
-        """This round's entry for every participant, with those that the buffer still holds and it has missed."""
+        """Add this round's entry to the server's buffer, and return what each participant is sent.
+
+        A participant is sent this entry and those of rounds that it missed, as far as the buffer
+        still holds them.
+        """
         missed = {
             k: [old for old in server.buffer if old["round"] > server.held.get(k, 0)]
             for k in entry["codes"]
@@ -370,7 +416,10 @@ class DFFKE(Algorithm[Hub, Trader]):
         }
 
     def teach(self, client: Trader, delivery: Delivery) -> Annotated[Lesson, Room("lesson_bytes")]:
-        """The client's own logits Ŷ_k on its transfer images of this round, and on a sample of those before, B_k^t."""
+        """Return the client's logits Ŷ_k on its transfer images of this round and of earlier ones.
+
+        Of earlier rounds' images, a random sample B_k^t is used.
+        """
         room = None if self.memory is None else self.memory + 1  # R past rounds and this one
         client.buffer = newest(client.buffer + delivery["entries"], room)
         client.docking = delivery["docking"]
@@ -379,60 +428,71 @@ class DFFKE(Algorithm[Hub, Trader]):
         return lesson(client.buffer, client.id, partial(draw, client), partial(self.say, client))
 
     def say(self, client: Trader, images: Tensor) -> dict[str, Tensor]:
-        """The client's word on these images: its logits, and its translated embeddings where they are asked for."""
-        model, everything = client.model.eval(), torch.arange(len(images), device=client.device)
+        """Return the client's logits on images and, with `embedding_loss`, docked embeddings."""
+        model = client.model.eval()
+        every = torch.arange(len(images), device=client.device)
         features = predict(
-            model.features, lambda part: resized(images[part], client.data.spec), everything
+            model.features, lambda part: resized(images[part], client.data.spec), every
         )
-        translated = (
-            {"embeddings": F.linear(features, **client.docking)} if self.embedding_loss else {}
-        )
-        return {"logits": model.logits(features).detach(), **translated}
+        answer = {"logits": model.logits(features).detach()}
+        if self.embedding_loss:
+            answer["embeddings"] = F.linear(features, **client.docking)
+        return answer
 
     def exchange(self, client: Trader, lessons: dict[int, Lesson]) -> None:
-        """Learn from other clients, on their data of this round and on what they taught before (Eqs. 13 and 14)."""
-        data, model, home = client.data, client.model, self.at_home(client)
-        heard = taught(client.buffer, lessons, partial(draw, client), mixed=self.mixed)
-        show, judge = (
-            partial(shown, data.spec, self.augment(data)),
-            partial(self.exchange_loss, model),
-        )
-        subjects = [Subject(rows, show, judge, tuple(client.docking.values())) for rows in heard]
-        if self.local_review:
-            show, judge = (
-                partial(prepared, spec=data.spec, augment=data.augment),
-                partial(review_loss, model),
-            )
-            subjects.insert(
-                0, Subject([data.pixels, data.labels], show, judge, () if home is None else (home,))
-            )
-        made = client.buffer[-1]["codes"]
-        longest = sum(len(made[i]) for i in lessons) if self.mixed else max(map(len, made.values()))
+        """Learn from other clients' logits on new and earlier transfer images (Eqs. 13 and 14)."""
+        subjects = self._subjects(client, lessons)
+        codes = client.buffer[-1]["codes"]
+        if self.mixed:
+            epoch_images = sum(len(codes[i]) for i in lessons)
+            groups = [subjects]
+        else:
+            epoch_images = max(map(len, codes.values()))
+            groups = [[subject] for subject in subjects]
         steps = max(
-            self.exchange_steps, self.exchange_epochs * epoch_length(longest, self.batch_size)
+            self.exchange_steps, self.exchange_epochs * epoch_length(epoch_images, self.batch_size)
         )
-        groups = [subjects] if self.mixed else [[subject] for subject in subjects]
-        courses = [joint(model, together, self.batch_size) for together in groups]
-        steps *= len(subjects) // len(courses)  # a batch holds less of each
+        # Subjects that share a batch have fewer images each in a step, hence more steps.
+        steps *= len(subjects) // len(groups)
+        courses = [joint(client.model, group, self.batch_size) for group in groups]
         alternate(client, courses, steps, adam(self.lr, self.weight_decay, cosine=self.cosine))
         client.exchanges += 1
         client.buffer = newest(client.buffer, self.memory)
-        client.offered = {
-            e["round"]: client.offered[e["round"]]
-            for e in client.buffer
-            if e["round"] in client.offered
-        }
+        remembered = [entry["round"] for entry in client.buffer]
+        client.offered = {t: client.offered[t] for t in remembered if t in client.offered}
         client.report["buffer_bytes"] = nbytes(client.buffer)
 
+    def _subjects(self, client: Trader, lessons: dict[int, Lesson]) -> list[Subject]:
+        """Return what a client learns in an exchange: private images, then the peers' lessons."""
+        data = client.data
+        model = client.model
+        home = self.at_home(client)
+        subjects = []
+        if self.local_review:
+            subjects.append(
+                Subject(
+                    [data.pixels, data.labels],
+                    partial(prepared, spec=data.spec, augment=data.augment),
+                    partial(review_loss, model),
+                    () if home is None else (home,),
+                )
+            )
+        show = partial(shown, data.spec, self.augment(data))
+        loss = partial(self.exchange_loss, model)
+        docking = tuple(client.docking.values())
+        for rows in taught(client.buffer, lessons, partial(draw, client), mixed=self.mixed):
+            subjects.append(Subject(rows, show, loss, docking))
+        return subjects
+
     def augment(self, data: Images) -> Augment:
-        """How a client is used to see images in training, at the width of transfer images."""
+        """Return the client's augmentation in training, scaled to the width of transfer images."""
         width = data.spec.width if self.transfer == "public" else drawn_side(data.spec)
         return data.augment.resized(data.side, width) if self.augmented else Augment()
 
     def exchange_loss(
         self, model: Classifier, features: Tensor, target: Tensor, *docked: Tensor
     ) -> Tensor:
-        """The divergence from a peer's predictions on a batch of its images (a term of Eqs. 13 and 14)."""
+        """Return the divergence from a peer's logits on a batch of its images (Eqs. 13 and 14)."""
         student = model.logits(features)
         loss = kl(target, student) if self.direction == "teacher" else kl(student, target)
         if self.embedding_loss:
@@ -447,4 +507,5 @@ class DFFKE(Algorithm[Hub, Trader]):
         if entry is None or t not in client.offered:
             return None
         chosen = wanted(client.offered[t])
-        return client.offered[t][chosen], draw(client, entry, entry["codes"][client.id][chosen])
+        codes = entry["codes"][client.id][chosen]
+        return client.offered[t][chosen], draw(client, entry, codes)

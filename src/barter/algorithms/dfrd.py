@@ -1,30 +1,49 @@
 """DFRD: Luo et al., "DFRD: Data-Free Robustness Distillation for Heterogeneous Federated Learning", NeurIPS 2023
 (arXiv:2309.13546).
 
-The server trains a generator of images on which the clients' models agree with a label and its own model does not yet,
-and lets its model learn from theirs on them. A slow copy of the generator keeps what earlier rounds knew. As
-fine-tuning, the server's model is first averaged from the clients' as another method does it; as a data-free method it
-learns from generated images alone, and clients may have any networks.
+The server trains a generator of images on which the clients' models agree with a label and its own
+model does not yet, and distils the clients' models into its own on these images. As fine-tuning,
+the server's model is first averaged from the clients' models by another method (`base`); as a
+data-free method (`base = "none"`) it learns from generated images alone, and clients may have any
+networks. One round:
 
-Where the paper is silent or at odds with itself:
+1. Clients train on their images and upload weights and the number of images of each class.
+2. The server averages the weights (Eq. 1), unless `base = "none"`.
+3. The server trains generator and global model in turn (Eqs. 2 to 5 and 7). The global model learns
+   from the ensemble of the clients' models, weighted by how many images of the label they have, on
+   images of the generator and of a slow copy, which preserves the knowledge of earlier rounds.
+4. The slow copy moves towards the generator (Eq. 6).
 
-- KL(a, b) of Eqs. 3 and 7 is read as its authors' code has it: the first is the input of PyTorch's function, the second
-  its target. So the generator moves away from KL(global ‖ ensemble), and the global model towards the ensemble.
+Differences from the paper, where it is silent or contradicts itself:
+
+- KL(a, b) of Eqs. 3 and 7 is read as in the authors' code: a is the input of PyTorch's function, b
+  its target. So the generator maximises KL(global ‖ ensemble), and the global model learns towards
+  the ensemble.
 - Eq. 4 has norms, with which the exponential underflows; the mean squares of the code are used.
-- The embeddings' excess length is in the code only; it keeps `mul` from growing them.
-- Next round's clients start from the distilled model, as in Figure 1; the code's homogeneous case forgets it again.
-- Both generators draw with their batch's own statistics.
-- Where no image satisfies the rule, transferability is zero, not 0/0; a class that nobody saw is never drawn.
+- `beta_ey`: the penalty on the embeddings' excess length is in the code only; it keeps
+  `merge = "mul"` from increasing them.
+- The clients of the next round start from the distilled model, as in Figure 1; in the code's
+  homogeneous case it is discarded.
+- Both generators normalise by the statistics of their batch.
+- If no image satisfies the rule, transferability is zero, not 0/0; labels that no client has seen
+  are never sampled.
 
-Preset "paper" is the published code but for that. It is made for 200 rounds: its generator has 20 small steps in each,
-and at temperature 10 its global model hardly moves. The default is preset "sound": more and larger steps of the
-generator, distillation times the temperature squared, images in the data's range, optimizers that last for a round, a
-slow generator that begins as a copy, statistics of the clients' data. With the temperature squared the paper's rate
-undoes a good average, so fine-tuning has a quarter of it (benchmarks/README.md).
+Differences from the paper by default (preset "paper" is the published code except for the points
+above, "sound" is the default). The paper's values are intended for 200 rounds: the generator has 20
+small steps in each, and at temperature 10 the global model hardly changes. So:
 
-And images should look to the clients' networks like their own, by the statistics of batch normalisation, as DENSE has
-it. The paper takes a client's word for its classes on any image; one that has only bags and dresses sees a bag in every
-shoe, so the generator may draw shoes for bags, and the global model learns that.
+- `iterations`, `generator_steps`, `generator_lr`: more and larger steps of the generator.
+- `square_temperature`: the distillation loss is multiplied by the squared temperature.
+- `global_lr`: with this factor the paper's rate destroys a good average, so fine-tuning has a
+  quarter of it (benchmarks/README.md).
+- `output`: generated images have the range of the data.
+- `lasting_optimizers`: optimizers last for a round.
+- `slow_start`: the slow generator starts as a copy.
+- `norm`: normalisation uses statistics of the clients' data.
+- `beta_bn`: images are to match the statistics of batch normalisation in the clients' networks, as
+  in DENSE. The paper trusts a client's prediction of its own classes on any image. A client that
+  has only bags and dresses predicts a bag for every shoe, so the generator may generate shoes for
+  the label bag, which the global model learns.
 """
 
 from __future__ import annotations
@@ -79,19 +98,20 @@ EXTRACTION: Mapping[str, Extraction] = {
 
 
 class Distiller(Server):
-    """A generator and the slow copy of it; what the server's model was before it was fine-tuned."""
+    """A server with a generator, its slow copy, and its averaged model before fine-tuning."""
 
     generator: State = {}
     slow: State = {}
-    averaged: State = {}
+    averaged: State = {}  # empty if models are not averaged
 
 
 def transferability(
     ensemble: Tensor, student: Tensor, chosen: Tensor, temperature: float, over: str
 ) -> Tensor:
-    """L_tran (Eq. 3): minus KL(student ‖ ensemble) on the chosen images, over the batch or over their number.
+    """Return L_tran (Eq. 3): minus KL(student ‖ ensemble) on the chosen images.
 
-    Zero where none is chosen.
+    The sum is divided by the number of chosen images if `over` is "chosen", else by the size of the
+    batch. It is zero if no image is chosen.
     """
     divergence = kl_each(student / temperature, ensemble / temperature)
     size = chosen.sum().clamp_min(1.0) if over == "chosen" else len(chosen)
@@ -99,22 +119,22 @@ def transferability(
 
 
 def excess(names: Tensor, gamma: float) -> Tensor:
-    """How far the embeddings of labels are beyond γ √width, on average."""
+    """Return the mean length of label embeddings in excess of γ √width."""
     beyond: Tensor = names.norm(dim=1) - gamma * names.shape[1] ** 0.5
     return beyond.clamp_min(0).mean()
 
 
 def moved(slow: State, now: State, momentum: float) -> State:
-    """λ w̃ + (1 - λ) w (Eq. 6); counters are those of now."""
+    """Return λ w̃ + (1 - λ) w (Eq. 6); integer buffers are copied from `now`."""
     return {
-        at: momentum * slow[at] + (1 - momentum) * w if w.is_floating_point() else w.clone()
-        for at, w in now.items()
+        name: momentum * slow[name] + (1 - momentum) * w if w.is_floating_point() else w.clone()
+        for name, w in now.items()
     }
 
 
 @contextmanager
 def as_averaged(server: Distiller) -> Iterator[None]:
-    """The server's model as it was before it was fine-tuned."""
+    """Set the server's model to its averaged weights before fine-tuning, within the context."""
     tuned = isolate(dict(server.model.state_dict()))
     server.model.load_state_dict(server.averaged)
     yield
@@ -123,7 +143,7 @@ def as_averaged(server: Distiller) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class DFRD(PartialTraining[Distiller]):
-    """The server's model learns from the clients' on generated images, after averaging or instead of it."""
+    """Distil the clients' models into the server's on generated images, with or without averaging."""
 
     global_model = True
     presets = {
@@ -149,42 +169,49 @@ class DFRD(PartialTraining[Distiller]):
         "sound": {},
     }
 
-    # how models are averaged first
+    # method that averages the clients' models before distillation, or none
     base: Literal["fedrolex", "feddropout", "heterofl", "fedavg", "none"] = "fedrolex"
-    masked_loss: bool = False  # logits of classes a client lacks count as zero in its loss; teachers should know better
-    # I: times that generator and global model are trained in turn; 10 in the paper
+    # logits of classes that a client lacks count as zero in its loss; off, as clients then become
+    # better teachers
+    masked_loss: bool = False
+    # I: alternations of generator and global model per round; 10 in the paper
     iterations: Count = 20
-    generator_steps: Count = 5  # I_g: steps of the generator in each; 2 in the paper
-    global_steps: Count = 5  # I_d: steps of the global model in each
+    generator_steps: Count = 5  # I_g: steps of the generator per alternation; 2 in the paper
+    global_steps: Count = 5  # I_d: steps of the global model per alternation
     samples: Count = 64  # B: generated images per step
     noise: Count = 64  # d: width of the noise
-    merge: Merge = "mul"  # o(z, y): how noise and label become one
-    # Adam's learning rate of the generator, first momentum 0.5; 2e-4 in the paper
+    merge: Merge = "mul"  # o(z, y): how noise and label are combined
+    # Adam's learning rate of the generator, with β1 = 0.5; 2e-4 in the paper
     generator_lr: Positive = 2e-3
-    # SGD's rate of the global model; none: 0.01 (paper) alone, else a quarter of it
+    # SGD's learning rate of the global model; none is 0.01 (paper) if base is "none", else a
+    # quarter of it
     global_lr: Positive | None = None
-    global_weight_decay: NonNegative = 1e-4  # of that SGD
-    # one optimizer for all iterations of a round; a new one for each in the paper
+    global_weight_decay: NonNegative = 1e-4  # weight decay of the global model's SGD
+    # one optimizer for all alternations of a round; a new one for each in the paper
     lasting_optimizers: bool = True
-    temperature: Positive = 10.0  # of distillation and transferability
-    square_temperature: bool = True  # distillation counts temperature² times; once in the paper
-    rule: Rule = "student-wrong"  # images wanted: ensemble right and student wrong (◇), all (△), or both differ (▽)
-    # the mean over all images (Eq. 3), or over those wanted (code)
+    temperature: Positive = 10.0  # temperature of distillation and transferability
+    # multiply the distillation loss by temperature²; not in the paper
+    square_temperature: bool = True
+    # images that transferability rewards: ensemble right and student wrong (◇), all (△), or those
+    # on which they differ (▽)
+    rule: Rule = "student-wrong"
+    # transferability is the mean over all images (Eq. 3), or over those that the rule selects
+    # (authors' code)
     tran_mean: Literal["batch", "chosen"] = "batch"
     beta_tran: NonNegative = 1.0  # β_tran: weight of transferability
     beta_div: NonNegative = 1.0  # β_div: weight of diversity
-    # weight of strangeness: images should look to clients like their own; 0 in the paper
+    # weight of the distance from the clients' batch normalisation statistics; 0 in the paper
     beta_bn: NonNegative = 1.0
-    # weight of the embeddings' excess length; only in the authors' code
+    # weight of the label embeddings' excess length; only in the authors' code
     beta_ey: NonNegative = 0.25
-    gamma: Positive = 1.0  # γ: embeddings longer than γ √d are in excess
+    gamma: Positive = 1.0  # γ: label embeddings longer than γ √d are penalised
     alpha: NonNegative = 0.5  # α: weight of the slow generator's images
-    slow_momentum: Fraction = 0.5  # λ: how slow the slow generator is
-    # from the first generator, or from (1 - λ) of it as published
+    slow_momentum: Fraction = 0.5  # λ: momentum of the slow generator
+    # the slow generator starts as a copy of the first generator, or as (1 - λ) of it (paper)
     slow_start: Literal["copy", "scaled"] = "copy"
-    smoothing: NonNegative = 0.0  # added to each count in τ; 1 in the authors' code
+    smoothing: NonNegative = 0.0  # added to each class count in τ; 1 in the authors' code
     output: Output = "matched"  # range of generated images: the data's, or -1 to 1 as in the paper
-    # statistics of the global model while it distils
+    # normalisation statistics of the global model in distillation: kept, or updated
     student_norm: Literal["kept", "trained"] = "kept"
 
     @property
@@ -207,7 +234,8 @@ class DFRD(PartialTraining[Distiller]):
     ) -> State:
         if self.base != "fedavg":
             return super().averaged(server, updates, where)
-        return average(updates.each(lambda _, update: update["weights"]))
+        weights = updates.each(lambda _, update: update["weights"])
+        return average(weights)
 
     def round(self, server: Distiller, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)
@@ -216,9 +244,8 @@ class DFRD(PartialTraining[Distiller]):
         else:
             updates = self.exchange(server, active, t)  # Eq. 1
         ensemble = assembled(server, {k: update["weights"] for k, update in updates.items()})
-        tau, p = label_weights(
-            torch.stack([u["counts"] for u in updates.values()]).float(), self.smoothing
-        )
+        counts = torch.stack([update["counts"] for update in updates.values()]).float()
+        tau, p = label_weights(counts, self.smoothing)
         server.averaged = isolate(dict(server.model.state_dict())) if self.one_architecture else {}
         generator, slow = self.recalled(server)
         self.play(server, generator, slow, ensemble, tau, p)  # Eqs. 2 to 5 and 7
@@ -226,11 +253,17 @@ class DFRD(PartialTraining[Distiller]):
         self.judge(server, generator, ensemble, tau, p)
 
     def recalled(self, server: Distiller) -> tuple[MergeGenerator, MergeGenerator | None]:
-        """The generator and its slow copy; in the first round there is none."""
-        generator, slow = (
-            lanes.keep(name, MergeGenerator(server.spec, self.noise, self.merge).to(server.device))
-            for name in ("generator", "slow generator")
-        )
+        """Return the generator and its slow copy as the last round left them.
+
+        The slow copy is None in the first round, and if its weight α is zero.
+        """
+
+        def build(name: str) -> MergeGenerator:
+            module = MergeGenerator(server.spec, self.noise, self.merge).to(server.device)
+            return lanes.keep(name, module)
+
+        generator = build("generator")
+        slow = build("slow generator")
         if not server.generator:
             return generator, None
         generator.load_state_dict(server.generator)
@@ -246,30 +279,49 @@ class DFRD(PartialTraining[Distiller]):
         tau: Tensor,
         p: Tensor,
     ) -> None:
-        """Generator and global model in turn: one looks for images that teach the other something."""
-        model, spec = server.model, server.spec
-        improve = partial(self.generator_loss, generator, ensemble, model, spec)
-        learn = partial(self.global_loss, generator, slow, ensemble, model, spec)
+        """Train generator and global model in turn (Eqs. 2 to 5 and 7).
 
-        def draw() -> list[Tensor]:
+        The generator learns to generate images from which the global model can learn.
+
+        Args:
+            slow: The slow copy of the generator, whose images the global model learns from too.
+            tau: Each client's weight for each label (clients, classes).
+            p: Probability of each label.
+        """
+        model = server.model
+        spec = server.spec
+
+        def sample() -> list[Tensor]:
             z = torch.randn(self.samples, self.noise, device=server.device)
             y = torch.multinomial(p, self.samples, replacement=True)
             return [z, y, tau[:, y]]
 
-        def draw_twice() -> list[Tensor]:
-            return [*draw(), *(draw() if slow is not None else ())]
+        def sample_for_both() -> list[Tensor]:
+            return sample() if slow is None else [*sample(), *sample()]
 
         rate = self.global_lr or (0.01 if self.base == "none" else 0.0025)
-        recipe = sgd(rate, weight_decay=self.global_weight_decay)
         artist = Player(
-            generator, adam(self.generator_lr, beta1=0.5), improve, draw, self.generator_steps
+            generator,
+            adam(self.generator_lr, beta1=0.5),
+            partial(self.generator_loss, generator, ensemble, model, spec),
+            sample,
+            self.generator_steps,
         )
-        student = Player(model, recipe, learn, draw_twice, self.global_steps)
-        training, lasting = (
-            self.student_norm == "trained" or self.base == "none",
-            self.lasting_optimizers,
+        student = Player(
+            model,
+            sgd(rate, weight_decay=self.global_weight_decay),
+            partial(self.global_loss, generator, slow, ensemble, model, spec),
+            sample_for_both,
+            self.global_steps,
         )
-        duel(server, artist, student, self.iterations, training=training, lasting=lasting)
+        duel(
+            server,
+            artist,
+            student,
+            self.iterations,
+            training=self.student_norm == "trained" or self.base == "none",
+            lasting=self.lasting_optimizers,
+        )
 
     def generator_loss(
         self,
@@ -281,24 +333,26 @@ class DFRD(PartialTraining[Distiller]):
         y: Tensor,
         weights: Tensor,
     ) -> Tensor:
-        """L_gen (Eq. 5), the embeddings' excess, and (ours) how strange images look to the clients."""
+        """Return L_gen (Eq. 5), plus the embeddings' excess and the distance from statistics.
+
+        The last term is not in the paper; see `beta_bn`.
+        """
         h = generator.merged(z, y)
         s = shown(generator.drawn(h), spec, self.output)
-        e, strangeness = (
-            ensemble.inspected(s, weights) if self.beta_bn else (ensemble(s, weights).float(), 0.0)
-        )
+        strangeness: Tensor | float = 0.0
+        if self.beta_bn:
+            e, strangeness = ensemble.inspected(s, weights)
+        else:
+            e = ensemble(s, weights).float()
         with torch.no_grad():
             f = model(s).float()
         chosen = useful(e.detach(), f, y, self.rule)
-        loss = fidelity(e, y) + self.beta_tran * transferability(
-            e, f, chosen, self.temperature, self.tran_mean
-        )
+        transfer = transferability(e, f, chosen, self.temperature, self.tran_mean)
+        loss = fidelity(e, y) + self.beta_tran * transfer
         loss = loss + self.beta_div * diversity(s, h) + self.beta_bn * strangeness
-        return (
-            loss
-            if generator.names is None
-            else loss + self.beta_ey * excess(generator.names(y), self.gamma)
-        )
+        if generator.names is None:
+            return loss
+        return loss + self.beta_ey * excess(generator.names(y), self.gamma)
 
     def global_loss(
         self,
@@ -312,7 +366,10 @@ class DFRD(PartialTraining[Distiller]):
         weights: Tensor,
         *again: Tensor,
     ) -> Tensor:
-        """L_md (Eq. 7): KL(ensemble ‖ global model) on images of the generator and, drawn anew, of its slow copy."""
+        """Return L_md (Eq. 7): KL(ensemble ‖ global model) on generated images.
+
+        `z`, `y` and `weights` are for the generator; `again` has the same for its slow copy.
+        """
 
         def divergence(source: MergeGenerator, z: Tensor, y: Tensor, weights: Tensor) -> Tensor:
             with torch.no_grad():
@@ -326,12 +383,16 @@ class DFRD(PartialTraining[Distiller]):
         return loss * self.temperature**2 if self.square_temperature else loss
 
     def remember(self, server: Distiller, generator: MergeGenerator) -> None:
-        """The generator, and its slow copy moved towards it."""
+        """Store the generator and move its slow copy towards it (Eq. 6)."""
         now = isolate(dict(generator.state_dict()))
-        first = (
-            now if self.slow_start == "copy" else {at: torch.zeros_like(w) for at, w in now.items()}
-        )
-        server.generator, server.slow = now, moved(server.slow or first, now, self.slow_momentum)
+        if server.slow:
+            slow = server.slow
+        elif self.slow_start == "copy":
+            slow = now
+        else:
+            slow = {name: torch.zeros_like(w) for name, w in now.items()}
+        server.generator = now
+        server.slow = moved(slow, now, self.slow_momentum)
 
     @torch.no_grad()
     def judge(
@@ -342,25 +403,30 @@ class DFRD(PartialTraining[Distiller]):
         tau: Tensor,
         p: Tensor,
     ) -> None:
-        """Report how images vary and how they look to the clients, and how often the model says as they do."""
+        """Report measures of the generated images and of the model's agreement with the ensemble.
+
+        These are the images' variety, their distance from the clients' statistics, how often the
+        ensemble predicts the label, and how often the model, before and after fine-tuning, predicts
+        the same class as the ensemble.
+        """
         x, y = self.made(server, generator, p)
-        opinion, strangeness = ensemble.inspected(x, tau[:, y])
-        seen = opinion.argmax(1)
+        logits, strangeness = ensemble.inspected(x, tau[:, y])
+        predicted = logits.argmax(1)
         server.report |= variety(x, y)
         server.report["strangeness"] = float(strangeness)
-        server.report["recognised"] = float((seen == y).float().mean())
-        server.report["agreement"] = (server.model.eval()(x).argmax(1) == seen).float().mean()
+        server.report["recognised"] = float((predicted == y).float().mean())
+        agreement = (server.model.eval()(x).argmax(1) == predicted).float().mean()
+        server.report["agreement"] = agreement
         if server.averaged:
             with as_averaged(server):
-                server.report["agreement_before"] = (
-                    (server.model(x).argmax(1) == seen).float().mean()
-                )
+                agreement_before = (server.model(x).argmax(1) == predicted).float().mean()
+            server.report["agreement_before"] = agreement_before
 
     @torch.no_grad()
     def made(
         self, server: Distiller, generator: MergeGenerator, p: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Images of classes that are drawn so often, and their labels."""
+        """Generate a batch of images with labels sampled in proportion to `p`; return both."""
         z = torch.randn(self.samples, self.noise, device=server.device)
         y = torch.multinomial(p, self.samples, replacement=True)
         return shown(generator.train()(z, y), server.spec, self.output), y
@@ -376,18 +442,18 @@ class DFRD(PartialTraining[Distiller]):
         return y[chosen], x[chosen]
 
     def evaluate_server(self, server: Distiller, test: Images) -> dict[str, float]:
-        said = super().evaluate_server(server, test)
+        scores = super().evaluate_server(server, test)
         if server.averaged:
             with as_averaged(server):
-                said["averaged"] = accuracy(server.model, test)
-        return said
+                scores["averaged"] = accuracy(server.model, test)
+        return scores
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
-        told = collapsed(rounds, "a higher beta_div may help")
+        remarks = collapsed(rounds, "a higher beta_div may help")
         worse = sum(r.server.get("global", 1.0) < r.server.get("averaged", 0.0) for r in rounds)
         if 2 * worse > len(rounds):
-            told.append(
+            remarks.append(
                 f"fine-tuning lowered the server's accuracy in {worse} of {len(rounds)} rounds: "
                 "lower global_lr, or raise beta_bn"
             )
-        return told
+        return remarks

@@ -1,11 +1,21 @@
 """FedDM: Xiong et al., "FedDM: Iterative Distribution Matching for Communication-Efficient Federated Learning", CVPR
 2023 (arXiv:2207.09653).
 
-The ancestor of FedAF: each client condenses its images by distribution matching, through networks near the global
-model, and the server trains the one model on everybody's condensed images. Features and logits are matched. Networks
-are drawn at distance ρ from the global model in a random direction. Left out: the server's ball around the last model,
-and differential privacy: condensed images are none, a class of few images can show them. Gradients are clipped as
-FedAF's comparison does. The defaults have fewer steps and epochs than the paper; preset "paper" has its own.
+The predecessor of FedAF. One round:
+
+1. Each client condenses its images by distribution matching: condensed images have the mean
+   features and mean logits of the originals. Both are computed by networks sampled at distance ρ
+   from the global model in a random direction. The client uploads its condensed images.
+2. The server trains the global model on all clients' condensed images.
+3. The server sends the global model to all clients.
+
+Differences from the paper:
+
+- The server's training is not restricted to a ball around the last model.
+- Differential privacy is left out. Condensed images are not a privacy mechanism: those of a class
+  with few images can show these.
+- `clip`: the gradient of images is clipped, as in FedAF's comparison.
+- `steps`, `server_epochs`: the default has fewer of both; preset "paper" has the paper's.
 """
 
 from __future__ import annotations
@@ -29,7 +39,7 @@ __all__ = ["FedDM"]
 
 @torch.no_grad()
 def at_distance(rho: float, model: Classifier) -> None:
-    """The parameters, moved by ρ in a random direction."""
+    """Move the model's parameters by a distance ρ in a random direction, in place."""
     directions = [torch.randn_like(parameter) for parameter in model.parameters()]
     length = torch.stack([direction.square().sum() for direction in directions]).sum().sqrt()
     for parameter, direction in zip(model.parameters(), directions, strict=True):
@@ -38,7 +48,7 @@ def at_distance(rho: float, model: Classifier) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class FedDM(Condensation):
-    """Condensed images go up, one model comes down."""
+    """Clients upload condensed images; the server trains one model on them and sends it back."""
 
     crosses = {
         "condense": "up: condensed images of the client's classes",
@@ -46,9 +56,9 @@ class FedDM(Condensation):
     }
     presets = {"paper": {"steps": 1000, "server_epochs": 500}}
 
-    rho: Positive = 5.0  # ρ: distance of a drawn network from the global model
-    image_momentum: NonNegative = 0.5  # of the SGD for images
-    weight_decay: NonNegative = 5e-4  # of the SGD for the model
+    rho: Positive = 5.0  # ρ: distance of a sampled network from the global model
+    image_momentum: NonNegative = 0.5  # momentum of the SGD for images
+    weight_decay: NonNegative = 5e-4  # weight decay of the SGD for the model
 
     def round(self, server: Server, clients: Clients, t: int) -> None:
         lots = clients.sample(self.fraction).run(self.condense)
@@ -56,11 +66,13 @@ class FedDM(Condensation):
         clients.run(self.receive, server.model.state_dict())
 
     def condense(self, client: Condenser) -> Lot:
+        """Condense the client's images by matching mean features and logits."""
         return self.condensed(
             client, self.image_momentum, partial(at_distance, self.rho), match_logits=True
         )
 
     def train(self, server: Server, lots: Replies[Lot]) -> None:
+        """Train the global model on all clients' condensed images."""
         images, labels = gathered(lots.values())
         server.report["condensed"] = len(labels)
         if len(labels):

@@ -1,9 +1,18 @@
 """FedRolex: Alam et al., "FedRolex: Model-Heterogeneous Federated Learning with Rolling Sub-Model Extraction", NeurIPS
 2022, Algorithm 1 (arXiv:2212.01548).
 
-Every client trains a window of channels that moves on by one in each round, so that after as many rounds as a layer is
-wide all of it was trained alike, also where no client can afford the whole network. The default local training is that
-of `heterofl`; preset "paper" has FedRolex's own, which is made for thousands of rounds.
+Every client trains a window of channels of each layer, which moves on by one channel per round.
+After as many rounds as a layer is wide, all its channels have been trained equally, even if no
+client can afford the full network. One round (Algorithm 1):
+
+1. The server moves the window by one channel and sends each client the weights inside.
+2. Clients train them on their own images and upload them.
+3. The server averages each weight over the clients that trained it.
+
+Differences from the paper:
+
+- `lr`, `epochs`: local training and normalisation are those of `heterofl`. Preset "paper" has
+  FedRolex's own local training, which is intended for thousands of rounds.
 """
 
 from __future__ import annotations
@@ -17,7 +26,7 @@ __all__ = ["FedRolex"]
 
 @dataclass(frozen=True, kw_only=True)
 class FedRolex(PartialTraining):
-    """A window of channels that rolls on."""
+    """Each client trains a window of channels of every layer that rolls on by one per round."""
 
     extraction = "rolling"
     presets = {"paper": {"lr": 2e-4, "epochs": 1}}

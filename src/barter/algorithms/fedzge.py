@@ -1,49 +1,66 @@
 """FedZGE: Ma et al., "Data-Free Black-Box Federated Learning via Zeroth-Order Gradient Estimation", AAAI 2025,
 Algorithm 1.
 
-Clients show nobody their networks: they only answer with logits. The server trains a generator on what their answers
-to slightly changed images say of the slope, lets its own model learn the clients' joint opinion of the generated
-images, and tells them that opinion, from which they learn too.
+Clients keep their networks to themselves: they only answer queries with logits. One round
+(Algorithm 1):
 
-Where the paper is silent or at odds with itself:
+1. Clients train on their private images.
+2. The server generates images and slightly perturbed copies of them. Clients upload logits on all
+   of them, from whose differences the server estimates the gradient that trains the generator.
+3. The server distils the clients' ensemble logits on the generated images into its own model.
+4. The server sends the ensemble logits to the clients, which learn from them too.
 
-- One generator step and one batch of queries per round: only so do the paper's byte counts come out.
-- Eq. 17 has Gaussian directions and a factor d. The factor belongs to directions on the unit sphere, which the authors'
-  code draws; `direction = "gaussian"` has the factor 1.
-- Eq. 7 has norms, with which the exponential underflows; the mean squares of the code are used. Eq. 9 is minimised.
-- The images of the round's distillation are those from before the generator's step.
-- Labels come in turn instead of being drawn, so that there are as many of each.
+Differences from the paper, where it is silent or contradicts itself:
+
+- One generator step and one batch of queries per round: only these give the paper's byte counts.
+- `direction`: Eq. 17 has Gaussian directions and a factor d. The factor belongs to directions on
+  the unit sphere, which the authors' code samples; with "gaussian" the factor is 1.
+- Eq. 7 has norms, with which the exponential underflows; the mean squares of the code are used.
+  Eq. 9 is minimised.
+- The images of a round's distillation are those generated before the generator's step.
+- Labels cycle through the classes instead of being sampled, so that all are equally frequent.
 - The server's model is the first client's network; the paper's is the largest of its clients'.
 
-Preset "paper" is the authors' code: one difference of the whole batch's loss per direction, a new optimizer in each
-round, batch statistics in queries and distillation, images between -1 and 1 whatever the data's range. It leaves out
-what is a mistake there: entropies that mix two batches, test images seen in training mode, the best epoch reported; and
-data are normalised and augmented as the task says.
+Preset "paper" is the authors' code: one difference of the full batch's loss per direction, a new
+optimizer in each round, batch statistics in queries and distillation, images between -1 and 1
+whatever the range of the data. It leaves out what is a mistake there: entropies that mix two
+batches, evaluation of test images in training mode, and reporting the best epoch. Data are
+normalised and augmented as the task says.
 
-In training mode generated images would renew the running statistics of normalisation, by which networks are judged here
-and never in the authors' code. So queries leave a client's statistics as they are, and after distillation the client
-renews them on its own images. The server has generated images only, and its model keeps their statistics; its accuracy
-with the statistics of each test batch, which is what the authors log, is `global_by_batch` in the record.
+In training mode, generated images would update the running statistics of normalisation, with which
+networks are evaluated here and never in the authors' code. So queries leave a client's statistics
+unchanged, and after distillation the client recomputes them on its own images. The server has only
+generated images, and its model keeps their statistics; its accuracy with the statistics of each
+test batch, which the authors log, is `global_by_batch` in the record.
 
-The default is what we would stand behind. A generator that only has to please the clients draws one picture for each
-class, from which nobody learns (docs/algorithms/fedzge.md has the numbers). So:
+Differences from the paper by default (preset "sound"). A generator that only has to satisfy the
+clients generates one image per class, from which no network learns (docs/algorithms/fedzge.md has
+the numbers). So:
 
-- it changes canvases: images that are random but for mean and deviation of their frequencies, which are the data's and
-  which clients tell. Variety is then given, and diversity asks for more of it within classes, where it is lost;
-- a client counts by its images of a class, of which it tells the number;
-- clients see private images in every step of distillation, and the images of the last rounds while they train;
-- their networks do not learn what is frequent at home, which would say no to whatever others know: clients add it where
-  they judge images of their own kind, and not where they answer;
-- the round's images come in several portions with a step of the generator after each, for the same bytes;
-- changes have low frequencies, differences are of logits, contracted with the exact derivative of the loss, and what
-  needs no client is differentiated exactly; a lasting optimizer; images in the data's range; a step large enough for
-  float32, in which queries are computed on any device.
+- `canvas`: the generator modifies canvases, random images whose frequencies have the mean and
+  deviation of the data's, which clients upload. This gives variety.
+- `pairs`: diversity is asked for within classes, where variety is lost.
+- `weighting`: a client is weighted by its number of images of a class, which it uploads.
+- `rehearse`, `memory`: clients see private images in every step of distillation, and the generated
+  images of the last rounds in local training.
+- `balanced`: networks do not learn the local class prior, which would contradict what others know.
+  Clients add it to their logits for images of their own distribution, and not in their answers.
+- `generator_steps`: the round's images are split into portions with a step of the generator after
+  each, for the same bytes.
+- `frequencies`: perturbations have low frequencies.
+- `estimator`: differences are of logits, multiplied by the exact derivative of the loss; parts of
+  the loss that need no client are differentiated exactly.
+- `lasting_optimizer`: the generator's optimizer is kept over rounds.
+- `output`: images have the range of the data.
+- `eps`: a perturbation large enough for float32, in which queries are computed on any device.
+- `tau`, `generator_lr`, `distil_batch`, `distil_lr`, `global_steps`, `local_steps`: other values.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal, TypeAlias, TypedDict
@@ -87,26 +104,24 @@ from barter.ops.zeroth import Direction, directional, directions, loss_estimate
 __all__ = ["Asked", "FedZGE", "Oracle", "Told"]
 
 Logits: TypeAlias = Annotated[Tensor, Floats("looks", "images", "classes")]
-Drawn: TypeAlias = tuple[Tensor, Tensor, Tensor]  # images, the noise and the classes they come of
+Drawn: TypeAlias = tuple[Tensor, Tensor, Tensor]  # generated images, their noise and their labels
 
 
 class Told(TypedDict):
-    """What a client says of its private images, where anybody needs to know."""
+    """A client's upload after local training: statistics of its private images."""
 
-    counts: Annotated[
-        Tensor, Counts("classes"), When("by_class")
-    ]  # how many there are of each class
-    spectrum: Annotated[
-        Tensor, Floats(2, "channels", "height", "width"), When("canvas")
-    ]  # see ops.synthesis
+    # number of images of each class
+    counts: Annotated[Tensor, Counts("classes"), When("by_class")]
+    # mean and standard deviation of the images' frequencies, see `ops.synthesis.spectrum`
+    spectrum: Annotated[Tensor, Floats(2, "channels", "height", "width"), When("canvas")]
 
 
 class Asked(Server):
-    """A generator, the moments of its optimizer, and the last rounds' images with the clients' opinion of them."""
+    """A server with a generator, and the last rounds' images with the ensemble's logits."""
 
     generator: State = {}
-    moments: list[State] = []
-    lessons: list[list[Tensor]] = []
+    moments: list[State] = []  # the state of the generator's optimizer, for each parameter
+    lessons: list[list[Tensor]] = []  # of each of the last rounds: images, ensemble logits
     spectrum: list[Tensor] = []  # of all clients' images
 
 
@@ -114,22 +129,22 @@ class Oracle(Client):
     """A client that answers with logits only."""
 
     batch: list[Tensor] = []  # the images it was asked about in this round
-    lessons: list[list[Tensor]] = []  # those of the last rounds, and everybody's opinion of them
+    lessons: list[list[Tensor]] = []  # of each of the last rounds: images, ensemble logits
 
 
 def transferability(ensemble: Tensor, student: Tensor, tau: float) -> Tensor:
-    """L_adv: images on which the global model does not yet agree with the clients."""
+    """Return L_adv: minus the divergence of the global model from the clients' ensemble."""
     return -kl(ensemble / tau, student / tau)
 
 
 def equilibrium(ensemble: Tensor) -> Tensor:
-    """L_info: minus the entropy of the clients' mean prediction."""
+    """Return L_info: minus the entropy of the clients' mean prediction."""
     p = ensemble.softmax(1).mean(0)
     return (p * (p + 1e-12).log()).sum()
 
 
 def distillation(model: Classifier, tau: float, x: Tensor, ensemble: Tensor) -> Tensor:
-    """What a model learns from the clients' joint opinion."""
+    """Return the distillation loss of a model from the ensemble's logits."""
     return tempered(tau, model(x), ensemble)
 
 
@@ -144,15 +159,24 @@ def rehearsal(
     labels: Tensor,
     home: Tensor | None = None,
 ) -> Tensor:
-    """The same, beside what a client knows of its private images and of how frequent classes are among them."""
-    own, made = model(torch.cat([prepared(pixels, spec, augment), x])).split([len(pixels), len(x)])
-    return F.cross_entropy(adjusted(own, home), labels) + tempered(tau, made, ensemble)
+    """Return the distillation loss plus the cross entropy on private images, in one batch.
+
+    Args:
+        x: Generated images.
+        ensemble: The ensemble's logits on them.
+        pixels: Private images.
+        labels: Their labels.
+        home: Log class prior of the private images, added to their logits.
+    """
+    inputs = torch.cat([prepared(pixels, spec, augment), x])
+    private, generated = model(inputs).split([len(pixels), len(x)])
+    return F.cross_entropy(adjusted(private, home), labels) + tempered(tau, generated, ensemble)
 
 
 def accuracy_by_batch(model: Classifier, test: Images) -> float:
-    """Return the accuracy of a model that normalises each batch of test images by the batch itself.
+    """Return a model's accuracy with normalisation by the statistics of each test batch.
 
-    Batches are mixed: a test set may be sorted by class.
+    Images are shuffled, because a test set may be sorted by class.
     """
     normalising = without_running_statistics(copy.deepcopy(model)).eval()
     order = torch.randperm(len(test), generator=torch.Generator().manual_seed(0)).to(test.device)
@@ -162,14 +186,16 @@ def accuracy_by_batch(model: Classifier, test: Images) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class FedZGE(Algorithm[Asked, Oracle]):
-    """Black-box clients: images go down, logits come up."""
+    """Black-box clients: the server sends generated images, clients answer with logits."""
 
     primary = "server"
     global_model = True
     crosses = {
-        "learn": "up: how many images of each class; mean and deviation of each frequency over all images",
-        "answer": "down: generated images and slightly changed copies of them; up: logits on all of them",
-        "distil": "down: everybody's opinion of the round's images",
+        "learn": "up: number of images of each class; "
+        "mean and deviation of each frequency over all images",
+        "answer": "down: generated images and slightly perturbed copies of them; "
+        "up: logits on all of them",
+        "distil": "down: the ensemble's logits on the round's images",
     }
     presets = {
         "paper": {
@@ -197,104 +223,113 @@ class FedZGE(Algorithm[Asked, Oracle]):
     }
 
     fraction: Fraction = 1.0  # share of clients per round
-    epochs: Count = 10  # E1: local epochs, the learning rate falling to zero in each round
+    epochs: Count = 10  # E1: local epochs; the learning rate decays to zero in each round
     batch_size: Count = 256  # images per step of local training
     lr: Positive = 0.01  # Adam's learning rate of local training
-    # clients count by images of a class; by all in the paper
+    # clients are weighted by their images of a class; by all their images in the paper
     weighting: Literal["classes", "examples"] = "classes"
     samples: Count = 500  # B: generated images per round
     noise: Count = 100  # d_z: width of the noise
-    canvas: bool = True  # the generator changes random images with the data's frequencies; it draws all in the paper
-    # of the generator per round, each on its part of the B images; 1 in the paper
+    # the generator modifies random images with the data's frequencies; in the paper it generates
+    # images from noise and label alone
+    canvas: bool = True
+    # steps of the generator per round, each on its portion of the B images; 1 in the paper
     generator_steps: Count = 10
     generator_lr: Positive = 2e-3  # η_G: Adam's learning rate of the generator; 1e-3 in the paper
-    # the generator's optimizer goes on from round to round; new in each in the paper
+    # keep the generator's optimizer over rounds; a new one in each round in the paper
     lasting_optimizer: bool = True
-    queries: Whole = 10  # q: changed copies of each image; 0 leaves the generator as it is, and canvases as they are
-    # ε: length of a change; 1e-3 in the paper, too little for differences in float32
+    # q: perturbed copies of each image; 0 does not train the generator, and leaves canvases
+    # unmodified
+    queries: Whole = 10
+    # ε: length of a perturbation; 1e-3 in the paper, too small for differences in float32
     eps: Positive = 1e-2
-    direction: Direction = "sphere"  # of the changes
-    # a side, that changes are made of: the lowest; none is all, as in the paper
+    direction: Direction = "sphere"  # distribution of the perturbations' directions
+    # perturbations consist of this many lowest frequencies along each side; none is all, as in the
+    # paper
     frequencies: Count | None = 6
-    # differences of logits, or of the batch's loss as in the paper
+    # gradients are estimated from differences of logits, or of the batch's loss as in the paper
     estimator: Literal["logits", "loss"] = "logits"
-    # of clients that answer and distil; "batch" as published
+    # normalisation statistics of clients in queries and distillation; "batch" in the paper
     statistics: Literal["own", "batch"] = "own"
     # range of generated images without a canvas: the data's, or -1 to 1 (paper)
     output: Output = "matched"
     beta_adv: NonNegative = 1.0  # β1: weight of transferability
     beta_div: NonNegative = 1.0  # β2: weight of diversity
     beta_info: NonNegative = 1.0  # β3: weight of equilibrium
-    # that are to differ: those of one class, or all as in the paper
+    # pairs of images that diversity compares: those of one class, or all as in the paper
     pairs: Literal["class", "all"] = "class"
     tau: Positive = 2.0  # τ: temperature of distillation and transferability; 5 in the paper
-    memory: Count = 10  # rounds whose images are learnt from; 1 in the paper
+    memory: Count = (
+        10  # number of last rounds whose images are used in distillation; 1 in the paper
+    )
     # generated images per step of distillation; none is all, as in the paper
     distil_batch: Count | None = 100
     distil_lr: Positive = 2e-3  # Adam's learning rate of distillation; 0.01 in the paper
-    global_steps: Count = 60  # E2: steps of the global model; 10 in the paper
-    local_steps: Count = 30  # E3: steps of each client; 10 in the paper
-    # clients that distil see private images too in every step, lest they forget them
+    global_steps: Count = 60  # E2: distillation steps of the global model; 10 in the paper
+    local_steps: Count = 30  # E3: distillation steps of each client; 10 in the paper
+    # clients see private images too in every step of distillation, so that they do not forget
+    # them; not in the paper
     rehearse: bool = True
-    balanced: bool = True  # cross entropy is told how frequent classes are at home, so networks need not learn it; ours
+    # add the log class prior to logits in the cross entropy, so that networks do not learn the
+    # local class frequencies; not in the paper
+    balanced: bool = True
 
     @property
     def by_class(self) -> bool:
-        """Whether clients count by their images of a class, and say how many these are."""
+        """Return whether clients are weighted by, and upload, their number of images per class."""
         return self.weighting == "classes"
 
     @property
     def looks(self) -> int:
-        """What a client is asked about: images, and changed copies of them."""
+        """Return the number of versions of an image in a query: the image and its copies."""
         return 1 + self.queries
 
     def round(self, server: Asked, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)
-        told = active.run(self.learn)
-        active, generator, lessons = active.only(told), self.recalled(server), []
+        uploads = active.run(self.learn)
+        active = active.only(uploads)
+        generator = self.recalled(server)
         if self.canvas:
-            server.spectrum = [
-                pooled(
-                    [said["spectrum"] for said in told.values()], list(told.num_examples.values())
-                )
-            ]
+            spectra = [upload["spectrum"] for upload in uploads.values()]
+            server.spectrum = [pooled(spectra, list(uploads.num_examples.values()))]
         optimizer = self.optimizer(server, generator)
+        portion = math.ceil(self.samples / self.generator_steps)
+        lessons = []
         for _ in server.track("generator", range(self.generator_steps)):
-            x, z, y = self.drawn(server, generator, -(-self.samples // self.generator_steps))
+            x, z, y = self.drawn(server, generator, portion)
             u = directions(x, self.queries, self.direction, self.frequencies)
             answers = active.run(self.answer, x.detach(), x.detach() + self.eps * u)
-            active, shares = active.only(answers), self.shares(answers, told)
-            said = torch.stack(list(answers.values()), 1)  # (1 + q, K, b, C)
+            active = active.only(answers)
+            shares = self.shares(answers, uploads)
+            logits = torch.stack(list(answers.values()), 1)  # (1 + q, clients, images, classes)
             if self.queries:
-                self.improve(server, optimizer, (x, z, y), u, said, shares)
-            lessons.append([x.detach(), self.opinion(said[0], shares), y])
-        y = self.remember(server, generator, optimizer, lessons)
+                self.improve(server, optimizer, (x, z, y), u, logits, shares)
+            lessons.append([x.detach(), self.opinion(logits[0], shares), y])
+        labels = self.remember(server, generator, optimizer, lessons)
         self.study(server.model.train(), server.lessons, self.global_steps, self.distil_lr, None, 0)
-        self.judge(server, y, shares)
-        active.run(self.distil, server.lessons[-1][1])
+        self.judge(server, labels, shares)
+        _, ensemble = server.lessons[-1]
+        active.run(self.distil, ensemble)
 
     def learn(self, client: Oracle) -> Told:
-        """Train on private data."""
+        """Train on private images, with earlier rounds' lessons, and return their statistics."""
+        data = client.data
+        home = self.at_home(client)
         if self.rehearse and client.lessons:
-            steps = self.epochs * epoch_length(len(client.data), self.batch_size)
-            self.study(
-                client.model.train(), client.lessons, steps, self.lr, client.data, self.batch_size
-            )
+            steps = self.epochs * epoch_length(len(data), self.batch_size)
+            self.study(client.model.train(), client.lessons, steps, self.lr, data, self.batch_size)
         else:
-            recipe = adam(self.lr, cosine=True)
             fit(
                 client,
                 epochs=self.epochs,
                 batch_size=self.batch_size,
-                recipe=recipe,
-                by_class=self.at_home(client),
+                recipe=adam(self.lr, cosine=True),
+                by_class=home,
             )
-        note_before(client, self.at_home(client))
-        client.batch, data = [], client.data
-        counts, images = (
-            data.class_counts(),
-            data.batch(torch.arange(len(data), device=data.device)),
-        )
+        note_before(client, home)
+        client.batch = []
+        counts = data.class_counts()
+        images = data.batch(torch.arange(len(data), device=data.device))
         return {
             "counts": counts if self.by_class else counts[:0],
             "spectrum": spectrum(images) if self.canvas else images[:0],
@@ -306,40 +341,44 @@ class FedZGE(Algorithm[Asked, Oracle]):
     def answer(
         self, client: Oracle, x: Annotated[Tensor, Floats("images", ...)], changed: Tensor
     ) -> Logits:
-        """Say what one thinks of images and of their changed copies."""
+        """Return the client's logits on images and on their perturbed copies."""
         client.batch = [*client.batch, x]
         client.model.train(self.statistics == "batch")
         with torch.no_grad(), exact(), by_batch(client.model):
             return torch.stack([client.model(batch) for batch in (x, *changed)])
 
     def recalled(self, server: Asked) -> LabelGenerator:
-        """The generator as the last round left it; one that changes canvases begins by changing nothing."""
+        """Return the generator as the last round left it.
+
+        A new generator that modifies canvases starts by leaving them unchanged.
+        """
         generator = LabelGenerator(server.spec, self.noise).to(server.device)
         if server.generator:
             generator.load_state_dict(server.generator)
         elif self.canvas:
-            generator.body[-2].load_state_dict(
-                {"weight": torch.zeros(server.spec.channels)}, strict=False
-            )
+            zero_weight = {"weight": torch.zeros(server.spec.channels)}
+            generator.body[-2].load_state_dict(zero_weight, strict=False)
         return generator.train()
 
     def drawn(self, server: Asked, generator: LabelGenerator, count: int) -> Drawn:
-        """So many images as the clients are shown them, and the noise and labels they are made of: classes in turn."""
+        """Generate `count` images, with labels that cycle through the classes.
+
+        Returns:
+            The images as clients are sent them, their noise and their labels.
+        """
         z = torch.randn(count, self.noise, device=server.device)
         y = torch.arange(count, device=server.device) % server.spec.classes
-        made = generator(z, y)
+        generated = generator(z, y)
         if not self.canvas:
-            return shown(made, server.spec, self.output), z, y
+            return shown(generated, server.spec, self.output), z, y
         _, std = statistics(server.spec, server.device)
-        return within_range(canvases(count, server.spectrum[0]) + made / std, server.spec), z, y
+        x = canvases(count, server.spectrum[0]) + generated / std
+        return within_range(x, server.spec), z, y
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
-        return collapsed(
-            rounds,
-            "canvas=true gives them the variety of the data"
-            if not self.canvas
-            else "ask fewer queries",
-        )
+        if self.canvas:
+            return collapsed(rounds, "use fewer queries")
+        return collapsed(rounds, "canvas=true gives them the variety of the data")
 
     @torch.no_grad()
     def creations(
@@ -352,27 +391,25 @@ class FedZGE(Algorithm[Asked, Oracle]):
         return y[chosen], x[chosen]
 
     def shares(self, answers: Replies[Tensor], told: Replies[Told]) -> Tensor:
-        """How much each of those who answered counts for each class (clients, classes)."""
+        """Return the weight of each answering client for each class (clients, classes or 1)."""
         if self.by_class:
             return class_shares(torch.stack([told[k]["counts"] for k in answers]).float())
-        sizes = torch.tensor(
-            [answers.num_examples[k] for k in answers], device=next(iter(answers.values())).device
-        )
+        device = next(iter(answers.values())).device
+        sizes = torch.tensor([answers.num_examples[k] for k in answers], device=device)
         return (sizes / sizes.sum())[:, None]
 
     def opinion(self, said: Tensor, shares: Tensor) -> Tensor:
-        """What the clients (..., clients, images, classes) say together."""
+        """Return the ensemble's logits from those of clients (..., clients, images, classes)."""
         if self.by_class:
             return mixed(said, shares)
         return (shares[:, None] * said).sum(-3)
 
     def optimizer(self, server: Asked, generator: LabelGenerator) -> torch.optim.Adam:
-        """The generator's, with what it gathered in earlier rounds."""
+        """Return the generator's optimizer, with its state of earlier rounds if it is kept."""
         optimizer = torch.optim.Adam(generator.parameters(), lr=self.generator_lr, fused=True)
-        for parameter, gathered in zip(
-            generator.parameters() if server.moments else (), server.moments, strict=True
-        ):
-            optimizer.state[parameter] = {name: tensor.clone() for name, tensor in gathered.items()}
+        if server.moments:
+            for parameter, moments in zip(generator.parameters(), server.moments, strict=True):
+                optimizer.state[parameter] = {name: m.clone() for name, m in moments.items()}
         return optimizer
 
     def improve(
@@ -384,50 +421,81 @@ class FedZGE(Algorithm[Asked, Oracle]):
         said: Tensor,
         shares: Tensor,
     ) -> None:
-        """One step of the generator."""
+        """Take one step of the generator.
+
+        Args:
+            drawn: Generated images, with the generator's graph, their noise and their labels.
+            u: Directions of the perturbations.
+            said: The clients' logits (1 + q, clients, images, classes).
+            shares: The clients' weights.
+        """
         x, z, y = drawn
         loss = partial(self.loss, shares, z, y)
         estimate = self.by_logits if self.estimator == "logits" else self.by_loss
-        slope = estimate(server.model.eval(), loss, x.detach(), u, said)
+        gradient = estimate(server.model.eval(), loss, x.detach(), u, said)
         optimizer.zero_grad()
-        torch.autograd.backward(x, slope)
+        torch.autograd.backward(x, gradient)
         optimizer.step()
 
     def loss(
         self, shares: Tensor, z: Tensor, y: Tensor, said: Tensor, student: Tensor, x: Tensor
     ) -> Tensor:
-        """The generator's objective, of what clients and global model say of images."""
+        """Return the generator's loss.
+
+        Args:
+            said: The clients' logits on images (clients, images, classes).
+            student: The global model's logits on them.
+            x: The images.
+        """
         ensemble = self.opinion(said, shares)
-        terms = self.beta_adv * transferability(
-            ensemble, student, self.tau
-        ) + self.beta_info * equilibrium(ensemble)
-        terms = terms + self.beta_div * diversity(x, z, y if self.pairs == "class" else None)
-        return fidelity(ensemble, y) + terms
+        adversarial = self.beta_adv * transferability(ensemble, student, self.tau)
+        information = self.beta_info * equilibrium(ensemble)
+        diverse = self.beta_div * diversity(x, z, y if self.pairs == "class" else None)
+        # The order of the sum is part of the results' bits.
+        return fidelity(ensemble, y) + (adversarial + information + diverse)
 
     def by_loss(
         self, model: Classifier, loss: Callable[..., Tensor], x: Tensor, u: Tensor, said: Tensor
     ) -> Tensor:
-        """From one difference of the batch's loss for each direction, as the authors' code has it."""
+        """Estimate the gradient from one difference of the batch's loss per direction.
+
+        This is the estimator of the authors' code.
+        """
         with torch.no_grad(), exact():
             points = [x, *(x + self.eps * direction for direction in u)]
             losses = torch.stack(
-                [loss(s, model(point), point) for s, point in zip(said, points, strict=True)]
+                [
+                    loss(logits, model(point), point)
+                    for logits, point in zip(said, points, strict=True)
+                ]
             )
-        return loss_estimate(
-            u, losses[1:] - losses[0], self.eps, self.direction, self.frequencies
-        ) / len(x)
+        differences = losses[1:] - losses[0]
+        estimate = loss_estimate(u, differences, self.eps, self.direction, self.frequencies)
+        return estimate / len(x)
 
     def by_logits(
         self, model: Classifier, loss: Callable[..., Tensor], x: Tensor, u: Tensor, said: Tensor
     ) -> Tensor:
-        """Exact but for the clients' part: their logits' differences, contracted with the loss's own derivative."""
-        seen, images = said[0].clone().requires_grad_(), x.clone().requires_grad_()
-        cotangent, direct = torch.autograd.grad(loss(seen, model(images), images), (seen, images))
-        for k, slope in enumerate(cotangent):
-            direct = direct + directional(
-                u, said[1:, k], said[0, k], slope, self.eps, self.direction, self.frequencies
+        """Estimate the gradient from differences of the clients' logits.
+
+        Only the clients' Jacobian is estimated: differences of their logits are multiplied by the
+        exact derivative of the loss. All other parts of the gradient are exact.
+        """
+        logits = said[0].clone().requires_grad_()
+        images = x.clone().requires_grad_()
+        value = loss(logits, model(images), images)
+        logits_gradient, gradient = torch.autograd.grad(value, (logits, images))
+        for k, client_gradient in enumerate(logits_gradient):
+            gradient = gradient + directional(
+                u,
+                said[1:, k],
+                said[0, k],
+                client_gradient,
+                self.eps,
+                self.direction,
+                self.frequencies,
             )
-        return direct
+        return gradient
 
     def remember(
         self,
@@ -436,25 +504,36 @@ class FedZGE(Algorithm[Asked, Oracle]):
         optimizer: torch.optim.Adam,
         lessons: Iterable[list[Tensor]],
     ) -> Tensor:
-        """The generator, and the round's images with everybody's opinion; the classes they were drawn for."""
+        """Store the generator, its optimizer, and the round's images with the ensemble's logits.
+
+        Args:
+            lessons: Of each portion: images, ensemble logits, labels.
+
+        Returns:
+            The labels of the round's images.
+        """
         x, ensemble, y = (torch.cat(column) for column in zip(*lessons, strict=True))
         server.generator = dict(generator.state_dict())
-        server.moments = [
-            optimizer.state[p]
-            for p in generator.parameters()
-            if self.lasting_optimizer and self.queries
-        ]
+        server.moments = []
+        if self.lasting_optimizer and self.queries:
+            server.moments = [optimizer.state[p] for p in generator.parameters()]
         server.lessons = [*server.lessons, [x, ensemble]][-self.memory :]
         return y
 
     def judge(self, server: Asked, y: Tensor, shares: Tensor) -> None:
-        """Report how the round's images vary, what the clients see in them, and whether the server's model does too."""
+        """Report measures of the round's images and of the model's agreement with the ensemble.
+
+        These are the images' variety, how often the ensemble predicts the label, how often the
+        server's model predicts the same class as the ensemble, and the mean share of clients that
+        have images of the label.
+        """
         x, ensemble = server.lessons[-1]
-        seen = ensemble.argmax(1)
-        said = predict(server.model.eval(), x.__getitem__, torch.arange(len(x), device=x.device))
+        predicted = ensemble.argmax(1)
+        every = torch.arange(len(x), device=x.device)
+        logits = predict(server.model.eval(), x.__getitem__, every)
         server.report |= variety(x, y)
-        server.report["recognised"] = float((seen == y).float().mean())
-        server.report["agreement"] = float((said.argmax(1) == seen).float().mean())
+        server.report["recognised"] = float((predicted == y).float().mean())
+        server.report["agreement"] = float((logits.argmax(1) == predicted).float().mean())
         if self.by_class:
             server.report["known"] = float((shares > 0).float().mean(0)[y].mean())
 
@@ -467,32 +546,40 @@ class FedZGE(Algorithm[Asked, Oracle]):
         own: Images | None,
         size: int,
     ) -> None:
-        """Steps towards the clients' opinion of the last rounds' images, beside so many of a client's own in each."""
-        rows = [torch.cat(column) for column in zip(*lessons, strict=True)]
+        """Distil the ensemble's logits on the last rounds' images into a model.
+
+        Args:
+            lessons: Of each round: images, ensemble logits.
+            own: Private images that are used in every step too, or none.
+            size: Number of private images per step.
+        """
+        images, ensemble = (torch.cat(column) for column in zip(*lessons, strict=True))
         trainer = Trainer.of(model, adam(lr, cosine=True))
-        batches = index_batches(len(rows[0]), self.distil_batch or len(rows[0]), rows[0].device)
+        batches = index_batches(len(images), self.distil_batch or len(images), images.device)
         loss: Callable[..., Tensor] = partial(distillation, model, self.tau)
+        private_batches: Iterator[Tensor] = iter(())
+        home: list[Tensor] = []
         if own is not None:
             loss = partial(rehearsal, model, self.tau, own.spec, own.augment)
-            private, home = (
-                index_batches(len(own), size, own.device),
-                [log_shares(own)] if self.balanced else [],
-            )
+            private_batches = index_batches(len(own), size, own.device)
+            home = [log_shares(own)] if self.balanced else []
         for step in range(steps):
-            chosen = next(batches)
-            beside = (
-                () if own is None else (own.pixels[part := next(private)], own.labels[part], *home)
-            )
-            trainer.step(loss, *(row[chosen] for row in rows), *beside)
+            index = next(batches)
+            batch = [images[index], ensemble[index]]
+            if own is not None:
+                private = next(private_batches)
+                batch += [own.pixels[private], own.labels[private], *home]
+            trainer.step(loss, *batch)
             trainer.anneal((step + 1) / steps)
 
     def evaluate_server(self, server: Asked, test: Images) -> dict[str, float]:
-        found = super().evaluate_server(server, test)
-        if self.statistics == "batch" and "global" in found:
-            found["global_by_batch"] = accuracy_by_batch(server.model, test)
-        return found
+        scores = super().evaluate_server(server, test)
+        if self.statistics == "batch" and "global" in scores:
+            scores["global_by_batch"] = accuracy_by_batch(server.model, test)
+        return scores
 
     def distil(self, client: Oracle, ensemble: Tensor) -> None:
+        """Learn from the ensemble's logits on the images of this and the last rounds."""
         client.lessons = [*client.lessons, [torch.cat(client.batch), ensemble]][-self.memory :]
         client.batch = []
         model = client.model.train(self.rehearse or self.statistics == "batch")
@@ -506,5 +593,5 @@ class FedZGE(Algorithm[Asked, Oracle]):
             self.distil_batch or self.batch_size,
         )
         if self.statistics == "batch":
-            # Distillation has left the statistics of generated images; the client is judged by those of its own.
+            # Distillation leaves statistics of generated images; evaluation needs the client's own.
             renew(client.model, client.data, self.batch_size)

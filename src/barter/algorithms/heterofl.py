@@ -1,10 +1,22 @@
 """HeteroFL: Diao et al., "HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous
 Clients", ICLR 2021, Algorithm 1 (arXiv:2010.01264).
 
-Every client trains the first channels of each layer, as many as it can afford. What only the widest clients have is
-averaged over them alone; what nobody has is never trained. Its clients' training is the paper's but for the learning
-rate, which preset "paper" has. Statistics of normalisation are those of everybody's data in the averaged network, as in
-the authors' code; clients measure them, each on its own images. Budgets are DFRD's.
+Every client trains the first channels of each layer, as many as it can afford. Weights that only
+the widest clients have are averaged over these alone; weights that no client has are never trained.
+One round (Algorithm 1):
+
+1. The server sends each client the weights of its first channels.
+2. Clients train them on their own images and upload them.
+3. The server averages each weight over the clients that trained it.
+4. Clients measure normalisation statistics of the averaged network, each on its own images, and
+   the server combines them.
+
+Differences from the paper:
+
+- `lr`: smaller than the paper's, which preset "paper" has. Local training is otherwise the paper's.
+- `norm`: statistics of normalisation are those of all clients' data in the averaged network, as in
+  the authors' code; here clients measure them, each on its own images.
+- `rho`, `sigma`: the clients' budgets are DFRD's.
 """
 
 from __future__ import annotations
@@ -18,7 +30,7 @@ __all__ = ["HeteroFL"]
 
 @dataclass(frozen=True, kw_only=True)
 class HeteroFL(PartialTraining):
-    """The first channels of every layer."""
+    """Each client trains the first channels of every layer, as many as it can afford."""
 
     extraction = "static"
     presets = {"paper": {"lr": 0.1}}

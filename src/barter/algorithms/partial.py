@@ -1,13 +1,19 @@
-"""Partial training: what HeteroFL, Federated Dropout, FedRolex and, on top of them, DFRD have in common.
+"""Partial training: the common base of HeteroFL, Federated Dropout, FedRolex and DFRD.
 
-Every client trains as much of the server's network as it can afford, some of the channels of each layer, and the server
-averages each weight over the clients that had it.
+Every client trains a submodel of the server's network that it can afford: some of the channels of
+each layer. The server averages each weight over the clients that had it. One round:
 
-Training leaves no running statistics. HeteroFL's code gathers them afterwards, by a pass of everybody's training images
-through the averaged network. With `norm = "global"` images stay at their clients and the averaged network is sent to
-them: each client passes its own images through it, and the server takes the mean of the statistics, weighted by
-batches. That is what one pass over all clients' batches gives. Clients must be able to run the whole network for it,
-though not to train it; with `norm = "afterwards"` none runs more than its part.
+1. The server selects channels for each client and sends it their weights.
+2. Clients train these weights on their own images and upload them.
+3. The server averages each weight over the clients that trained it.
+4. With `norm = "global"`, clients measure normalisation statistics of the averaged network.
+
+Training does not update running statistics. HeteroFL's code computes them afterwards, by a pass of
+all clients' training images through the averaged network. With `norm = "global"` images stay at
+their clients and the averaged network is sent to them: each client passes its own images through
+it, and the server takes the mean of the statistics, weighted by batches. The result is that of one
+pass over all clients' batches. For this, clients must be able to run the full network, though not
+to train it; with `norm = "afterwards"` no client runs more than its submodel.
 """
 
 from __future__ import annotations
@@ -59,40 +65,44 @@ S = TypeVar("S", bound=Server, default=Server)
 
 
 class Update(TypedDict):
-    """What a client sends back."""
+    """A client's upload: its trained weights, and how many images of each class it trained on."""
 
     weights: State
-    counts: Annotated[
-        Tensor, Counts("classes", most="seen"), When("tells_counts")
-    ]  # images that it trained on
+    # an image counts once for every time that the client trained on it
+    counts: Annotated[Tensor, Counts("classes", most="seen"), When("tells_counts")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartialTraining(Algorithm[S, Client]):
-    """Each client trains a part of the network, as wide as it can afford."""
+    """Each client trains a submodel of the network, as wide as it can afford."""
 
     primary = "server"
     replicas = True
     crosses = {
-        "train": "down: the weights of the client's channels; up: the same, trained, and how often each class came up",
-        "measure": "down: the averaged weights at full width; up: mean and variance of every normalised channel",
+        "train": "down: the weights of the client's channels; "
+        "up: the trained weights, and how many images of each class they were trained on",
+        "measure": "down: the averaged weights at full width; "
+        "up: mean and variance of every normalised channel",
     }
 
     fraction: Fraction = 1.0  # share of clients per round
-    rho: Whole = 2  # ρ: how fast budgets fall, R_i = (1/2)^min(σ, ⌊ρ i / N⌋); DFRD studies 5, 10 and 40 for 10 clients
+    # ρ: how fast budgets fall over clients, R_i = (1/2)^min(σ, ⌊ρ i / N⌋); DFRD studies 5, 10 and
+    # 40 for 10 clients
+    rho: Whole = 2
     sigma: Whole = 4  # σ: the smallest budget is (1/2)^σ
     epochs: Count = 5  # local epochs
-    steps: Count | None = None  # local steps instead; none means whole epochs
+    steps: Count | None = None  # number of local steps; none is whole epochs
     batch_size: Count = 10  # images per step
     lr: Positive = 0.02  # η: learning rate of the clients' SGD; HeteroFL has 0.1, DFRD 0.01
-    momentum: NonNegative = 0.9  # of the clients' SGD; DFRD has none
-    weight_decay: NonNegative = 5e-4  # of the clients' SGD; DFRD has none
-    # statistics: of all clients' data in the averaged network, of own data in own part, batch (DFRD), running (FedAvg)
+    momentum: NonNegative = 0.9  # momentum of the clients' SGD; 0 in DFRD
+    weight_decay: NonNegative = 5e-4  # weight decay of the clients' SGD; 0 in DFRD
+    # normalisation statistics: of all clients' data in the averaged network, of own data in the own
+    # submodel (afterwards), of each batch (DFRD), or running ones (FedAvg)
     norm: Norm = "global"
     scaler: bool = True  # hidden outputs are divided by the client's rate in training
     masked_loss: bool = True  # logits of classes that a client lacks count as zero in its loss
     own_rows: bool = True  # the head's row of a class is averaged over the clients that have it
-    # every client counts alike, or by its images
+    # weight of a client in averages: equal, or its number of images
     weighting: Literal["clients", "examples"] = "clients"
 
     @property
@@ -101,7 +111,7 @@ class PartialTraining(Algorithm[S, Client]):
 
     @property
     def extraction(self) -> Extraction:
-        """How channels are chosen."""
+        """Return the rule by which channels are selected."""
         raise NotImplementedError
 
     def budget(self, client: int, clients: int) -> float:
@@ -118,10 +128,15 @@ class PartialTraining(Algorithm[S, Client]):
         self.exchange(server, clients.sample(self.fraction), t)
 
     def exchange(self, server: S, active: Clients, t: int) -> Replies[Update]:
-        """Have every client train its part of the server's model, and average the parts."""
+        """Have every client train its submodel and average these in the server's model.
+
+        Returns:
+            The clients' updates.
+        """
         where = self.choose(server, active, t)
         w = server.model.state_dict()
-        updates = active.scatter(self.train, {k: extracted(w, where[k]) for k in active})
+        submodels = {k: extracted(w, where[k]) for k in active}
+        updates = active.scatter(self.train, submodels)
         averaged = self.averaged(server, updates, where)
         if self.norm == "global" and running_means(averaged):
             averaged = self.measured(active.only(updates), averaged)
@@ -129,31 +144,33 @@ class PartialTraining(Algorithm[S, Client]):
         return updates
 
     def measured(self, active: Clients, w: State) -> State:
-        """Return the averaged weights with running statistics that the clients measure on their data."""
+        """Return the averaged weights with running statistics measured on the clients' data."""
         statistics = active.run(self.measure, w)
         batches = [renew_batches(n, self.batch_size) for n in statistics.num_examples.values()]
         return replace_statistics(w, combine_statistics(list(statistics.values()), batches))
 
     def measure(self, client: Client, w: State) -> Statistics:
-        """Return the statistics of the client's images in the whole network with these weights."""
-        whole = lanes.kept("whole network", lambda: widened(client.model))
-        whole.load_state_dict(w)
-        renew(whole, client.data, self.batch_size)
-        return read_statistics(whole.state_dict())
+        """Return the statistics of the client's images in the full network with these weights."""
+        full_network = lanes.kept("whole network", lambda: widened(client.model))
+        full_network.load_state_dict(w)
+        renew(full_network, client.data, self.batch_size)
+        return read_statistics(full_network.state_dict())
 
     def normalised(self, known: Known) -> int:
         """Return the number of channels of the server's network that have running statistics."""
         return sum(known.server[name][0].numel() for name in running_means(known.server))
 
     def choose(self, server: S, active: Clients, t: int) -> dict[int, Places]:
-        """Which channels each client gets in this round."""
+        """Select the channels that each client trains in round t."""
         w = server.model.state_dict()
-        return {
-            k: places(w, server.architectures[k]().state_dict(), self.extraction, t) for k in active
-        }
+        chosen = {}
+        for k in active:
+            submodel = server.architectures[k]().state_dict()
+            chosen[k] = places(w, submodel, self.extraction, t)
+        return chosen
 
     def train(self, client: Client, w: State) -> Update:
-        """The client's model after training on its own data, from these weights if there are any; what it saw."""
+        """Train the client's model on its own data, from weights `w` unless these are empty."""
         if w:
             client.model.load_state_dict(w)
         counts = torch.zeros(client.data.spec.classes, dtype=torch.long, device=client.device)
@@ -164,7 +181,7 @@ class PartialTraining(Algorithm[S, Client]):
             batch_size=self.batch_size,
             recipe=sgd(self.lr, self.momentum, self.weight_decay),
             by_class=(client.data.class_counts() > 0).float() if self.masked_loss else None,
-            adjust=torch.mul,  # a class that the client has no image of counts as zero
+            adjust=torch.mul,  # The mask is multiplied: logits of absent classes become zero.
             seen=counts,
         )
         if self.norm in ("global", "afterwards"):
@@ -176,25 +193,28 @@ class PartialTraining(Algorithm[S, Client]):
 
     @property
     def tells_counts(self) -> bool:
-        """Whether the server needs to know how often each class came up."""
+        """Return whether clients upload how many images of each class they trained on."""
         return self.own_rows
 
     def seen(self, known: Known) -> int:
-        """How many images a client trains on, one as often as it sees it."""
+        """Return how many images a client trains on, counting an image once per use."""
         steps = self.steps or self.epochs * epoch_length(known.examples, self.batch_size)
         return steps * self.batch_size
 
     def averaged(self, server: S, updates: Replies[Update], where: Mapping[int, Places]) -> State:
-        """The server's weights, each the mean over the clients that trained it (Eq. 1 of DFRD)."""
-        weights = {
-            k: float(updates.num_examples[k]) if self.weighting == "examples" else 1.0
-            for k in updates
-        }
+        """Return the server's weights, each averaged over the clients that trained it.
+
+        This is Eq. 1 of DFRD. Weights that no client trained are unchanged.
+        """
+        by_examples = self.weighting == "examples"
+        weights = {k: float(updates.num_examples[k]) if by_examples else 1.0 for k in updates}
+        submodels = {k: update["weights"] for k, update in updates.items()}
+        counts = {k: update["counts"] for k, update in updates.items()}
         return combined(
             server.model.state_dict(),
-            {k: update["weights"] for k, update in updates.items()},
+            submodels,
             where,
             weights,
-            {k: update["counts"] for k, update in updates.items()} if self.own_rows else None,
+            counts if self.own_rows else None,
             head_of(server.model),
         )
