@@ -87,9 +87,8 @@ class FedDyn(Algorithm[Cloud, Drifter]):
     lr: Positive = 0.1  # η: learning rate of SGD
     weight_decay: NonNegative = 1e-3  # weight decay of SGD
     clip: Positive = 10.0  # largest norm of the gradient
-    alpha: Positive = (
-        0.01  # α: weight of the regulariser, for a client with the mean number of images
-    )
+    # α: weight of the regulariser, for a client with the mean number of images
+    alpha: Positive = 0.01
 
     def round(self, server: Cloud, clients: Clients, t: int) -> None:
         new_clients = clients.only(k for k in clients if k not in server.sizes)
