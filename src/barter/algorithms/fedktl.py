@@ -231,7 +231,7 @@ class FedKTL(OneWidth[Teacher]):
         "of the client's classes in the space of the frame"
     }
 
-    # G: the server's generator: a TorchScript file, or package.module:function that returns a module
+    # G: the server's generator: a TorchScript file, or package.module:function returning a module
     generator: str = ""
     # weights of that module: a safetensors file; empty: those that the function returns
     weights: str = ""
