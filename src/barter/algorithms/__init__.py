@@ -1,4 +1,8 @@
-"""One file, one paper. The registry is a dict one can read."""
+"""The algorithms, one file for each paper, and the registry that maps names to classes.
+
+Files that name no paper hold what several algorithms share: `broadcast`, `condensation`,
+`one_width`, `partial` and `public`.
+"""
 
 from __future__ import annotations
 

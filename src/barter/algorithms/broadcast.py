@@ -1,6 +1,7 @@
-"""Averaging whose rounds end with everybody having the average: what FedBN and Per-FedAvg have in common.
+"""Averaging in which all clients receive the average at the end of a round.
 
-Both judge a client by what it makes of the average, not by what its own training left behind.
+The base of FedBN and Per-FedAvg. Both evaluate a client with the model that it derives from the
+average, not with the model that its own training produced.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ __all__ = ["Broadcast", "Caster"]
 
 
 class Caster(Server):
-    """A server that knows who has heard."""
+    """A server that remembers the average and which clients have received it."""
 
-    average: State = {}  # nothing before the first round: the clients' own weights
-    heard: list[int] = []  # the clients that have this average
+    average: State = {}  # empty before the first round: clients start from their own weights
+    heard: list[int] = []  # clients that have received this average
 
 
 S = TypeVar("S", bound=Caster, default=Caster)
@@ -33,40 +34,50 @@ C = TypeVar("C", bound=Client, default=Client)
 
 @dataclass(frozen=True, kw_only=True)
 class Broadcast(Algorithm[S, C]):
-    """Trained weights go up from some clients, their average comes down to all."""
+    """Average the weights that some clients trained, and send the average to all clients."""
 
     one_architecture = True
     crosses = {
-        "client_update": "up: the client's weights (whoever missed the last average gets it first)",
+        "client_update": "up: the client's weights (a client that missed the last average receives "
+        "it first)",
         "receive": "down: the average",
     }
 
-    fraction: Fraction = 1.0  # C: share of clients that train in a round
+    fraction: Fraction = 1.0  # C: fraction of clients that train in a round
     epochs: Count = 1  # E: local epochs
     batch_size: Count = 32  # B: images per step
     lr: Positive = 0.01  # η: learning rate of SGD
-    # of what comes back: by numbers of images, or what few clients cannot move
+    # aggregation of updates: mean weighted by image counts, or robust (median, trimmed mean)
     average: Average = "mean"
 
     def round(self, server: S, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)
-        lacking = {k: {} if k in server.heard else server.average for k in active}
-        server.average = average(active.scatter(self.client_update, lacking), by=self.average)
+        # Clients that have the last average already are sent nothing.
+        starts = {k: {} if k in server.heard else server.average for k in active}
+        updates = active.scatter(self.client_update, starts)
+        server.average = average(updates, by=self.average)
         server.heard = list(clients.run(self.receive, server.average))
 
     def client_update(self, client: C, w: State) -> State:
+        """Train the client's network and return the weights to be averaged.
+
+        Args:
+            client: The client that trains.
+            w: The last average if the client has missed it, otherwise an empty state.
+        """
         self.begin(client, w)
         self.train(client)
         note_before(client)
         return self.outgoing(client.model)
 
     def begin(self, client: C, w: State) -> None:
-        """The client's network as training starts from it."""
+        """Load the weights from which the client's training starts."""
         client.model.load_state_dict({**client.model.state_dict(), **w})
 
     def train(self, client: C) -> None:
+        """Train the client's network on its own data."""
         raise NotImplementedError
 
     def receive(self, client: C, w: State) -> None:
-        """The client's network as it is judged."""
+        """Turn the average into the network with which the client is evaluated."""
         raise NotImplementedError

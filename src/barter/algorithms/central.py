@@ -1,7 +1,7 @@
 """Central training: all data in one place, the upper bound that no federation can count on.
 
-Every client gives its images away and trains its own architecture on everybody's. What that would cost is in the byte
-counts: the private data itself crosses the wire, in every round.
+Every client uploads its images and trains its own architecture on the pooled images of all clients.
+The byte counts show what that would cost: the private data itself crosses the wire, in every round.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from barter.ops.fit import adam, fit
 __all__ = ["Central"]
 
 
-# Images are as large as the client's files, and all clients' alike.
+# Images have the size of the client's files, which must be the same for all clients.
 Side: TypeAlias = Annotated[int, Within(1, 1e6, "side")]
 Gift: TypeAlias = tuple[
     Annotated[Tensor, Pixels("examples", "side", "side")], Annotated[Tensor, Labels("examples")]
@@ -34,24 +34,33 @@ Gift: TypeAlias = tuple[
 
 
 def as_most(side: int, client: int, own: int) -> int:
-    """The side of a client's images, if it is this one, which most clients' have."""
+    """Return the side of a client's images if it is the most frequent one.
+
+    Args:
+        side: The most frequent side, in pixels.
+        client: The client's id; unused, but `Replies.each` passes it.
+        own: The side of this client's images.
+
+    Raises:
+        PayloadError: If the sides differ.
+    """
     if own != side:
-        raise PayloadError(f"images of {own} pixels a side, those of most have {side}")
+        raise PayloadError(f"images have {own} pixels a side, those of most clients have {side}")
     return own
 
 
 @dataclass(frozen=True, kw_only=True)
 class Central(Algorithm):
-    """No privacy at all."""
+    """Train on the pooled data of all clients, without any privacy."""
 
     crosses = {
-        "measure": "up: how many pixels are on a side of the images",
-        "give": "down: the side of most; up: every private image and label",
-        "learn": "down: everybody's images and labels",
+        "measure": "up: the number of pixels on a side of the images",
+        "give": "down: the most frequent side; up: every private image and label",
+        "learn": "down: all clients' images and labels",
     }
 
-    tau: Fraction = 0.98  # τ: training ends when an epoch's training accuracy reaches it
-    max_epochs: Count = 100  # or after so many epochs
+    tau: Fraction = 0.98  # τ: training stops when an epoch's training accuracy reaches it
+    max_epochs: Count = 100  # largest number of epochs
     lr: Positive = 1e-3  # η: Adam's learning rate
     weight_decay: NonNegative = 1e-5  # Adam's weight decay
     batch_size: Count = 100  # B: images per step
@@ -59,25 +68,27 @@ class Central(Algorithm):
     def round(self, server: Server, clients: Clients, t: int) -> None:
         sides = clients.run(self.measure)
         side = mode(sides.values())
-        gifts = clients.only(sides.each(partial(as_most, side))).run(self.give, side)
-        pool = [torch.cat(parts) for parts in zip(*gifts.values(), strict=True)]
+        compatible = clients.only(sides.each(partial(as_most, side)))
+        uploads = compatible.run(self.give, side)
+        pool = [torch.cat(parts) for parts in zip(*uploads.values(), strict=True)]
         clients.run(self.learn, pool)
 
     def measure(self, client: Client) -> Side:
+        """Return the number of pixels on a side of the client's images."""
         return client.data.side
 
     def give(self, client: Client, side: Side) -> Gift:
+        """Return the client's images and labels."""
         return client.data.pixels, client.data.labels
 
     def learn(self, client: Client, pool: list[Tensor]) -> None:
+        """Train the client's network on the pixels and labels of all clients."""
         pixels, labels = pool
-        everything = Images(pixels, labels, client.data.spec, client.data.augment)
-        recipe, size = adam(self.lr, self.weight_decay), self.batch_size
         fit(
             client,
-            data=everything,
+            data=Images(pixels, labels, client.data.spec, client.data.augment),
             epochs=self.max_epochs,
             goal=self.tau,
-            batch_size=size,
-            recipe=recipe,
+            batch_size=self.batch_size,
+            recipe=adam(self.lr, self.weight_decay),
         )

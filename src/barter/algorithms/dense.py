@@ -1,20 +1,33 @@
 """DENSE: Zhang et al., "DENSE: Data-Free One-Shot Federated Learning", NeurIPS 2022, Algorithm 1 (arXiv:2112.12371).
 
-Clients with any networks train once and hand in their models. The server draws images that the models together are sure
-of, that look inside of them like the data they were trained on (statistics of batch normalisation), and about which its
-own model is of another opinion; and lets its model learn the models' mean opinion of all images drawn so far.
+One-shot: clients with any architectures train once and upload their models.
 
-- One round is all that the method needs. In further rounds the server goes on drawing and learning; nobody is asked
-  again but clients that have not handed in a model yet: those that failed, or were not in the sample.
-- Each batch of images has a generator of its own, trained together with the batch's noise and then forgotten; of all
-  its steps the batch with the least loss is kept. All as in the authors' code.
-- Gradients of the third term flow through both opinions, as in the code; its student normalises by its batch there and
-  by its own statistics here. Images are kept as bytes, as the code's files are, the newest `pool` of them.
-- The code shows the models images that are cropped and mirrored. Here they are shown as they are: the server does not
-  know which changes leave a label what it is.
-- Labels are drawn evenly from the classes that somebody has; in the code from all. So clients say what they have.
+The server then repeats, `passes` times:
+
+1. It optimises a batch of synthetic images and their generator. The clients' ensemble should be
+   certain of the images' labels, the images should match the batch normalisation statistics of the
+   clients' models (λ1), and the server's model should disagree with the ensemble (λ2).
+2. Its own model learns the mean prediction of the clients' models on all images so far.
+
+Differences from the paper:
+
+- One round is all that the method needs. In further rounds the server continues with both steps.
+  Only clients that have not uploaded a model yet, because they failed or were not sampled, are
+  asked for one.
+- Gradients of the third term flow through both predictions, as in the authors' code. There the
+  student normalises by its batch in this term; here by its running statistics.
+- `pool`: images are stored as bytes, as in the code's files; the newest `pool` of them are kept.
+- The code crops and mirrors the images that it shows to the models. Here they are not augmented:
+  the server does not know which changes preserve a label.
+- Labels are sampled uniformly from the classes that some client has, so clients upload class
+  counts; the code samples from all classes.
 - The optimizer of the server's model is new in each pass over the images.
-- The defaults have fewer steps, images and local epochs than the authors' commands; preset "paper" has their numbers.
+- `weighting`: "classes" is an addition of barter.
+- The defaults have fewer steps, images and local epochs than the authors' commands; preset "paper"
+  has their numbers.
+
+As in the code, each batch of images has its own generator, which is trained together with the
+batch's noise and then discarded; the batch with the lowest loss of all steps is kept.
 """
 
 from __future__ import annotations
@@ -57,19 +70,26 @@ __all__ = ["DENSE", "Archive", "Sketch", "sketch_loss"]
 
 
 class Archive(Server):
-    """The models that were handed in, and the images that were drawn."""
+    """A server that stores the uploaded models and the synthetic images."""
 
     teachers: dict[int, Teacher] = {}
-    pixels: list[Tensor] = []  # of all that are kept, as bytes
-    labels: list[Tensor] = []  # what they were drawn for
+    pixels: list[Tensor] = []  # synthetic images as bytes: empty, or one tensor
+    labels: list[Tensor] = []  # the labels for which they were generated
 
 
 class Sketch(nn.Module):
-    """A batch of images: a generator, and the noise it draws from."""
+    """A batch of synthetic images: a generator and its noise, both trained.
+
+    Args:
+        spec: The format of the images.
+        noise: Width of the noise.
+        samples: Images in the batch.
+    """
 
     def __init__(self, spec: Spec, noise: int, samples: int) -> None:
         super().__init__()
-        self.spec, self.decoder = spec, Decoder(noise, spec)
+        self.spec = spec
+        self.decoder = Decoder(noise, spec)
         self.z = nn.Parameter(torch.randn(samples, noise))
 
     def forward(self) -> Tensor:
@@ -85,24 +105,37 @@ def sketch_loss(
     y: Tensor,
     shares: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Cross entropy, λ1 times the distances of statistics, and λ2 times minus the divergence where model and ensemble
-    see different classes; and the images."""
+    """Return the loss of a batch of synthetic images, and the images.
+
+    The loss is the ensemble's cross entropy, plus λ1 times the distances of normalisation
+    statistics, minus λ2 times the divergence of ensemble and model on images for which they predict
+    different classes.
+
+    Args:
+        sketch: The generator and its noise.
+        ensemble: The clients' models.
+        model: The server's model.
+        lam_bn: λ1.
+        lam_adv: λ2.
+        y: The labels for which images are generated.
+        shares: The weight of each client for each class (clients, classes).
+    """
     x = sketch()
     with compared(ensemble) as distances:
-        said = consensus(list(ensemble.said(x).float()), shares)
-    known = model(x).float()
-    apart = useful(said, known, y, "differ") * kl_each(said, known)
-    return fidelity(said, y) + lam_bn * sum(distances) - lam_adv * apart.mean(), x
+        teacher = consensus(list(ensemble.said(x).float()), shares)
+    student = model(x).float()
+    divergence = useful(teacher, student, y, "differ") * kl_each(teacher, student)
+    return fidelity(teacher, y) + lam_bn * sum(distances) - lam_adv * divergence.mean(), x
 
 
 @dataclass(frozen=True, kw_only=True)
 class DENSE(Algorithm[Archive]):
-    """Models are handed in once; the server's learns from them on images that it draws."""
+    """Clients upload models once; the server's model learns from them on synthetic images."""
 
     primary = "server"
     global_model = True
     replicas = True
-    crosses = {"learn": "up: the client's weights, how many images of each class"}
+    crosses = {"learn": "up: the client's weights, the number of images of each class"}
     presets = {
         "paper": {
             "epochs": 400,
@@ -116,27 +149,27 @@ class DENSE(Algorithm[Archive]):
         }
     }
 
-    # the server's network: of the zoo, or package.module:function; none: the first client's
+    # the server's network: a name of the zoo, or package.module:function; none: the first client's
     student: str | None = None
-    fraction: Fraction = 1.0  # share of clients per round that may hand in their models
+    fraction: Fraction = 1.0  # fraction of clients sampled per round; those without an upload train
     epochs: Count = 10  # E: local epochs; 400 in the authors' commands
     batch_size: Count = 32  # private images per step; 128 in the authors' code
     lr: Positive = 0.01  # η: learning rate of the clients' SGD
-    momentum: NonNegative = 0.9  # of all SGD
-    passes: Count = 5  # T: times per round that a batch is drawn and all images are learned from; 200 in the paper
+    momentum: NonNegative = 0.9  # momentum of all SGD
+    # T: repetitions per round of generating a batch and learning from all images; 200 in the paper
+    passes: Count = 5
     generator_steps: Count = 10  # T_G: steps of each batch's generator; 30 in the paper
-    samples: Count = 64  # b: images of a batch; 256 in the authors' code
+    samples: Count = 64  # b: images per generated batch; 256 in the authors' code
     noise: Count = 256  # width of the noise
-    # η_G: Adam's learning rate of generator and noise, first momentum 0.5
+    # η_G: learning rate of generator and noise, with Adam of β1 = 0.5
     generator_lr: Positive = 1e-3
-    lam_bn: NonNegative = 1.0  # λ1: how much statistics count
-    # λ2: how much it counts that the server's model is of another opinion
-    lam_adv: NonNegative = 1.0
-    temperature: Positive = 20.0  # of distillation, whose loss counts temperature² times
-    distil_batch: Count = 64  # drawn images per step of the server's model
+    lam_bn: NonNegative = 1.0  # λ1: weight of the normalisation statistics
+    lam_adv: NonNegative = 1.0  # λ2: weight of the disagreement of the server's model
+    temperature: Positive = 20.0  # of distillation, whose loss is multiplied by temperature²
+    distil_batch: Count = 64  # synthetic images per step of the server's model
     distil_lr: Positive = 0.01  # η_S: learning rate of that SGD; 0.005 in the authors' commands
-    pool: Count = 8192  # images that are kept, the newest
-    # clients count alike, or by their images of a class (ours)
+    pool: Count = 8192  # number of synthetic images that are kept, the newest
+    # weights of clients in the ensemble: equal, or by their images of a class (barter's)
     weighting: Literal["clients", "classes"] = "clients"
 
     @property
@@ -146,19 +179,20 @@ class DENSE(Algorithm[Archive]):
     def round(self, server: Archive, clients: Clients, t: int) -> None:
         new = [k for k in clients.sample(self.fraction) if k not in server.teachers]
         server.teachers = {**server.teachers, **clients.only(new).run(self.learn)}
-        ensemble = assembled(
-            server, {k: update["weights"] for k, update in server.teachers.items()}
-        )
-        counts = torch.stack([update["counts"] for update in server.teachers.values()])
+        weights = {k: teacher["weights"] for k, teacher in server.teachers.items()}
+        ensemble = assembled(server, weights)
+        counts = torch.stack([teacher["counts"] for teacher in server.teachers.values()])
         shares = class_shares(counts if self.weighting == "classes" else torch.ones_like(counts))
+        classes = counts.sum(0).nonzero().flatten()
         for _ in server.track("distil", range(self.passes)):
-            self.draw(server, ensemble, shares, counts.sum(0).nonzero().flatten())
+            self.draw(server, ensemble, shares, classes)
             self.distil(server, ensemble, shares)
         images = self.images(server)
         newest = torch.arange(len(images), device=server.device)[-self.samples * self.passes :]
         server.report |= variety(images.batch(newest), images.labels[newest])
 
     def learn(self, client: Client) -> Teacher:
+        """Train the client's network and return its weights and class counts."""
         fit(
             client,
             epochs=self.epochs,
@@ -167,42 +201,52 @@ class DENSE(Algorithm[Archive]):
         )
         return {"weights": client.model.state_dict(), "counts": client.data.class_counts()}
 
-    def draw(self, server: Archive, ensemble: Ensemble, shares: Tensor, held: Tensor) -> None:
-        """A batch of images more."""
-        model, new = (
-            server.model.eval().requires_grad_(False),
-            Sketch(server.spec, self.noise, self.samples),
-        )
+    def draw(self, server: Archive, ensemble: Ensemble, shares: Tensor, classes: Tensor) -> None:
+        """Generate a batch of synthetic images and store it.
+
+        Args:
+            server: The server, which stores the images.
+            ensemble: The clients' models.
+            shares: The weight of each client for each class (clients, classes).
+            classes: The classes for which images are generated.
+        """
+        model = server.model.eval().requires_grad_(False)
+        new = Sketch(server.spec, self.noise, self.samples)
         sketch = lanes.keep("sketch", new.to(server.device)).train()
-        y = held[torch.randint(len(held), (self.samples,), device=server.device)]
+        y = classes[torch.randint(len(classes), (self.samples,), device=server.device)]
         loss = partial(sketch_loss, sketch, ensemble, model, self.lam_bn, self.lam_adv)
         trainer = Trainer.of(sketch, adam(self.generator_lr, beta1=0.5))
-        best, least = (torch.full((), value, device=server.device) for value in (0.0, torch.inf))
+        best_images = torch.full((), 0.0, device=server.device)
+        least_loss = torch.full((), torch.inf, device=server.device)
         for _ in range(self.generator_steps):
             value, x = trainer.step(loss, y, shares)
-            best, least = torch.where(value < least, x, best), torch.minimum(value, least)
+            best_images = torch.where(value < least_loss, x, best_images)
+            least_loss = torch.minimum(value, least_loss)
         model.requires_grad_(True)
-        server.report["generator_loss"] = float(least)
-        pixels, labels = [*server.pixels, quantised(best, server.spec)], [*server.labels, y]
-        server.pixels, server.labels = (
-            [torch.cat(pixels)[-self.pool :]],
-            [torch.cat(labels)[-self.pool :]],
-        )
+        server.report["generator_loss"] = float(least_loss)
+        pixels = torch.cat([*server.pixels, quantised(best_images, server.spec)])
+        labels = torch.cat([*server.labels, y])
+        server.pixels = [pixels[-self.pool :]]
+        server.labels = [labels[-self.pool :]]
 
     def images(self, server: Archive) -> Images:
-        """All that are kept."""
+        """Return all stored synthetic images."""
         return Images(server.pixels[0], server.labels[0], server.spec)
 
     def distil(self, server: Archive, ensemble: Ensemble, shares: Tensor) -> None:
-        """A pass of the server's model over all images."""
+        """Train the server's model for one pass over all stored images."""
         images = self.images(server)
-        places = torch.arange(len(images), device=server.device)
-        said = predict(lambda x: consensus(list(ensemble.said(x)), shares), images.batch, places)
+        index = torch.arange(len(images), device=server.device)
+
+        def joint_logits(x: Tensor) -> Tensor:
+            return consensus(list(ensemble.said(x)), shares)
+
+        targets = predict(joint_logits, images.batch, index)
         distil(
             server.model,
             images,
-            places,
-            [said],
+            index,
+            [targets],
             partial(tempered, self.temperature),
             batch_size=self.distil_batch,
             recipe=sgd(self.distil_lr, self.momentum),

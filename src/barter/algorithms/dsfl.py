@@ -2,12 +2,21 @@
 Collaborative Training with Non-IID Private Data", IEEE Transactions on Mobile Computing 2021, Algorithm 1
 (arXiv:2008.06180).
 
-Clients train on their own data and say their predictions on some unlabelled public images. Their mean is unsure where
-clients know different classes, so the server makes it surer (entropy reduction, ERA); the clients and a model of the
-server's learn from the result.
+One round:
 
-- ERA is softmax(mean / T) of probabilities, not of logits: with T = 0.1 it sharpens, though not to certainty.
-- All clients and the server have one network in the paper. Here clients' may differ; the server's is the first's.
+1. Sampled clients train on their own data and upload their predictions on some unlabelled public
+   images.
+2. The server averages the predictions. The average is uncertain where clients know different
+   classes, so the server sharpens it (entropy reduction aggregation, ERA).
+3. The clients and a model of the server learn from the result.
+
+ERA is softmax(mean / T) of probabilities, not of logits: with T = 0.1 it sharpens, but not to
+certainty.
+
+Differences from the paper:
+
+- In the paper all clients and the server have one architecture. Here clients' architectures may
+  differ; the server has the first client's.
 - `temperature = none` is the paper's simple aggregation (SA), the mean as it is.
 """
 
@@ -29,11 +38,11 @@ __all__ = ["DSFL"]
 
 @dataclass(frozen=True, kw_only=True)
 class DSFL(PublicDistillation):
-    """Predictions on public images go up, a surer mean of them comes down."""
+    """Clients and server learn a sharpened mean of predictions on public images."""
 
     global_model = True
 
-    # T of ERA: the lower, the surer the mean is made; none leaves it as it is
+    # T: temperature of ERA; lower values sharpen the mean more, none leaves it as it is
     temperature: Positive | None = 0.1
     epochs: Count = 5  # passes over private data per round
     distil_epochs: Count = 5  # passes over the round's public images
@@ -46,11 +55,10 @@ class DSFL(PublicDistillation):
         return sgd(self.lr)
 
     def decided(self, server: Server, places: Tensor, mean: Tensor) -> Tensor:
-        target = (
-            mean / mean.sum(1, keepdim=True)
-            if self.temperature is None
-            else sharpened(mean, self.temperature)
-        )
+        """Sharpen the mean, train the server's model on it, and return it."""
+        target = mean / mean.sum(1, keepdim=True)
+        if self.temperature is not None:
+            target = sharpened(mean, self.temperature)
         track = partial(server.track, "distil")
         self.taught(server.model, public_images(server), places, [target], self.loss, track)
         return target

@@ -1,9 +1,17 @@
 """FedAvg: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017,
 Algorithm 1 (arXiv:1602.05629).
 
-A sample of the clients trains the server's model on their own data; the server averages what comes back, weighted by
-the number of examples. All clients must have the same architecture. As in the paper, plain SGD; the paper tunes the
-learning rate per task, 0.05 is a middle value of its range.
+One round:
+
+1. The server samples a fraction of the clients and sends them its weights.
+2. Each sampled client trains these weights on its own data with plain SGD and returns them.
+3. The server averages the returned weights, weighted by the clients' numbers of examples.
+
+All clients must have the same architecture.
+
+Differences from the paper:
+
+- `lr`: the paper tunes the learning rate for each task; 0.05 is a middle value of its range.
 """
 
 from __future__ import annotations
@@ -25,17 +33,17 @@ __all__ = ["FedAvg"]
 
 @dataclass(frozen=True, kw_only=True)
 class FedAvg(Algorithm):
-    """One model for all, averaged from what the clients make of it."""
+    """Train one model for all clients by averaging their locally trained weights."""
 
     primary: ClassVar[Primary] = "server"
     one_architecture = True
     crosses = {"client_update": "down: the server's weights; up: the client's weights"}
 
-    fraction: Fraction = 1.0  # C: share of clients per round
+    fraction: Fraction = 1.0  # C: fraction of clients sampled per round
     epochs: Count = 5  # E: local epochs
     batch_size: Count = 10  # B: images per step
-    lr: Positive = 0.05  # η: learning rate
-    # of what comes back: by numbers of images, or what few clients cannot move
+    lr: Positive = 0.05  # η: learning rate of SGD
+    # aggregation of updates: mean weighted by image counts, or robust (median, trimmed mean)
     average: Average = "mean"
 
     def round(self, server: Server, clients: Clients, t: int) -> None:
@@ -44,9 +52,11 @@ class FedAvg(Algorithm):
         server.model.load_state_dict(average(updates, by=self.average))
 
     def client_update(self, client: Client, w: State) -> State:
+        """Train the server's weights on the client's data and return them."""
         client.model.load_state_dict(w)
         self.train(client)
         return client.model.state_dict()
 
     def train(self, client: Client) -> None:
+        """Train the client's model on its own data."""
         fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=sgd(self.lr))

@@ -1,22 +1,32 @@
 """FedDF: Lin et al., "Ensemble Distillation for Robust Model Fusion in Federated Learning", NeurIPS 2020, Algorithms 1
 and 3 (arXiv:2006.07242).
 
-Clients train; the server averages the models of each architecture, and lets each average learn from the mean logits
-of all clients' models on unlabelled public images. So networks of one kind learn from those of another.
+One round:
 
-- Everybody has the fused model of its architecture when a round ends, also clients that did not train in it. An
-  architecture that nobody trained in a round stays as it is.
-- The paper distils for up to 10,000 steps and ends early by a validation set, which there is not here: the default has
-  fewer steps, preset "paper" all of them. The rate falls to zero along a cosine, as in the authors' code; that also
-  clips gradients at 5, which the paper does not say and this does not.
-- All clients' models count alike among the teachers, and by their images in the average of weights, as in the paper.
-- The paper trains clients for 20 and more epochs, with a rate of its own for each network.
-- Fused models keep the normalisation statistics of public images, on which they were trained last, as in the code.
+1. Sampled clients train on their own data and upload their weights.
+2. The server computes the mean logits of all uploaded models on unlabelled public images.
+3. For each architecture, the server averages the weights of its models, and the average learns
+   from the mean logits. So networks of one architecture learn from those of the others.
+4. All clients receive the fused weights of their architecture, including clients that did not
+   train in this round. An architecture that no client trained stays as it is.
+
+Differences from the paper:
+
+- `distil_steps`: the paper distils for up to 10,000 steps and stops early by a validation set,
+  which is not available here. The default has fewer steps; preset "paper" has all of them.
+- Gradients are not clipped. The authors' code clips them at 5, which the paper does not mention.
+- `epochs`, `lr`: the paper trains clients for 20 and more epochs, with a learning rate for each
+  network.
+
+As in the paper, all models have the same weight in the ensemble, and the average of weights is
+weighted by numbers of images. As in the authors' code, the learning rate of distillation falls to
+zero along a cosine, and fused models keep the normalisation statistics of public images, on which
+they were trained last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,6 +36,7 @@ from barter.compute import lanes
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients, Replies
 from barter.core.evaluation import note_before, predict
+from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
 from barter.core.payload import State
@@ -38,7 +49,7 @@ __all__ = ["FedDF"]
 
 @dataclass(frozen=True, kw_only=True)
 class FedDF(Algorithm):
-    """Models of one architecture are averaged, and learn from all models on public images."""
+    """Average models per architecture, then distil the ensemble of all on public images."""
 
     replicas = True
     crosses = {
@@ -47,16 +58,16 @@ class FedDF(Algorithm):
     }
     presets = {"paper": {"epochs": 20, "distil_steps": 10_000, "lr": 0.1}}
 
-    fraction: Fraction = 1.0  # C: share of clients per round
+    fraction: Fraction = 1.0  # C: fraction of clients sampled per round
     epochs: Count = 5  # local epochs; the paper has 20 and more
     batch_size: Count = 64  # private images per step
     lr: Positive = 0.05  # η: learning rate of the clients' SGD; 0.1 for the paper's ResNets
-    samples: Count | None = None  # public images per round, drawn anew in each; none is all
+    samples: Count | None = None  # public images per round, sampled anew each time; none: all
     # N: steps of each fused model on public images; up to 10,000 in the paper
     distil_steps: Count = 200
     distil_batch: Count = 128  # public images per step
     distil_lr: Positive = 1e-3  # Adam's learning rate on public images, falling to zero
-    # of what comes back: by numbers of images, or what few clients cannot move
+    # aggregation of updates: mean weighted by image counts, or robust (median, trimmed mean)
     average: Average = "mean"
 
     @property
@@ -65,20 +76,19 @@ class FedDF(Algorithm):
 
     def round(self, server: Server, clients: Clients, t: int) -> None:
         updates = clients.sample(self.fraction).run(self.learn)
-        images, places = public_images(server), drawn(public_images(server), self.samples)
-        said = [predict(server.replica(k, w), images.batch, places) for k, w in updates.items()]
-        trained = {
-            name: [k for k in updates if server.names[k] == name]
-            for name in map(server.names.get, updates)
-        }
-        fused = {
-            name: self.fused(server, updates, who, places, consensus(said))
-            for name, who in trained.items()
-        }
-        theirs = {k: fused[server.names[k]] for k in clients if server.names[k] in fused}
-        clients.only(theirs).scatter(self.receive, theirs)
+        public = public_images(server)
+        index = drawn(public, self.samples)
+        ensemble = consensus(
+            [predict(server.replica(k, w), public.batch, index) for k, w in updates.items()]
+        )
+        fused: dict[str, State] = {}
+        for architecture, members in _group_by_architecture(server, updates).items():
+            fused[architecture] = self.fused(server, updates, members, index, ensemble)
+        receivers = {k: fused[server.names[k]] for k in clients if server.names[k] in fused}
+        clients.only(receivers).scatter(self.receive, receivers)
 
     def learn(self, client: Client) -> State:
+        """Train the client's network on its own data and return its weights."""
         fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=sgd(self.lr))
         note_before(client)
         return client.model.state_dict()
@@ -87,29 +97,52 @@ class FedDF(Algorithm):
         self,
         server: Server,
         updates: Replies[State],
-        who: Sequence[int],
-        places: Tensor,
+        members: Sequence[int],
+        index: Tensor,
         ensemble: Tensor,
     ) -> State:
-        """The average of these clients' models, after it has learned from the ensemble of all (Eq. 1)."""
-        name, first = server.names[who[0]], who[0]
-        student = lanes.kept(
-            ("student", name), lambda: server.architectures[first]().to(server.device)
-        )
-        theirs = Replies({k: updates[k] for k in who}, updates.num_examples, {})
-        student.load_state_dict(average(theirs, by=self.average))
+        """Average the models of one architecture and distil the ensemble into the average (Eq. 1).
+
+        Args:
+            server: The server, with the public images.
+            updates: The weights of all clients that trained.
+            members: The clients of this architecture.
+            index: The public images of this round.
+            ensemble: Mean logits of all models on these images.
+
+        Returns:
+            The weights of the fused model.
+        """
+        first = members[0]
+        architecture = server.names[first]
+
+        def build() -> Classifier:
+            return server.architectures[first]().to(server.device)
+
+        student = lanes.kept(("student", architecture), build)
+        member_updates = Replies({k: updates[k] for k in members}, updates.num_examples, {})
+        student.load_state_dict(average(member_updates, by=self.average))
         distil(
             student,
             public_images(server),
-            places,
+            index,
             [ensemble],
             logit_loss,
             batch_size=self.distil_batch,
             recipe=adam(self.distil_lr, cosine=True),
             steps=self.distil_steps,
-            track=partial(server.track, f"distil {name}"),
+            track=partial(server.track, f"distil {architecture}"),
         )
         return student.state_dict()
 
     def receive(self, client: Client, w: State) -> None:
+        """Load the fused weights of the client's architecture."""
         client.model.load_state_dict(w)
+
+
+def _group_by_architecture(server: Server, clients: Iterable[int]) -> dict[str, list[int]]:
+    """Return the clients of each architecture, in the given order."""
+    groups: dict[str, list[int]] = {}
+    for k in clients:
+        groups.setdefault(server.names[k], []).append(k)
+    return groups

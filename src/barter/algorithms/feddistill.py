@@ -1,14 +1,23 @@
 """FD: Jeong et al., "Communication-Efficient On-Device Machine Learning: Federated Distillation and Augmentation under
 Non-IID Private Data", NeurIPS workshop 2018, Algorithm 1 (arXiv:1811.11479).
 
-Every client tells what it answers to images of each class, on average; the others learn to answer alike. No weights
-travel, and networks may be as different as they like.
+No weights are exchanged, and networks may have any architecture.
 
-- The paper averages predictions while it trains; here they are those of the trained network on its own images, as in
-  other implementations.
-- What is averaged are probabilities. HtFLlib takes raw logits as the targets of a cross entropy, which has no minimum:
-  it diverges.
-- The paper's weight γ is not given; 1 is HtFLlib's. The augmentation (FAug) is another method and not here.
+One round:
+
+1. Each client receives, for every class, the mean prediction of the other clients.
+2. It trains on its own data with cross entropy and, γ times, with cross entropy to the others' mean
+   prediction for the image's class.
+3. It uploads the mean prediction of its trained network for each of its classes.
+
+Differences from the paper:
+
+- The paper averages predictions during training; here they are those of the trained network on its
+  own images, as in other implementations.
+- Probabilities are averaged. HtFLlib uses raw logits as targets of a cross entropy, which has no
+  minimum: it diverges.
+- `gamma`: the paper does not give γ; 1 is HtFLlib's.
+- The paper's augmentation (FAug) is a separate method and not implemented.
 """
 
 from __future__ import annotations
@@ -38,7 +47,7 @@ __all__ = ["FedDistill", "Register", "loss"]
 
 
 class Register(Server):
-    """What every client last answered."""
+    """A server that stores every client's last mean predictions."""
 
     answers: dict[int, ByClass] = {}
 
@@ -53,7 +62,18 @@ def loss(
     answers: Tensor,
     known: Tensor,
 ) -> Tensor:
-    """Cross entropy with the labels and, γ times, with what others answer to these classes."""
+    """Return cross entropy with the labels plus γ times that with the others' predictions.
+
+    Args:
+        model: The network to train.
+        spec: The format of the images.
+        augment: The augmentation of the images.
+        gamma: γ, the weight of the second term.
+        pixels: Images as bytes.
+        labels: Their classes.
+        answers: The others' mean prediction for each class (classes, classes).
+        known: 1 for classes with such a prediction, otherwise 0.
+    """
     logits = model(prepared(pixels, spec, augment))
     distilled = -(answers[labels] * F.log_softmax(logits, 1)).sum(1) * known[labels]
     return F.cross_entropy(logits, labels) + gamma * distilled.mean()
@@ -61,48 +81,55 @@ def loss(
 
 @dataclass(frozen=True, kw_only=True)
 class FedDistill(Algorithm[Register]):
-    """Mean predictions of classes go up, those of the others come down."""
+    """Exchange the mean prediction of each class; every client learns from the others'."""
 
-    crosses = {"learn": "down: mean predictions of the others by class; up: the client's own"}
+    crosses = {"learn": "down: the others' mean predictions by class; up: the client's own"}
 
-    gamma: NonNegative = 1.0  # γ: how much the others' answers count; not in the paper
+    gamma: NonNegative = 1.0  # γ: weight of the others' predictions; not given in the paper
     epochs: Count = 1  # local epochs
     batch_size: Count = 10  # images per step
-    # of clients; adam where DFFKE compares, with lr 0.001 and batches of 100
+    # the clients' optimizer; DFFKE's comparison uses adam with lr 0.001 and batches of 100
     optimizer: Optimizer = "sgd"
     lr: Positive = 0.01  # η: learning rate
 
     def round(self, server: Register, clients: Clients, t: int) -> None:
-        others = {k: [said for i, said in server.answers.items() if i != k] for k in clients}
-        server.answers |= clients.scatter(
-            self.learn, {k: [mean_of(said)] if said else [] for k, said in others.items()}
-        )
+        payloads: dict[int, list[ByClass]] = {}
+        for k in clients:
+            others = [answer for i, answer in server.answers.items() if i != k]
+            payloads[k] = [mean_of(others)] if others else []
+        server.answers |= clients.scatter(self.learn, payloads)
 
     def learn(
         self, client: Client, others: list[ByClass]
     ) -> Annotated[ByClass, Named("vector", "classes")]:
-        data, model, classes = client.data, client.model, client.data.spec.classes
-        alike = partial(loss, model, data.spec, data.augment, self.gamma)
-        answers = lookup(others, classes, classes, client.device)
-        client.report["heard"] = float(
-            answers[1][data.labels].mean()
-        )  # share of its images of whose class others told
-        recipe = by_name(self.optimizer, self.lr)
+        """Train with the others' mean predictions and return the client's own.
+
+        Args:
+            client: The client that trains.
+            others: The others' mean predictions by class; empty if there are none yet.
+        """
+        data = client.data
+        model = client.model
+        classes = data.spec.classes
+        answers, known = lookup(others, classes, classes, client.device)
+        # The share of the client's images for whose class others have sent a prediction.
+        client.report["heard"] = float(known[data.labels].mean())
         fit_by(
             client,
-            alike,
+            partial(loss, model, data.spec, data.augment, self.gamma),
             epochs=self.epochs,
             batch_size=self.batch_size,
-            recipe=recipe,
-            beside=answers,
+            recipe=by_name(self.optimizer, self.lr),
+            beside=(answers, known),
         )
-        everything = torch.arange(len(data), device=client.device)
-        return class_means(predict(model.eval(), data.batch, everything).softmax(1), data.labels)
+        index = torch.arange(len(data), device=client.device)
+        probabilities = predict(model.eval(), data.batch, index).softmax(1)
+        return class_means(probabilities, data.labels)
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
         if not rounds or any(client.get("heard") for r in rounds for client in r.clients.values()):
             return []
-        apart = "so clients learned alone: no two of them have one in common"
         return super().remarks(rounds) or [
-            f"no client heard of a class of its own in {len(rounds)} rounds, {apart}"
+            f"no client received a prediction for one of its classes in {len(rounds)} rounds, so "
+            "clients learned alone: no two of them have a class in common"
         ]

@@ -1,18 +1,30 @@
 """FedDyn: Acar et al., "Federated Learning Based on Dynamic Regularization", ICLR 2021, Algorithm 1 (arXiv:2111.04263).
 
-FedAvg, with clients that remember how far they have drifted from the others: what pulled a client away before is held
-against it in its next training, so that all end where the sum of their losses is least, and not where each would go.
+FedAvg whose clients remember how far they have drifted from the others. The accumulated drift
+enters a client's next objective as a regulariser, so that all clients converge to the minimum of
+the sum of their losses instead of each to its own.
 
-A client minimises F_i(w) + α_i/2 ‖w - (w_cloud - h_i)‖², which is the paper's objective with h_i = -∇F_i/α_i; then h_i
-grows by w_i - w_cloud. The server's h is the mean of all clients' h_i, and w_cloud the mean of trained models plus h.
+One round:
 
-- α_i = α n̄/n_i, for clients with n_i images and n̄ on average, as in the authors' code; the paper has one α.
-- As in the code, trained models count alike, whatever their numbers of images.
-- h is for weights. Statistics of batch normalisation are averaged; the code has networks without.
-- The gradient's norm is clipped at 10, here with all of the regulariser, in the code without its quadratic part.
-- The code's learning rate may decay from round to round; this one stays.
-- The server's model is w_cloud, Algorithm 1's result. `average_global` is that of the mean of the models that were just
-  trained: the code reports both.
+1. Sampled clients receive w_cloud and α_i.
+2. A client minimises F_i(w) + α_i/2 ‖w - (w_cloud - h_i)‖², which is the paper's objective with
+   h_i = -∇F_i/α_i. Then it adds w_i - w_cloud to h_i and uploads w_i.
+3. The server updates h, the mean of all clients' h_i, and sets w_cloud to the mean of the trained
+   models plus h.
+
+Differences from the paper:
+
+- `alpha`: α_i = α n̄/n_i for a client with n_i images, where n̄ is the mean number of images, as in
+  the authors' code; the paper has one α.
+- As in the code, all trained models have the same weight, whatever their numbers of images.
+- h covers parameters only. Statistics of batch normalisation are averaged; the code has networks
+  without them.
+- `clip`: the gradient's norm is clipped at 10, including the whole regulariser; the code leaves its
+  quadratic part out.
+- `lr`: constant; in the code it may decay from round to round.
+
+The server's model is w_cloud, the result of Algorithm 1. `average_global` is the accuracy of the
+mean of the models trained in the last round: the code reports both.
 """
 
 from __future__ import annotations
@@ -38,29 +50,29 @@ __all__ = ["Cloud", "Drifter", "FedDyn"]
 
 
 class Cloud(Server):
-    """A server that knows how far its clients drift."""
+    """A server that stores the mean drift of its clients."""
 
-    sizes: dict[int, int] = {}  # n_i: images of each client
-    h: State = {}  # the mean of all clients' h_i; nothing means zero
-    average: State = {}  # the mean of the models that were trained in the last round
+    sizes: dict[int, int] = {}  # n_i: number of images of each client
+    h: State = {}  # the mean of all clients' h_i; empty means zero
+    average: State = {}  # the mean of the models trained in the last round
 
 
 class Drifter(Client):
-    """A client that knows how far it has drifted."""
+    """A client that stores its accumulated drift."""
 
-    h: State = {}  # h_i; nothing means zero
+    h: State = {}  # h_i; empty means zero
 
 
 class Task(TypedDict):
-    """Where a client starts, and how firmly it is held."""
+    """The payload for a client's training."""
 
-    weights: State
-    alpha: float
+    weights: State  # w_cloud
+    alpha: float  # α_i
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedDyn(Algorithm[Cloud, Drifter]):
-    """FedAvg whose clients are drawn back by as much as they have drifted."""
+    """FedAvg with a regulariser that compensates the drift of each client."""
 
     primary = "server"
     one_architecture = True
@@ -69,57 +81,65 @@ class FedDyn(Algorithm[Cloud, Drifter]):
         "client_update": "down: the server's weights, α_i; up: the client's weights",
     }
 
-    fraction: Fraction = 1.0  # share of clients per round
+    fraction: Fraction = 1.0  # fraction of clients sampled per round
     epochs: Count = 5  # local epochs
     batch_size: Count = 50  # images per step
     lr: Positive = 0.1  # η: learning rate of SGD
-    weight_decay: NonNegative = 1e-3  # of SGD
-    clip: Positive = 10.0  # the largest norm of a gradient
-    alpha: Positive = 0.01  # α: how firmly clients are held
+    weight_decay: NonNegative = 1e-3  # weight decay of SGD
+    clip: Positive = 10.0  # largest norm of the gradient
+    # α: weight of the regulariser, for a client with the mean number of images
+    alpha: Positive = 0.01
 
     def round(self, server: Cloud, clients: Clients, t: int) -> None:
-        strangers = clients.only(k for k in clients if k not in server.sizes)
-        server.sizes |= strangers.run(self.present).num_examples
-        active, mean = (
-            clients.only(server.sizes).sample(self.fraction),
-            fmean(server.sizes.values()),
-        )
+        new_clients = clients.only(k for k in clients if k not in server.sizes)
+        server.sizes |= new_clients.run(self.present).num_examples
+        active = clients.only(server.sizes).sample(self.fraction)
+        mean_size = fmean(server.sizes.values())
         w = server.model.state_dict()
-        tasks: dict[int, Task] = {
-            k: {"weights": w, "alpha": self.alpha * mean / server.sizes[k]} for k in active
-        }
+        tasks: dict[int, Task] = {}
+        for k in active:
+            tasks[k] = {"weights": w, "alpha": self.alpha * mean_size / server.sizes[k]}
         updates = active.scatter(self.client_update, tasks)
         server.average = average(updates, alike=True)
         server.h = drifted(server.model, server.h, w, server.average, len(updates) / len(clients))
-        server.model.load_state_dict(
-            server.average | {at: server.average[at] + h for at, h in server.h.items()}
-        )
+        shifted = {name: server.average[name] + h for name, h in server.h.items()}
+        server.model.load_state_dict(server.average | shifted)
 
     def present(self, client: Drifter) -> None:
-        """An answer comes with the number of a client's images."""
+        """Return nothing: every reply carries the client's number of images."""
 
     def client_update(self, client: Drifter, task: Task) -> State:
-        w, model = task["weights"], client.model
+        """Train with the regulariser, update the client's drift, and return the weights."""
+        w = task["weights"]
+        model = client.model
         model.load_state_dict(w)
-        self.train(
-            client,
-            anchored(client, {at: w[at] - h for at, h in client.h.items()} or w, task["alpha"]),
-        )
+        centre = {name: w[name] - h for name, h in client.h.items()} or w
+        self.train(client, anchored(client, centre, task["alpha"]))
         trained = model.state_dict()
         client.h = drifted(model, client.h, w, trained)
         return trained
 
     def train(self, client: Drifter, anchor: Anchor) -> None:
+        """Train the client's model on its own data, with a quadratic penalty around the anchor."""
         recipe = sgd(self.lr, weight_decay=self.weight_decay, clip=self.clip)
         fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=recipe, anchor=anchor)
 
     def evaluate_server(self, server: Cloud, test: Images) -> dict[str, float]:
+        """Evaluate w_cloud, and the mean of the models trained in the last round."""
         model = copy.deepcopy(server.model)
         model.load_state_dict(server.average)
         return {**super().evaluate_server(server, test), "average_global": accuracy(model, test)}
 
 
 def drifted(model: nn.Module, h: State, before: State, after: State, share: float = 1.0) -> State:
-    """h, and a share of the way that the weights have gone."""
-    gone = {at: share * (after[at] - before[at]) for at, _ in model.named_parameters()}
-    return {at: h[at] + way if h else way for at, way in gone.items()}
+    """Return h plus a share of the change of the weights.
+
+    Args:
+        model: The network; only its parameters have a drift.
+        h: The drift so far; empty means zero.
+        before: The weights before training.
+        after: The weights after training.
+        share: The factor of the change.
+    """
+    changes = {name: share * (after[name] - before[name]) for name, _ in model.named_parameters()}
+    return {name: h[name] + change if h else change for name, change in changes.items()}

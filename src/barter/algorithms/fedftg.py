@@ -1,20 +1,36 @@
 """FedFTG: Zhang et al., "Fine-tuning Global Model via Data-Free Knowledge Distillation for Non-IID Federated Learning",
 CVPR 2022, Algorithm 1 (arXiv:2203.09249).
 
-FedAvg, and then the server fine-tunes the average: a generator looks for images on which the average differs most from
-the clients' models (hard samples), and the average learns what they say of them. Labels are drawn as often as they
-occur, and a client counts for an image as much as it has of the label's images (class-level ensemble).
+FedAvg, after which the server fine-tunes the average.
 
-- The gap that the generator seeks is the mean absolute difference of logits, and gradients go through the average
-  only; the average learns by cross entropy with the weighted mean of the clients' predictions. Both as in the authors'
-  code, which also divides the latter by the number of classes: `global_lr` is the code's 0.1 over 10.
-- The code multiplies the mean cross entropy by a client's mean weight, so that a client who never saw a label is asked
-  about it all the same. Here each image is weighted, as the paper has it.
-- The generator's loss sums over the clients in one step; the code takes a step for each of them, one turn after the
-  other. Noise and labels are drawn anew in each step, in the code once for all steps of an iteration.
-- The code's generator has a linear layer each for noise and label, here one for both; the rest is the same network.
-- The average keeps its normalisation statistics while it is tuned. In the code it takes those of generated images.
-- Local training is FedAvg's (paper: batches of 50, rate 0.1 falling by 0.2 % a round, weight decay 0.001).
+One round:
+
+1. Sampled clients train the server's weights and upload them, with their class counts.
+2. The server averages the weights.
+3. In turn, a generator learns to find images on which the average differs most from the clients'
+   models (hard samples), and the average learns the clients' predictions on them. Labels are
+   sampled by their frequency, and a client is weighted for an image by its share of the images of
+   the label (class-level ensemble).
+
+Differences from the paper:
+
+- `global_lr`: the authors' code divides the average's loss by the number of classes, this does not;
+  0.01 is the code's 0.1 over 10.
+- The code multiplies the mean cross entropy by a client's mean weight, so that a client that never
+  saw a label has a say in it all the same. Here each image is weighted, as in the paper.
+- `generator_steps`: the generator's loss is summed over the clients in one step; the code takes a
+  step for each client. Noise and labels are sampled anew in each step, in the code once for all
+  steps of an iteration.
+- The code's generator has separate linear layers for noise and label, here one for both; otherwise
+  it is the same network.
+- The average keeps its normalisation statistics during fine-tuning. In the code it adopts those of
+  generated images.
+- `batch_size`, `lr`: local training is FedAvg's (paper: batches of 50, rate 0.1 falling by 0.2 % a
+  round, weight decay 0.001).
+
+As in the code, the difference that the generator maximises is the mean absolute difference of
+logits, with gradients through the average only, and the average learns by cross entropy with the
+weighted mean of the clients' predictions.
 """
 
 from __future__ import annotations
@@ -70,12 +86,26 @@ def hard_samples(
     y: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """The generator's loss: minus the gap between model and clients, λ_cls times fidelity, λ_dis times diversity."""
+    """Return the generator's loss: λ_cls fidelity + λ_dis diversity - the models' difference.
+
+    Args:
+        generator: The generator to train.
+        ensemble: The clients' models.
+        model: The server's model.
+        spec: The format of the images.
+        lam_cls: λ_cls.
+        lam_dis: λ_dis.
+        z: The noise.
+        y: The labels for which images are generated.
+        weights: The weight of each client for each image (clients, images).
+    """
     x = painted(generator, named(z, y, spec.classes), spec)
-    said, known = ensemble.said(x).float(), model(x).float()
-    gap: Tensor = (weights * (known - said.detach()).abs().mean(2)).sum(0).mean()
+    teacher_logits = ensemble.said(x).float()
+    student_logits = model(x).float()
+    differences = (student_logits - teacher_logits.detach()).abs().mean(2)
+    gap: Tensor = (weights * differences).sum(0).mean()
     return (
-        lam_cls * fidelity_by_label(said, y, weights)
+        lam_cls * fidelity_by_label(teacher_logits, y, weights)
         + lam_dis * diversity(x.float(), z, norm=1)
         - gap
     )
@@ -90,33 +120,45 @@ def global_loss(
     y: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """Cross entropy with the clients' predictions, each of whom counts by what it knows of the label."""
+    """Return the cross entropy of the model with the clients' weighted mean prediction.
+
+    Args:
+        generator: The generator of images.
+        ensemble: The clients' models.
+        model: The server's model, which is trained.
+        spec: The format of the images.
+        z: The noise.
+        y: The labels for which images are generated.
+        weights: The weight of each client for each image (clients, images).
+    """
     with torch.no_grad():
         x = painted(generator, named(z, y, spec.classes), spec)
-        target = (weights[:, :, None] * ensemble.said(x).float().softmax(2)).sum(0)
+        predictions = ensemble.said(x).float().softmax(2)
+        target = (weights[:, :, None] * predictions).sum(0)
     return soft_loss(model(x).float(), target)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedFTG(FedAvg):
-    """FedAvg whose server fine-tunes the average on images that it finds hard."""
+    """FedAvg whose server fine-tunes the average on generated images that it finds hard."""
 
     replicas = True
     crosses = {
-        "learn": "down: the server's weights; up: the client's weights, how many images of each class"
+        "learn": "down: the server's weights; up: the client's weights, the number of images of "
+        "each class"
     }
 
-    iterations: Count = 10  # I: times that generator and model are trained in turn
-    # I_g: steps of the generator in each; one for each client in the authors' code
+    iterations: Count = 10  # I: times that generator and model take turns in a round
+    # I_g: steps of the generator in a turn; one for each client in the authors' code
     generator_steps: Count = 5
-    global_steps: Count = 5  # I_d: steps of the model in each
+    global_steps: Count = 5  # I_d: steps of the model in a turn
     samples: Count = 50  # B: generated images per step
     noise: Count = 100  # width of the noise; 256 for 100 classes in the authors' code
-    generator_lr: Positive = 0.01  # η_g: Adam's learning rate of the generator
-    global_lr: Positive = 0.01  # η: SGD's learning rate of the model
-    global_weight_decay: NonNegative = 1e-3  # of that SGD
-    lam_cls: NonNegative = 1.0  # λ_cls: how much it counts that clients see the label
-    lam_dis: NonNegative = 1.0  # λ_dis: how much diversity counts
+    generator_lr: Positive = 0.01  # η_g: learning rate of the generator, with Adam
+    global_lr: Positive = 0.01  # η: learning rate of the model, with SGD
+    global_weight_decay: NonNegative = 1e-3  # weight decay of that SGD
+    lam_cls: NonNegative = 1.0  # λ_cls: weight of the clients recognising the label
+    lam_dis: NonNegative = 1.0  # λ_dis: weight of the diversity of images
 
     @classmethod
     def parties(cls) -> tuple[type[Server], type[Client]]:
@@ -127,15 +169,25 @@ class FedFTG(FedAvg):
         weights = updates.each(lambda _, update: update["weights"])
         server.model.load_state_dict(average(weights, by=self.average))
         counts = torch.stack([update["counts"] for update in updates.values()])
-        self.tune(server, assembled(server, weights), *label_weights(counts.float(), 0.0))
+        shares, frequencies = label_weights(counts.float(), 0.0)
+        self.tune(server, assembled(server, weights), shares, frequencies)
 
     def learn(self, client: Client, w: State) -> Teacher:
+        """Train the server's weights; return them with the client's class counts."""
         return {"weights": self.client_update(client, w), "counts": client.data.class_counts()}
 
     def tune(self, server: Server, ensemble: Ensemble, shares: Tensor, p: Tensor) -> None:
-        """Generator and model in turn, from what each client has of each class and how often classes occur."""
+        """Train the generator and the server's model in turn.
+
+        Args:
+            server: The server with generator and model.
+            ensemble: The clients' models.
+            shares: The weight of each client for each class (clients, classes).
+            p: The frequency of each class.
+        """
         assert isinstance(server, Artist)
-        model, spec = server.model, server.spec
+        model = server.model
+        spec = server.spec
         generator = painter(server, self.noise + spec.classes)
         seek = partial(hard_samples, generator, ensemble, model, spec, self.lam_cls, self.lam_dis)
         learn = partial(global_loss, generator, ensemble, model, spec)
@@ -147,13 +199,8 @@ class FedFTG(FedAvg):
 
         artist = Player(generator, adam(self.generator_lr), seek, draw, self.generator_steps)
         recipe = sgd(self.global_lr, weight_decay=self.global_weight_decay)
-        duel(
-            server,
-            artist,
-            Player(model, recipe, learn, draw, self.global_steps),
-            self.iterations,
-            training=False,
-        )
+        student = Player(model, recipe, learn, draw, self.global_steps)
+        duel(server, artist, student, self.iterations, training=False)
         z, y, _ = draw()
         put_away(server, generator, named(z, y, spec.classes), y)
 

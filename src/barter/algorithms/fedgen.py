@@ -1,25 +1,39 @@
 """FedGen: Zhu et al., "Data-Free Knowledge Distillation for Heterogeneous Federated Learning", ICML 2021, Algorithm 1
 (arXiv:2105.10056).
 
-Clients share their heads. The server averages them, and trains a generator of features which the clients' heads
-together name rightly. With it clients see classes that they have no images of: their heads learn from generated
-features of all classes, and their networks to answer to an image as they do to generated features of its class.
+Clients share their heads, and a generator of features lets them learn about classes of which they
+have no images.
 
-- The paper's clients share whole networks, or in one variant the last layers; here the head, as in HtFLlib, so that
-  the rest may differ.
-- All clients start with one head, the first client's, as in HtFLlib; the paper's start from one network.
-- `global` and `local` are of networks after local training, with the heads they trained; `shared_global` and
-  `shared_local` are with the averaged head put on, as HtFLlib measures.
-- HtFLlib does not keep the generator that it trained, so that its clients see an untrained one in every round; and it
-  has neither diversity nor the second of the clients' terms. Here all of them are the paper's.
-- The noise is uniform, as in the code; the paper says Gaussian. Diversity is that of the code, with means instead of
-  norms. The code's adversarial term has the weight 0 there and is not here.
-- A client counts by its images of a class in what the generator learns of it. Labels are drawn evenly from the classes
-  that somebody has; the code counts a class from two images on.
-- The generator's Adam is new in each round, its rate and weight decay stay; in the code they go on, and the rate falls
-  by 2 % a round. The clients' weights fall without end, in the code to no less than 0.0001.
-- Width of noise and hidden layer, rate and steps of the generator are HtFLlib's (paper: 32, 256, 3e-4, 50 for MNIST),
-  and so is local training (paper: 20 steps with 32 images).
+One round:
+
+1. Sampled clients train with the averaged head and the generator. Their heads learn from generated
+   features of all classes, and their networks learn to predict for an image what they predict for
+   generated features of its class. They upload the head and their class counts.
+2. The server trains the generator: the clients' heads together should recognise the class for which
+   features were generated.
+3. The server averages the heads, and all clients receive the average.
+
+Differences from the paper:
+
+- The paper's clients share whole networks or, in one variant, the last layers. Here they share the
+  head, as in HtFLlib, so that the rest may differ.
+- All clients start with one head, the first client's, as in HtFLlib; the paper's start from one
+  network.
+- HtFLlib does not keep the generator that it trained, so that its clients see an untrained one in
+  every round; it has neither diversity nor the second of the clients' terms. Here all of them are
+  as in the paper.
+- The noise is uniform, as in the code; the paper says Gaussian. Diversity is as in the code, with
+  means instead of norms. The code's adversarial term has weight 0 there and is left out.
+- In the generator's loss a client is weighted by its number of images of the class. Labels are
+  sampled uniformly from the classes that some client has; the code requires two images of a class.
+- `generator_lr`, `generator_weight_decay`: the generator's Adam is new in each round and its
+  learning rate constant; in the code Adam continues, and the rate falls by 2 % a round.
+- `decay`: the clients' weights α and β decay without limit, in the code to no less than 0.0001.
+- `noise`, `hidden`, `generator_lr`, `generator_steps`: HtFLlib's values (paper: 32, 256, 3e-4, 50
+  for MNIST). Local training is HtFLlib's too (paper: 20 steps with 32 images).
+
+`global` and `local` are accuracies of networks after local training, with the heads they trained;
+`shared_global` and `shared_local` are with the averaged head, as HtFLlib measures.
 """
 
 from __future__ import annotations
@@ -51,17 +65,17 @@ __all__ = ["FedGen", "Source", "Update", "generator_loss", "loss"]
 
 
 class Source(HeadServer):
-    """A head, and a generator of features."""
+    """A server with a shared head and a generator of features."""
 
     generator: State = {}
-    known: list[int] = []  # the classes that it was trained for
+    known: list[int] = []  # the classes that the generator was trained for
 
 
 class Update(TypedDict):
-    """What a client sends back."""
+    """The upload of a client."""
 
     head: Head
-    counts: Annotated[Tensor, Counts("classes")]  # images of each class
+    counts: Annotated[Tensor, Counts("classes")]  # number of images of each class
 
 
 def generator_loss(
@@ -73,7 +87,17 @@ def generator_loss(
     weight: Tensor,
     bias: Tensor,
 ) -> Tensor:
-    """Every head should name the features for what they were made for, as far as it knows the class; and diversity."""
+    """Return the generator's loss: the heads' cross entropy plus η times the diversity loss.
+
+    Args:
+        generator: The generator to train.
+        eta: η, the weight of diversity.
+        noise: The noise from which features are generated.
+        y: The classes for which they are generated.
+        shares: The weight of each client for each feature (clients, features).
+        weight: The weights of all heads, stacked.
+        bias: The biases of all heads, stacked.
+    """
     z = generator(noise, y)
     logits = (torch.einsum("bd,kcd->kbc", z, weight) + bias[:, None]).float()
     return fidelity_by_label(logits, y, shares) + eta * diversity(z.float(), noise, norm=1)
@@ -91,87 +115,116 @@ def loss(
     known: Tensor,
     strength: Tensor,
 ) -> Tensor:
-    """Cross entropy on images and on features of all classes; and the divergence from answers to features of theirs."""
+    """Return a client's loss: cross entropy on images, and two terms on generated features.
+
+    Args:
+        model: The client's network.
+        generator: The generator of features.
+        spec: The format of the images.
+        augment: The augmentation of the images.
+        alpha: α, the weight of the cross entropy on generated features of all classes.
+        beta: β, the weight of the divergence between the predictions for an image and for generated
+            features of its class.
+        pixels: Images as bytes.
+        labels: Their classes.
+        known: The classes that the generator was trained for.
+        strength: The factor of both terms in this round.
+    """
     logits = model(prepared(pixels, spec, augment))
     y = known[torch.randint(len(known), labels.shape, device=labels.device)]
-    made, same = (
-        model.logits(generator(generator.noise(len(y), y.device), of)) for of in (y, labels)
-    )
-    extra = alpha * F.cross_entropy(made, y) + beta * kl(same.detach(), logits)
+    noise = generator.noise(len(y), y.device)
+    logits_for_y = model.logits(generator(noise, y))
+    noise = generator.noise(len(y), y.device)
+    logits_for_labels = model.logits(generator(noise, labels))
+    on_all_classes = F.cross_entropy(logits_for_y, y)
+    on_own_classes = kl(logits_for_labels.detach(), logits)
+    extra = alpha * on_all_classes + beta * on_own_classes
     return F.cross_entropy(logits, labels) + strength * extra
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedGen(SharedHead[Source]):
-    """Heads go up, their mean and a generator of features come down."""
+    """Average the heads, and train a generator of features from which all clients learn."""
 
     crosses = {
-        "learn": "down: the first head, the generator, the classes it knows; up: the head, how many "
-        "images of each class",
+        "learn": "down: the initial head, the generator, the classes it was trained for; up: the "
+        "head, the number of images of each class",
         "receive": "down: the averaged head",
     }
 
-    alpha: NonNegative = 10.0  # α: how much the cross entropy on generated features counts
-    beta: NonNegative = 10.0  # β: how much the divergence from answers to generated features counts
-    decay: Fraction = 0.98  # of both, from round to round
-    eta: NonNegative = 1.0  # η: how much diversity counts
+    alpha: NonNegative = 10.0  # α: weight of the cross entropy on generated features
+    beta: NonNegative = 10.0  # β: weight of the divergence from predictions for generated features
+    decay: Fraction = 0.98  # factor of α and β from round to round
+    eta: NonNegative = 1.0  # η: weight of the diversity of generated features
     noise: Count = 512  # d_n: width of the noise
     hidden: Count = 512  # width of the generator's hidden layer
-    generator_steps: Count = 100  # of the generator in a round
+    generator_steps: Count = 100  # steps of the generator in a round
     generator_lr: Positive = 5e-3  # Adam's learning rate of the generator
-    generator_weight_decay: NonNegative = 1e-2  # of that Adam
+    generator_weight_decay: NonNegative = 1e-2  # weight decay of that Adam
     samples: Count = 32  # generated features per step of the generator
-    # of what comes back: by numbers of images, or what few clients cannot move
+    # aggregation of updates: mean weighted by image counts, or robust (median, trimmed mean)
     average: Average = "mean"
 
     def round(self, server: Source, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)
-        head, strength = self.missing_head(server, active), self.decay ** (t - 1)
+        head = self.missing_head(server, active)
+        strength = self.decay ** (t - 1)
         updates = active.run(self.learn, head, server.generator, server.known, strength)
         heads = updates.each(lambda _, update: update["head"])
-        self.improve(server, heads, torch.stack([update["counts"] for update in updates.values()]))
+        counts = torch.stack([update["counts"] for update in updates.values()])
+        self.improve(server, heads, counts)
         self.share_head(server, clients, average(heads, by=self.average))
 
     def learn(
         self, client: HeadClient, head: State, generator: State, known: list[int], strength: float
     ) -> Update:
-        data, device = client.data, client.device
+        """Train with the shared head and the generator; return the head and class counts.
+
+        Args:
+            client: The client that trains.
+            head: The shared head; empty if the client has received it.
+            generator: The generator's weights; empty in the first round.
+            known: The classes that the generator was trained for.
+            strength: The factor of α and β in this round.
+        """
+        data = client.data
+        device = client.device
         self.put_head_on(client, head)
         if generator and (self.alpha or self.beta):
-            made = LatentGenerator.restored(generator, data.spec.classes)
-            whole = partial(
-                loss, client.model, made, data.spec, data.augment, self.alpha, self.beta
+            source = LatentGenerator.restored(generator, data.spec.classes)
+            client_loss = partial(
+                loss, client.model, source, data.spec, data.augment, self.alpha, self.beta
             )
-            self.train(
-                client,
-                whole,
-                (torch.tensor(known, device=device), torch.tensor(strength, device=device)),
-            )
+            known_classes = torch.tensor(known, device=device)
+            factor = torch.tensor(strength, device=device)
+            self.train(client, client_loss, (known_classes, factor))
         else:
             self.train(client)
         return {"head": head_state(client.model), "counts": data.class_counts()}
 
     def improve(self, server: Source, heads: dict[int, State], counts: Tensor) -> None:
-        """Train the generator on heads, each of them for the classes it knows."""
-        new = LatentGenerator(server.spec.classes, self.features, self.noise, self.hidden).to(
-            server.device
-        )
-        generator = lanes.keep("latent", new).train()
+        """Train the generator with the clients' heads, weighted by their class counts.
+
+        Args:
+            server: The server with the generator.
+            heads: The heads of the clients.
+            counts: The number of images of each client and class (clients, classes).
+        """
+        new = LatentGenerator(server.spec.classes, self.features, self.noise, self.hidden)
+        generator = lanes.keep("latent", new.to(server.device)).train()
         if server.generator:
             generator.load_state_dict(server.generator)
-        weight, bias = (
-            torch.stack([head[at] for head in heads.values()]) for at in ("weight", "bias")
-        )
-        shares, p = label_weights(counts.float(), 0.0)
-        held = p.nonzero().flatten()
+        weight = torch.stack([head["weight"] for head in heads.values()])
+        bias = torch.stack([head["bias"] for head in heads.values()])
+        shares, frequencies = label_weights(counts.float(), 0.0)
+        classes = frequencies.nonzero().flatten()
         trainer = Trainer.of(generator, adam(self.generator_lr, self.generator_weight_decay))
         total = torch.zeros((), device=server.device)
         for _ in server.track("generator", range(self.generator_steps)):
-            y = held[torch.randint(len(held), (self.samples,), device=server.device)]
+            y = classes[torch.randint(len(classes), (self.samples,), device=server.device)]
             noise = generator.noise(self.samples, server.device)
-            total += trainer.step(
-                partial(generator_loss, generator, self.eta), noise, y, shares[:, y], weight, bias
-            )
+            step_loss = partial(generator_loss, generator, self.eta)
+            total += trainer.step(step_loss, noise, y, shares[:, y], weight, bias)
         server.report["generator_loss"] = float(total) / self.generator_steps
         server.generator = isolate(dict(generator.state_dict()))
-        server.known = sorted({*server.known, *held.tolist()})
+        server.known = sorted({*server.known, *classes.tolist()})

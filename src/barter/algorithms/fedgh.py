@@ -1,15 +1,24 @@
 """FedGH: Yi et al., "FedGH: Heterogeneous Federated Learning with Generalized Global Header", ACM Multimedia 2023,
 Algorithm 1 (arXiv:2303.13137).
 
-Every client sends the mean of its features by class. The server trains a head on them, which so has seen all classes
-and all clients' features, and everyone trains on with that head.
+One round:
 
-- The authors' server takes one step for each prototype that it gets; HtFLlib's goes over them many times, in batches,
-  and so does this. The authors' published code takes those steps with the clients' optimizer: its head never changes.
-- In the first round clients have their own untrained heads and the server's is a new one, as in the authors' code.
-  HtFLlib's clients all start with the first client's.
-- `global` and `local` are of networks after local training, with the heads they trained, as the authors measure.
-  HtFLlib puts the server's head on before it measures: `shared_global` and `shared_local`.
+1. Sampled clients train with the shared head and upload their prototypes: the mean features of each
+   of their classes.
+2. The server trains the head on all prototypes. So it has seen all classes and all clients'
+   features.
+3. All clients receive the head, and their next training starts from it.
+
+Differences from the paper:
+
+- `server_epochs`: the authors' server takes one step for each prototype that it receives. As in
+  HtFLlib, it passes over them many times here, in batches. The authors' published code takes those
+  steps with the clients' optimizer, so that its head never changes.
+- In the first round clients have their own untrained heads and the server's is a new one, as in the
+  authors' code. HtFLlib's clients all start with the first client's.
+- `global` and `local` are accuracies of networks after local training, with the heads they trained,
+  as the authors measure. HtFLlib evaluates with the server's head: `shared_global` and
+  `shared_local`.
 """
 
 from __future__ import annotations
@@ -34,52 +43,53 @@ __all__ = ["FedGH", "loss"]
 
 
 def loss(head: nn.Linear, vectors: Tensor, classes: Tensor) -> Tensor:
-    """The head should name the class of a prototype."""
+    """Return the cross entropy of the head on prototypes and their classes."""
     return F.cross_entropy(head(vectors), classes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedGH(SharedHead):
-    """Prototypes of classes go up, a head that was trained on them comes down."""
+    """Train a shared head on the class prototypes of all clients."""
 
     crosses = {
-        "learn": "up: mean features of the client's classes (whoever missed the head gets it first)",
-        "receive": "down: the head, trained on everybody's mean features",
+        "learn": "up: mean features of the client's classes (a client that missed the head "
+        "receives it first)",
+        "receive": "down: the head, trained on all clients' mean features",
     }
 
-    server_epochs: Count = 100  # times that the server goes over the prototypes; once in the paper
+    server_epochs: Count = 100  # passes of the server over the prototypes; one in the paper
     server_lr: Positive = 0.01  # η_θ: learning rate of the server's SGD
 
     def setup(self, server: HeadServer, clients: Clients) -> None:
-        """Leave clients their own heads in the first round, as the authors do."""
+        """Do nothing: clients keep their own heads in the first round, as in the authors' code."""
 
     def round(self, server: HeadServer, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)
         prototypes = active.run(self.learn, self.missing_head(server, active))
-        self.share_head(server, clients, self.generalised(server, joined(prototypes.values())))
+        head = self.generalised(server, joined(prototypes.values()))
+        self.share_head(server, clients, head)
 
     def learn(
         self, client: HeadClient, head: State
     ) -> Annotated[ByClass, Named("vector", "features")]:
+        """Train with the shared head and return the client's prototypes."""
         self.put_head_on(client, head)
         self.train(client)
         return prototypes_of(client.model, client.data)
 
     def generalised(self, server: HeadServer, prototypes: ByClass) -> State:
-        """The head after training on everybody's prototypes."""
+        """Train the shared head on all clients' prototypes and return its weights."""
         head = lanes.keep("head", nn.Linear(self.features, server.spec.classes).to(server.device))
         if server.head:
             head.load_state_dict(server.head)
-        rows, named = (prototypes["vectors"], prototypes["classes"]), partial(loss, head)
-        recipe, epochs = sgd(self.server_lr), self.server_epochs
         fit_rows(
             server,
             "head",
             head,
-            named,
-            rows,
-            epochs=epochs,
+            partial(loss, head),
+            (prototypes["vectors"], prototypes["classes"]),
+            epochs=self.server_epochs,
             batch_size=self.batch_size,
-            recipe=recipe,
+            recipe=sgd(self.server_lr),
         )
         return isolate(dict(head.state_dict()))

@@ -1,23 +1,39 @@
 """FedIOD: Gong et al., "Federated Learning via Input-Output Collaborative Distillation", AAAI 2024 (arXiv:2312.14478).
 
-No weights travel. Clients with any networks train once, by themselves. Then the server draws images and clients say
-what they see in them; from that the server's model learns. Each client also has a discriminator, which never leaves it
-and tells real patches from drawn ones. From all clients' slopes the generator learns to draw images that look real
-to everybody, that each client is sure of, that are of all classes, on which clients agree and the server's model does
-not yet.
+No weights are exchanged. Clients with any architectures train once, locally. Each client also has a
+discriminator, which never leaves it and distinguishes real patches from generated ones.
 
-- The authors' code has all networks in one place. Here they are where the paper has them: what crosses are images,
-  logits and slopes. With slopes, the generator's step is exactly the one it would take in one place.
-- The discriminators' step, the generator's and the server's model's are one iteration, with two calls: to save a third,
-  the images that the model learns from are drawn before the generator's step, in the code after it.
-- The slopes are those of the discriminators as they are after their step, and in full precision.
-- A client counts by its images of a class in what is said together, and by its images in all other terms. What clients
-  agree on is measured as in the code by KL(mean ‖ client), without its clamps; that is optional there.
-- Generator and discriminators go on from round to round, the latter with their optimizers. The generator's optimizer
-  and the model's are new in each, and no rate falls.
-- The generator is that of the other methods here, whose images are normalised and not squeezed by a sigmoid. Medical
-  images, segmentation, and the noise of the paper's privacy study are left out.
-- The code trains 500 local epochs and 200 rounds, each a pass over the smallest client's images; 20 clients.
+One iteration, of which a round has several:
+
+1. The server generates images. Clients upload their logits on them, and their discriminators take a
+   step.
+2. The server computes the gradient of the generator's loss with respect to the logits. Clients
+   return its gradient with respect to the images, and that of their discriminator.
+3. The server's model learns from the clients' joint logits.
+4. The generator takes a step. Its images should look real to all clients, each client should be
+   certain of them, all classes should occur, and clients should agree while the server's model does
+   not yet.
+
+Differences from the paper:
+
+- The authors' code has all networks in one place. Here they are where the paper has them: images,
+  logits and gradients cross. With these gradients the generator's step is exactly the one that it
+  would take in one place.
+- The steps of discriminators, generator and server's model are one iteration with two calls. To
+  save a third call, the images that the model learns from are generated before the generator's
+  step, in the code after it.
+- The discriminators' gradients are those after their step, and in full precision.
+- In joint logits a client is weighted by its images of a class, in all other terms by its number of
+  images. Agreement is measured as in the code by KL(mean ‖ client), without its clamps; that is
+  optional there.
+- Generator and discriminators continue from round to round, the latter with their optimizers. The
+  optimizers of the generator and of the model are new in each round, and learning rates are
+  constant.
+- The generator is the one that other methods here use, whose images are normalised and not limited
+  by a sigmoid.
+- Medical images, segmentation, and the noise of the paper's privacy study are left out.
+- `epochs`, `iterations`: the code trains 500 local epochs and 200 rounds, each a pass over the
+  smallest client's images, with 20 clients.
 """
 
 from __future__ import annotations
@@ -50,49 +66,57 @@ from barter.ops.synthesis import Artist, collapsed, exhibited, painted, painter,
 
 __all__ = ["Curator", "FedIOD", "Judge", "discrimination", "realism", "wishes"]
 
-Said: TypeAlias = Annotated[Tensor, Floats("batches", "samples", "classes")]  # logits
-Slope: TypeAlias = Annotated[Tensor, Floats("samples", "channels", "height", "width")]  # by images
+# Logits on batches of images.
+Said: TypeAlias = Annotated[Tensor, Floats("batches", "samples", "classes")]
+# A gradient with respect to images.
+Slope: TypeAlias = Annotated[Tensor, Floats("samples", "channels", "height", "width")]
 
 
 class Curator(Artist):
-    """A server that knows how many images of each class those clients have who have trained."""
+    """A server that stores the class counts of clients that have trained."""
 
-    counts: dict[int, Tensor] = {}
+    counts: dict[int, Tensor] = {}  # of each client: number of images of each class
 
 
 class Judge(Client):
-    """A client with a discriminator, and the moments of its optimizer."""
+    """A client with a discriminator."""
 
     discriminator: State = {}
-    moments: list[State] = []
-    batch: list[Tensor] = []  # the images it was last asked about
+    moments: list[State] = []  # state of the discriminator's optimizer
+    batch: list[Tensor] = []  # the images whose gradient will be asked for: none, or one batch
 
 
-def _found(judged: Tensor, real: float) -> Tensor:
-    """Binary cross entropy, summed over the parts of an image, mean over images."""
-    wanted = torch.full_like(judged, real)
-    return F.binary_cross_entropy_with_logits(
-        judged.float(), wanted.float(), reduction="sum"
-    ) / len(judged)
+def _patch_loss(logits: Tensor, real: float) -> Tensor:
+    """Return binary cross entropy, summed over the patches of an image, averaged over images.
+
+    Args:
+        logits: The discriminator's output for each patch.
+        real: The target of all patches, 1 for real and 0 for generated.
+    """
+    target = torch.full_like(logits, real).float()
+    total = F.binary_cross_entropy_with_logits(logits.float(), target, reduction="sum")
+    return total / len(logits)
 
 
 def discrimination(judge: PatchDiscriminator, spec: Spec, pixels: Tensor, drawn: Tensor) -> Tensor:
-    """How badly real patches are told from drawn ones."""
-    return (_found(judge(drawn), 0.0) + _found(judge(prepared(pixels, spec, Augment())), 1.0)) / 2
+    """Return the discriminator's loss on real images (as bytes) and generated ones."""
+    on_generated = _patch_loss(judge(drawn), 0.0)
+    on_real = _patch_loss(judge(prepared(pixels, spec, Augment())), 1.0)
+    return (on_generated + on_real) / 2
 
 
 def realism(judge: PatchDiscriminator, x: Tensor) -> Tensor:
-    """How much drawn patches look drawn."""
-    return _found(judge(x), 1.0)
+    """Return the generator's adversarial loss: low if the discriminator takes images for real."""
+    return _patch_loss(judge(x), 1.0)
 
 
 def imitation(generator: Decoder, spec: Spec, z: Tensor, slope: Tensor) -> Tensor:
-    """What has the slope, with respect to the images of this noise."""
+    """Return a surrogate loss with a given gradient with respect to the images of some noise."""
     return (painted(generator, z, spec).float() * slope).sum()
 
 
 def learning(model: Classifier, temperature: float, x: Tensor, said: Tensor) -> Tensor:
-    """How far the model is from what the clients say."""
+    """Return the distillation loss of the model with the clients' joint logits."""
     return tempered(temperature, model(x).float(), said)
 
 
@@ -104,56 +128,68 @@ def wishes(
     temperature: float,
     weights: Sequence[float],
 ) -> Tensor:
-    """What the generator wants of clients' logits (clients, images, classes) and the model's: that the model is far
-    from them, that each client is sure, of all classes alike, and that they agree, with these weights."""
+    """Return the part of the generator's loss that depends on logits.
+
+    It is low if the server's model is far from the clients, each client is certain of each image
+    and predicts all classes equally often, and clients agree.
+
+    Args:
+        said: The clients' logits (clients, images, classes).
+        known: The logits of the server's model (images, classes).
+        shares: The weight of each client for each class (clients, classes).
+        sizes: The weight of each client.
+        temperature: The temperature of distillation.
+        weights: The weights of these four terms, in this order.
+    """
     adv, align, balance, agree = weights
     log_p = said.log_softmax(2)
     p = log_p.exp()
-    unsure = -(p * log_p).sum(2).mean(1)
-    shown = p.mean(1)
-    uneven = (shown * (shown + 1e-12).log2()).sum(1)
+    entropy = -(p * log_p).sum(2).mean(1)
+    class_frequencies = p.mean(1)
+    imbalance = (class_frequencies * (class_frequencies + 1e-12).log2()).sum(1)
     mean = p.mean(0, keepdim=True)
-    apart = (mean * ((mean + 1e-12).log() - log_p)).sum(2).mean()
-    far = tempered(temperature, known, consensus(list(said), shares))
-    return (sizes * (align * unsure + balance * uneven)).sum() + agree * apart - adv * far
+    divergence = (mean * ((mean + 1e-12).log() - log_p)).sum(2).mean()
+    distance = tempered(temperature, known, consensus(list(said), shares))
+    per_client = sizes * (align * entropy + balance * imbalance)
+    return per_client.sum() + agree * divergence - adv * distance
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedIOD(Algorithm[Curator, Judge]):
-    """Images go down, logits and slopes come up: the server's model learns from clients that show no weights."""
+    """Distil clients into the server's model by generated images, logits and gradients."""
 
     primary = "server"
     global_model = True
     crosses = {
-        "learn": "up: how many images of each class",
-        "judge": "down: drawn images; up: logits on them",
-        "criticise": "down: slopes of the server's wishes by logits; up: slopes by images",
+        "learn": "up: the number of images of each class",
+        "judge": "down: generated images; up: logits on them",
+        "criticise": "down: gradients of the generator's loss by logits; up: gradients by images",
     }
     presets = {"paper": {"epochs": 500, "batch_size": 256, "lr": 0.0025, "generator_lr": 1e-4}}
 
-    # the server's network: of the zoo, or package.module:function; none: the first client's
+    # the server's network: a name of the zoo, or package.module:function; none: the first client's
     student: str | None = None
-    fraction: Fraction = 1.0  # share of clients per round
+    fraction: Fraction = 1.0  # fraction of clients sampled per round
     epochs: Count = 10  # local epochs, once; 500 in the authors' code
     batch_size: Count = 32  # private images per step; 256 in the authors' code
     lr: Positive = 0.01  # learning rate of the clients' SGD; 0.0025 in the authors' code
-    momentum: NonNegative = 0.9  # of all SGD
-    # per round, each a step of discriminators and generator and some of the model
+    momentum: NonNegative = 0.9  # momentum of all SGD
+    # iterations per round: a step of discriminators and generator, and global_steps of the model
     iterations: Count = 10
-    global_steps: Count = 5  # steps of the server's model in each
-    samples: Count = 64  # drawn images per step
+    global_steps: Count = 5  # steps of the server's model in an iteration
+    samples: Count = 64  # generated images per step
     noise: Count = 100  # width of the noise
     discriminator_width: Count = 128  # channels of the discriminators' first layer
-    # Adam's learning rate of generator and discriminators; 1e-4 in the authors' code
+    # learning rate of generator and discriminators, with Adam; 1e-4 in the authors' code
     generator_lr: Positive = 1e-3
-    global_lr: Positive = 5e-3  # learning rate of the server's model
-    global_weight_decay: NonNegative = 3e-5  # of that SGD
-    temperature: Positive = 1.0  # of distillation, whose loss counts temperature² times
-    w_gan: NonNegative = 1.0  # how much it counts that images look real
-    w_adv: NonNegative = 1.0  # that the server's model differs from the clients
-    w_align: NonNegative = 1.0  # that each client is sure
-    w_balance: NonNegative = 10.0  # that all classes are drawn
-    w_agree: NonNegative = 1.0  # that clients agree
+    global_lr: Positive = 5e-3  # learning rate of the server's model, with SGD
+    global_weight_decay: NonNegative = 3e-5  # weight decay of that SGD
+    temperature: Positive = 1.0  # of distillation, whose loss is multiplied by temperature²
+    w_gan: NonNegative = 1.0  # weight of images looking real
+    w_adv: NonNegative = 1.0  # weight of the server's model differing from the clients
+    w_align: NonNegative = 1.0  # weight of each client being certain
+    w_balance: NonNegative = 10.0  # weight of all classes occurring
+    w_agree: NonNegative = 1.0  # weight of clients agreeing
 
     @property
     def server_network(self) -> str | None:
@@ -163,20 +199,21 @@ class FedIOD(Algorithm[Curator, Judge]):
         active = clients.sample(self.fraction)
         new = active.only(k for k in active if k not in server.counts).run(self.learn)
         server.counts = {**server.counts, **new}
-        generator, active = painter(server, self.noise), active.only(server.counts)
-        drawing = Trainer.of(generator, adam(self.generator_lr, beta1=0.5))
+        active = active.only(server.counts)
+        generator = painter(server, self.noise)
+        generator_trainer = Trainer.of(generator, adam(self.generator_lr, beta1=0.5))
         recipe = sgd(self.global_lr, self.momentum, self.global_weight_decay)
-        studying = Trainer.of(server.model, recipe)
+        model_trainer = Trainer.of(server.model, recipe)
         for _ in server.track("distil", range(self.iterations)):
-            z, x = self.draw(server, generator)
-            answers = active.run(self.judge, x)
-            slope = self.slope(server, active, x[0], answers)
-            self.study(server, studying, x[1:], answers)
-            drawing.step(partial(imitation, generator, server.spec), z, slope)
+            z, batches = self.draw(server, generator)
+            answers = active.run(self.judge, batches)
+            gradient = self.slope(server, active, batches[0], answers)
+            self.study(server, model_trainer, batches[1:], answers)
+            generator_trainer.step(partial(imitation, generator, server.spec), z, gradient)
         put_away(server, generator, self.codes(server))
 
     def learn(self, client: Judge) -> Annotated[Tensor, Counts("classes")]:
-        """How many images of each class the client has, after training on them."""
+        """Train the client's network and return the number of images of each class."""
         fit(
             client,
             epochs=self.epochs,
@@ -186,32 +223,40 @@ class FedIOD(Algorithm[Curator, Judge]):
         return client.data.class_counts()
 
     def codes(self, party: Curator | Judge) -> Tensor:
-        """What images can be drawn from."""
+        """Sample the noise of a batch of images."""
         return torch.randn(self.samples, self.noise, device=party.device)
 
     @torch.no_grad()
     def draw(self, server: Curator, generator: Decoder) -> tuple[Tensor, Tensor]:
-        """The noise of the generator's step, and batches of images: its own, and those that the model learns from."""
-        z = [self.codes(server) for _ in range(1 + self.global_steps)]
-        return z[0], torch.stack([painted(generator, codes, server.spec).float() for codes in z])
+        """Generate the images of an iteration.
+
+        Returns:
+            The noise of the generator's step, and batches of images: first those of this noise,
+            then those that the server's model learns from.
+        """
+        noises = [self.codes(server) for _ in range(1 + self.global_steps)]
+        batches = [painted(generator, codes, server.spec).float() for codes in noises]
+        return noises[0], torch.stack(batches)
 
     def judge(
         self, client: Judge, batches: Annotated[Tensor, Floats("batches", "samples", ...)]
     ) -> Said:
-        """What the client sees in the images; its discriminator learns from the first of the batches."""
-        judge, data = self.discriminator(client), client.data
+        """Train the discriminator on the first batch and return the logits on all batches."""
+        data = client.data
+        judge = self.discriminator(client)
         trainer = Trainer.of(judge.train(), adam(self.generator_lr, beta1=0.5))
         trainer.recall(client.moments)
         chosen = torch.randint(len(data), (len(batches[0]),), device=client.device)
         trainer.step(partial(discrimination, judge, data.spec), data.pixels[chosen], batches[0])
-        client.discriminator, client.moments = isolate(dict(judge.state_dict())), trainer.moments()
+        client.discriminator = isolate(dict(judge.state_dict()))
+        client.moments = trainer.moments()
         client.batch = [batches[0].clone()]
         client.model.eval()
         with torch.no_grad(), exact():
             return torch.stack([client.model(batch) for batch in batches])
 
     def discriminator(self, client: Judge) -> PatchDiscriminator:
-        """The client's, as it left it."""
+        """Return the client's discriminator, with the weights of its last step."""
         new = PatchDiscriminator(client.data.spec, self.discriminator_width)
         judge = lanes.keep("discriminator", new.to(client.device))
         if client.discriminator:
@@ -221,44 +266,59 @@ class FedIOD(Algorithm[Curator, Judge]):
     def slope(
         self, server: Curator, active: Clients, x: Tensor, answers: Replies[Tensor]
     ) -> Tensor:
-        """Of the generator's loss, with respect to its images: the model's part, and every client's."""
-        said = torch.stack([answer[0] for answer in answers.values()]).requires_grad_()
+        """Return the gradient of the generator's loss with respect to its images.
+
+        It is the sum of the gradient through the server's model and of those through the clients.
+
+        Args:
+            server: The server with its model.
+            active: The clients of this round.
+            x: The images of the generator's step.
+            answers: The clients' logits, first those on these images.
+        """
+        logits = torch.stack([answer[0] for answer in answers.values()]).requires_grad_()
         counts = torch.stack([server.counts[k] for k in answers])
         sizes = counts.sum(1) / counts.sum()
-        images, weights = (
-            x.clone().requires_grad_(),
-            (self.w_adv, self.w_align, self.w_balance, self.w_agree),
-        )
-        known = server.model.eval()(images)
-        value = wishes(said, known, class_shares(counts), sizes, self.temperature, weights)
-        by_logits, own = torch.autograd.grad(value, (said, images))
-        theirs = {
-            k: (part, float(size)) for k, part, size in zip(answers, by_logits, sizes, strict=True)
+        images = x.clone().requires_grad_()
+        weights = (self.w_adv, self.w_align, self.w_balance, self.w_agree)
+        model_logits = server.model.eval()(images)
+        shares = class_shares(counts)
+        value = wishes(logits, model_logits, shares, sizes, self.temperature, weights)
+        by_logits, through_model = torch.autograd.grad(value, (logits, images))
+        requests = {
+            k: (gradient, float(size))
+            for k, gradient, size in zip(answers, by_logits, sizes, strict=True)
         }
-        slopes = active.only(answers).scatter(self.criticise, theirs)
-        return own + torch.stack(list(slopes.values())).sum(0)
+        through_clients = active.only(answers).scatter(self.criticise, requests)
+        return through_model + torch.stack(list(through_clients.values())).sum(0)
 
     def criticise(self, client: Judge, asked: tuple[Tensor, float]) -> Slope:
-        """The slope, by the images that were judged, of what the server wants of logits and of how real they look."""
+        """Return the gradient of the generator's loss with respect to the client's last images.
+
+        Args:
+            client: The client, which has stored the images.
+            asked: The gradient of the server's terms by the client's logits, and the weight of the
+                client, by which its discriminator's term is multiplied.
+        """
         by_logits, size = asked
-        x, judge = client.batch[0].requires_grad_(), self.discriminator(client).train()
+        x = client.batch[0].requires_grad_()
+        judge = self.discriminator(client).train()
         with exact():
-            value = (by_logits * client.model.eval()(x)).sum() + self.w_gan * size * realism(
-                judge, x
-            )
-        (slope,) = torch.autograd.grad(value, x)
+            server_terms = (by_logits * client.model.eval()(x)).sum()
+            value = server_terms + self.w_gan * size * realism(judge, x)
+        (gradient,) = torch.autograd.grad(value, x)
         client.batch = []
-        return slope
+        return gradient
 
     def study(
         self, server: Curator, trainer: Trainer, batches: Tensor, answers: Replies[Tensor]
     ) -> None:
-        """Steps of the server's model towards what the clients say together."""
+        """Train the server's model on the clients' joint logits, a step for each batch."""
         shares = class_shares(torch.stack([server.counts[k] for k in answers]))
         model = server.model.train()
         for step, x in enumerate(batches, start=1):
-            said = consensus([answer[step] for answer in answers.values()], shares)
-            loss = trainer.step(partial(learning, model, self.temperature), x, said)
+            joint_logits = consensus([answer[step] for answer in answers.values()], shares)
+            loss = trainer.step(partial(learning, model, self.temperature), x, joint_logits)
         server.report["global_loss"] = float(loss)
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:

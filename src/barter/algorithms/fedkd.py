@@ -1,29 +1,50 @@
 """FedKD: Wu et al., "Communication-Efficient Federated Learning via Knowledge Distillation", Nature Communications
 2022, Algorithm 1 (arXiv:2108.13323).
 
-Every client has a network of its own (the mentor), which never leaves it, and a copy of a small shared one (the
-mentee). They learn from the data, from each other's predictions and from each other's features, the less the worse
-they both still are. What travels is the change of the shared one, by the largest singular values of its matrices.
+Every client has a network of its own (the mentor), which never leaves it, and a copy of a small
+shared network (the mentee).
 
-- The distillation terms are divided by the sum of both cross entropies. Here that is a mere number: if gradients
-  flowed through it, as in the authors' code and in HtFLlib, a network would gain by being wrong. Gradients end at the
-  other network's predictions too; features meet half way.
-- Divergences are summed over classes and averaged over images. The authors and HtFLlib average over classes too, so
-  that predictions count less there, by the number of classes.
-- The mean square between features counts once. In the authors' code and in HtFLlib it is in both networks' losses,
-  which are added up, and so counts twice.
-- Energy is the share of the sum of squared singular values, and at least one value is kept. In the authors' code a
-  matrix that needs all of its values is sent without any, and so it is in HtFLlib: a head can vanish.
-- Kernels of convolutions are compressed as matrices of outputs by inputs; the paper has none, HtFLlib decomposes each
-  small kernel by itself, which is more to send. A matrix whose factors would be larger travels as it is.
-- What all classes of the head have in common in a change, and no prediction depends on, is taken off before that. SGD
-  makes none, but with Adam and a hundred classes it is nearly all of the change, and classes would be lost beside it.
-- The server adds to its model what it tells the clients, so that all have the same. HtFLlib compresses weights.
-- Gradients of all that learns are clipped together (10), in HtFLlib each network's. The paper trains with Adam; SGD
-  with 0.01 is HtFLlib's.
-- Means over clients count images, as in FedAvg. The paper's attention maps are not here: networks may have none.
-- The paper's rounds are not known in advance here: the threshold has risen after `energy_rounds`.
-- The client's accuracy is that of its own network; the shared one's is the server's, `server.global` in the record.
+One round:
+
+1. Sampled clients that lack the current shared network receive it.
+2. A client trains both networks on its data, by cross entropy, by the divergence between their
+   predictions and by the distance of their features. The last two are divided by the sum of both
+   cross entropies: the worse the networks still are, the less they learn from each other.
+3. The client uploads the change of the shared network, in which each matrix is approximated by its
+   largest singular values.
+4. The server averages the changes, compresses the average in the same way and adds it to its model.
+5. Clients that hold the shared network receive the compressed average and add it to their copy.
+
+Differences from the paper:
+
+- The sum of cross entropies by which the distillation terms are divided is a constant in the
+  gradient. If gradients flowed through it, as in the authors' code and in HtFLlib, a network would
+  gain by being wrong. Gradients do not flow into the other network's predictions either; features
+  approach each other from both sides.
+- Divergences are summed over classes and averaged over images. The authors and HtFLlib average over
+  classes too, so that predictions have less weight there, by the number of classes.
+- The mean square between features enters the loss once. In the authors' code and in HtFLlib it is
+  in both networks' losses, which are added up, so that it enters twice.
+- `energy_start`, `energy_end`: energy is the share of the sum of squared singular values, and at
+  least one value is kept. In the authors' code and in HtFLlib, a matrix that needs all of its
+  values is sent without any: a head can vanish.
+- Kernels of convolutions are compressed as matrices of outputs by inputs. The paper has none;
+  HtFLlib decomposes each small kernel by itself, which needs more bytes. A matrix whose factors
+  would be larger than itself is sent uncompressed.
+- The part of the head's change that all classes have in common, on which no prediction depends, is
+  removed before compression. With SGD there is none. With Adam and a hundred classes it is nearly
+  all of the change, and single classes would be lost next to it.
+- The server adds to its model exactly the change that it sends, so that all copies are equal.
+  HtFLlib compresses weights instead of changes.
+- `clip`: gradients of all trained modules are clipped together at 10; HtFLlib clips each network's.
+- `optimizer`, `lr`: the paper trains with Adam; SGD with 0.01 is HtFLlib's.
+- Averages over clients are weighted by numbers of images, as in FedAvg.
+- The paper's attention maps are left out, since networks may have none.
+- `energy_rounds`: the paper raises the threshold over the whole run, whose length is not known in
+  advance here.
+
+The client's accuracy is that of its own network; that of the shared network is the server's,
+`server.global` in the record.
 """
 
 from __future__ import annotations
@@ -56,13 +77,13 @@ __all__ = ["Broker", "FedKD", "Mentor", "loss"]
 
 
 class Broker(Server):
-    """A server that knows who has the shared model as it is now."""
+    """A server that remembers which clients hold the current shared model."""
 
     holders: list[int] = []
 
 
 class Mentor(Client):
-    """A client with a copy of the shared model, and the layer that translates its features."""
+    """A client with a copy of the shared model and the layer that translates its features."""
 
     shared: State = {}
     translation: State = {}
@@ -77,43 +98,57 @@ def loss(
     pixels: Tensor,
     labels: Tensor,
 ) -> Tensor:
-    """Both networks' cross entropies; divided by these, their divergences and the distance of their features."""
+    """Return the loss of both networks: cross entropies, and distillation divided by them.
+
+    Args:
+        own: The client's network, the mentor.
+        shared: The shared network, the mentee.
+        translation: W^h, from the shared network's features to those of the client's network.
+        spec: The format of the images.
+        augment: The augmentation of the images.
+        pixels: Images as bytes.
+        labels: Their classes.
+    """
     x = prepared(pixels, spec, augment)
-    h, g = own.features(x), shared.features(x)
-    p, q = own.logits(h).float(), shared.logits(g).float()
-    task = F.cross_entropy(p, labels) + F.cross_entropy(q, labels)
-    apart = kl(q.detach(), p) + kl(p.detach(), q) + F.mse_loss(h.float(), translation(g).float())
-    return task + apart / task.detach()
+    own_features = own.features(x)
+    shared_features = shared.features(x)
+    own_logits = own.logits(own_features).float()
+    shared_logits = shared.logits(shared_features).float()
+    task = F.cross_entropy(own_logits, labels) + F.cross_entropy(shared_logits, labels)
+    divergence = kl(shared_logits.detach(), own_logits) + kl(own_logits.detach(), shared_logits)
+    distance = F.mse_loss(own_features.float(), translation(shared_features).float())
+    return task + (divergence + distance) / task.detach()
 
 
 def moved(w: State, change: State) -> State:
-    """The weights after a change."""
+    """Return the weights with a change added."""
     return {name: tensor + change[name] for name, tensor in w.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedKD(Algorithm[Broker, Mentor]):
-    """Compressed changes of a shared small model are averaged, and every client's own learns with it."""
+    """Average compressed changes of a small shared model, a partner of each client's own."""
 
     global_model = True
     crosses = {
-        "learn": "down: the shared model's weights, to who lacks them; up: their change, of low rank",
+        "learn": "down: the shared model's weights, if the client lacks them; up: their change, of "
+        "low rank",
         "receive": "down: the mean change, of low rank",
     }
 
-    shared: str = "small-cnn"  # the shared network: of the zoo, or package.module:function
-    fraction: Fraction = 1.0  # share of clients per round
+    shared: str = "small-cnn"  # the shared network: a name of the zoo, or package.module:function
+    fraction: Fraction = 1.0  # fraction of clients sampled per round
     epochs: Count = 1  # local epochs
     batch_size: Count = 10  # images per step
-    # of clients; adam where DFFKE compares, with lr 0.001 and batches of 100
+    # the clients' optimizer; DFFKE's comparison uses adam with lr 0.001 and batches of 100
     optimizer: Optimizer = "sgd"
     lr: Positive = 0.01  # η: learning rate
-    clip: Positive = 10.0  # largest norm of the gradient
-    # T_start: share of the squared singular values that is sent at first
+    clip: Positive = 10.0  # largest norm of the gradient of all trained modules
+    # T_start: share of the sum of squared singular values that is sent in the beginning
     energy_start: Fraction = 0.95
-    energy_end: Fraction = 0.98  # T_end: and in the end
-    energy_rounds: Count = 100  # rounds until then; in the paper the whole run
-    # of what comes back: by numbers of images, or what few clients cannot move
+    energy_end: Fraction = 0.98  # T_end: the same after energy_rounds
+    energy_rounds: Count = 100  # rounds over which the share rises; in the paper the whole run
+    # aggregation of updates: mean weighted by image counts, or robust (median, trimmed mean)
     average: Average = "mean"
 
     @property
@@ -121,48 +156,66 @@ class FedKD(Algorithm[Broker, Mentor]):
         return self.shared
 
     def energy(self, t: int) -> float:
-        """The share of the squared singular values that is sent in round t."""
-        return self.energy_start + min(1.0, t / self.energy_rounds) * (
-            self.energy_end - self.energy_start
-        )
+        """Return the share of the sum of squared singular values that is sent in round t."""
+        progress = min(1.0, t / self.energy_rounds)
+        return self.energy_start + progress * (self.energy_end - self.energy_start)
 
     def whole(self, known: Known) -> int | None:
-        """Bytes of a change of which nothing is left out: factors travel only where they are less."""
+        """Return the bytes of an uncompressed change, which no compressed change exceeds."""
         return known.nbytes("server")
 
     def round(self, server: Broker, clients: Clients, t: int) -> None:
-        active, w = clients.sample(self.fraction), dict(server.model.state_dict())
-        news: dict[int, tuple[State, float]] = {
-            k: ({} if k in server.holders else w, self.energy(t)) for k in active
-        }
-        updates = active.scatter(self.learn, news)
-        mean = average(updates.each(lambda _, update: restored(update, w)), by=self.average)
-        change = compressed(felt(mean, server.model), self.energy(t))
-        server.model.load_state_dict(moved(w, restored(change, w)))
-        server.holders = list(clients.only({*server.holders, *updates}).run(self.receive, change))
+        active = clients.sample(self.fraction)
+        w = dict(server.model.state_dict())
+        energy = self.energy(t)
+        tasks: dict[int, tuple[State, float]] = {}
+        for k in active:
+            missing_weights = {} if k in server.holders else w
+            tasks[k] = (missing_weights, energy)
+        updates = active.scatter(self.learn, tasks)
+        changes = updates.each(lambda _, update: restored(update, w))
+        mean_change = average(changes, by=self.average)
+        sent_change = compressed(felt(mean_change, server.model), energy)
+        # The server applies the change as clients restore it, so that all copies stay equal.
+        server.model.load_state_dict(moved(w, restored(sent_change, w)))
+        receivers = clients.only({*server.holders, *updates})
+        server.holders = list(receivers.run(self.receive, sent_change))
 
     def learn(
         self, client: Mentor, news: tuple[State, float]
     ) -> Annotated[Compressed, Room("whole")]:
+        """Train both networks and return the compressed change of the shared one.
+
+        Args:
+            client: The client that trains.
+            news: The shared model's weights, empty if the client has them, and the energy to keep.
+        """
         w, energy = news
         client.shared = w or client.shared
-        data, shared = client.data, companion(client, self.shared, client.shared)
+        data = client.data
+        shared = companion(client, self.shared, client.shared)
         translation = self.translation(client, shared)
-        mutual = partial(loss, client.model, shared, translation, data.spec, data.augment)
-        recipe, also = by_name(self.optimizer, self.lr, clip=self.clip), [shared, translation]
         fit_by(
-            client, mutual, epochs=self.epochs, batch_size=self.batch_size, recipe=recipe, also=also
+            client,
+            partial(loss, client.model, shared, translation, data.spec, data.augment),
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            recipe=by_name(self.optimizer, self.lr, clip=self.clip),
+            also=[shared, translation],
         )
         client.translation = isolate(dict(translation.state_dict()))
-        change = {name: v - client.shared[name] for name, v in shared.state_dict().items()}
+        trained = shared.state_dict()
+        change = {name: tensor - client.shared[name] for name, tensor in trained.items()}
         return compressed(felt(change, shared), energy)
 
     def translation(self, client: Mentor, shared: Classifier) -> nn.Module:
-        """W^h: from the shared network's features to the client's."""
-        new = nn.Linear(shared.feature_dim, client.model.feature_dim, bias=False).to(client.device)
+        """Return W^h, the layer from the shared network's features to the client's."""
+        layer = nn.Linear(shared.feature_dim, client.model.feature_dim, bias=False)
+        layer = layer.to(client.device)
         if client.translation:
-            new.load_state_dict(client.translation)
-        return lanes.keep(("translation", client.architecture), new)
+            layer.load_state_dict(client.translation)
+        return lanes.keep(("translation", client.architecture), layer)
 
     def receive(self, client: Mentor, change: Compressed) -> None:
+        """Add the average change to the client's copy of the shared model."""
         client.shared = moved(client.shared, restored(change, client.shared))

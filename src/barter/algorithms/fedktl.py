@@ -1,18 +1,32 @@
 """FedKTL: Zhang et al., "An Upload-Efficient Scheme for Transferring Knowledge From a Server-Side Pre-trained Generator
 to Clients in Heterogeneous Federated Learning", CVPR 2024, Algorithm 1 (arXiv:2403.15760).
 
-The server has a generator of images that somebody trained on other data. Clients learn with heads whose classes are
-equally far apart (an ETF), and send where their classes lie. The server learns to take these places into the space
-that the generator draws from, and draws one image for each class. Clients learn, beside their own task, to tell from
-an image the latent vector that it was drawn from.
+The server has a generator of images that was pre-trained on other data. Clients train with heads
+whose classes are equally far apart, a simplex equiangular tight frame (ETF).
 
-- Where the paper left us unsure, this is its authors' code: constants of ArcFace's loss (0.5 and 64), kernels of the
-  discrepancy, learnt centres, gradients clipped at a norm of 100, here over all that is trained together.
-- The projection to latent vectors begins each round anew, and the same at all clients, as in the code.
-- The frame has as many dimensions as classes, as in the code, and is not turned at random.
-- Images are drawn of classes that somebody has sent so far; the code draws all, also those that nobody has.
-- Images travel as bytes, and are normalised as the clients' own; in the code from -1 to 1 whatever the data's range.
-- Predictions are by the frame's nearest corner, which is the network's largest logit.
+One round:
+
+1. Sampled clients train on their own images. From the second round on they also learn to predict,
+   from the generated image of each class, the latent vector from which it was generated.
+2. They upload their prototypes: for each of their classes, its mean direction in the space of the
+   frame.
+3. The server trains a network that maps prototypes to latent vectors of the generator.
+4. The server generates one image for each class from the mean latent vector of the class.
+
+Differences from the paper:
+
+- The projection from features to latent vectors is reset in each round, to the same weights at all
+  clients, as in the authors' code.
+- The frame has as many dimensions as classes, as in the code, and is not rotated at random.
+- Images are generated for classes that some client has sent so far; the code generates all classes,
+  including those that no client has.
+- Images are sent as bytes and normalised as the clients' own; in the code they are scaled from -1
+  to 1 whatever the range of the data.
+- Predictions are by the nearest vertex of the frame, which is the network's largest logit.
+
+Where the paper is ambiguous, the implementation follows the authors' code: constants of ArcFace's
+loss (0.5 and 64), kernels of the discrepancy, trained centres, gradients clipped at a norm of 100,
+here over all modules that are trained together.
 """
 
 from __future__ import annotations
@@ -57,28 +71,33 @@ __all__ = [
     "places_of",
 ]
 
-CLIP = 100.0  # the largest norm of a gradient
-WIDTHS = (10.0, 15.0, 20.0, 50.0)  # of the discrepancy's kernels
+CLIP = 100.0  # largest norm of a gradient
+WIDTHS = (10.0, 15.0, 20.0, 50.0)  # widths of the discrepancy's kernels
 
 
 class Lesson(TypedDict):
-    """What clients learn beside their own task."""
+    """The payload from which clients learn in addition to their own images."""
 
-    images: Tensor  # one for each class, as bytes
-    latents: Tensor  # what it was drawn from
-    projection: State  # from features to latent vectors, as it begins
+    images: Tensor  # a generated image for each class, as bytes
+    latents: Tensor  # the latent vectors from which they were generated
+    projection: State  # initial weights of the layer from features to latent vectors
 
 
 class Teacher(Server):
-    """A server that knows how to take prototypes to latent vectors."""
+    """A server that maps prototypes to latent vectors of a generator."""
 
-    aligner: State = {}
-    known: list[int] = []  # the classes that somebody has sent so far
-    lessons: list[Lesson] = []  # none before the first round, then one
+    aligner: State = {}  # weights of the `Aligner`
+    known: list[int] = []  # the classes that some client has sent so far
+    lessons: list[Lesson] = []  # empty before the first round, then one lesson
 
 
 class Aligner(nn.Module):
-    """F: prototypes to latent vectors; and a centre for each class among these."""
+    """F, the map from prototypes to latent vectors, with a latent centre for each class.
+
+    Args:
+        classes: The number of classes, which is the width of prototypes.
+        width: The width of latent vectors.
+    """
 
     def __init__(self, classes: int, width: int) -> None:
         super().__init__()
@@ -88,7 +107,8 @@ class Aligner(nn.Module):
             nn.ReLU(),
             nn.Linear(classes, width),
         )
-        self.body, self.centres = nn.Sequential(*layers), nn.Parameter(torch.zeros(classes, width))
+        self.body = nn.Sequential(*layers)
+        self.centres = nn.Parameter(torch.zeros(classes, width))
 
     def forward(self, prototypes: Tensor) -> Tensor:
         codes: Tensor = self.body(prototypes)
@@ -96,34 +116,51 @@ class Aligner(nn.Module):
 
     @torch.no_grad()
     def centre(self, prototypes: ByClass) -> None:
-        """Put the centres where the classes are."""
+        """Set the centres of classes to the mean latent vectors of their prototypes."""
         means = class_means(self.eval()(prototypes["vectors"]), prototypes["classes"])
         self.centres[means["classes"]] = means["vectors"]
 
 
 def mmd(x: Tensor, y: Tensor) -> Tensor:
-    """The maximum mean discrepancy of two samples, by a sum of Gaussian kernels."""
-    both, n = torch.cat([x, y]), len(x)
+    """Return the maximum mean discrepancy of two samples, by a sum of Gaussian kernels."""
+    both = torch.cat([x, y])
+    n = len(x)
     squares = torch.cdist(both, both).square()
-    k = torch.stack([torch.exp(-squares / (2 * width)) for width in WIDTHS]).sum(0)
-    return k[:n, :n].mean() + k[n:, n:].mean() - 2 * k[:n, n:].mean()
+    kernel = torch.stack([torch.exp(-squares / (2 * width)) for width in WIDTHS]).sum(0)
+    return kernel[:n, :n].mean() + kernel[n:, n:].mean() - 2 * kernel[:n, n:].mean()
 
 
 def alignment(
     aligner: Aligner, lam: float, vectors: Tensor, classes: Tensor, codes: Tensor
 ) -> Tensor:
-    """Codes should be spread as the generator's are, and those of a class lie together."""
+    """Return the aligner's loss: discrepancy plus λ times the distance to the classes' centres.
+
+    Args:
+        aligner: The network to train.
+        lam: λ, the weight of the second term.
+        vectors: The clients' prototypes.
+        classes: Their classes.
+        codes: Latent vectors of the generator, whose distribution is the target.
+    """
     q = aligner(vectors).float()
-    own = classes[:, None] == torch.arange(len(aligner.centres), device=classes.device)
-    return mmd(q, codes) + lam * F.mse_loss(q, (own.float() @ aligner.centres).float())
+    is_own_class = classes[:, None] == torch.arange(len(aligner.centres), device=classes.device)
+    own_centres = (is_own_class.float() @ aligner.centres).float()
+    return mmd(q, codes) + lam * F.mse_loss(q, own_centres)
 
 
 def arcface(cosines: Tensor, labels: Tensor, scale: float, margin: float) -> Tensor:
-    """Cross entropy of scaled cosines, the angle to the right corner wider by a margin."""
+    """Return ArcFace's loss: cross entropy of scaled cosines with an angular margin.
+
+    Args:
+        cosines: Cosines of the angles to the vertex of each class (images, classes).
+        labels: The classes of the images.
+        scale: The factor of the cosines.
+        margin: Radians that are added to the angle to the vertex of an image's own class.
+    """
     sines = (1 - cosines.square()).clamp_min(1e-7).sqrt()
-    right = labels[:, None] == torch.arange(cosines.shape[1], device=labels.device)
-    wider = cosines * math.cos(margin) - sines * math.sin(margin)
-    return F.cross_entropy(scale * torch.where(right, wider, cosines), labels)
+    is_own_class = labels[:, None] == torch.arange(cosines.shape[1], device=labels.device)
+    with_margin = cosines * math.cos(margin) - sines * math.sin(margin)
+    return F.cross_entropy(scale * torch.where(is_own_class, with_margin, cosines), labels)
 
 
 def own_task(
@@ -135,8 +172,9 @@ def own_task(
     pixels: Tensor,
     labels: Tensor,
 ) -> Tensor:
-    """What a client learns from its own images."""
-    return arcface(model(prepared(pixels, spec, augment)).float() / scale, labels, scale, margin)
+    """Return ArcFace's loss of a client's network on its own images."""
+    cosines = model(prepared(pixels, spec, augment)).float() / scale
+    return arcface(cosines, labels, scale, margin)
 
 
 def loss(
@@ -152,41 +190,59 @@ def loss(
     images: Tensor,
     codes: Tensor,
 ) -> Tensor:
-    """The own task and, μ times, the mean square between projected features of drawn images and their codes."""
-    told = projection(model.features(prepared(images, spec, Augment()))).float()
-    return own_task(model, spec, augment, scale, margin, pixels, labels) + mu * F.mse_loss(
-        told, codes
-    )
+    """Return the loss on own images plus μ times that of predicting latent vectors.
+
+    Args:
+        model: The client's network.
+        projection: The layer from features to latent vectors.
+        mu: μ, the weight of the second term.
+        spec: The format of the images.
+        augment: The augmentation of the client's images.
+        scale: The factor of cosines in ArcFace's loss.
+        margin: The margin of ArcFace's loss.
+        pixels: The client's images as bytes.
+        labels: Their classes.
+        images: Generated images as bytes.
+        codes: The latent vectors from which they were generated.
+    """
+    predicted_codes = projection(model.features(prepared(images, spec, Augment()))).float()
+    task = own_task(model, spec, augment, scale, margin, pixels, labels)
+    return task + mu * F.mse_loss(predicted_codes, codes)
 
 
 def places_of(model: Classifier, data: Images) -> ByClass:
-    """Where the classes of some images lie on the sphere of the frame's corners."""
+    """Return prototypes: the mean direction of each class in the space of the frame."""
     model.eval()
-    everything = torch.arange(len(data), device=data.device)
-    places = predict(lambda x: frame_of(model).projected(model.features(x)), data.batch, everything)
-    table = class_means(places, data.labels)
+
+    def project(x: Tensor) -> Tensor:
+        return frame_of(model).projected(model.features(x))
+
+    index = torch.arange(len(data), device=data.device)
+    table = class_means(predict(project, data.batch, index), data.labels)
     return {"classes": table["classes"], "vectors": F.normalize(table["vectors"])}
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedKTL(OneWidth[Teacher]):
-    """Places of classes go up, images of a pre-trained generator and what they were drawn from come down."""
+    """Transfer a pre-trained generator's knowledge by an image and a latent vector per class."""
 
     crosses = {
-        "learn": "down: an image and a latent vector for each class, a projection; up: where the client's classes lie"
+        "learn": "down: an image and a latent vector for each class, a projection; up: prototypes "
+        "of the client's classes in the space of the frame"
     }
 
-    generator: str = ""  # G: a TorchScript file, or package.module:function that returns a torch module; at the server
-    # of what the function returns: a safetensors file; empty: those that it comes with
+    # G: the server's generator: a TorchScript file, or package.module:function returning a module
+    generator: str = ""
+    # weights of that module: a safetensors file; empty: those that the function returns
     weights: str = ""
-    mu: NonNegative = 50.0  # μ: how much telling latent vectors from images counts
-    scale: Positive = 64.0  # s: what cosines are multiplied by
-    # m: by how much, in radians, the angle to the right corner is made wider in training
+    mu: NonNegative = 50.0  # μ: weight of predicting latent vectors from generated images
+    scale: Positive = 64.0  # s: factor of the cosines
+    # m: margin, in radians, that training adds to the angle to the vertex of the own class
     margin: NonNegative = 0.5
-    lam: NonNegative = 1.0  # λ: how much it counts that codes of a class lie together
-    server_epochs: Count = 100  # times that the server goes over the prototypes
+    lam: NonNegative = 1.0  # λ: weight of the distance of latent vectors to their class's centre
+    server_epochs: Count = 100  # passes of the server over the prototypes in a round
     server_batch_size: Count = 100  # prototypes, and latent vectors to compare with, per step
-    server_lr: Positive = 0.01  # η_S: learning rate of the server's Adam
+    server_lr: Positive = 0.01  # η_S: learning rate of the server, with Adam
 
     def recipe(self) -> Recipe:
         return by_name(self.optimizer, self.lr, clip=CLIP)
@@ -195,9 +251,8 @@ class FedKTL(OneWidth[Teacher]):
         return framed(pooled(network, self.features), self.scale)
 
     def setup(self, server: Teacher, clients: Clients) -> None:
-        pretrained(
-            self.generator, self.weights, server.device
-        )  # what is missing is said before anybody trains
+        """Load the generator, so that a missing one is reported before any client trains."""
+        pretrained(self.generator, self.weights, server.device)
 
     def round(self, server: Teacher, clients: Clients, t: int) -> None:
         prototypes = clients.sample(self.fraction).run(self.learn, server.lessons)
@@ -207,34 +262,40 @@ class FedKTL(OneWidth[Teacher]):
     def learn(
         self, client: Client, lessons: list[Lesson]
     ) -> Annotated[ByClass, Named("vector", "classes")]:
-        data, model = client.data, client.model
+        """Train the client's network and return its prototypes.
+
+        Args:
+            client: The client that trains.
+            lessons: The generated images of the last round; empty in the first round.
+        """
+        data = client.data
+        model = client.model
         task = data.spec, data.augment, self.scale, self.margin
         if lessons and self.mu:
-            images, codes, start = (
-                lessons[0]["images"],
-                lessons[0]["latents"],
-                lessons[0]["projection"],
-            )
-            projection = lanes.keep(
-                "projection", nn.Linear(self.features, codes.shape[1]).to(client.device)
-            )
-            projection.load_state_dict(start)
-            chosen = index_batches(len(images), self.batch_size, client.device)
-            pairs = ((images[index], codes[index]) for index in chosen)
-            self.train(
-                client, partial(loss, model, projection, self.mu, *task), pairs, [projection]
-            )
+            lesson = lessons[0]
+            images = lesson["images"]
+            codes = lesson["latents"]
+            layer = nn.Linear(self.features, codes.shape[1]).to(client.device)
+            projection = lanes.keep("projection", layer)
+            projection.load_state_dict(lesson["projection"])
+            batches = index_batches(len(images), self.batch_size, client.device)
+            pairs = ((images[index], codes[index]) for index in batches)
+            client_loss = partial(loss, model, projection, self.mu, *task)
+            self.train(client, client_loss, pairs, [projection])
         else:
             self.train(client, partial(own_task, model, *task))
         return places_of(model, data)
 
     def align(self, server: Teacher, prototypes: ByClass) -> Tensor:
-        """Train what takes prototypes to latent vectors; the centres of all classes that were sent so far."""
+        """Train the aligner on the clients' prototypes.
+
+        Returns:
+            The latent centres of all classes that some client has sent so far.
+        """
         device = server.device
         generator = pretrained(self.generator, self.weights, device)
-        aligner = lanes.keep(
-            "aligner", Aligner(server.spec.classes, latent_dim(generator)).to(device)
-        )
+        new = Aligner(server.spec.classes, latent_dim(generator)).to(device)
+        aligner = lanes.keep("aligner", new)
         if server.aligner:
             aligner.load_state_dict(server.aligner)
         aligner.centre(prototypes)
@@ -255,7 +316,7 @@ class FedKTL(OneWidth[Teacher]):
         return aligner.centres.detach()[server.known]
 
     def lesson(self, server: Teacher, codes: Tensor) -> Lesson:
-        """An image of each of these codes; the projection is the one of the first round."""
+        """Generate an image from each latent vector; the projection is that of the first round."""
         generator = pretrained(self.generator, self.weights, server.device)
         new = nn.Linear(self.features, codes.shape[1]).to(server.device).state_dict()
         projection = server.lessons[0]["projection"] if server.lessons else isolate(dict(new))
@@ -272,4 +333,5 @@ class FedKTL(OneWidth[Teacher]):
             return None
         labels = torch.tensor(party.known, device=party.device)
         chosen = wanted(labels)
-        return labels[chosen], prepared(party.lessons[0]["images"], party.spec, Augment())[chosen]
+        images = prepared(party.lessons[0]["images"], party.spec, Augment())
+        return labels[chosen], images[chosen]

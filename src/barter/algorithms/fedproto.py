@@ -1,16 +1,30 @@
 """FedProto: Tan et al., "FedProto: Federated Prototype Learning across Heterogeneous Clients", AAAI 2022, Algorithm 1
 (arXiv:2105.00243).
 
-Clients with different networks agree on what the features of each class should be: everyone sends the mean of its
-features by class, and learns to keep its own near everybody's. An image is of the class whose prototype is nearest.
+Clients with different networks agree on the features of each class. An image is assigned to the
+class whose prototype is nearest.
 
-- Eq. 6 weights a client's prototype by its images of the class and divides by the number of clients once more, so that
-  prototypes shrink; the authors' code takes the plain mean over clients, and so does this.
-- The distance in the loss is the mean square, as in the code; `lam` is 1 there and in HtFLlib, other papers use 10.
-- Local training is HtFLlib's, SGD of rate 0.01 on batches of 10; the authors' has momentum 0.5 and batches of 4.
-- A class that nobody of a round has keeps the prototype that it had.
-- Accuracies are by the nearest prototype, of everybody's after the round; `head_global` and `head_local` are by the
-  network's own head, which other papers report.
+One round:
+
+1. Sampled clients train with cross entropy and, λ times, the distance between the features of an
+   image and the global prototype of its class (Eq. 5).
+2. They upload their prototypes: the mean features of each of their classes.
+3. The server averages the prototypes of each class over clients.
+4. All clients receive the averages.
+
+Differences from the paper:
+
+- Eq. 6 weights a client's prototype by its images of the class and then divides by the number of
+  clients again, so that prototypes shrink. As in the authors' code, the plain mean over clients is
+  used.
+- `lam`: the distance in the loss is the mean square, as in the code; λ is 1 there and in HtFLlib,
+  other papers use 10.
+- `optimizer`, `lr`, `batch_size`: local training is HtFLlib's, SGD of rate 0.01 on batches of 10;
+  the authors' has momentum 0.5 and batches of 4.
+- A class that no client of a round has keeps its previous prototype.
+
+Accuracies are by the nearest global prototype after the round; `head_global` and `head_local` are
+by the network's own head, which other papers report.
 """
 
 from __future__ import annotations
@@ -47,7 +61,7 @@ S = TypeVar("S", bound=Server, default=Server)
 
 
 class Follower(Client):
-    """A client that keeps everybody's prototypes."""
+    """A client that stores the global prototypes."""
 
     prototypes: list[ByClass] = []  # none before the first round, then one table
 
@@ -62,54 +76,64 @@ def loss(
     prototypes: Tensor,
     known: Tensor,
 ) -> Tensor:
-    """Cross entropy, and λ times the mean square between features and the prototype of their class (Eq. 5)."""
+    """Return cross entropy plus λ times the distance of features to their prototype (Eq. 5).
+
+    Args:
+        model: The network to train.
+        spec: The format of the images.
+        augment: The augmentation of the images.
+        lam: λ, the weight of the distance, which is the mean square.
+        pixels: Images as bytes.
+        labels: Their classes.
+        prototypes: A prototype for each class (classes, features).
+        known: 1 for classes that have a prototype, otherwise 0.
+    """
     features = model.features(prepared(pixels, spec, augment))
-    apart = (features - prototypes[labels]).square().mean(1) * known[labels]
-    return F.cross_entropy(model.logits(features), labels) + lam * apart.mean()
+    distances = (features - prototypes[labels]).square().mean(1) * known[labels]
+    return F.cross_entropy(model.logits(features), labels) + lam * distances.mean()
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedProto(OneWidth[S, Follower]):
-    """Prototypes of classes go up, their means come down."""
+    """Average class prototypes, and keep every client's features near the averages."""
 
     crosses = {
         "learn": "up: mean features of the client's classes",
         "receive": "down: their means over clients",
     }
 
-    lam: NonNegative = 1.0  # λ: how much the distance to prototypes counts
+    lam: NonNegative = 1.0  # λ: weight of the distance to prototypes
 
     def round(self, server: S, clients: Clients, t: int) -> None:
         prototypes = clients.sample(self.fraction).run(self.learn)
         clients.run(self.receive, self.gathered(server, prototypes))
 
     def learn(self, client: Follower) -> Annotated[ByClass, Named("vector", "features")]:
+        """Train with the global prototypes and return the client's own."""
         data = client.data
-        near = partial(loss, client.model, data.spec, data.augment, self.lam)
-        self.train(
-            client, near, lookup(client.prototypes, data.spec.classes, self.features, client.device)
-        )
+        table = lookup(client.prototypes, data.spec.classes, self.features, client.device)
+        self.train(client, partial(loss, client.model, data.spec, data.augment, self.lam), table)
         return prototypes_of(client.model, data)
 
     def gathered(self, server: S, prototypes: Replies[ByClass]) -> ByClass:
-        """Everybody's prototypes, of each client's."""
+        """Return the global prototypes, computed from those of the clients."""
         return mean_of(prototypes.values())
 
     def receive(self, client: Follower, prototypes: ByClass) -> None:
+        """Store the global prototypes; classes without a new one keep the old one."""
         client.prototypes = [renewed(client.prototypes, prototypes)]
 
     def evaluate(self, client: Follower) -> dict[str, float]:
+        """Evaluate the client by the nearest prototype, and by its network's head."""
         if not client.prototypes:
             return super().evaluate(client)
-        report, client.report = client.report, {}
-        by_head, found = evaluate(client), {}
+        report = client.report
+        client.report = {}
+        by_head = {f"head_{name}": value for name, value in evaluate(client).items()}
+        by_prototype: dict[str, float] = {}
         for name, data in tests_due(client).items():
-            said = nearest(features_of(client.model, data), client.prototypes[0])
-            found[name] = float((said == data.labels).double().mean())
-        if "local" in found:
-            found["local_images"] = len(client.tests["local"])
-        return {
-            **found,
-            **{f"head_{name}": value for name, value in by_head.items()},
-            **as_numbers(report),
-        }
+            predicted = nearest(features_of(client.model, data), client.prototypes[0])
+            by_prototype[name] = float((predicted == data.labels).double().mean())
+        if "local" in by_prototype:
+            by_prototype["local_images"] = len(client.tests["local"])
+        return {**by_prototype, **by_head, **as_numbers(report)}

@@ -1,10 +1,19 @@
 """FedProx: Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, Algorithm 2 (arXiv:1812.06127).
 
-FedAvg, with clients held near the server's model while they train: whoever has odd data does not run off with it. Their
-loss has μ/2 times the square of the way that the weights have gone (Eq. 2), whose gradient every step adds.
+FedAvg with a proximal term, which keeps a client with unusual data near the server's model.
 
-The paper tunes μ for each task, among 0.001, 0.01, 0.1 and 1. Its clients that are too slow for all epochs are not
-here: everyone does the same work.
+One round:
+
+1. The server samples a fraction of the clients and sends them its weights w^t.
+2. Each client minimises its loss plus μ/2 ‖w - w^t‖² (Eq. 2) and returns its weights. Every step
+   of SGD adds the gradient of the proximal term.
+3. The server averages the returned weights as in FedAvg.
+
+Differences from the paper:
+
+- `mu`: the paper tunes μ for each task among 0.001, 0.01, 0.1 and 1.
+- Partial work of clients that are too slow for all epochs is not implemented: every client trains
+  for `epochs` epochs.
 """
 
 from __future__ import annotations
@@ -21,16 +30,16 @@ __all__ = ["FedProx"]
 
 @dataclass(frozen=True, kw_only=True)
 class FedProx(FedAvg):
-    """FedAvg whose clients stay near the server's model."""
+    """FedAvg with a proximal term that keeps clients near the server's model."""
 
-    mu: NonNegative = 0.01  # μ: how much going away costs
+    mu: NonNegative = 0.01  # μ: weight of the proximal term
 
     def train(self, client: Client) -> None:
-        start = anchored(client, client.model.state_dict(), self.mu)
+        anchor = anchored(client, client.model.state_dict(), self.mu)
         fit(
             client,
             epochs=self.epochs,
             batch_size=self.batch_size,
             recipe=sgd(self.lr),
-            anchor=start,
+            anchor=anchor,
         )

@@ -1,15 +1,26 @@
 """FedTGP: Zhang et al., "FedTGP: Trainable Global Prototypes with Adaptive-Margin-Enhanced Contrastive Learning for
 Data and Model Heterogeneity in Federated Learning", AAAI 2024, Algorithm 1 (arXiv:2401.03230).
 
-FedProto, but everybody's prototypes are not means, which lie closer together than the clients' own. The server learns
-them: each should be nearer to the clients' prototypes of its class than any other is, by a margin.
+FedProto with global prototypes that the server trains. Means of the clients' prototypes, which
+FedProto uses, lie closer together than the clients' own.
 
-- The margin is the largest distance from a class's mean prototype to that of its nearest neighbour, and at most τ, as
-  in HtFLlib, which has the same authors.
-- HtFLlib sends prototypes of the network as it was before the round's training; here they are of after it.
-- The server goes over the prototypes 100 times in a round, as in HtFLlib; the authors' code has 1000 by default.
-- All classes get a prototype, also those that nobody has: these are only pushed away.
-- λ is 1 as in the code; distance in the clients' loss and predictions are FedProto's.
+One round:
+
+1. Sampled clients train and upload their prototypes, as in FedProto.
+2. The server trains a prototype for each class: it should be nearer to the clients' prototypes of
+   its class than any other global prototype is, by a margin.
+3. All clients receive the trained prototypes.
+
+Differences from the paper:
+
+- The margin is the largest distance from a class's mean prototype to that of its nearest neighbour,
+  and at most τ, as in HtFLlib, which has the same authors.
+- HtFLlib sends prototypes of the network before the round's training; here they are those after it.
+- `server_epochs`: the server passes over the prototypes 100 times in a round, as in HtFLlib; the
+  authors' code has 1000 by default.
+- All classes get a prototype, including those that no client has: these are only pushed away.
+- `lam`: λ is 1 as in the code; the distance in the clients' loss and the predictions are
+  FedProto's.
 """
 
 from __future__ import annotations
@@ -35,13 +46,13 @@ __all__ = ["FedTGP", "Prototypist", "TrainablePrototypes", "loss", "margin"]
 
 
 class Prototypist(Server):
-    """A server that learns prototypes."""
+    """A server that trains global prototypes."""
 
     prototypes: State = {}
 
 
 class TrainablePrototypes(nn.Module):
-    """A vector for each class, and two layers that make a prototype of it."""
+    """A learned vector for each class, and two layers that map it to a prototype."""
 
     def __init__(self, classes: int, width: int) -> None:
         super().__init__()
@@ -54,16 +65,22 @@ class TrainablePrototypes(nn.Module):
 
 
 def margin(prototypes: ByClass, most: float) -> Tensor:
-    """δ: the largest distance of a class to its nearest neighbour, at most so much; none for a single class."""
+    """Return δ, the largest distance of a class to its nearest neighbour; 0 for a single class.
+
+    Args:
+        prototypes: The mean prototype of each class.
+        most: τ, the upper limit of the margin.
+    """
     vectors = prototypes["vectors"]
-    apart = torch.cdist(vectors, vectors) + torch.diag(vectors.new_full((len(vectors),), torch.inf))
-    return apart.amin(1).amax().nan_to_num(posinf=0.0).clamp_max(most)
+    to_itself = torch.diag(vectors.new_full((len(vectors),), torch.inf))
+    distances = torch.cdist(vectors, vectors) + to_itself
+    return distances.amin(1).amax().nan_to_num(posinf=0.0).clamp_max(most)
 
 
 def loss(
     global_prototypes: TrainablePrototypes, vectors: Tensor, classes: Tensor, delta: Tensor
 ) -> Tensor:
-    """Cross entropy of minus the distances, the one to the right prototype longer by δ."""
+    """Return the cross entropy of negative distances, with δ added to the one of the own class."""
     distances = torch.cdist(vectors, global_prototypes())
     own = classes[:, None] == torch.arange(distances.shape[1], device=distances.device)
     return F.cross_entropy(-(distances + delta * own), classes)
@@ -71,39 +88,40 @@ def loss(
 
 @dataclass(frozen=True, kw_only=True)
 class FedTGP(FedProto[Prototypist]):
-    """Prototypes of classes go up, those that the server learnt of them come down."""
+    """FedProto with global prototypes that the server trains to lie apart."""
 
     crosses = {
         "learn": "up: mean features of the client's classes",
-        "receive": "down: the learnt prototypes",
+        "receive": "down: the trained prototypes",
     }
 
-    tau: NonNegative = 100.0  # τ: the margin is at most this
-    server_epochs: Count = 100  # S: times that the server goes over the prototypes
+    tau: NonNegative = 100.0  # τ: upper limit of the margin
+    server_epochs: Count = 100  # S: passes of the server over the prototypes in a round
     server_lr: Positive = 0.01  # η_S: learning rate of the server's SGD
 
     def gathered(self, server: Prototypist, prototypes: Replies[ByClass]) -> ByClass:
-        learnt = lanes.keep(
-            "prototypes", TrainablePrototypes(server.spec.classes, self.features).to(server.device)
-        )
+        """Train the global prototypes on those of the clients and return them."""
+        new = TrainablePrototypes(server.spec.classes, self.features).to(server.device)
+        trainable = lanes.keep("prototypes", new)
         if server.prototypes:
-            learnt.load_state_dict(server.prototypes)
-        every, delta = joined(prototypes.values()), margin(mean_of(prototypes.values()), self.tau)
+            trainable.load_state_dict(server.prototypes)
+        rows = joined(prototypes.values())
+        delta = margin(mean_of(prototypes.values()), self.tau)
         fit_rows(
             server,
             "prototypes",
-            learnt,
-            partial(loss, learnt),
-            (every["vectors"], every["classes"]),
+            trainable,
+            partial(loss, trainable),
+            (rows["vectors"], rows["classes"]),
             epochs=self.server_epochs,
             batch_size=self.batch_size,
             recipe=sgd(self.server_lr),
             beside=repeat((delta,)),
         )
-        server.prototypes = isolate(dict(learnt.state_dict()))
+        server.prototypes = isolate(dict(trainable.state_dict()))
         server.report["margin"] = float(delta)
         with torch.no_grad():
             return {
                 "classes": torch.arange(server.spec.classes, device=server.device),
-                "vectors": learnt(),
+                "vectors": trainable(),
             }

@@ -1,22 +1,38 @@
 """FedZKT: Zhang et al., "FedZKT: Zero-Shot Knowledge Transfer towards Resource-Constrained Federated Learning with
 Heterogeneous On-Device Models", ICDCS 2022 (arXiv:2109.03775).
 
-Clients with any networks train and send their weights. On the server a generator looks for images about which the
-server's model and the clients' together disagree, and the server's model learns to agree; then every client's model
-learns from the server's on such images, and its weights go back to it. All distillation is the server's work.
+All distillation is the server's work; clients may have any architectures.
 
-- Disagreement is the paper's SL loss: the sum of absolute differences between the softmax of the server's logits and
-  of the mean of the clients' logits. Clients count alike.
-- Clients are held near the weights they received while they train, as in FedProx; before they have received any, near
-  those they began with. The paper's weight of that is not known here: μ is FedProx's.
-- With which loss clients' models learn on the server is not known here: it is the same one. They keep the normalisation
-  statistics of their own data meanwhile; the server's model has those of generated images.
-- No code of the authors was found. Generator and server's model go on from round to round; optimizers are new in each.
-- The server's model may be any network; without a name it is the first client's. Only who took part gets weights back.
-- For one step of the generator the server's model takes five, as is usual in data-free distillation; the paper's
-  number is not known here, and preset "paper" has one.
-- The defaults have fewer steps on smaller batches than the paper's 200, for small images, on 256: preset "paper". Its
-  clients train with SGD of rate 0.01 on batches of 256; those of the defaults are FedAvg's, with 0.05 and 10.
+One round:
+
+1. Sampled clients train on their own data and upload their weights.
+2. In turn, the server trains a generator to find images on which its model and the clients'
+   ensemble disagree, and its model to agree with the ensemble on them.
+3. Each client's model learns, on the server, from the server's model on generated images.
+4. The clients receive their new weights.
+
+Differences from the paper:
+
+- `mu`: clients stay near the weights that they received while they train, as in FedProx; before
+  they have received any, near their initial weights. The paper's weight of this is not known here:
+  μ is FedProx's.
+- The paper's loss for the clients' models on the server is not known here: it is the SL loss too.
+  They keep the normalisation statistics of their own data; the server's model has those of
+  generated images.
+- No code of the authors was found. Generator and server's model continue from round to round;
+  optimizers are new in each.
+- `global_network`: the server's model may be any network; without a name it is the first client's.
+  Only clients that took part receive weights.
+- `global_steps`: the server's model takes five steps for one of the generator, as is usual in
+  data-free distillation; the paper's number is not known here, and preset "paper" has one.
+- `iterations`, `samples`: fewer steps on smaller batches than the paper's 200, for small images, on
+  256; preset "paper" has these.
+- `lr`, `batch_size`: the paper's clients train with SGD of rate 0.01 on batches of 256; the
+  defaults are FedAvg's, 0.05 and 10.
+
+Disagreement is the paper's SL loss: the sum of absolute differences between the softmax of the
+server's logits and the softmax of the mean of the clients' logits. All clients have the same
+weight.
 """
 
 from __future__ import annotations
@@ -58,33 +74,43 @@ __all__ = ["FedZKT", "disagreement", "sl_loss"]
 
 
 def sl_loss(one: Tensor, other: Tensor) -> Tensor:
-    """SL: sum over classes of the absolute differences of two predictions, mean over the batch."""
+    """Return the SL loss: summed absolute difference of two predictions, mean over the batch."""
     return (one.softmax(1) - other.softmax(1)).abs().sum(1).mean()
 
 
 def disagreement(
     generator: Decoder, ensemble: Ensemble, model: Classifier, spec: Spec, sign: float, z: Tensor
 ) -> Tensor:
-    """What the model wants little of and, with the other sign, the generator much."""
+    """Return the signed SL loss between the server's model and the clients' ensemble.
+
+    Args:
+        generator: The generator of images.
+        ensemble: The clients' models.
+        model: The server's model.
+        spec: The format of the images.
+        sign: 1 to train the model, which should agree; -1 to train the generator, whose images
+            should cause disagreement.
+        z: The noise.
+    """
     with torch.set_grad_enabled(sign < 0):
         x = painted(generator, z, spec)
-        said = ensemble.said(x).float().mean(0)
-    return sign * sl_loss(said, model(x).float())
+        ensemble_logits = ensemble.said(x).float().mean(0)
+    return sign * sl_loss(ensemble_logits, model(x).float())
 
 
 def lesson(
     generator: Decoder, teacher: Classifier, model: Classifier, spec: Spec, z: Tensor
 ) -> Tensor:
-    """How far a client's model is from the server's on generated images."""
+    """Return the SL loss between a client's model and the server's on generated images."""
     with torch.no_grad():
         x = painted(generator, z, spec)
-        said = teacher(x).float()
-    return sl_loss(said, model(x).float())
+        teacher_logits = teacher(x).float()
+    return sl_loss(teacher_logits, model(x).float())
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedZKT(FedProx):
-    """The server's model learns from the clients' on images that it draws, and then theirs from its."""
+    """Distil clients into the server's model and back, on generated images."""
 
     primary = "clients"
     one_architecture = False
@@ -92,7 +118,7 @@ class FedZKT(FedProx):
     replicas = True
     crosses = {
         "learn": "up: the client's weights",
-        "receive": "down: the client's weights, taught by the server's model",
+        "receive": "down: the client's weights, after distillation on the server",
     }
     presets = {
         "paper": {
@@ -105,24 +131,23 @@ class FedZKT(FedProx):
         }
     }
 
-    # the server's: of the zoo, or package.module:function; none: the first client's
+    # the server's network: a name of the zoo, or package.module:function; none: the first client's
     global_network: str | None = None
-    # steps of the generator, in turn with the server's model; 200 to 500 in the paper
+    # steps of the generator in a round, in turn with the server's model; 200 to 500 in the paper
     iterations: Count = 20
-    global_steps: Count = 5  # steps of the server's model for one of the generator's
-    client_steps: Count = 20  # steps of each client's model on the server
+    global_steps: Count = 5  # steps of the server's model for each step of the generator
+    client_steps: Count = 20  # steps of each client's model on the server in a round
     samples: Count = 64  # generated images per step; 256 in the paper
     noise: Count = 100  # width of the noise
-    generator_lr: Positive = 1e-3  # Adam's learning rate of the generator
-    # SGD's learning rate of the server's model, and of clients' models there
-    global_lr: Positive = 0.01
-    momentum: NonNegative = 0.9  # of that SGD
+    generator_lr: Positive = 1e-3  # learning rate of the generator, with Adam
+    global_lr: Positive = 0.01  # learning rate of all models on the server, with SGD
+    momentum: NonNegative = 0.9  # momentum of that SGD
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.average != "mean":
             raise ConfigError(
-                f"average={self.average!r}: FedZKT averages nothing, its server learns from all models"
+                f"average={self.average!r}: FedZKT averages nothing; its server distils all models"
             )
 
     @classmethod
@@ -138,26 +163,26 @@ class FedZKT(FedProx):
         active = clients.sample(self.fraction)
         updates = active.run(self.learn)
         generator = self.gather(server, assembled(server, updates))
-        taught = {k: self.taught(server, generator, k, w) for k, w in updates.items()}
+        distilled = {k: self.taught(server, generator, k, w) for k, w in updates.items()}
         put_away(server, generator, self.codes(server))
-        active.only(taught).scatter(self.receive, taught)
+        active.only(distilled).scatter(self.receive, distilled)
 
     def learn(self, client: Client) -> State:
+        """Train the client's network on its own data and return its weights."""
         self.train(client)
         note_before(client)
         return client.model.state_dict()
 
     def codes(self, party: Server | Client) -> Tensor:
-        """What images can be drawn from."""
+        """Sample the noise of a batch of images."""
         return torch.randn(self.samples, self.noise, device=party.device)
 
     def gather(self, server: Artist, ensemble: Ensemble) -> Decoder:
-        """Server's model and generator in turn; the generator."""
-        generator, model = painter(server, self.noise), server.model
-        seek, learn = (
-            partial(disagreement, generator, ensemble, model, server.spec, sign)
-            for sign in (-1.0, 1.0)
-        )
+        """Train the generator and the server's model in turn; return the generator."""
+        generator = painter(server, self.noise)
+        model = server.model
+        seek = partial(disagreement, generator, ensemble, model, server.spec, -1.0)
+        learn = partial(disagreement, generator, ensemble, model, server.spec, 1.0)
 
         def draw() -> list[Tensor]:
             return [self.codes(server)]
@@ -168,9 +193,20 @@ class FedZKT(FedProx):
         return generator
 
     def taught(self, server: Artist, generator: Decoder, k: int, w: State) -> State:
-        """A client's weights, after its model has learned from the server's."""
+        """Distil the server's model into a client's and return the client's new weights.
+
+        Args:
+            server: The server.
+            generator: The generator of images.
+            k: The client.
+            w: The weights that the client uploaded.
+        """
         name = server.names[k]
-        model = lanes.kept(("student", name), lambda: server.architectures[k]().to(server.device))
+
+        def build() -> Classifier:
+            return server.architectures[k]().to(server.device)
+
+        model = lanes.kept(("student", name), build)
         model.load_state_dict(w)
         learn = partial(lesson, generator, server.model.eval(), model.eval(), server.spec)
         trainer = Trainer.of(model, sgd(self.global_lr, self.momentum))
@@ -179,6 +215,7 @@ class FedZKT(FedProx):
         return isolate(dict(model.state_dict()))
 
     def receive(self, client: Client, w: State) -> None:
+        """Load the weights after distillation."""
         client.model.load_state_dict(w)
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:

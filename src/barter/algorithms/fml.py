@@ -1,15 +1,27 @@
 """FML: Shen et al., "Federated Mutual Learning: A Collaborative Machine Learning Method for Heterogeneous Data, Models,
 and Objectives", Frontiers of Information Technology & Electronic Engineering 2023, Algorithm 1 (arXiv:2006.16765).
 
-Every client has a network of its own, which never leaves it, and a copy of a small shared one (the meme model). Both
-learn from the client's data and from each other's predictions; the copies are averaged as in FedAvg.
+Every client has a network of its own, which never leaves it, and a copy of a small shared network
+(the meme model).
 
-- α and β are 0.5, as in the authors' code. HtFLlib sets both to 1, with which the predictions count nothing and every
-  client learns alone.
-- Each network learns from the other's predictions, and not the other from it: gradients end there, as in the code.
-- KL is summed over classes and averaged over images. HtFLlib's default also divides by the number of classes.
-- Batches have 32 images, 128 in the code, whose clients have thousands. Its falling learning rate is not here.
-- The client's accuracy is that of its own network; the shared one's is the server's, `server.global` in the record.
+One round:
+
+1. Sampled clients receive the shared network.
+2. A client trains both networks on its data; each also learns from the other's predictions.
+3. The server averages the shared networks as in FedAvg.
+
+Differences from the paper:
+
+- `alpha`, `beta`: 0.5 as in the authors' code. HtFLlib sets both to 1, so that predictions have no
+  weight and every client learns alone.
+- KL is summed over classes and averaged over images. HtFLlib's default also divides by the number
+  of classes.
+- `batch_size`: 32; 128 in the code, whose clients have thousands of images.
+- `lr`: constant; in the code it falls.
+
+As in the code, gradients do not flow into the predictions that a network learns from. The client's
+accuracy is that of its own network; that of the shared network is the server's, `server.global` in
+the record.
 """
 
 from __future__ import annotations
@@ -47,49 +59,66 @@ def loss(
     pixels: Tensor,
     labels: Tensor,
 ) -> Tensor:
-    """Of both networks together: a part cross entropy, the rest KL(the other ‖ itself)."""
+    """Return the sum of both networks' losses: cross entropy and KL(other network ‖ network).
+
+    Args:
+        own: The client's network.
+        shared: The shared network.
+        alpha: α, the weight of the labels for the client's network; KL has 1 - α.
+        beta: β, the same for the shared network.
+        spec: The format of the images.
+        augment: The augmentation of the images.
+        pixels: Images as bytes.
+        labels: Their classes.
+    """
     x = prepared(pixels, spec, augment)
-    p, q = own(x).float(), shared(x).float()
-    of_own = alpha * F.cross_entropy(p, labels) + (1 - alpha) * kl(q.detach(), p)
-    return of_own + beta * F.cross_entropy(q, labels) + (1 - beta) * kl(p.detach(), q)
+    p = own(x).float()
+    q = shared(x).float()
+    own_loss = alpha * F.cross_entropy(p, labels) + (1 - alpha) * kl(q.detach(), p)
+    return own_loss + beta * F.cross_entropy(q, labels) + (1 - beta) * kl(p.detach(), q)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FML(FedAvg):
-    """A shared small model is averaged, and every client's own learns with it."""
+    """Average a small shared model; each client's own network and its copy teach each other."""
 
     primary = "clients"
     one_architecture = False
     global_model = True
-    crosses = {"client_update": "down: the shared model's weights; up: the same, trained"}
+    crosses = {"client_update": "down: the shared model's weights; up: the trained weights"}
 
-    shared: str = "small-cnn"  # the shared network: of the zoo, or package.module:function
-    alpha: Fraction = 0.5  # α: how much labels count for the client's own network; the rest is the shared one's word
+    shared: str = "small-cnn"  # the shared network: a name of the zoo, or package.module:function
+    # α: weight of the labels for the client's own network; the shared one's predictions have 1 - α
+    alpha: Fraction = 0.5
     beta: Fraction = 0.5  # β: the same for the shared network
     batch_size: Count = 32  # B: images per step
-    # of clients; adam where DFFKE compares, with lr 0.001 and batches of 100
+    # the clients' optimizer; DFFKE's comparison uses adam with lr 0.001 and batches of 100
     optimizer: Optimizer = "sgd"
     lr: Positive = 0.01  # η: learning rate
-    momentum: NonNegative = 0.9  # of SGD
+    momentum: NonNegative = 0.9  # momentum of SGD
 
     @property
     def server_network(self) -> str:
         return self.shared
 
     def client_update(self, client: Client, w: State) -> Annotated[State, Weights("server")]:
-        data, shared = client.data, companion(client, self.shared, w)
-        mutual = partial(loss, client.model, shared, self.alpha, self.beta, data.spec, data.augment)
-        recipe = by_name(self.optimizer, self.lr, self.momentum)
+        """Train both networks on the client's data and return the shared one's weights."""
+        data = client.data
+        shared = companion(client, self.shared, w)
         fit_by(
             client,
-            mutual,
+            partial(loss, client.model, shared, self.alpha, self.beta, data.spec, data.augment),
             epochs=self.epochs,
             batch_size=self.batch_size,
-            recipe=recipe,
+            recipe=by_name(self.optimizer, self.lr, self.momentum),
             also=[shared],
         )
         return shared.state_dict()
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
-        alone = "alpha=1: the clients' own networks learned alone; a lower one lets them hear the shared one"
-        return [alone] if self.alpha == 1 else []
+        if self.alpha != 1:
+            return []
+        return [
+            "alpha=1: the clients' own networks learned alone; with a lower alpha they also "
+            "learn from the shared network"
+        ]

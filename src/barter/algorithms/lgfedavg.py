@@ -1,13 +1,22 @@
 """LG-FedAvg: Liang et al., "Think Locally, Act Globally: Federated Learning with Local and Global Representations",
 NeurIPS workshop 2019, Algorithm 1 (arXiv:2001.01523).
 
-Every client keeps the part of its network that makes features to itself; the head behind them is everybody's, averaged
-as FedAvg averages whole models. Networks may differ, but for the width of their features.
+Every client keeps its feature extractor; the head behind it is shared and averaged, as FedAvg
+averages whole models. Networks may differ, except for the width of their features.
 
-- The paper starts from one model, which FedAvg trained. Here networks are new and have one head, the first client's,
-  as in HtFLlib. `start` takes over the networks of another run, such as FedAvg's, with the heads they have.
-- `global` and `local` are of networks after local training, with the heads they trained. The authors and HtFLlib judge
-  networks with the averaged head put on: `shared_global` and `shared_local`.
+One round:
+
+1. Sampled clients put on the shared head, train their network and upload the head.
+2. The server averages the heads, weighted by numbers of images.
+3. All clients receive the averaged head.
+
+Differences from the paper:
+
+- The paper starts from one model, which FedAvg trained. Here networks are new and have one head,
+  the first client's, as in HtFLlib. The setting `start` takes over the networks of another run,
+  such as FedAvg's, with their heads.
+- `global` and `local` are accuracies of networks after local training, with the heads they trained.
+  The authors and HtFLlib evaluate with the averaged head: `shared_global` and `shared_local`.
 """
 
 from __future__ import annotations
@@ -25,14 +34,14 @@ __all__ = ["LGFedAvg"]
 
 @dataclass(frozen=True, kw_only=True)
 class LGFedAvg(SharedHead):
-    """One head for all, on features of one's own."""
+    """Average the heads; every client keeps its own feature extractor."""
 
     crosses = {
-        "learn": "down: the first head; up: the head, trained",
+        "learn": "down: the initial head; up: the trained head",
         "receive": "down: the averaged head",
     }
 
-    # of what comes back: by numbers of images, or what few clients cannot move
+    # aggregation of updates: mean weighted by image counts, or robust (median, trimmed mean)
     average: Average = "mean"
 
     def round(self, server: HeadServer, clients: Clients, t: int) -> None:
@@ -41,6 +50,7 @@ class LGFedAvg(SharedHead):
         self.share_head(server, clients, average(heads, by=self.average))
 
     def learn(self, client: HeadClient, head: State) -> Head:
+        """Train the client's network with the shared head and return the head."""
         self.put_head_on(client, head)
         self.train(client)
         return head_state(client.model)

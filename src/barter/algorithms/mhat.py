@@ -1,12 +1,20 @@
 """MHAT: Hu et al., "MHAT: An Efficient Model-Heterogenous Aggregation Training Scheme for Federated Learning",
 Information Sciences 2021.
 
-Clients train on their own data and say their predictions on some labelled public images. The server trains a model of
-its own on the labels and on the mean prediction, and tells what that model predicts; the clients learn from this.
+One round:
 
-- No code of the authors is public, and no settings are known here: those below are ours.
-- The auxiliary model goes on from round to round. Its network is the first client's.
-- Public data without labels, or of more classes than the task has, are refused: `dsfl` needs none.
+1. Sampled clients train on their own data and upload their predictions on some labelled public
+   images.
+2. The server trains an auxiliary model on the labels and on the mean prediction.
+3. The clients learn from the auxiliary model's predictions on the same images.
+
+Differences from the paper:
+
+- No code of the authors is public, and the paper's settings are not known here: all defaults are
+  barter's.
+- The auxiliary model continues from round to round. Its architecture is the first client's.
+- Public data without labels, or with more classes than the task, are refused; `dsfl` needs no
+  labels.
 """
 
 from __future__ import annotations
@@ -28,30 +36,33 @@ __all__ = ["MHAT", "auxiliary_loss"]
 
 
 def auxiliary_loss(lam: float, logits: Tensor, mean: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy with the labels and, λ times, with the clients' mean prediction."""
+    """Return cross entropy with the labels plus λ times that with the mean prediction."""
     return F.cross_entropy(logits, labels) + lam * soft_loss(logits, mean)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MHAT(PublicDistillation):
-    """Predictions on public images go up, those of a model that learned from them come down."""
+    """Clients learn from a server model that was trained on their mean prediction."""
 
     global_model = True
 
-    lam: NonNegative = 1.0  # λ: how much the clients' predictions count beside the labels
+    lam: NonNegative = 1.0  # λ: weight of the clients' mean prediction, relative to the labels
     epochs: Count = 5  # passes over private data per round
-    # passes over the round's public images, of the server and of the clients
+    # passes over the round's public images, by the server and by the clients
     distil_epochs: Count = 5
 
     def setup(self, server: Server, clients: Clients) -> None:
         require_labels(
             public_images(server),
             "MHAT",
-            "take data of the task's classes, or dsfl, which needs no labels",
+            "use public data of the task's classes, or dsfl, which needs no labels",
         )
 
     def decided(self, server: Server, places: Tensor, mean: Tensor) -> Tensor:
-        images, track = public_images(server), partial(server.track, "auxiliary")
+        """Train the auxiliary model and return its predictions."""
+        images = public_images(server)
         targets = [mean / mean.sum(1, keepdim=True), images.labels[places]]
-        self.taught(server.model, images, places, targets, partial(auxiliary_loss, self.lam), track)
+        loss = partial(auxiliary_loss, self.lam)
+        track = partial(server.track, "auxiliary")
+        self.taught(server.model, images, places, targets, loss, track)
         return self.said(predict(server.model.eval(), images.batch, places))

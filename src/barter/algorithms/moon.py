@@ -1,15 +1,28 @@
 """MOON: Li et al., "Model-Contrastive Federated Learning", CVPR 2021, Algorithm 1 (arXiv:2103.16257).
 
-FedAvg, with clients that learn to see an image as the server's model sees it, and not as their own did when they last
-trained: what all have found counts for more than what one has drifted to. What is compared are the outputs of a
-projection head, which every network gets behind its features; the classes are read from them.
+FedAvg whose clients learn features that are similar to those of the server's model and dissimilar
+to those of their own previous model, which counteracts drift.
 
-- A client's last model is the one of its last training, however long ago. In the first round it is the one that all
-  start from, and the contrast pulls nowhere; the authors' code starts from random ones.
-- Models that are compared with are in evaluation mode, as in the code.
-- Local training is the paper's: SGD with rate 0.01 and momentum 0.9. The code's parser has 0.1 and 5 epochs.
-- The paper tunes μ for each task among 0.1, 1, 5 and 10; 1 is the code's. With `mu = 0` it is FedAvg on networks with a
-  projection head, which is what to compare with: the head alone changes results.
+One round:
+
+1. The server samples a fraction of the clients and sends them its weights.
+2. Each client minimises cross entropy plus μ times a contrastive loss (Eqs. 3 and 4). It compares
+   the outputs of a projection head, which every network gets behind its features and from which the
+   classes are predicted.
+3. The server averages the weights as in FedAvg.
+
+Differences from the paper:
+
+- A client's previous model is the one of its last training, however many rounds ago. In the first
+  round it is the initial model of all, so that the contrastive loss has no gradient; the authors'
+  code starts from random ones.
+- `lr`, `momentum`, `epochs`: the paper's, SGD with rate 0.01 and momentum 0.9. The code's parser
+  has 0.1 and 5 epochs.
+- `mu`: the paper tunes μ for each task among 0.1, 1, 5 and 10; 1 is the code's. With `mu = 0` the
+  method is FedAvg on networks with a projection head. Compare with that: the head alone changes
+  results.
+
+As in the code, the models that are compared with are in evaluation mode.
 """
 
 from __future__ import annotations
@@ -36,9 +49,18 @@ __all__ = ["MOON", "contrast", "loss"]
 
 
 def contrast(z: Tensor, z_glob: Tensor, z_prev: Tensor, tau: float) -> Tensor:
-    """-log(g / (g + p)) with g = exp(sim(z, z_glob) / τ) and p = exp(sim(z, z_prev) / τ); a batch's mean (Eq. 3)."""
-    nearer = F.cosine_similarity(z, z_glob) - F.cosine_similarity(z, z_prev)
-    return F.softplus(-nearer / tau).mean()
+    """Return the contrastive loss (Eq. 3), averaged over a batch.
+
+    It is -log(g / (g + p)) with g = exp(sim(z, z_glob) / τ) and p = exp(sim(z, z_prev) / τ).
+
+    Args:
+        z: Features of the model that is trained.
+        z_glob: Features of the server's model.
+        z_prev: Features of the client's previous model.
+        tau: τ, the temperature.
+    """
+    difference = F.cosine_similarity(z, z_glob) - F.cosine_similarity(z, z_prev)
+    return F.softplus(-difference / tau).mean()
 
 
 def loss(
@@ -52,46 +74,66 @@ def loss(
     pixels: Tensor,
     labels: Tensor,
 ) -> Tensor:
-    """Cross entropy, and μ times the contrast between the server's model and the client's last (Eq. 4)."""
+    """Return cross entropy plus μ times the contrastive loss (Eq. 4).
+
+    Args:
+        model: The model to train.
+        glob: The server's model.
+        prev: The client's previous model.
+        mu: μ, the weight of the contrastive loss.
+        tau: τ, its temperature.
+        spec: The format of the images.
+        augment: The augmentation of the images.
+        pixels: Images as bytes.
+        labels: Their classes.
+    """
     x = prepared(pixels, spec, augment)
     z = model.features(x)
     with torch.no_grad():
-        z_glob, z_prev = glob.features(x), prev.features(x)
+        z_glob = glob.features(x)
+        z_prev = prev.features(x)
     return F.cross_entropy(model.logits(z), labels) + mu * contrast(z, z_glob, z_prev, tau)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MOON(FedAvg):
-    """FedAvg whose clients see images as the server's model does, not as their last one did."""
+    """FedAvg with a contrastive loss that keeps features near those of the server's model."""
 
     epochs: Count = 10  # E: local epochs
     batch_size: Count = 64  # B: images per step
     lr: Positive = 0.01  # η: learning rate of SGD
-    momentum: NonNegative = 0.9  # of SGD
-    weight_decay: NonNegative = 1e-5  # of SGD
-    mu: NonNegative = 1.0  # μ: how much the contrast counts
-    tau: Positive = 0.5  # τ: temperature of the contrast
-    projection: Count = 256  # outputs of the projection head
+    momentum: NonNegative = 0.9  # momentum of SGD
+    weight_decay: NonNegative = 1e-5  # weight decay of SGD
+    mu: NonNegative = 1.0  # μ: weight of the contrastive loss
+    tau: Positive = 0.5  # τ: temperature of the contrastive loss
+    projection: Count = 256  # number of outputs of the projection head
 
     def network(self, network: Classifier, share: float, spec: Spec) -> Classifier:
         return projected(network, self.projection)
 
     def client_update(self, client: Client, w: State) -> State:
-        data, model = client.data, client.model
+        """Train the server's weights with the contrastive loss and return them."""
+        data = client.data
+        model = client.model
         prev = frozen("previous", client)
         model.load_state_dict(w)
-        by = partial(
-            loss, model, frozen("start", client), prev, self.mu, self.tau, data.spec, data.augment
+        glob = frozen("start", client)
+        fit_by(
+            client,
+            partial(loss, model, glob, prev, self.mu, self.tau, data.spec, data.augment),
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            recipe=sgd(self.lr, self.momentum, self.weight_decay),
         )
-        recipe = sgd(self.lr, self.momentum, self.weight_decay)
-        fit_by(client, by, epochs=self.epochs, batch_size=self.batch_size, recipe=recipe)
         return model.state_dict()
 
 
 def frozen(name: str, client: Client) -> Classifier:
-    """The client's network as it is now, to compare with."""
-    return (
-        lanes.keep((name, client.architecture), copy.deepcopy(client.model))
-        .eval()
-        .requires_grad_(False)
-    )
+    """Return a frozen copy of the client's current network, in evaluation mode.
+
+    Args:
+        name: The name under which the copy is kept for CUDA graphs.
+        client: The client.
+    """
+    network = lanes.keep((name, client.architecture), copy.deepcopy(client.model))
+    return network.eval().requires_grad_(False)

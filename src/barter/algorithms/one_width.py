@@ -1,7 +1,7 @@
-"""Features of one width: what methods have in common that compare clients' features, or the weights behind them.
+"""Bases of methods that compare the clients' features, or share the head behind them.
 
-Networks may differ, but for the width of their features; those with another are pooled to it, and get a new head, as in
-HtFLlib. Local training is HtFLlib's too.
+Networks may differ, except for the width of their features. Features of another width are pooled to
+it, and the network gets a new head, as in HtFLlib. Local training is HtFLlib's too.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ __all__ = ["HeadClient", "HeadServer", "OneWidth", "SharedHead"]
 
 
 class HeadServer(Server):
-    """A server whose model is a head."""
+    """A server that holds a shared head instead of a model."""
 
     head: State = {}  # the shared head; empty while clients have their own
-    holders: list[int] = []  # clients that have received it as it is now
+    holders: list[int] = []  # clients that have received the current head
 
     def recall(self, memory: Mapping[str, Payload]) -> None:
-        # Checkpoints of older versions do not name holders: every client is sent the head again.
+        # Checkpoints of older versions have no holders: every client is sent the head again.
         super().recall({"holders": [], **memory})
 
 
 class HeadClient(Client):
-    """A client that keeps the shared head beside its own network."""
+    """A client that stores the shared head next to its own network."""
 
-    head: State = {}  # as last received
+    head: State = {}  # the shared head, as last received
 
     def recall(self, memory: Mapping[str, Payload]) -> None:
-        super().recall({"head": {}, **memory})  # older versions kept none
+        # Checkpoints of older versions have no head.
+        super().recall({"head": {}, **memory})
 
 
 S = TypeVar("S", bound=Server, default=Server)
@@ -58,13 +59,13 @@ K = TypeVar("K", bound=HeadClient, default=HeadClient)
 
 @dataclass(frozen=True, kw_only=True)
 class OneWidth(Algorithm[S, C]):
-    """All clients' features have one width."""
+    """Base of methods in which all clients' features have one width."""
 
     features: Count = 512  # width of all clients' features
-    fraction: Fraction = 1.0  # C: share of clients per round
+    fraction: Fraction = 1.0  # C: fraction of clients sampled per round
     epochs: Count = 1  # E: local epochs
     batch_size: Count = 10  # B: images per step
-    # of clients; adam where DFFKE compares, with lr 0.001 and batches of 100
+    # the clients' optimizer; DFFKE's comparison uses adam with lr 0.001 and batches of 100
     optimizer: Optimizer = "sgd"
     lr: Positive = 0.01  # η: learning rate
 
@@ -73,7 +74,7 @@ class OneWidth(Algorithm[S, C]):
         return self.features
 
     def recipe(self) -> Recipe:
-        """How clients are trained."""
+        """Return the optimizer of the clients and its settings."""
         return by_name(self.optimizer, self.lr)
 
     def train(
@@ -83,11 +84,18 @@ class OneWidth(Algorithm[S, C]):
         beside: Sequence[Tensor] | Iterator[Sequence[Tensor]] = (),
         also: Sequence[nn.Module] = (),
     ) -> None:
-        """Local training: by cross entropy, or by a loss as `fit_by` takes it."""
-        plain = partial(classification, client.model, client.data.spec, client.data.augment)
+        """Train the client's network on its own data.
+
+        Args:
+            client: The client that trains.
+            loss: A loss as `fit_by` takes it; cross entropy if none is given.
+            beside: Tensors that the loss gets in every step, or an iterator of such tensors.
+            also: Further modules to train.
+        """
+        cross_entropy = partial(classification, client.model, client.data.spec, client.data.augment)
         fit_by(
             client,
-            loss or plain,
+            loss or cross_entropy,
             epochs=self.epochs,
             batch_size=self.batch_size,
             recipe=self.recipe(),
@@ -98,33 +106,36 @@ class OneWidth(Algorithm[S, C]):
 
 @dataclass(frozen=True, kw_only=True)
 class SharedHead(OneWidth[H, K]):
-    """And the head behind them is everybody's.
+    """Base of methods in which the clients also share the head behind their features.
 
     1. Before the first round the server takes the first client's untrained head, as HtFLlib does.
-    2. Clients put the shared head on and train.
-    3. The server makes a new shared head, and all clients receive it.
+    2. In a round, clients put on the shared head and train.
+    3. The server computes a new shared head, and all clients receive it.
 
     After the round a client's network has the head that it trained itself: `global` and `local` in
     the record. `shared_global` and `shared_local` are the same network with the new shared head.
     """
 
     def network(self, network: Classifier, share: float, spec: Spec) -> Classifier:
-        if network.feature_dim == self.features:  # others get a new head
+        # Raises if the head is not linear. Networks of another width get a new, linear head.
+        if network.feature_dim == self.features:
             linear_head(network)
         return network
 
     def setup(self, server: H, clients: Clients) -> None:
         """Choose the head that all clients start from.
 
-        Heads of different architectures are drawn apart, and the average of heads that were trained
-        from different starts is worth little. Networks of another run keep the heads they come with.
+        Heads of different architectures are initialised differently, and the average of heads that
+        were trained from different initial weights is worth little. Networks taken over from
+        another run keep their heads.
         """
         if not server.fresh:
             return
         if server.architectures:
             first = server.architectures[min(server.architectures)]()
             server.head = isolate(head_state(first.to(server.device)))
-        else:  # sites with networks of their own, which the server cannot build
+        else:
+            # Sites with networks of their own, which the server cannot build.
             head = nn.Linear(self.features, server.spec.classes).to(server.device)
             server.head = isolate(dict(head.state_dict()))
 
@@ -133,7 +144,12 @@ class SharedHead(OneWidth[H, K]):
         return {} if set(active) <= set(server.holders) else server.head
 
     def put_head_on(self, client: K, head: State) -> None:
-        """Give the client's network the shared head: this one, or the one that it has received."""
+        """Put the shared head on the client's network.
+
+        Args:
+            client: The client.
+            head: The shared head; empty if it is the one that the client has received.
+        """
         client.head = head or client.head
         put_on(client.model, client.head)
 
@@ -143,13 +159,15 @@ class SharedHead(OneWidth[H, K]):
         server.holders = list(clients.run(self.receive, head))
 
     def receive(self, client: K, head: State) -> None:
+        """Store the shared head."""
         client.head = head
 
     def evaluate(self, client: K) -> dict[str, float]:
-        """Judge the client's network with its own head, and with the shared one."""
+        """Evaluate the client's network with its own head and with the shared one."""
         if not client.head:
             return super().evaluate(client)
-        report, client.report = client.report, {}
+        report = client.report
+        client.report = {}
         own: dict[str, float] = {}
         shared: dict[str, float] = {}
         metrics = client.evaluation.metrics
@@ -164,5 +182,7 @@ class SharedHead(OneWidth[H, K]):
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
         if not rounds or any(r.round > 1 for r in rounds):
             return []
-        way_out = "the shared head is put on from the second round on, and shared_global has it on"
-        return [f"one round is done, in which clients learned alone: {way_out}"]
+        return [
+            "only one round was run, in which clients learned alone: the shared head is used "
+            "from the second round on, and shared_global is measured with it"
+        ]

@@ -1,21 +1,36 @@
 """Per-FedAvg: Fallah et al., "Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic
 Meta-Learning Approach", NeurIPS 2020, Algorithm 1 (arXiv:2002.07948).
 
-Clients look for one model that is a good start for all: one that a single step on a client's own images makes right for
-that client. So they train it by how good it is after such a step, and it is averaged as FedAvg's is; each client then
-takes the step and has a model of its own.
+Clients look for one model that is a good initialisation for all: a single step on a client's own
+images should turn it into a good model for that client. So clients minimise the loss after such a
+step.
 
-- `hessian_free` is the paper's Per-FedAvg (HF), with a difference of gradients in place of the Hessian, on a batch of
-  its own. The default leaves the Hessian out, Per-FedAvg (FO), as other implementations do.
-- β is 0.001 in the paper; 0.01 is FedFree's. An epoch is a pass over the data, each step of which takes two batches
-  (HF: three); the paper counts steps.
-- The average is weighted by numbers of examples, as FedAvg's; the paper's is not.
-- Accuracies are those after the step, as in the paper; `unadapted_global` and `unadapted_local` are those of the
-  average as it is, `before_global` and `before_local` those after the client's training.
+One round:
+
+1. Sampled clients train the server's model. In each step they take a step of size α on a first
+   batch, compute the gradient on a second batch at the resulting weights, and apply that gradient,
+   with learning rate β, to the weights before the step.
+2. The server averages the trained weights as FedAvg does.
+3. All clients receive the average, and each adapts it with one step on its own images.
+
+Differences from the paper:
+
+- `hessian_free`: true is the paper's Per-FedAvg (HF), in which a difference of gradients on a third
+  batch replaces the Hessian. The default leaves the Hessian out, Per-FedAvg (FO), as other
+  implementations do.
+- `lr`: β is 0.001 in the paper; 0.01 is FedFree's.
+- `epochs`: an epoch is a pass over the data, each step of which takes two batches (HF: three); the
+  paper counts steps.
+- The average is weighted by numbers of examples, as in FedAvg; the paper's is not weighted.
+
+Accuracies are those after the adaptation step, as in the paper. `unadapted_global` and
+`unadapted_local` are those of the average itself; `before_global` and `before_local` are those
+after the client's training.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -40,63 +55,88 @@ __all__ = ["Adapter", "PerFedAvg", "ahead"]
 
 
 class Adapter(Client):
-    """A client whose model is its own step away from everybody's."""
+    """A client that remembers the average from which its own model was adapted."""
 
-    start: State = {}  # everybody's
+    start: State = {}  # the average, before adaptation
 
 
 def slope(
     model: Classifier, w: State, spec: Spec, augment: Augment, pixels: Tensor, labels: Tensor
 ) -> State:
-    """The gradient of the cross entropy on a batch, with these weights in place of the model's own."""
-    at = {name: weight.detach().requires_grad_() for name, weight in w.items()}
-    logits = functional_call(model, at, (prepared(pixels, spec, augment),))
-    slopes = torch.autograd.grad(
-        F.cross_entropy(logits, labels), list(at.values()), materialize_grads=True
-    )
-    return dict(zip(at, slopes, strict=True))
+    """Return the gradient of the cross entropy on a batch at given weights.
+
+    Args:
+        model: The network; its own weights are not used.
+        w: The weights at which the gradient is computed.
+        spec: The format of the images.
+        augment: The augmentation of the images.
+        pixels: Images as bytes.
+        labels: Their classes.
+    """
+    leaves = {name: weight.detach().requires_grad_() for name, weight in w.items()}
+    logits = functional_call(model, leaves, (prepared(pixels, spec, augment),))
+    value = F.cross_entropy(logits, labels)
+    gradients = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
+    return dict(zip(leaves, gradients, strict=True))
 
 
 def moved(w: State, by: float, way: State) -> State:
-    """The weights, some way on."""
+    """Return the weights w + by * way."""
     return {name: weight.detach() + by * way[name] for name, weight in w.items()}
 
 
 def ahead(
     model: Classifier, alpha: float, delta: float, spec: Spec, augment: Augment, *batches: Tensor
 ) -> Tensor:
-    """What has the gradient of the loss after a step ahead: the step on a first batch, the loss on a second.
+    """Return a surrogate loss whose gradient is that of the loss after an adaptation step.
 
-    On a third batch, if there is one, the step's own dependence on the weights is found by differences.
+    The adaptation step is taken on a first batch, and the loss is that of a second batch. If there
+    is a third batch, the Hessian in the gradient of the adaptation step is estimated on it by
+    central differences (HF); otherwise the Hessian is left out (FO).
+
+    Args:
+        model: The network to train.
+        alpha: α, the size of the adaptation step.
+        delta: δ, the step of the differences.
+        spec: The format of the images.
+        augment: The augmentation of the images.
+        *batches: Pixels and labels of each batch in turn: four tensors, or six.
     """
+    inner_pixels, inner_labels, outer_pixels, outer_labels, *hessian_batch = batches
     w: State = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    of = partial(slope, model, spec=spec, augment=augment)
-    inner = of(w, pixels=batches[0], labels=batches[1])
-    v = of(moved(w, -alpha, inner), pixels=batches[2], labels=batches[3])
-    if batches[4:]:
-        up, down = (
-            of(moved(w, by, v), pixels=batches[4], labels=batches[5]) for by in (delta, -delta)
-        )
-        v = {name: v[name] - alpha * (up[name] - down[name]) / (2 * delta) for name in v}
-    return torch.stack([(p * v[name]).sum() for name, p in w.items()]).sum()
+    gradient_at = partial(slope, model, spec=spec, augment=augment)
+    inner = gradient_at(w, pixels=inner_pixels, labels=inner_labels)
+    adapted = moved(w, -alpha, inner)
+    gradient = gradient_at(adapted, pixels=outer_pixels, labels=outer_labels)
+    if hessian_batch:
+        pixels, labels = hessian_batch
+        above = gradient_at(moved(w, delta, gradient), pixels=pixels, labels=labels)
+        below = gradient_at(moved(w, -delta, gradient), pixels=pixels, labels=labels)
+        gradient = {
+            name: g - alpha * (above[name] - below[name]) / (2 * delta)
+            for name, g in gradient.items()
+        }
+    # The gradient is constant here, so that this sum's derivative by the weights is the gradient.
+    return torch.stack([(p * gradient[name]).sum() for name, p in w.items()]).sum()
 
 
 @dataclass(frozen=True, kw_only=True)
 class PerFedAvg(Broadcast[Caster, Adapter]):
-    """One model for all to start from, and a step of one's own from there."""
+    """Learn one initialisation for all clients; each adapts it with a step of its own."""
 
     crosses = {
-        "client_update": "down: the server's weights, to whom they did not reach; up: the client's weights",
+        "client_update": "down: the server's weights, if the client missed them; up: the client's "
+        "weights",
         "receive": "down: the average",
     }
 
     epochs: Count = 5  # local epochs
     batch_size: Count = 10  # images in each batch of a step
-    lr: Positive = 0.01  # β: learning rate of what is averaged
-    alpha: NonNegative = 0.01  # α: learning rate of the step ahead, and of a client's own step
-    steps: Count = 1  # a client's own steps
-    hessian_free: bool = False  # whether the Hessian is estimated (HF) or left out (FO)
-    delta: Positive = 1e-3  # δ: how far apart the gradients are that the Hessian is estimated from
+    lr: Positive = 0.01  # β: learning rate of the averaged model
+    alpha: NonNegative = 0.01  # α: learning rate of the adaptation step
+    steps: Count = 1  # adaptation steps of a client after each round
+    hessian_free: bool = False  # true: estimate the Hessian (HF); false: leave it out (FO)
+    delta: Positive = 1e-3  # δ: step of the differences that estimate the Hessian
 
     def setup(self, server: Caster, clients: Clients) -> None:
         server.average = isolate(server.model.state_dict())
@@ -109,10 +149,12 @@ class PerFedAvg(Broadcast[Caster, Adapter]):
         client.model.load_state_dict(w or client.start)
 
     def train(self, client: Adapter) -> None:
-        data, each = client.data, 3 if self.hessian_free else 2
-        by = partial(ahead, client.model, self.alpha, self.delta, data.spec, data.augment)
-        steps = self.epochs * -(-epoch_length(len(data), self.batch_size) // each)
-        alternate(client, [(by, several(data, self.batch_size, each))], steps, sgd(self.lr))
+        data = client.data
+        batches_per_step = 3 if self.hessian_free else 2
+        steps_per_epoch = math.ceil(epoch_length(len(data), self.batch_size) / batches_per_step)
+        loss = partial(ahead, client.model, self.alpha, self.delta, data.spec, data.augment)
+        batches = several(data, self.batch_size, batches_per_step)
+        alternate(client, [(loss, batches)], self.epochs * steps_per_epoch, sgd(self.lr))
 
     def receive(self, client: Adapter, w: State) -> None:
         client.start = w
@@ -122,11 +164,16 @@ class PerFedAvg(Broadcast[Caster, Adapter]):
 
 
 def several(data: Images, size: int, each: int) -> Iterator[list[Tensor]]:
-    """Batches of pixels and labels, so many at a time, one behind the other."""
-    index = index_batches(len(data), size, data.device)
+    """Yield lists of several batches: pixels and labels of the first, of the second, and so on.
+
+    Args:
+        data: The images.
+        size: Images per batch.
+        each: Batches per list.
+    """
+    index_stream = index_batches(len(data), size, data.device)
     while True:
-        yield [
-            part
-            for chosen in islice(index, each)
-            for part in (data.pixels[chosen], data.labels[chosen])
-        ]
+        tensors: list[Tensor] = []
+        for index in islice(index_stream, each):
+            tensors += [data.pixels[index], data.labels[index]]
+        yield tensors

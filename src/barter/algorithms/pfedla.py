@@ -1,17 +1,32 @@
 """pFedLA: Ma et al., "Layer-wised Model Aggregation for Personalized Federated Learning", CVPR 2022, Algorithm 1
 (arXiv:2205.03993).
 
-Every client gets a mix of all clients' models of its own: for each layer the server weighs whose to take, and a small
-network for each client learns these weights from how the client's training then changes what it was given.
+Every client gets its own mix of all clients' models. For each layer the server weighs the clients'
+layers, and a small hypernetwork for each client learns these weights from how the client's training
+changes the mix.
 
-- A layer is a module with weights of its own; bias and statistics of normalisation go with them.
-- What the hypernetwork's ReLU leaves is divided by its sum. Where it leaves nothing, the client's own layer is taken.
-- The hypernetwork of a client: an embedding, three hidden layers of 100, a linear layer for each layer of the model, as
-  in a third party's implementation; the paper has no code of its own.
-- Its last bias starts at one, so that at first all count about alike: what a ReLU cuts off at the start is not learnt.
-- Before a client has trained once, its model is not known and not mixed: it starts from its own.
-- HeurpFedLA, which keeps the layers at home that a client takes from itself, is not here.
-- A client is judged by its model after local training.
+One round:
+
+1. For each sampled client, its hypernetwork computes the weights α, and the client receives the
+   models mixed with them.
+2. The client trains the mix on its own data and uploads the result θ_i.
+3. The server updates the client's hypernetwork with the change Δθ_i that training made, and stores
+   θ_i.
+
+Differences from the paper:
+
+- A layer is a module with weights of its own; bias and normalisation statistics belong to it.
+- The output of the hypernetwork's ReLU is divided by its sum. Where it is zero, the client's own
+  layer is taken.
+- `width`: a client's hypernetwork has an embedding, three hidden layers of 100 and a linear layer
+  for each layer of the model, as in a third party's implementation; the paper has no code.
+- The last bias is initialised to one, so that at first all clients have about the same weight: an
+  output that the ReLU cuts off at the start would not be learned.
+- A client's model is unknown until it has trained once. Until then it is not mixed, and the client
+  starts from its own initial model.
+- HeurpFedLA, in which layers that a client takes mostly from itself stay local, is not implemented.
+
+A client is evaluated with its model after local training.
 """
 
 from __future__ import annotations
@@ -33,62 +48,88 @@ from barter.ops.fit import Trainer, fit, sgd
 
 __all__ = ["HyperNetwork", "Mixer", "PFedLA", "by_layer", "gain", "mixed"]
 
-TINY = 1e-6  # what a client's own layer weighs at least
+TINY = 1e-6  # smallest weight of a client's own layer
 
 
 class Mixer(Server):
-    """A server that knows everybody's model, and how to mix them for each."""
+    """A server that stores all clients' models and a hypernetwork for each client."""
 
-    models: dict[int, State] = {}  # θ: each client's, as it last was trained
+    models: dict[int, State] = {}  # θ: each client's model after its last training
     hyper: dict[int, State] = {}  # v and φ: each client's embedding and hypernetwork
-    layers: list[list[str]] = []  # the names of a model's weights by layer
-    trained: list[str] = []  # those of them that have gradients
+    layers: list[list[str]] = []  # the names of a model's weights, grouped by layer
+    trained: list[str] = []  # the names of weights that have gradients
 
 
 class HyperNetwork(nn.Module):
-    """For one client: how much each layer of each client's model counts."""
+    """The weights of all clients' layers in one client's mix.
+
+    Args:
+        clients: The number of clients.
+        layers: The number of layers of a model.
+        width: The width of embedding and hidden layers.
+    """
 
     def __init__(self, clients: int, layers: int, width: int) -> None:
         super().__init__()
         self.shape = layers, clients
         self.embedding = nn.Parameter(torch.randn(width))
-        hidden = [part for _ in range(3) for part in (nn.Linear(width, width), nn.ReLU())]
+        hidden: list[nn.Module] = []
+        for _ in range(3):
+            hidden += [nn.Linear(width, width), nn.ReLU()]
         last = nn.Linear(width, layers * clients)
         nn.init.ones_(last.bias)
         self.body = nn.Sequential(*hidden, last, nn.ReLU())
 
     def forward(self, own: Tensor, known: Tensor) -> Tensor:
-        """α (layers, clients), whose rows have the sum 1: of clients that are `known`, one of which is its `own`."""
+        """Return α (layers, clients), whose rows sum to 1.
+
+        Args:
+            own: 1 in the client's own column, otherwise 0.
+            known: 1 in the columns of clients whose model is known, otherwise 0.
+        """
         alpha = self.body(self.embedding).view(self.shape) * known + TINY * own
         normalised: Tensor = alpha / alpha.sum(1, keepdim=True)
         return normalised
 
 
 def by_layer(names: Iterable[str]) -> list[list[str]]:
-    """The names of a model's weights by the module that has them."""
-    found: dict[str, list[str]] = {}
+    """Return the names of a model's weights, grouped by the module that has them."""
+    groups: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(name.rpartition(".")[0], []).append(name)
-    return list(found.values())
+        module = name.rpartition(".")[0]
+        groups.setdefault(module, []).append(name)
+    return list(groups.values())
 
 
 def mixed(models: Sequence[State], alpha: Tensor, layers: Sequence[Sequence[str]]) -> State:
-    """Every layer as the sum of the models' own, with weights α (layers, models)."""
+    """Return the models' weighted sum, layer by layer; integers are rounded.
+
+    Args:
+        models: The models to mix.
+        alpha: α, the weight of each layer and model (layers, models).
+        layers: The names of the weights of each layer.
+    """
     mix: State = {}
     for weights, layer in zip(alpha.double(), layers, strict=True):
         for name in layer:
-            everybodys = torch.stack([model[name] for model in models])
-            total = torch.tensordot(weights, everybodys.double(), 1)
-            mix[name] = (total if everybodys.is_floating_point() else total.round()).to(
-                everybodys.dtype
-            )
+            stacked = torch.stack([model[name] for model in models])
+            total = torch.tensordot(weights, stacked.double(), 1)
+            if not stacked.is_floating_point():
+                total = total.round()
+            mix[name] = total.to(stacked.dtype)
     return mix
 
 
 def gain(hyper: HyperNetwork, own: Tensor, known: Tensor, dots: Tensor) -> Tensor:
-    """-⟨θ_i, Δθ_i⟩, which falls as the mix moves the way that the client's training went.
+    """Return -⟨θ_i, Δθ_i⟩, which falls as the mix moves in the direction of the training.
 
-    The mix is a sum of models, so ⟨θ_j, Δθ_i⟩ by layer and client is all there is to know of them.
+    The mix is a weighted sum of models, so the products ⟨θ_j, Δθ_i⟩ by layer and client suffice.
+
+    Args:
+        hyper: The client's hypernetwork.
+        own: 1 in the client's own column, otherwise 0.
+        known: 1 in the columns of clients whose model is known, otherwise 0.
+        dots: ⟨θ_j, Δθ_i⟩ (layers, clients).
     """
     alpha: Tensor = hyper(own, known)
     return -(alpha * dots).sum()
@@ -96,74 +137,71 @@ def gain(hyper: HyperNetwork, own: Tensor, known: Tensor, dots: Tensor) -> Tenso
 
 @dataclass(frozen=True, kw_only=True)
 class PFedLA(Algorithm[Mixer]):
-    """Every client gets a mix of all models, weighed layer by layer."""
+    """Give every client its own mix of all models, weighted layer by layer."""
 
     one_architecture = True
     personal = True
     crosses = {
-        "client_update": "down: a mix of everybody's weights; up: the client's weights, trained"
+        "client_update": "down: a mix of all clients' weights; up: the client's trained weights"
     }
 
-    fraction: Fraction = 1.0  # share of clients per round
+    fraction: Fraction = 1.0  # fraction of clients sampled per round
     epochs: Count = 10  # local epochs
     batch_size: Count = 10  # images per step
     lr: Positive = 0.01  # η: learning rate of the clients' SGD
     hyper_lr: Positive = 5e-3  # learning rate of the hypernetworks' SGD
-    width: Count = 100  # of embeddings and hidden layers
+    width: Count = 100  # width of the hypernetworks' embeddings and hidden layers
 
     def setup(self, server: Mixer, clients: Clients) -> None:
         model = server.architectures[clients[0]]()
         server.layers = by_layer(model.state_dict())
         server.trained = [name for name, _ in model.named_parameters()]
         for k in clients:
-            server.hyper[k] = HyperNetwork(
-                len(clients), len(server.layers), self.width
-            ).state_dict()
+            hyper = HyperNetwork(len(clients), len(server.layers), self.width)
+            server.hyper[k] = hyper.state_dict()
 
     def round(self, server: Mixer, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)
-        given = {k: self.mix(server, clients, k) if k in server.models else {} for k in active}
-        updates = active.scatter(self.client_update, given)
+        mixes = {k: self.mix(server, clients, k) if k in server.models else {} for k in active}
+        updates = active.scatter(self.client_update, mixes)
         for k, w in updates.items():
-            if given[k]:
-                self.learn(
-                    server, clients, k, {name: w[name] - given[k][name] for name in server.trained}
-                )
+            if mixes[k]:
+                change = {name: w[name] - mixes[k][name] for name in server.trained}
+                self.learn(server, clients, k, change)
         server.models |= updates
 
     def client_update(self, client: Client, w: State) -> State:
+        """Train the mix, or the client's own model if there is none yet; return the weights."""
         client.model.load_state_dict(w or client.model.state_dict())
         fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=sgd(self.lr))
         return client.model.state_dict()
 
     def mix(self, server: Mixer, clients: Clients, k: int) -> State:
-        """Everybody's models as this client is to have them."""
+        """Return all clients' models, mixed for client k."""
         hyper, own, known = self.hypernetwork(server, clients, k)
         with torch.no_grad():
             alpha = hyper(own, known)
-        return mixed(
-            [server.models[j] for j in sorted(server.models)], alpha[:, known > 0], server.layers
-        )
+        models = [server.models[j] for j in sorted(server.models)]
+        return mixed(models, alpha[:, known > 0], server.layers)
 
     def learn(self, server: Mixer, clients: Clients, k: int, change: State) -> None:
-        """A step of this client's hypernetwork, along the way that its training went."""
+        """Train the hypernetwork of client k for a step, with the change that training made."""
         hyper, own, known = self.hypernetwork(server, clients, k)
         dots = torch.zeros(hyper.shape, device=server.device)
         for row, layer in zip(dots, server.layers, strict=True):
             for name in change.keys() & layer:
-                everybodys = torch.stack(
-                    [server.models[j][name].flatten() for j in sorted(server.models)]
-                )
-                row[known > 0] += everybodys @ change[name].flatten()
+                flat_weights = [server.models[j][name].flatten() for j in sorted(server.models)]
+                row[known > 0] += torch.stack(flat_weights) @ change[name].flatten()
         Trainer.of(hyper, sgd(self.hyper_lr)).step(partial(gain, hyper), own, known, dots)
         server.hyper[k] = isolate(hyper.state_dict())
 
     def hypernetwork(
         self, server: Mixer, clients: Clients, k: int
     ) -> tuple[HyperNetwork, Tensor, Tensor]:
-        """This client's; which column is its own, and of whom there is a model."""
-        made = HyperNetwork(len(clients), len(server.layers), self.width).to(server.device)
-        made.load_state_dict(server.hyper[k])
-        own, known = ([float(j in which) for j in clients] for which in ([k], server.models))
+        """Return the hypernetwork of client k and its two inputs, `own` and `known`."""
+        hyper = HyperNetwork(len(clients), len(server.layers), self.width).to(server.device)
+        hyper.load_state_dict(server.hyper[k])
+        own = [float(j == k) for j in clients]
+        known = [float(j in server.models) for j in clients]
         columns = torch.tensor([own, known], device=server.device)
-        return lanes.keep("hypernetwork", made), columns[0], columns[1]
+        return lanes.keep("hypernetwork", hyper), columns[0], columns[1]

@@ -1,6 +1,7 @@
-"""Distillation on public data: what FedMD, DS-FL and MHAT have in common.
+"""Distillation on public data: the base of FedMD, DS-FL and MHAT.
 
-Clients say what they make of some public images, the server makes one answer of theirs, and everybody learns from it.
+Clients predict on public images, the server combines the predictions into one target for each
+image, and all clients learn from the targets.
 """
 
 from __future__ import annotations
@@ -31,32 +32,32 @@ C = TypeVar("C", bound=Client, default=Client)
 
 
 class Answer(TypedDict):
-    """What a client makes of public images."""
+    """A client's predictions on public images."""
 
-    said: Annotated[Tensor, Floats("images", "classes")]
-    counts: Annotated[
-        Tensor, Counts("classes"), When("by_class")
-    ]  # how many images of each class it has
+    said: Annotated[Tensor, Floats("images", "classes")]  # predictions
+    # The client's number of images of each class.
+    counts: Annotated[Tensor, Counts("classes"), When("by_class")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublicDistillation(Algorithm[S, C]):
-    """Predictions on public images go up, one answer comes down."""
+    """Base of methods in which clients learn from their joint predictions on public images."""
 
     crosses = {
-        "answer": "down: which public images; up: predictions on them, classes' counts where they are asked for",
-        "learn": "down: which public images, and everybody's answer",
+        "answer": "down: which public images; up: predictions on them, and class counts if "
+        "weighting asks for them",
+        "learn": "down: which public images, and the targets for them",
     }
-    loss = staticmethod(soft_loss)  # of logits and the answer
+    loss = staticmethod(soft_loss)  # of logits and targets
 
-    fraction: Fraction = 1.0  # share of clients per round
-    samples: Count | None = 1000  # public images per round, drawn anew in each; none is all
+    fraction: Fraction = 1.0  # fraction of clients sampled per round
+    samples: Count | None = 1000  # public images per round, sampled anew each time; none: all
     epochs: Count = 1  # passes over private data per round
     batch_size: Count = 32  # private images per step
     lr: Positive = 1e-3  # learning rate, on private and on public images
     distil_epochs: Count = 1  # passes over the round's public images
     distil_batch: Count = 128  # public images per step
-    # clients count alike, or by their images of a class (ours)
+    # weights of clients in the joint prediction: equal, or by their images of a class (barter's)
     weighting: Literal["clients", "classes"] = "clients"
 
     @property
@@ -65,52 +66,58 @@ class PublicDistillation(Algorithm[S, C]):
 
     @property
     def recipe(self) -> Recipe:
-        """The optimizer of all networks."""
+        """Return the optimizer of all networks and its settings."""
         return adam(self.lr)
 
     def round(self, server: S, clients: Clients, t: int) -> None:
-        active, places = clients.sample(self.fraction), drawn(public_images(server), self.samples)
+        active = clients.sample(self.fraction)
+        places = drawn(public_images(server), self.samples)
         answers = active.run(self.answer, places)
-        active.only(answers).run(
-            self.learn, places, self.decided(server, places, self.joint(answers))
-        )
+        targets = self.decided(server, places, self.joint(answers))
+        active.only(answers).run(self.learn, places, targets)
 
     @property
     def by_class(self) -> bool:
-        """Whether clients count by their images of a class, and say how many these are."""
+        """Return whether clients are weighted by class counts, which they then upload."""
         return self.weighting == "classes"
 
     def answer(self, client: C, places: Annotated[Tensor, Places("images")]) -> Answer:
-        """What the client says, after training on its own data."""
+        """Train on the client's own data, then predict on public images.
+
+        Args:
+            client: The client.
+            places: The indices of the round's public images.
+        """
         self.train(client)
         note_before(client)
         logits = predict(client.model.eval(), public_images(client).batch, places)
-        none = torch.zeros(0, dtype=torch.long, device=client.device)
-        return {
-            "said": self.said(logits),
-            "counts": client.data.class_counts() if self.by_class else none,
-        }
+        counts = torch.zeros(0, dtype=torch.long, device=client.device)
+        if self.by_class:
+            counts = client.data.class_counts()
+        return {"said": self.said(logits), "counts": counts}
 
     def train(self, client: C) -> None:
-        """What a client does before it answers."""
+        """Train the client's network on its own data before it predicts."""
         fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=self.recipe)
 
     def said(self, logits: Tensor) -> Tensor:
-        """What of its logits a client says."""
+        """Return the predictions that are uploaded: by default, probabilities."""
         return logits.softmax(1)
 
     def joint(self, answers: Replies[Answer]) -> Tensor:
-        """The mean of the clients' answers."""
+        """Return the mean of the clients' predictions, weighted by class counts if asked for."""
+        predictions = [answer["said"] for answer in answers.values()]
         if not self.by_class:
-            return consensus([answer["said"] for answer in answers.values()])
+            return consensus(predictions)
         counts = torch.stack([answer["counts"] for answer in answers.values()])
-        return consensus([answer["said"] for answer in answers.values()], class_shares(counts))
+        return consensus(predictions, class_shares(counts))
 
     def decided(self, server: S, places: Tensor, mean: Tensor) -> Tensor:
-        """What the server makes of the mean."""
+        """Return the targets that clients learn from: by default, the mean prediction."""
         return mean
 
     def learn(self, client: C, places: Tensor, target: Tensor) -> None:
+        """Train the client's network on the round's public images and their targets."""
         self.taught(client.model, public_images(client), places, [target], self.loss, client.track)
 
     def taught(
@@ -122,17 +129,24 @@ class PublicDistillation(Algorithm[S, C]):
         loss: Callable[..., Tensor],
         track: Callable[[Sequence[int]], Iterator[int]],
     ) -> None:
-        """Have a model learn from answers to the round's images."""
-        size, recipe = self.distil_batch, self.recipe
-        steps = self.distil_epochs * epoch_length(len(places), size)
+        """Train a model on the round's public images.
+
+        Args:
+            model: The model to train.
+            images: The public images.
+            places: The indices of the round's images.
+            targets: Tensors with a row for each of the round's images.
+            loss: A loss of logits and a batch of each target.
+            track: Wraps the range of steps and reports progress.
+        """
         distil(
             model,
             images,
             places,
             targets,
             loss,
-            batch_size=size,
-            recipe=recipe,
-            steps=steps,
+            batch_size=self.distil_batch,
+            recipe=self.recipe,
+            steps=self.distil_epochs * epoch_length(len(places), self.distil_batch),
             track=track,
         )
