@@ -235,8 +235,8 @@ def fit_by(
         epochs: Passes over the client's images.
         batch_size: Images in a step.
         recipe: Optimizer and learning rate.
-        beside: Further arguments of the loss: tensors that are the same in every step, or an iterator
-            with one sequence of tensors for each step.
+        beside: Further arguments of the loss: tensors that are the same in every step, or an
+            iterator with one sequence of tensors for each step.
         also: Further modules to train.
     """
     data = client.data

@@ -38,7 +38,7 @@ def linear_head(model: Classifier) -> nn.Linear:
 
 
 def head_state(model: Classifier) -> Head:
-    """Return weight and bias of a network's head under these names, whatever the network calls them."""
+    """Return weight and bias of a network's head under these names."""
     return dict(linear_head(model).state_dict())
 
 

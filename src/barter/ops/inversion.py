@@ -207,10 +207,9 @@ def inversion_loss(
         partial(viewer_loss, *arguments)
         for arguments in zip(viewers, others, images, codes, embeddings, strict=True)
     ]
-    if terms.differ == "none":
-        results = lanes.abreast(jobs)
-    else:
-        # A network is also asked about other viewers' images, so the jobs are not independent.
-        results = [job() for job in jobs]
+    # With a discrepancy, a network also sees other viewers' images, and jobs that run abreast must
+    # not share a module.
+    independent = terms.differ == "none"
+    results = lanes.abreast(jobs) if independent else [job() for job in jobs]
     losses, reconstructions = zip(*results, strict=True)
     return torch.stack(losses).sum(), torch.stack(reconstructions).sum()
