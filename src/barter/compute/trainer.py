@@ -98,9 +98,9 @@ class Anchor(nn.Module):
     @torch.no_grad()
     def pull(self, parameters: Sequence[nn.Parameter]) -> None:
         """Add the gradient of the penalty to the parameters' gradients."""
-        gradients = []
-        values = []
-        targets = []
+        gradients: list[Tensor] = []
+        values: list[Tensor] = []
+        targets: list[Tensor] = []
         for parameter, place in zip(parameters, self.places, strict=True):
             if parameter.grad is not None:
                 gradients.append(parameter.grad)

@@ -108,6 +108,13 @@ def _kind(value: object) -> str:
     return str(tuple(value.shape)) if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
+def _not_images(result: object, codes: Tensor) -> ConfigError:
+    """Return the error for a generator whose result for these codes is not their images."""
+    return ConfigError(
+        f"the generator made {_kind(result)} of {tuple(codes.shape)}. A generator is {WANTED}"
+    )
+
+
 @torch.no_grad()
 def drawn(generator: nn.Module, codes: Tensor, spec: Spec) -> Tensor:
     """Generate the images of latent vectors as bytes, in the format of the clients' images.
@@ -121,16 +128,12 @@ def drawn(generator: nn.Module, codes: Tensor, spec: Spec) -> Tensor:
         ConfigError: If the generator does not return N images.
     """
     chunks = [made("the generator", partial(generator, part)) for part in torch.split(codes, CHUNK)]
-    result = next((x for x in chunks if not isinstance(x, Tensor) or x.ndim != 4), None)
-    valid = result is None
-    if valid:
-        result = made("the generator", lambda: torch.cat(chunks).float())
-        valid = len(result) == len(codes)
-    if not valid:
-        raise ConfigError(
-            f"the generator made {_kind(result)} of {tuple(codes.shape)}. A generator is {WANTED}"
-        )
-    images: Tensor = result
+    for chunk in chunks:
+        if not isinstance(chunk, Tensor) or chunk.ndim != 4:
+            raise _not_images(chunk, codes)
+    images = made("the generator", lambda: torch.cat(chunks).float())
+    if len(images) != len(codes):
+        raise _not_images(images, codes)
     if images.shape[1] != spec.channels:
         images = images.mean(1, keepdim=True).expand(-1, spec.channels, -1, -1)
     if images.shape[-2:] != spec.shape[1:]:
