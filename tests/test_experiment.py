@@ -97,7 +97,7 @@ def test_own_modules_take_part() -> None:
     assert federation(tiny("local"), models=modules[0]).architectures == ["Sequential-0"] * 3
     with pytest.raises(ConfigError, match="give at least one"):
         federation(tiny("local"), models=[])
-    with pytest.raises(ConfigError, match="3 is no name, no module and no factory"):
+    with pytest.raises(ConfigError, match="3 is neither a name, a module nor a factory"):
         federation(tiny("local"), models=["small-cnn", 3])
 
 

@@ -55,7 +55,7 @@ def test_what_would_grow_travels_as_it_is() -> None:
 def test_an_update_of_another_network_is_refused() -> None:
     packed = compressed({"w": torch.ones(40, 30), "b": torch.ones(3)}, 0.95)
     with pytest.raises(
-        PayloadError, match=r"another network: w is \(40, 1\) of torch.float32, \(1, 30\)"
+        PayloadError, match=r"does not fit the network: w is \(40, 1\) of torch.float32, \(1, 30\)"
     ):
         restored(packed, {"w": torch.ones(30, 30), "b": torch.ones(3)})
     with pytest.raises(PayloadError, match="has 2 tensors, the network 1"):
@@ -67,13 +67,13 @@ def test_an_update_of_another_network_is_refused() -> None:
         [torch.ones(40, 31), torch.ones(31, 30)],
         [torch.ones(())] * 2,
     ):
-        with pytest.raises(PayloadError, match="another network: w is"):
+        with pytest.raises(PayloadError, match="does not fit the network: w is"):
             restored([part, packed[1]], like)
 
 
 def test_few_numbers_choose_no_allocation() -> None:
     wide = torch.ones(1).expand(10**8)  # their product would have 10**16 entries
-    with pytest.raises(PayloadError, match="another network"):
+    with pytest.raises(PayloadError, match="does not fit the network"):
         restored([[wide[:, None], wide[None]]], {"w": torch.ones(4, 4)})
 
 

@@ -1,1 +1,1 @@
-"""How a step runs: lanes and graphs, precision, threads, kernels. Of parties nothing is known here."""
+"""Execution of steps: lanes, graphs, precision, threads, kernels; independent of the parties."""

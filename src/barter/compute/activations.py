@@ -1,4 +1,4 @@
-"""Activations by name, as the kernels know them and as torch does them."""
+"""Activation functions by name, for the Triton kernels and for torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 __all__ = ["NAMES", "NONE", "RELU", "Activation", "activated"]
 
-Activation: TypeAlias = tuple[str, float]  # its name, and the slope on its negative side
+Activation: TypeAlias = tuple[str, float]  # name, and slope for negative inputs (leaky ReLU)
 
 NONE: Activation = ("none", 0.0)
 RELU: Activation = ("relu", 0.0)
@@ -31,6 +31,6 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activated(z: Tensor, act: Activation) -> Tensor:
-    """The activation, as torch does it."""
+    """Apply an activation with torch's operations."""
     name, slope = act
     return F.leaky_relu(z, slope) if name == "leaky" else FUNCTIONS[name](z)

@@ -1,7 +1,9 @@
-"""Networks as they are, with kernels of our own for the normalisation of images on a GPU, and faster first layers.
+"""Faster versions of common layers on a GPU, with the same parameters and results.
 
-`fuse` makes a module's containers hand a batch normalisation what comes right behind it: the activation, and the sum of
-a residual block. Parameters, buffers, names, modes and hooks stay as they are; so do the values, up to rounding.
+`fuse` makes a module's containers pass to a batch normalisation what follows it directly: the
+activation, and the sum of a residual block. Parameters, buffers, names, modes and hooks stay as
+they are, and so do values up to rounding. First layers of ResNets and max pooling have faster
+versions too.
 """
 
 from __future__ import annotations
@@ -27,11 +29,12 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Norm(nn.BatchNorm2d):
-    """act(batch_norm(x) + added)."""
+    """Batch normalisation with a fused sum and activation: act(batch_norm(x) + added)."""
 
-    arrived: Tensor | None = None  # what the kernels count with: zeros between any two of them
+    arrived: Tensor | None = None  # counters of the kernels, zero between any two calls
 
     def forward(self, x: Tensor, added: Tensor | None = None, act: Activation = NONE) -> Tensor:
+        """Apply the normalisation, by the kernels where they support it, else by torch."""
         launch = _launch() if self._fits(x, added, act) else None
         if launch is None:
             y = super().forward(x)
@@ -41,11 +44,11 @@ class Norm(nn.BatchNorm2d):
         tracked = None
         if self.running_mean is not None:
             tracked = self.running_mean, self.running_var, self.num_batches_tracked
-        settings = self.training or tracked is None, self.momentum or 0.0, self.eps, *act
+        settings = (self.training or tracked is None, self.momentum or 0.0, self.eps, *act)
         return launch.batch_norm(x, self.weight, self.bias, added, tracked, self.arrived, settings)  # type: ignore[no-any-return]
 
     def _fits(self, x: Tensor, added: Tensor | None, act: Activation) -> bool:
-        """Whether the kernels can do it: nothing out of the way is asked for."""
+        """Return whether the kernels support these inputs and the layer's options."""
         if (
             self.arrived is None
             or not x.is_cuda
@@ -54,7 +57,7 @@ class Norm(nn.BatchNorm2d):
         ):
             return False
         if x.shape[1] != self.num_features:
-            return False  # torch says so
+            return False  # torch raises the error.
         if added is not None:
             alike = added.shape == x.shape and added.dtype == x.dtype and act == RELU
             if not alike or not added.is_contiguous(memory_format=torch.channels_last):
@@ -73,6 +76,8 @@ class Norm(nn.BatchNorm2d):
 
 
 class _MaxPool(nn.MaxPool2d):
+    """Max pooling by barter's kernels where they support it."""
+
     def forward(self, x: Tensor) -> Tensor:
         usual = (
             self.dilation == 1
@@ -93,77 +98,106 @@ class _MaxPool(nn.MaxPool2d):
 
 
 class _Stem(nn.Conv2d):
-    """A first layer that looks at every second pixel of images of a few channels: by blocks of two by two pixels, which
-    have the channels that tensor cores want."""
+    """A first convolution of stride 2 on images of few channels, by 2 x 2 blocks of pixels.
+
+    Blocks have as many channels as tensor cores need.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        whole = (
+        even = (
             x.dim() == 4
             and x.shape[1] == self.in_channels
             and x.shape[2] % 2 == x.shape[3] % 2 == 0
         )
-        if not whole or not x.is_cuda or not torch.is_autocast_enabled("cuda"):
+        if not even or not x.is_cuda or not torch.is_autocast_enabled("cuda"):
             return super().forward(x)
         return by_blocks(x, self.weight, self.bias, torch.get_autocast_dtype("cuda"))
 
     @staticmethod
     def suits(conv: nn.Conv2d) -> bool:
-        """Whether it is one: seven by seven, as ResNets and GoogLeNet have it."""
+        """Return whether a convolution is a 7 x 7 stem, as in ResNets and GoogLeNet."""
         known = conv.kernel_size == (7, 7) and conv.stride == (2, 2) and conv.padding == (3, 3)
         plain = conv.dilation == (1, 1) and conv.groups == 1 and conv.padding_mode == "zeros"
         return known and plain and conv.in_channels <= 4
 
 
 def by_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`conv2d(x, weight, bias, stride=2, padding=3)` for a kernel of seven by seven and even sides, in this type.
+    """Compute `conv2d(x, weight, bias, stride=2, padding=3)` for a 7 x 7 kernel and even sides.
 
-    Blocks of two by two pixels lie side by side with their 4 c channels, filled up to 16. Around the kernel one more
-    row and column of zeros, it covers four by four of them: two before the block where it stands, one behind.
+    Blocks of 2 x 2 pixels become one position with 4 c channels, padded with zeros to 16. The
+    kernel, extended by one row and column of zeros to 8 x 8 pixels, covers 4 x 4 blocks: two before
+    the block of the output position, that block, and one after it.
+
+    Args:
+        x: Images (n, c, height, width) with c <= 4.
+        weight: The kernel (outputs, c, 7, 7).
+        bias: The bias, or None.
+        dtype: Data type of the computation.
     """
     n, c, height, width = x.shape
-    blocks = torch.zeros(n, height // 2 + 3, width // 2 + 3, 16, dtype=dtype, device=x.device)
-    pixels = x.permute(0, 2, 3, 1).view(n, height // 2, 2, width // 2, 2, c).transpose(2, 3)
-    blocks[:, 2:-1, 2:-1, : 4 * c].view(pixels.shape).copy_(pixels)
+    rows, columns = height // 2, width // 2
+
+    # The images as blocks (n, rows, columns, 2 x 2 x c), padded by two blocks before and one after.
+    blocks = torch.zeros(n, rows + 3, columns + 3, 16, dtype=dtype, device=x.device)
+    pixels = x.permute(0, 2, 3, 1).view(n, rows, 2, columns, 2, c).transpose(2, 3)
+    inner = blocks[:, 2:-1, 2:-1, : 4 * c]
+    inner.view(pixels.shape).copy_(pixels)
+
+    # The kernel as blocks (outputs, 4, 4, 16).
     taps = weight.permute(0, 2, 3, 1).flatten(1).to(dtype)
-    kernel = taps.new_zeros(len(weight), 4 * 4 * 16).index_copy(1, _places(c, x.device), taps)
-    return F.conv2d(blocks.permute(0, 3, 1, 2), kernel.view(-1, 4, 4, 16).permute(0, 3, 1, 2), bias)
+    kernel = taps.new_zeros(len(weight), 4 * 4 * 16)
+    kernel = kernel.index_copy(1, _tap_positions(c, x.device), taps)
+    kernel = kernel.view(-1, 4, 4, 16)
+
+    return F.conv2d(blocks.permute(0, 3, 1, 2), kernel.permute(0, 3, 1, 2), bias)
 
 
 @cache
-def _places(channels: int, device: torch.device) -> Tensor:
-    """Where each of a kernel's numbers goes, by row, column and channel."""
-    at = torch.arange(1, 8)
-    block, inside = at // 2, at % 2
-    place = (block[:, None] * 4 + block) * 16 + (inside[:, None] * 2 + inside) * channels
-    # Made on the host: whichever stream reads it first, it is there.
-    return (place[:, :, None] + torch.arange(channels)).flatten().to(device)
+def _tap_positions(channels: int, device: torch.device) -> Tensor:
+    """Return the index of each weight (row, column, channel) in the kernel of blocks."""
+    pixel = torch.arange(1, 8)  # The row and the column of zeros come first.
+    block = pixel // 2
+    inside = pixel % 2
+    block_index = block[:, None] * 4 + block
+    pixel_index = inside[:, None] * 2 + inside
+    start = block_index * 16 + pixel_index * channels
+    # Made on the host, so that it is complete whichever stream reads it first.
+    return (start[:, :, None] + torch.arange(channels)).flatten().to(device)
 
 
 def _windows(side: int, size: int, stride: int, padding: int, ceil: bool) -> int:
-    """How many windows there are along a side, as torch counts them: each must begin inside of it or its left edge."""
+    """Return the number of pooling windows along a side, as torch counts them.
+
+    Each window must begin inside the image or its left padding.
+    """
     count = (side + 2 * padding - size + (stride - 1 if ceil else 0)) // stride + 1
     return count - 1 if ceil and (count - 1) * stride >= side + padding else count
 
 
 def _by_pixel(x: Tensor) -> bool:
-    """Whether the kernels can read this: images whose channels lie next to each other."""
-    whole = x.dim() == 4 and 0 < x.numel() < 2**31 and x.dtype in (torch.bfloat16, torch.float32)
-    return whole and x.is_contiguous(memory_format=torch.channels_last)
+    """Return whether the kernels can read a tensor: non-empty channels_last images."""
+    known = x.dim() == 4 and 0 < x.numel() < 2**31 and x.dtype in (torch.bfloat16, torch.float32)
+    return known and x.is_contiguous(memory_format=torch.channels_last)
 
 
 class _Sequential(nn.Sequential):
+    """A sequence whose normalisations take over the activation that follows them."""
+
     def forward(self, x: Tensor) -> Tensor:
         layers = list(self)
         while layers:
             layer = layers.pop(0)
-            act = _behind(layer, layers)
+            act = _next_activation(layer, layers)
             x = layer(x) if act is None else layer(x, act=act)
             del layers[: act is not None]
         return x
 
 
-def _behind(layer: nn.Module, rest: list[nn.Module]) -> Activation | None:
-    """The activation that a normalisation can take over from the next layer, if nobody looks in between."""
+def _next_activation(layer: nn.Module, rest: list[nn.Module]) -> Activation | None:
+    """Return the activation that a normalisation can take over from the next layer.
+
+    None if there is none, or if hooks observe the value in between.
+    """
     if not isinstance(layer, Norm) or not rest or type(rest[0]) not in NAMES:
         return None
     if watched(layer, rest[0]):
@@ -172,6 +206,8 @@ def _behind(layer: nn.Module, rest: list[nn.Module]) -> Activation | None:
 
 
 class _BasicBlock(BasicBlock):  # type: ignore[misc]
+    """torchvision's basic block with fused normalisations."""
+
     def forward(self, x: Tensor) -> Tensor:
         if watched(self.bn1, self.bn2, self.relu):
             return super().forward(x)  # type: ignore[no-any-return]
@@ -181,6 +217,8 @@ class _BasicBlock(BasicBlock):  # type: ignore[misc]
 
 
 class _Bottleneck(Bottleneck):  # type: ignore[misc]
+    """torchvision's bottleneck block with fused normalisations."""
+
     def forward(self, x: Tensor) -> Tensor:
         if watched(self.bn1, self.bn2, self.bn3, self.relu):
             return super().forward(x)  # type: ignore[no-any-return]
@@ -190,6 +228,8 @@ class _Bottleneck(Bottleneck):  # type: ignore[misc]
 
 
 class _ResNet(ResNet):  # type: ignore[misc]
+    """torchvision's ResNet with a fused first normalisation."""
+
     def _forward_impl(self, x: Tensor) -> Tensor:
         if watched(self.bn1, self.relu):
             return super()._forward_impl(x)  # type: ignore[no-any-return]
@@ -199,6 +239,8 @@ class _ResNet(ResNet):  # type: ignore[misc]
 
 
 class _BasicConv2d(BasicConv2d):  # type: ignore[misc]
+    """GoogLeNet's convolution with a fused normalisation."""
+
     def forward(self, x: Tensor) -> Tensor:
         if watched(self.bn):
             return super().forward(x)  # type: ignore[no-any-return]
@@ -220,22 +262,27 @@ FUSED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def fuse(module: M) -> M:
-    """The module itself, its parts now of the kinds above."""
+    """Replace the classes of a module's parts by fused versions, in place, and return it."""
     device = next(
         (t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu")
     )
     for part in module.modules():
-        if type(part) in FUSED and not _otherwise(part):
+        if type(part) in FUSED and not _unsupported(part):
             part.__class__ = FUSED[type(part)]
         if isinstance(part, Norm):
             groups = -(-part.num_features // 16)
-            if part.arrived is None or len(part.arrived) != groups:  # new, or a wider copy
+            # A layer is new, or a copy of another width.
+            if part.arrived is None or len(part.arrived) != groups:
                 part.arrived = torch.zeros(groups, dtype=torch.int32, device=device)
     return module
 
 
-def _otherwise(part: nn.Module) -> bool:
-    """Whether a convolution is no stem, or a block has another normalisation or activation than it is known with."""
+def _unsupported(part: nn.Module) -> bool:
+    """Return whether a part must stay as it is.
+
+    These are convolutions that are no stems, and blocks with another normalisation or activation
+    than torchvision's.
+    """
     if isinstance(part, nn.Conv2d):
         return not _Stem.suits(part)
     if not isinstance(part, BasicBlock | Bottleneck | ResNet | BasicConv2d):
@@ -247,14 +294,14 @@ def _otherwise(part: nn.Module) -> bool:
 
 @cache
 def _launch() -> ModuleType | None:
-    """The kernels, if they can be compiled here."""
+    """Return the module of the kernels, or None with a warning if they cannot be compiled."""
     try:
         from barter.compute import launch
 
         x = torch.zeros(2, 8, 2, 2, device="cuda").contiguous(memory_format=torch.channels_last)
         arrived = torch.zeros(1, dtype=torch.int32, device="cuda")
         launch.batch_norm(x, None, None, None, None, arrived, (True, 0.0, 1e-5, *NONE))
-    except Exception as error:  # a compiler fails in many ways
+    except Exception as error:  # A compiler can fail in many ways.
         reason = (str(error) or type(error).__name__).splitlines()[0]
         warnings.warn(
             f"normalisation runs on PyTorch's slower kernels: {reason}",

@@ -1,4 +1,4 @@
-"""What is done again and again with batches of the same shapes: on CUDA captured once, and replayed from then on."""
+"""CUDA graphs of repeated work: captured once per shape of batch, then replayed."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ __all__ = [
     "watched",
 ]
 
-GRAPHS = 128  # how many kinds of steps are remembered
-WARM_UP = 2  # eager steps before a capture: they fill an optimizer's state and choose kernels
+GRAPHS = 128  # Most kinds of steps that are cached.
+WARM_UP = 2  # Eager steps before a capture, which fill an optimizer's state and choose kernels.
 
 
 class Graphs:
-    """Some modules, and what is done with them step by step.
+    """Modules and the cached graphs of steps that use them.
 
-    On CUDA a step is captured once for each kind of work and shape of batch, and replayed from then on. Work is known
-    by its code and by what it holds (its closure, the arguments of a `partial`): modules, tensors and plain values.
-    Whatever else changes from step to step must come in with the batch.
+    On CUDA a step is captured once for each kind of work and shape of batch, and then replayed.
+    Work is identified by its code and by what it holds (its closure, the arguments of a `partial`):
+    modules, tensors and plain values. Everything else that changes from step to step must be in the
+    batch.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -46,22 +47,24 @@ class Graphs:
         self.steps: dict[Hashable, Captured | Eager] = {}
 
     def eager(self, work: Callable[..., Any], batch: Sequence[Tensor]) -> Any:
-        """A step, here and now."""
+        """Run a step without a graph."""
         raise NotImplementedError
 
     def tidy(self) -> None:
-        """Before a capture and after it: nothing is left that lives and dies within a step."""
+        """Release tensors that live within a step; called before and after a capture."""
 
     def renew(self) -> None:
-        """Graphs stay where all they point to is where it was."""
+        """Drop graphs whose tensors have moved, and the oldest beyond the limit."""
         self.steps = {
-            k: s for k, s in self.steps.items() if not isinstance(s, Captured) or s.still_valid()
+            key: step
+            for key, step in self.steps.items()
+            if not isinstance(step, Captured) or step.still_valid()
         }
         while len(self.steps) > GRAPHS:
             del self.steps[next(iter(self.steps))]
 
     def take(self, work: Callable[..., Any], batch: Sequence[Tensor]) -> Any:
-        """A step on this batch; what it gives, until the next."""
+        """Run a step on this batch and return its values, which are valid until the next step."""
         lane = lanes.current()
         if lane is None:
             return self.eager(work, batch)
@@ -74,24 +77,25 @@ class Graphs:
         )
         try:
             step = self.steps.get(key)
-        except TypeError as error:  # something in the work has no hash
-            _say_once(work, str(error))
+        except TypeError as error:  # The work holds something that cannot be hashed.
+            _warn_once(work, str(error))
             return self.eager(work, batch)
         if step is None:
             step = self.steps[key] = Eager(objection(work))
             if step.objection:
-                _say_once(work, step.objection)
+                _warn_once(work, step.objection)
         if isinstance(step, Eager):
             if step.objection or step.taken < WARM_UP:
                 step.taken += 1
                 return self.eager(work, batch)
             self.steps[key] = step = self._capture(lane, work, batch)
             if isinstance(step, Eager):
-                _say_once(work, step.objection)
+                _warn_once(work, step.objection)
                 return self.eager(work, batch)
         return step.replay(batch)
 
     def _modes(self, work: Callable[..., Any]) -> tuple[bool, ...]:
+        """Return the training modes of all modules involved, which are part of a graph's key."""
         return tuple(
             [part.training for part in self.parts]
             + [m.training for m in modules_of(contents(work))]
@@ -100,13 +104,16 @@ class Graphs:
     def _capture(
         self, lane: Lane, work: Callable[..., Any], batch: Sequence[Tensor]
     ) -> Captured | Eager:
-        """The step as a graph or, where it cannot be captured, the reason. Nothing is computed here."""
+        """Capture a step as a graph, without running it; if that fails, return an `Eager` with the
+        reason.
+        """
         inputs = [b.clone() for b in batch]
-        seed, offset = lane.generator.initial_seed(), lane.generator.get_offset()
+        seed = lane.generator.initial_seed()
+        offset = lane.generator.get_offset()
         graph = torch.cuda.CUDAGraph()
         self.tidy()
         collecting = gc.isenabled()
-        gc.disable()  # what a collection frees must not end up in the graph
+        gc.disable()  # Memory that a collection frees must not become part of the graph.
         try:
             graph.capture_begin(pool=lane.pool, capture_error_mode="thread_local")
             try:
@@ -114,7 +121,7 @@ class Graphs:
             finally:
                 graph.capture_end()
         except (RuntimeError, TypeError) as error:
-            # A capture that failed leaves its generator unusable, and older graphs draw from it.
+            # A failed capture leaves the lane's generator unusable, and older graphs use it.
             for other in (self, *lane.trainers.values(), *lane.forwards.values()):
                 other.steps = {
                     key: step for key, step in other.steps.items() if isinstance(step, Eager)
@@ -127,27 +134,28 @@ class Graphs:
             if collecting:
                 gc.enable()
             self.tidy()
-            torch.cuda.empty_cache()  # the eager steps' memory is not needed again
+            torch.cuda.empty_cache()  # The eager steps' memory is not needed again.
         return Captured(graph, inputs, values, [*self.modules, *modules_of(contents(work))])
 
 
 class Forward(Graphs):
-    """What modules make of batches, without gradients."""
+    """Forward passes of modules, without gradients."""
 
     @classmethod
     def of(cls, work: Callable[..., Tensor]) -> Forward | None:
-        """For work that holds nothing but modules that this lane keeps, and plain values.
+        """Return the forward graphs of this work, or None if it must run eagerly.
 
-        None where a graph could give something else: to modules in training or those that normalise by their batch,
-        which is filled up, and those that somebody's hooks watch.
+        The work may hold modules that the lane keeps, and plain values. A graph would give
+        different results for modules in training mode, and for those that normalise by the batch,
+        since the last batch is padded; modules with hooks run eagerly too.
         """
         lane = lanes.current()
         if lane is None or objection(work):
             return None
-        held = contents(work)
-        modules = tuple(dict.fromkeys(modules_of(held)))
-        kept = bool(modules) and all(module in lane.modules.values() for module in modules)
-        if not kept or any(isinstance(item, Tensor) for item in held):
+        items = contents(work)
+        modules = tuple(dict.fromkeys(modules_of(items)))
+        on_lane = bool(modules) and all(module in lane.modules.values() for module in modules)
+        if not on_lane or any(isinstance(item, Tensor) for item in items):
             return None
         if any(_unfit(part) for module in modules for part in module.modules()):
             return None
@@ -157,31 +165,33 @@ class Forward(Graphs):
 
     @torch.no_grad()
     def eager(self, work: Callable[..., Tensor], batch: Sequence[Tensor]) -> Tensor:
+        """Run the work without a graph."""
         with precision.autocast(batch[0].device):
             return work(*batch)
 
 
 def _unfit(part: nn.Module) -> bool:
-    """Whether what a layer gives for one image depends on others, or somebody looks at it."""
+    """Return whether a layer mixes images, is in training mode, or has hooks."""
     by_batch = isinstance(part, _BatchNorm) and part.running_mean is None
     return part.training or by_batch or watched(part)
 
 
 def watched(*layers: nn.Module) -> bool:
-    """Whether somebody's hooks look at what these layers see."""
+    """Return whether any of these layers has hooks."""
     kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
     return any(getattr(layer, kind) for layer in layers for kind in kinds)
 
 
 class Eager:
-    """A step that is not captured: not yet, or for a reason."""
+    """A step that is not captured, because it is too early or for the reason in `objection`."""
 
     def __init__(self, objection: str = "") -> None:
-        self.objection, self.taken = objection, 0
+        self.objection = objection
+        self.taken = 0  # steps so far
 
 
 class Captured:
-    """A step that is replayed."""
+    """A captured step."""
 
     def __init__(
         self,
@@ -190,17 +200,23 @@ class Captured:
         values: Any,
         modules: Sequence[nn.Module],
     ) -> None:
-        self.graph, self.inputs, self.values, self.modules = graph, inputs, values, modules
+        self.graph = graph
+        self.inputs = inputs
+        self.values = values
+        self.modules = modules
         self.addresses = self._addresses()
 
     def _addresses(self) -> list[int]:
+        """Return the memory addresses of all parameters and buffers."""
         tensors = [t for module in self.modules for t in (*module.parameters(), *module.buffers())]
         return [torch._C._data_address(t) for t in tensors]  # type: ignore[attr-defined]
 
     def still_valid(self) -> bool:
+        """Return whether all tensors are where they were at the capture."""
         return self.addresses == self._addresses()
 
     def replay(self, batch: Sequence[Tensor]) -> Any:
+        """Copy a batch into the graph's inputs, run it, and return its outputs."""
         if batch:
             torch._foreach_copy_(self.inputs, list(batch), non_blocking=True)
         self.graph.replay()
@@ -208,27 +224,30 @@ class Captured:
         return self.values
 
 
-def _held(work: Any) -> tuple[Any, list[Any]]:
-    """The code of work, and what it holds: arguments of a partial, what a method is bound to, a closure, defaults."""
+def _code_and_values(work: Any) -> tuple[Any, list[Any]]:
+    """Return the code of work, and the values it holds.
+
+    These are the arguments of a partial, the object that a method is bound to, a function's closure
+    and its defaults.
+    """
     match work:
         case partial():
-            return work.func, [
-                *work.args,
-                *(item for pair in sorted(work.keywords.items()) for item in pair),
-            ]
+            keywords = [item for pair in sorted(work.keywords.items()) for item in pair]
+            return work.func, [*work.args, *keywords]
         case types.MethodType():
             return work.__func__, [work.__self__]
         case types.FunctionType():
-            cells = [_filled(cell) for cell in work.__closure__ or ()]
-            named = [item for pair in sorted((work.__kwdefaults__ or {}).items()) for item in pair]
-            return work.__code__, [*(work.__defaults__ or ()), *named, *cells]
+            cells = [_cell_value(cell) for cell in work.__closure__ or ()]
+            defaults = sorted((work.__kwdefaults__ or {}).items())
+            keywords = [item for pair in defaults for item in pair]
+            return work.__code__, [*(work.__defaults__ or ()), *keywords, *cells]
         case nn.Module():
             return type(work), [work]
     return work, []
 
 
-def _filled(cell: types.CellType) -> Any:
-    """What a closure holds in this cell; the cell itself, which is an objection, where that is yet to come."""
+def _cell_value(cell: types.CellType) -> Any:
+    """Return the value of a closure's cell; an unset cell itself, which is an objection."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -236,13 +255,14 @@ def _filled(cell: types.CellType) -> Any:
 
 
 def _is_code(item: Any) -> bool:
+    """Return whether an item is a function that may hold further values."""
     return isinstance(item, partial | types.MethodType | types.FunctionType)
 
 
 def identity(work: Any, depth: int = 4) -> Hashable:
-    """What makes two kinds of work the same: their code and what they hold, also through functions that they hold."""
-    code, held = _held(work)
-    inner = [code, *held] if isinstance(work, partial) else held
+    """Return a key that is equal for equal work: same code and values, also in nested functions."""
+    code, values = _code_and_values(work)
+    inner = [code, *values] if isinstance(work, partial) else values
     parts = tuple(
         identity(item, depth - 1) if _is_code(item) and depth else item for item in _flat(inner)
     )
@@ -250,43 +270,51 @@ def identity(work: Any, depth: int = 4) -> Hashable:
 
 
 def contents(work: Any, depth: int = 4) -> list[Any]:
-    """All that work holds, also through functions that it holds."""
-    code, held = _held(work)
-    inner = [code, *held] if isinstance(work, partial) else held
-    found: list[Any] = []
+    """Return all values that work holds, also through nested functions."""
+    code, values = _code_and_values(work)
+    inner = [code, *values] if isinstance(work, partial) else values
+    items: list[Any] = []
     for item in _flat(inner):
-        found += contents(item, depth - 1) if _is_code(item) and depth else [item]
-    return found
+        items += contents(item, depth - 1) if _is_code(item) and depth else [item]
+    return items
 
 
 def _flat(items: Sequence[Any]) -> Iterator[Any]:
-    """The items, and those in tuples among them: a tuple cannot change."""
+    """Yield the items, with tuples, which cannot change, replaced by their items."""
     for item in items:
         yield from _flat(item) if isinstance(item, tuple) else [item]
 
 
 def modules_of(contents: Sequence[Any]) -> list[nn.Module]:
+    """Return the modules among some items."""
     return [item for item in contents if isinstance(item, nn.Module)]
 
 
 def objection(work: Any) -> str:
-    """Why a graph of this work could grow stale: it holds something that may change behind the graph's back."""
+    """Return why a graph of this work could become stale, or "".
+
+    This is so if the work holds something that may change without the graph noticing.
+    """
     for item in contents(work):
         plain = isinstance(item, nn.Module | Tensor | str | int | float | bool | None | type)
         frozen = dataclasses.is_dataclass(item) and item.__dataclass_params__.frozen  # type: ignore[union-attr]
         if not plain and not frozen and not isinstance(item, types.BuiltinFunctionType):
-            return f"it holds a {type(item).__name__}; give it the modules, tensors and values it needs of that"
+            return (
+                f"it holds a {type(item).__name__}; "
+                "pass the modules, tensors and values that it needs instead"
+            )
     return ""
 
 
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
-def _say_once(work: Any, reason: str) -> None:
+def _warn_once(work: Any, reason: str) -> None:
+    """Warn that work runs without a graph, once for each function."""
     inner = work.func if isinstance(work, partial) else work
     name = getattr(inner, "__qualname__", type(inner).__name__)
-    if name not in _said:
-        _said.add(name)
+    if name not in _warned:
+        _warned.add(name)
         warnings.warn(
             f"{name} runs step by step, not as a graph: {reason}", RuntimeWarning, stacklevel=4
         )

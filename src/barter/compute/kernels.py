@@ -1,9 +1,10 @@
-"""What PyTorch is slow at on a GPU when images are channels_last: batch normalisation, and pooling by maximum.
+"""Triton kernels of batch normalisation and max pooling for channels_last images.
 
-Its own kernels take a third of a network's step: their reductions are far from what the memory can do, and what follows
-a normalisation reads and writes everything again. Here normalisation, a sum and the activation behind it are two passes
-over memory each way. An image tensor is a matrix of M pixels by C channels, C being `units` times UNIT, which is worked
-on in tiles of BM by BC. One kernel sums over slices of the rows, and whoever is done last adds up the slices, in their
+PyTorch's own kernels take a third of a network's step: their reductions are far below the memory's
+bandwidth, and what follows a normalisation reads and writes everything again. Here normalisation, a
+sum and the activation take two passes over memory in each direction. An image tensor is a matrix of
+M pixels by C channels, C being `units` times UNIT, and is processed in tiles of BM by BC. One
+kernel sums over slices of the rows, and the program that finishes last adds up the slices in their
 order; the next kernel writes the result. So the same input gives the same bits.
 
 `launch.py` calls them.
@@ -19,8 +20,9 @@ import triton.language as tl
 
 @triton.jit
 def _activated(z, ACT: tl.constexpr, slope):
+    """Apply the activation."""
     if ACT == "relu":
-        z = tl.where(z <= 0, 0.0, z)  # what is not a number stays so
+        z = tl.where(z <= 0, 0.0, z)  # keeps NaN
     elif ACT == "leaky":
         z = tl.where(z > 0, z, z * slope)
     elif ACT == "relu6":
@@ -34,7 +36,7 @@ def _activated(z, ACT: tl.constexpr, slope):
 
 @triton.jit
 def _before(g, z, ACT: tl.constexpr, slope):
-    """The gradient before the activation, from the one behind it: of what did not pass nothing, be it infinite."""
+    """Return the gradient before the activation; zero, not NaN, where nothing passed."""
     if ACT == "relu":
         return tl.where(z > 0, g, 0.0)
     elif ACT == "leaky":
@@ -52,7 +54,7 @@ def _before(g, z, ACT: tl.constexpr, slope):
 
 @triton.jit
 def _scaling(weight_ptr, bias_ptr, columns, inside, AFFINE: tl.constexpr):
-    """Weight and bias of these channels, or what changes nothing."""
+    """Load weight and bias of these channels; ones and zeros if there are none."""
     if AFFINE:
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
         bias = tl.load(bias_ptr + columns, mask=inside, other=0.0)
@@ -64,7 +66,7 @@ def _scaling(weight_ptr, bias_ptr, columns, inside, AFFINE: tl.constexpr):
 
 @triton.jit
 def _added_up(sums_ptr, arrived_ptr, c, columns, inside, slices, one, other, BM: tl.constexpr, BC: tl.constexpr):
-    """Note one slice's two sums. Whoever comes last gets those of all slices, and True."""
+    """Store one slice's two sums. The last program gets the sums over all slices, and True."""
     place = sums_ptr + tl.program_id(1) * 2 * c + columns
     tl.store(place, one, mask=inside)
     tl.store(place + c, other, mask=inside)
@@ -89,7 +91,10 @@ def statistics(
     m, units, rows, slices, eps, momentum,
     UNIT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr, TRACKED: tl.constexpr,
 ):
-    """Mean and standard deviation, noted and tracked, from sums of x less its first row, so that nothing cancels."""
+    """Compute mean and standard deviation, and update the running statistics.
+
+    Sums are of x minus its first row, which avoids cancellation.
+    """
     c = units * UNIT
     columns = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = columns < c
@@ -112,7 +117,7 @@ def statistics(
         shift = one / m
         mean = first + shift
         var = other / m - shift * shift
-        var = tl.where(var < 0, 0.0, var)  # a maximum would hide what is not a number
+        var = tl.where(var < 0, 0.0, var)  # A maximum would hide NaN.
         tl.store(mean_ptr + columns, mean, mask=inside)
         tl.store(rstd_ptr + columns, 1 / tl.sqrt(var + eps), mask=inside)
         if TRACKED:
@@ -130,7 +135,7 @@ def forward(
     UNIT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr, AFFINE: tl.constexpr,
     ADDED: tl.constexpr,
 ):
-    """y = act(normalised x [+ added])."""
+    """Compute y = act(normalised x [+ added])."""
     c = units * UNIT
     columns = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = columns < c
@@ -158,9 +163,11 @@ def backward_sums(
     UNIT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr, ACT: tl.constexpr,
     AFFINE: tl.constexpr, ADDED: tl.constexpr,
 ):
-    """The gradients of bias and weight: sums of g, the gradient before the activation, and of g times normalised x.
+    """Compute the gradients of bias and weight.
 
-    Where something was added, its gradient is g, written here; the sign of y tells what the activation (relu) let pass.
+    These are sums of g, the gradient before the activation, and of g times normalised x. Where
+    something was added, its gradient is g, written here; the sign of y then tells what the
+    activation (relu) let pass.
     """
     c = units * UNIT
     columns = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -201,7 +208,7 @@ def backward(
     UNIT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr,
     TRAIN: tl.constexpr, AFFINE: tl.constexpr,
 ):
-    """The gradient of x."""
+    """Compute the gradient of x."""
     c = units * UNIT
     columns = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = columns < c
@@ -230,7 +237,7 @@ def max_pool(
     x_ptr, y_ptr, winner_ptr, m, units, height, width, p, q,
     UNIT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, K: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
 ):
-    """The largest value of each window of K x K, and which of them it was."""
+    """Compute the largest value of each window of K x K, and its position in the window."""
     c = units * UNIT
     columns = tl.program_id(1) * BC + tl.arange(0, BC)
     at = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -257,7 +264,7 @@ def max_pool_backward(
     dy_ptr, winner_ptr, dx_ptr, m, units, height, width, p, q,
     UNIT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, K: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
 ):
-    """Every pixel gathers the gradients of the windows that it won."""
+    """Sum for every pixel the gradients of the windows whose maximum it is."""
     c = units * UNIT
     columns = tl.program_id(1) * BC + tl.arange(0, BC)
     at = tl.program_id(0) * BM + tl.arange(0, BM)

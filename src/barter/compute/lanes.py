@@ -1,9 +1,9 @@
-"""Where parties compute on a GPU: in turns on the host, side by side on the device.
+"""Lanes: CUDA streams on which clients compute side by side.
 
-A lane is a CUDA stream with what lives on it from call to call: modules whose place in memory never changes, trainers
-with their captured graphs, and a random generator. Threads that share lanes hand a baton around: one of them at a time
-runs Python and asks the device for work, the others wait for the device. So nothing an algorithm does needs to be
-thread-safe, and every stream always has work.
+A lane is a CUDA stream with the objects that live on it from call to call: modules at fixed
+addresses, trainers with their captured graphs, and a random generator. Each lane has a thread, and
+the threads pass on a lock: one at a time runs Python and submits work to the device, the others
+wait for the device. So algorithms need not be thread-safe, and every stream always has work.
 
 On the CPU there are no lanes, and everything here does nothing.
 """
@@ -39,43 +39,44 @@ M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
 Tune: TypeAlias = Callable[[nn.Module], object]
 
-STRIDE = 4  # steps between two looks at how far the device has come
-AHEAD = 4  # how many such looks the host may be ahead
-TRAINERS = 32  # how many trainers, with their graphs, a lane keeps; and of how many networks what is asked of them
+STRIDE = 4  # Steps between two events by which the device's progress is followed.
+AHEAD = 4  # Number of such events by which the host may be ahead of the device.
+TRAINERS = 32  # Most trainers that a lane caches with their graphs, and most forward passes.
 
 _here = threading.local()
 _baton = threading.Lock()
 
 
 class Stopped(BaseException):
-    """The run was interrupted while this lane waited."""
+    """Raised in a lane that waits when the run is interrupted."""
 
 
 class Track:
-    """A stream, and a thread to compute there.
+    """A stream and a thread that works on it.
 
-    cuDNN keeps its plans for every thread, and torch the workspaces of cuBLAS for every thread and stream, as long as
-    the process lives. So tracks outlive their lanes, and serve those of the next run.
+    cuDNN keeps its plans for every thread, and torch the workspaces of cuBLAS for every thread and
+    stream, as long as the process lives. Tracks therefore outlive their lanes, and serve those of
+    the next run.
     """
 
     idle: defaultdict[tuple[torch.device, int], list[Track]] = defaultdict(list)
 
     def __init__(self, device: torch.device, priority: int) -> None:
         self.stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
-        self.sides: list[torch.cuda.Stream] = []  # for what a step can do abreast
+        self.sides: list[torch.cuda.Stream] = []  # streams of concurrent jobs, see `abreast`
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._begun = False
 
     @classmethod
     def for_lane(cls, lane: Lane, priority: int) -> Track:
-        """One that no lane has any more, or a new one, until this lane is no more."""
+        """Return an idle track or a new one; it is idle again once the lane is deleted."""
         idle = cls.idle[lane.device, priority]
         track = idle.pop() if idle else cls(lane.device, priority)
         weakref.finalize(lane, idle.append, track)
         return track
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Have the thread do this."""
+        """Run a job on the thread."""
         if not self._begun:
             self._begun = True
             threading.Thread(target=_serve, args=(self._work,), daemon=True).start()
@@ -83,32 +84,39 @@ class Track:
 
 
 class Lane:
-    """A stream of a CUDA device, and what is kept there."""
+    """A CUDA stream and the modules, graphs and random generator that live on it.
+
+    Args:
+        device: The CUDA device.
+        room: Bytes that the modules kept here may take.
+        tune: Called with each module that is to be kept, to make it faster.
+        urgent: Give the stream priority where the device has to choose.
+    """
 
     def __init__(
         self, device: torch.device, room: int, *, tune: Tune | None = None, urgent: bool = False
     ) -> None:
-        self.device, self.room = device, room  # bytes that the modules kept here may take
-        self.tune = tune  # what makes a module faster that is to be kept here
-        # What is urgent goes first wherever the device has to choose.
+        self.device = device
+        self.room = room
+        self.tune = tune
         self.track = Track.for_lane(self, -1 if urgent else 0)
         self.stream = self.track.stream
-        self.pool = (
-            torch.cuda.graph_pool_handle()
-        )  # graphs of one lane never run at once and can share their memory
+        # Graphs of one lane never run at the same time and can share their memory.
+        self.pool = torch.cuda.graph_pool_handle()
         self.generator = torch.Generator(device)
         self.modules: OrderedDict[Hashable, nn.Module] = OrderedDict()
         self.trainers: OrderedDict[tuple[Hashable, ...], Any] = OrderedDict()
         self.forwards: OrderedDict[tuple[Hashable, ...], Any] = OrderedDict()
-        self.shared = False  # whether other lanes run at the same time
+        self.shared = False  # other lanes run at the same time
         self.stopped = False
         self._steps = 0
         self._marks: deque[torch.cuda.Event] = deque()
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Inside, this thread computes on this lane."""
-        before, default = current(), torch.cuda.default_generators[self.device.index]
+        """Compute on this lane in the current thread, inside."""
+        before = current()
+        default = torch.cuda.default_generators[self.device.index]
         outer = default.graphsafe_get_state()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         _here.lane = self
@@ -121,12 +129,16 @@ class Lane:
             default.graphsafe_set_state(outer)
 
     def draw_here(self) -> None:
-        """The device's default generator has this lane's state from now on."""
+        """Give the device's default generator the state of this lane's generator."""
         default = torch.cuda.default_generators[self.device.index]
         default.graphsafe_set_state(self.generator.graphsafe_get_state())
 
     def wait(self, mark: torch.cuda.Event) -> None:
-        """Others take their turn until the device has come to this mark."""
+        """Let other lanes run until the device has reached this event.
+
+        Raises:
+            Stopped: If the run was interrupted in the meantime.
+        """
         if not self.shared:
             mark.synchronize()
             return
@@ -142,11 +154,13 @@ class Lane:
             raise Stopped
 
     def mark(self) -> torch.cuda.Event:
+        """Return an event that is recorded behind all work submitted so far."""
         event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self.stream)  # type: ignore[no-untyped-call]
         return event
 
     def breathe(self) -> None:
+        """Count a step, and wait if the host is too far ahead of the device."""
         self._steps += 1
         if self._steps % STRIDE == 0:
             self._marks.append(self.mark())
@@ -154,38 +168,39 @@ class Lane:
                 self.wait(self._marks.popleft())
 
     def trainer(self, key: tuple[Hashable, ...], make: Callable[[], Any]) -> Any:
-        """The trainer of these modules and this recipe."""
-        return _latest(self.trainers, key, make)
+        """Return the cached trainer of this key, made if there is none."""
+        return _cached(self.trainers, key, make)
 
     def forward(self, key: tuple[Hashable, ...], make: Callable[[], Any]) -> Any:
-        """What asks these modules."""
-        return _latest(self.forwards, key, make)
+        """Return the cached forward pass of this key, made if there is none."""
+        return _cached(self.forwards, key, make)
 
     def keep(self, name: Hashable, module: nn.Module) -> None:
-        """Give a module its place; those that were not used for longest go when there is no room for all."""
+        """Store a module under a name; evict the least recently used ones if there is no room."""
         self.modules[name] = module
-        sizes = {name: footprint(kept) for name, kept in self.modules.items()}
+        sizes = {name: footprint(module) for name, module in self.modules.items()}
         while len(sizes) > 1 and sum(sizes.values()) > self.room:
             del sizes[next(iter(sizes))]
-            _, gone = self.modules.popitem(last=False)
+            _, evicted = self.modules.popitem(last=False)
             for table in (self.trainers, self.forwards):
-                for key in [key for key in table if gone in key]:
+                for key in [key for key in table if evicted in key]:
                     del table[key]
 
 
 def _serve(work: queue.SimpleQueue[Callable[[], None]]) -> None:
+    """Run the jobs of a queue for ever; the target of a track's thread."""
     while True:
         job = work.get()
         job()
-        del job  # what it holds must not wait for the next
+        del job  # Releases what it holds before the next job arrives.
 
 
-def _latest(
+def _cached(
     table: OrderedDict[tuple[Hashable, ...], Any],
     key: tuple[Hashable, ...],
     make: Callable[[], Any],
 ) -> Any:
-    """What the table has for a key, made if there is none; of too many, the one not used for longest goes."""
+    """Return the value of a key, made if there is none; evict the least recently used one."""
     if key not in table:
         table[key] = make()
         if len(table) > TRAINERS:
@@ -195,27 +210,27 @@ def _latest(
 
 
 def footprint(module: nn.Module) -> int:
-    """Bytes of a module's parameters and buffers."""
+    """Return the bytes of a module's parameters and buffers."""
     return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
 
 
 def current() -> Lane | None:
-    """The lane this thread computes on."""
+    """Return the lane that this thread computes on, or None."""
     return getattr(_here, "lane", None)
 
 
 def breathe() -> None:
-    """One more step was asked for: now and then, see that the host does not run too far ahead of the device."""
+    """Count a step, and wait now and then so that the host does not run too far ahead."""
     lane = current()
     if lane is not None:
         lane.breathe()
 
 
 def abreast(jobs: Sequence[Callable[[], T]]) -> list[T]:
-    """What jobs give that do not wait for each other: in a step that is captured, the device does them side by side.
+    """Run independent jobs and return their results; concurrently while a graph is captured.
 
-    Their kernels may be too small to fill it one after the other. Gradients take the ways that values took. No module
-    may be used by two jobs.
+    The kernels of a single job may be too small to fill the device. Gradients are computed
+    concurrently too. No module may be used by two jobs.
     """
     lane = current()
     if lane is None or len(jobs) < 2 or not torch.cuda.is_current_stream_capturing():
@@ -234,14 +249,20 @@ def abreast(jobs: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def rest() -> None:
-    """Before looking at a result: others take their turn until the device has done all that was asked here."""
+    """Wait until the device has finished this lane's work, and let other lanes run meanwhile.
+
+    Call it before reading a result.
+    """
     lane = current()
     if lane is not None:
         lane.wait(lane.mark())
 
 
 def kept(name: Hashable, make: Callable[[], M]) -> M:
-    """The module of this name in its place on this lane, as its last user left it; made if there is none."""
+    """Return this lane's module of a name, made if there is none.
+
+    The module is as its last user left it.
+    """
     lane = current()
     if lane is None:
         return make()
@@ -251,8 +272,8 @@ def kept(name: Hashable, make: Callable[[], M]) -> M:
             lane.tune(module)
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
-                # A graph writes behind torch's back: this memory must not be shared copy on write. Of memory that is
-                # not its own, torch makes true copies.
+                # A graph writes without torch noticing, so this memory must not be shared copy on
+                # write. torch makes true copies of memory that it does not own.
                 tensor.data = torch.from_dlpack(tensor.data)  # type: ignore[attr-defined]
         lane.keep(name, module)
     lane.modules.move_to_end(name)
@@ -260,18 +281,18 @@ def kept(name: Hashable, make: Callable[[], M]) -> M:
 
 
 def keep(name: Hashable, module: M) -> M:
-    """The module of this name in its place on this lane, in the state of this new one of the same structure.
+    """Return this lane's module of a name, with the state of a new module of the same structure.
 
-    Graphs that were captured for it stay valid. Without a lane, it is the new module itself.
+    Graphs that were captured for it stay valid. Without a lane, the new module itself is returned.
     """
-    place = kept(name, lambda: module)
-    if place is not module:
-        take_over(place, module)
-    return place
+    resident = kept(name, lambda: module)
+    if resident is not module:
+        take_over(resident, module)
+    return resident
 
 
 def take_over(module: nn.Module, other: nn.Module) -> None:
-    """Give a module the weights of another of the same structure, and also which of them are trained, and the modes."""
+    """Copy weights, `requires_grad` and training modes from a module of the same structure."""
     module.load_state_dict(other.state_dict())
     for mine, theirs in zip(module.parameters(), other.parameters(), strict=True):
         mine.requires_grad_(theirs.requires_grad)
@@ -280,18 +301,21 @@ def take_over(module: nn.Module, other: nn.Module) -> None:
 
 
 def take_turns(lanes: Sequence[Lane], jobs: Sequence[Sequence[Callable[[], None]]]) -> None:
-    """Run the jobs of every lane one after the other, and all lanes at the same time."""
+    """Run the jobs of each lane one after the other, and all lanes at the same time.
+
+    The first error of a job is raised when all lanes have finished.
+    """
     home = torch.cuda.current_stream(lanes[0].device)
     errors: list[BaseException] = []
-    busy = [(lane, mine) for lane, mine in zip(lanes, jobs, strict=True) if mine]
+    busy = [(lane, lane_jobs) for lane, lane_jobs in zip(lanes, jobs, strict=True) if lane_jobs]
     finished = {id(lane): threading.Event() for lane, _ in busy}
     submitted: list[Lane] = []
 
-    def serve(lane: Lane, mine: Sequence[Callable[[], None]]) -> None:
+    def serve(lane: Lane, lane_jobs: Sequence[Callable[[], None]]) -> None:
         try:
             with _baton, lane.open():
                 lane.stream.wait_stream(home)
-                for job in mine:
+                for job in lane_jobs:
                     job()
         except Stopped:
             pass
@@ -302,10 +326,11 @@ def take_turns(lanes: Sequence[Lane], jobs: Sequence[Sequence[Callable[[], None]
 
     rng = torch.get_rng_state()
     try:
-        for lane, mine in busy:
-            lane.shared, lane.stopped = True, False
+        for lane, lane_jobs in busy:
+            lane.shared = True
+            lane.stopped = False
             submitted.append(lane)
-            lane.track.submit(partial(serve, lane, mine))
+            lane.track.submit(partial(serve, lane, lane_jobs))
         for lane in submitted:
             finished[id(lane)].wait()
     except BaseException:

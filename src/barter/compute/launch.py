@@ -1,4 +1,4 @@
-"""Batch normalisation and pooling on kernels of our own, as functions that torch can differentiate."""
+"""Batch normalisation and max pooling by Triton kernels, as differentiable functions."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from barter.compute.activations import activated
 
 __all__ = ["batch_norm", "max_pool"]
 
-Tracked: TypeAlias = tuple[
-    Tensor, Tensor, Tensor
-]  # running mean and variance, and the number of batches
-Settings: TypeAlias = tuple[
-    bool, float, float, str, float
-]  # training, momentum, epsilon, activation, its slope
+# Running mean, running variance, and the number of batches.
+Tracked: TypeAlias = tuple[Tensor, Tensor, Tensor]
+# Training mode, momentum, epsilon, activation, and the activation's slope.
+Settings: TypeAlias = tuple[bool, float, float, str, float]
 
-TILE = 2048  # elements that a program works on at a time
-POOLING = 1024  # and where it sees each of them through several windows
+TILE = 2048  # Elements that a program works on at a time.
+POOLING = 1024  # The same for pooling, which reads an element in several windows.
 WARPS = 4
-STAGES = 4  # tiles on their way while one is summed
-REDUCING = 128  # about how many programs sum
-WRITING = 1024  # about how many write
+STAGES = 4  # Tiles that are loaded while one is summed.
+REDUCING = 128  # Approximate number of programs of a reduction.
+WRITING = 1024  # Approximate number of programs that write results.
 
 
 class _Grid:
-    """How a matrix of m pixels by c channels is cut into tiles, and its rows into slices."""
+    """Division of a matrix of m pixels by c channels into tiles, and of its rows into slices."""
 
     def __init__(self, x: Tensor, tile: int = 0) -> None:
-        self.c, self.m = x.shape[1], x.numel() // x.shape[1]
+        self.c = x.shape[1]
+        self.m = x.numel() // self.c
         unit = next(u for u in (8, 4, 2, 1) if self.c % u == 0)
         wide = min(64, max(16, triton.next_power_of_2(self.c)))
-        self.blocks, self.high = triton.cdiv(self.c, wide), (tile or TILE) // wide
-        self.units, self.tiles = (
-            self.c // unit,
-            {"UNIT": unit, "BM": self.high, "BC": wide, "num_warps": WARPS},
-        )
+        self.blocks = triton.cdiv(self.c, wide)
+        self.high = (tile or TILE) // wide
+        self.units = self.c // unit
+        self.tiles = {"UNIT": unit, "BM": self.high, "BC": wide, "num_warps": WARPS}
 
     def among(self, programs: int) -> tuple[tuple[int, int], int]:
-        """A grid of about so many programs, and how many rows each has."""
+        """Return a grid of about this number of programs, and the rows of each."""
         rows = self.high * triton.cdiv(self.m * self.blocks, self.high * programs)
         return (self.blocks, triton.cdiv(self.m, rows)), rows
 
 
 class _BatchNorm(torch.autograd.Function):
+    """Batch normalisation with a fused sum and activation."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -61,22 +61,22 @@ class _BatchNorm(torch.autograd.Function):
         settings: Settings,
     ) -> Tensor:
         training, momentum, eps, act, slope = settings
-        cut, y, weights = (
-            _Grid(x),
-            torch.empty_like(x),
-            (x, x) if weight is None else (weight, bias),
-        )
+        cut = _Grid(x)
+        y = torch.empty_like(x)
+        weights = (x, x) if weight is None else (weight, bias)
         if training:
             mean, rstd = x.new_empty((2, cut.c), dtype=torch.float32)
             grid, rows = cut.among(REDUCING)
             sums = x.new_empty((grid[1], 2, cut.c), dtype=torch.float32)
             kernels.statistics[grid](
-                x, sums, arrived, mean, rstd, *(tracked or (x, x, x)), cut.m, cut.units, rows, grid[1], eps, momentum,
+                x, sums, arrived, mean, rstd, *(tracked or (x, x, x)),
+                cut.m, cut.units, rows, grid[1], eps, momentum,
                 **cut.tiles, STAGES=STAGES, TRACKED=tracked is not None,
             )  # fmt: skip
         else:
             assert tracked is not None
-            mean, rstd = tracked[0], (tracked[1] + eps).rsqrt()
+            mean = tracked[0]
+            rstd = (tracked[1] + eps).rsqrt()
         grid, rows = cut.among(WRITING)
         kernels.forward[grid](
             x, y, x if added is None else added, *weights, mean, rstd, cut.m, cut.units, rows, slope,
@@ -88,7 +88,7 @@ class _BatchNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # somebody wants the gradient of this gradient
+        if torch.is_grad_enabled():  # A gradient of this gradient is wanted.
             return *_differentiable(ctx, dy), None, None, None
         x, weight, bias, mean, rstd, y, arrived = ctx.saved_tensors
         affine, added, (training, _, _, act, slope) = ctx.settings
@@ -115,7 +115,10 @@ class _BatchNorm(torch.autograd.Function):
 
 
 def _differentiable(ctx: Any, dy: Tensor) -> list[Tensor | None]:
-    """The gradients of x, weight, bias and what was added, by operations that torch can differentiate again."""
+    """Return the gradients of x, weight, bias and the addend, by operations of torch.
+
+    Unlike the kernels, these can be differentiated again.
+    """
     x, weight, bias, mean, rstd, y, _ = ctx.saved_tensors
     affine, added, (training, _, eps, act, slope) = ctx.settings
     with torch.enable_grad():
@@ -140,16 +143,24 @@ def batch_norm(
     arrived: Tensor,
     settings: Settings,
 ) -> Tensor:
-    """act(batch_norm(x) + added).
+    """Compute act(batch_norm(x) + added).
 
-    `arrived` are c / 16 zeros, int32, that belong to this layer alone. Only relu may follow what is added. Weight and
-    bias get no gradient in evaluation.
+    Args:
+        x: Images in channels_last.
+        weight: Weight of each channel, or None. Gets no gradient in evaluation.
+        bias: Bias of each channel, or None. Gets no gradient in evaluation.
+        added: Addend of the same shape, or None; only relu may follow it.
+        tracked: Running statistics, updated in training; or None.
+        arrived: c / 16 zeros, int32, that belong to this layer alone.
+        settings: Training mode, momentum, epsilon, activation, and the activation's slope.
     """
     y: Tensor = _BatchNorm.apply(x, weight, bias, added, tracked, arrived, settings)  # type: ignore[no-untyped-call]
     return y
 
 
 class _MaxPool(torch.autograd.Function):
+    """Max pooling that remembers which element of each window was the largest."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, kernel: int, stride: int, padding: int, shape: tuple[int, int]
@@ -159,8 +170,10 @@ class _MaxPool(torch.autograd.Function):
             (n, c, *shape), dtype=x.dtype, device=x.device, memory_format=torch.channels_last
         )
         winner = torch.empty_like(y, dtype=torch.uint8)
-        cut, window = _Grid(y, POOLING), {"K": kernel, "STRIDE": stride, "PAD": padding}
-        grid = triton.cdiv(cut.m, cut.high), cut.blocks  # the first may be large, the second not
+        cut = _Grid(y, POOLING)
+        window = {"K": kernel, "STRIDE": stride, "PAD": padding}
+        # CUDA allows large values only along the first axis of a grid.
+        grid = triton.cdiv(cut.m, cut.high), cut.blocks
         kernels.max_pool[grid](
             x, y, winner, cut.m, cut.units, height, width, *shape, **cut.tiles, **window
         )
@@ -171,13 +184,13 @@ class _MaxPool(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, winner = ctx.saved_tensors
-        if torch.is_grad_enabled():  # somebody wants the gradient of this gradient
+        if torch.is_grad_enabled():  # A gradient of this gradient is wanted.
             return _scattered(dy, winner, x, **ctx.window), None, None, None, None
-        dx, cut, shape = torch.empty_like(x), _Grid(x, POOLING), (*x.shape[2:], *winner.shape[2:])
-        grid, dy = (
-            (triton.cdiv(cut.m, cut.high), cut.blocks),
-            dy.contiguous(memory_format=torch.channels_last),
-        )
+        dx = torch.empty_like(x)
+        cut = _Grid(x, POOLING)
+        shape = (*x.shape[2:], *winner.shape[2:])
+        grid = triton.cdiv(cut.m, cut.high), cut.blocks
+        dy = dy.contiguous(memory_format=torch.channels_last)
         kernels.max_pool_backward[grid](
             dy, winner, dx, cut.m, cut.units, *shape, **cut.tiles, **ctx.window
         )
@@ -185,7 +198,7 @@ class _MaxPool(torch.autograd.Function):
 
 
 def _scattered(dy: Tensor, winner: Tensor, x: Tensor, K: int, STRIDE: int, PAD: int) -> Tensor:
-    """The gradient of x, linear in dy, by an operation that torch can differentiate again."""
+    """Return the gradient of x, by an operation that torch can differentiate again."""
     height, width = x.shape[2:]
     rows, columns = (torch.arange(side, device=x.device) * STRIDE - PAD for side in dy.shape[2:])
     place = winner.long()
@@ -195,6 +208,14 @@ def _scattered(dy: Tensor, winner: Tensor, x: Tensor, K: int, STRIDE: int, PAD: 
 
 
 def max_pool(x: Tensor, kernel: int, stride: int, padding: int, shape: tuple[int, int]) -> Tensor:
-    """The largest value of each window, for an output of this height and width."""
+    """Compute the maximum of each window.
+
+    Args:
+        x: Images in channels_last.
+        kernel: Side of the windows.
+        stride: Distance between windows.
+        padding: Padding at each side.
+        shape: Height and width of the result.
+    """
     y: Tensor = _MaxPool.apply(x, kernel, stride, padding, shape)  # type: ignore[no-untyped-call]
     return y

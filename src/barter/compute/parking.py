@@ -1,4 +1,4 @@
-"""Device memory for hundreds of clients: those that wait for their turn may have to wait in the host's memory."""
+"""Move waiting clients to host memory when device memory runs short."""
 
 from __future__ import annotations
 
@@ -17,29 +17,36 @@ HOST = torch.device("cpu")
 
 
 class Guest(Protocol):
-    """Somebody who holds memory, here or there."""
+    """A holder of memory that can be moved between devices, such as a client."""
 
     id: int
     device: torch.device
 
-    def move(self, device: torch.device) -> None: ...
+    def move(self, device: torch.device) -> None:
+        """Move all tensors to a device."""
 
-    def footprint(self) -> int: ...
+    def footprint(self) -> int:
+        """Return the number of bytes held."""
 
 
 class Parking:
-    """Clients stay on the device while there is room; who was not asked for longest goes first."""
+    """Keeps clients on the device while there is room; evicts the least recently used first.
+
+    Args:
+        clients: All clients by id.
+        limit: Bytes of device memory that the run may use; 0 moves nothing.
+    """
 
     def __init__(self, clients: Mapping[int, Guest], limit: int) -> None:
-        self.clients, self.limit = clients, limit
-        self.sizes: OrderedDict[int, int] = (
-            OrderedDict()
-        )  # bytes of those on the device, the last asked last
+        self.clients = clients
+        self.limit = limit
+        # Bytes of the clients on the device, the least recently used first.
+        self.sizes: OrderedDict[int, int] = OrderedDict()
         self.at_work: set[int] = set()
 
     @contextmanager
     def fetched(self, client: Guest) -> Iterator[None]:
-        """Inside, this client is on the device and stays there."""
+        """Hold a client on the device, inside."""
         if not self.limit:
             yield
             return
@@ -51,7 +58,8 @@ class Parking:
             yield
         finally:
             try:
-                lanes.rest()  # what this turn still writes must have arrived before another lane may move it
+                # All writes must be complete before another lane may move the client.
+                lanes.rest()
             finally:
                 self.at_work.discard(client.id)
                 self.sizes[client.id] = client.footprint()
@@ -59,11 +67,16 @@ class Parking:
             self._make_room()
 
     def crowded(self) -> bool:
-        """Whether waiting clients hold half of the budget, or all together three fifths: work needs the rest."""
-        taken = torch.cuda.memory_allocated()  # nothing where there is no CUDA
-        return sum(self.sizes.values()) > self.limit // 2 or taken > self.limit * 3 // 5
+        """Return whether clients must leave the device, so that computations have enough memory.
+
+        This is so if waiting clients take more than half of the limit, or all allocations more than
+        three fifths.
+        """
+        allocated = torch.cuda.memory_allocated()  # 0 without CUDA
+        return sum(self.sizes.values()) > self.limit // 2 or allocated > self.limit * 3 // 5
 
     def _make_room(self) -> None:
+        """Move idle clients to the host, least recently used first, until there is room."""
         idle = [k for k in self.sizes if k not in self.at_work]
         while idle and self.crowded():
             k = idle.pop(0)

@@ -1,4 +1,4 @@
-"""In which precision a run computes."""
+"""Numerical precision of a run."""
 
 from __future__ import annotations
 
@@ -16,35 +16,40 @@ _current: Precision = "fp32"
 
 
 def current() -> Precision:
-    """The precision of the run that goes on."""
+    """Return the precision of the current run."""
     return _current
 
 
 @contextmanager
 def using(precision: Precision) -> Iterator[None]:
-    """Inside, training and prediction compute like this, in every thread, and cuDNN the same bits each time."""
+    """Compute with this precision and deterministic cuDNN kernels inside, in all threads."""
     global _current
-    before, matmul = _current, torch.backends.cuda.matmul.allow_tf32
+    before = _current
+    matmul_before = torch.backends.cuda.matmul.allow_tf32
     tf32 = precision != "fp32"
-    _current, torch.backends.cuda.matmul.allow_tf32 = precision, tf32
+    _current = precision
+    torch.backends.cuda.matmul.allow_tf32 = tf32
     try:
         with torch.backends.cudnn.flags(
             enabled=True, benchmark=False, deterministic=True, allow_tf32=tf32
         ):
             yield
     finally:
-        _current, torch.backends.cuda.matmul.allow_tf32 = before, matmul
+        _current = before
+        torch.backends.cuda.matmul.allow_tf32 = matmul_before
 
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """Inside, everything is computed in full fp32, for differences between numbers that are nearly the same."""
+    """Compute in full fp32 inside, for differences between nearly equal numbers."""
     with using("fp32"):
         yield
 
 
 def autocast(device: torch.device) -> torch.autocast:
-    """The context of a forward pass: weights stay fp32, and so do normalisation statistics and losses."""
-    return torch.autocast(
-        device.type, torch.bfloat16, enabled=_current == "bf16" and device.type == "cuda"
-    )
+    """Return the autocast context of a forward pass.
+
+    Weights, normalisation statistics and losses stay in fp32.
+    """
+    enabled = _current == "bf16" and device.type == "cuda"
+    return torch.autocast(device.type, torch.bfloat16, enabled=enabled)

@@ -1,8 +1,8 @@
-"""How many threads a run on the CPU computes with.
+"""Number of CPU threads of a run.
 
-A kernel is as slow as the slowest of its threads: where others compute too, one thread too many can make it many times
-slower, and one too few never does. The number is part of a result: sums are added up in another order, and last digits
-differ.
+A kernel is as slow as the slowest of its threads: on a machine that others use too, one thread too
+many can make it many times slower, and one too few never does. The number of threads is part of a
+result, because it changes the order of sums and thus the last digits.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import torch
 
 __all__ = ["free", "threaded"]
 
-SECONDS = 0.2  # of looking at what others do
-CGROUP, STAT = Path("/sys/fs/cgroup"), Path("/proc/stat")
+SECONDS = 0.2  # Duration of the measurement of other processes' load.
+CGROUP = Path("/sys/fs/cgroup")
+STAT = Path("/proc/stat")
 
 
 def free() -> int:
-    """As many as there are cores that nobody else uses now; where OMP_NUM_THREADS is set, that many."""
+    """Return the number of cores that no other process uses, or OMP_NUM_THREADS if it is set."""
     most = torch.get_num_threads()
     if most == 1 or os.environ.get("OMP_NUM_THREADS"):
         return most
@@ -32,7 +33,7 @@ def free() -> int:
 
 @contextmanager
 def threaded(threads: int | None) -> Iterator[None]:
-    """Inside, a kernel uses so many threads; none means as many as before."""
+    """Use this number of threads inside; None leaves it unchanged."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
@@ -42,36 +43,45 @@ def threaded(threads: int | None) -> Iterator[None]:
 
 
 def _allowance() -> float:
-    """How many cores' time a container may take."""
-    if (limit := CGROUP / "cpu.max").is_file():  # version 2 of control groups
-        quota, period = limit.read_text().split()
-    elif (limit := CGROUP / "cpu" / "cpu.cfs_quota_us").is_file():
-        quota, period = limit.read_text(), limit.with_name("cpu.cfs_period_us").read_text()
+    """Return the number of cores that the container's CPU quota allows."""
+    version_2 = CGROUP / "cpu.max"
+    version_1 = CGROUP / "cpu" / "cpu.cfs_quota_us"
+    if version_2.is_file():
+        quota, period = version_2.read_text().split()
+    elif version_1.is_file():
+        quota = version_1.read_text()
+        period = version_1.with_name("cpu.cfs_period_us").read_text()
     else:
         return math.inf
     return math.inf if quota == "max" or int(quota) < 0 else int(quota) / int(period)
 
 
 def _idle() -> float:
-    """How many of the cores that this process may use are idle: measured, or by the load of the last minute."""
+    """Return the number of idle cores among those that this process may use.
+
+    It is measured where /proc/stat exists, and estimated from the load average elsewhere.
+    """
     if not STAT.is_file():
         return (os.cpu_count() or 1) - os.getloadavg()[0]
     before = _ticks()
     time.sleep(SECONDS)
-    spent = {
-        core: [b - a for a, b in zip(before[core], now, strict=True)]
-        for core, now in _ticks().items()
-    }
-    return sum(idle / total if total else 1.0 for idle, total in spent.values())
+    idle_cores = 0.0
+    for core, (idle_now, total_now) in _ticks().items():
+        idle_before, total_before = before[core]
+        total = total_now - total_before
+        idle_cores += (idle_now - idle_before) / total if total else 1.0
+    return idle_cores
 
 
 def _ticks() -> dict[int, tuple[int, int]]:
-    """How long each core that this process may use has been idle, and how long it has been there."""
-    mine, found = os.sched_getaffinity(0), {}
+    """Return the idle and the total clock ticks of each core that this process may use."""
+    allowed = os.sched_getaffinity(0)
+    ticks = {}
     for line in STAT.read_text().splitlines():
         name, *numbers = line.split()
         core = name.removeprefix("cpu")
-        if name.startswith("cpu") and core.isdigit() and int(core) in mine:
-            user, nice, system, idle, waiting, *others = map(int, numbers[:8])
-            found[int(core)] = idle + waiting, user + nice + system + idle + waiting + sum(others)
-    return found
+        if name.startswith("cpu") and core.isdigit() and int(core) in allowed:
+            counts = list(map(int, numbers[:8]))
+            idle, waiting = counts[3:5]  # after user, nice and system
+            ticks[int(core)] = idle + waiting, sum(counts)
+    return ticks

@@ -1,4 +1,4 @@
-"""One step of training: eager on the CPU, a captured graph on CUDA."""
+"""Training steps: eager on the CPU, captured CUDA graphs on a GPU."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ Values: TypeAlias = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Recipe:
-    """An optimizer and its settings; the same recipe twice is the same value."""
+    """An optimizer and its settings; equal recipes compare equal."""
 
     kind: type[torch.optim.Optimizer]
     settings: tuple[tuple[str, Any], ...]
-    clip: float | None = None  # the largest norm a gradient may have
-    # whether the learning rate falls to zero as training goes on; see Trainer.anneal
-    cosine: bool = False
+    clip: float | None = None  # largest norm of the gradient
+    cosine: bool = False  # decay the learning rate to zero, see Trainer.anneal
 
     def optimizer(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        """A new optimizer of this kind, with one fused kernel for all parameters."""
+        """Return a new optimizer of this kind, with one fused kernel for all parameters."""
         options: dict[str, Any] = {"fused": True, **dict(self.settings)}
         if self.kind is torch.optim.Adam and parameters[0].is_cuda:
             options["capturable"] = True
-            if self.cosine:  # a graph reads the rate from the device
+            if self.cosine:  # A captured graph reads the learning rate from the device.
                 options["lr"] = torch.tensor(options["lr"], device=parameters[0].device)
         return self.kind(parameters, **options)
 
@@ -48,18 +47,17 @@ def adam(
     cosine: bool = False,
     beta1: float = 0.9,
 ) -> Recipe:
-    """Adam."""
-    settings = ("lr", lr), ("weight_decay", weight_decay), ("betas", (beta1, 0.999))
+    """Return a recipe of Adam."""
+    settings = (("lr", lr), ("weight_decay", weight_decay), ("betas", (beta1, 0.999)))
     return Recipe(torch.optim.Adam, settings, clip, cosine)
 
 
 def sgd(
     lr: float, momentum: float = 0.0, weight_decay: float = 0.0, clip: float | None = None
 ) -> Recipe:
-    """Stochastic gradient descent."""
-    return Recipe(
-        torch.optim.SGD, (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)), clip
-    )
+    """Return a recipe of stochastic gradient descent."""
+    settings = (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay))
+    return Recipe(torch.optim.SGD, settings, clip)
 
 
 def by_name(
@@ -69,18 +67,21 @@ def by_name(
     weight_decay: float = 0.0,
     clip: float | None = None,
 ) -> Recipe:
-    """The recipe of an optimizer that a field names; Adam has momenta of its own."""
-    return (
-        adam(lr, weight_decay, clip)
-        if optimizer == "adam"
-        else sgd(lr, momentum, weight_decay, clip)
-    )
+    """Return the recipe of an optimizer by name; Adam ignores the momentum."""
+    if optimizer == "adam":
+        return adam(lr, weight_decay, clip)
+    return sgd(lr, momentum, weight_decay, clip)
 
 
 class Anchor(nn.Module):
-    """Where parameters are drawn to while they are trained, and how strongly.
+    """A quadratic penalty that pulls parameters towards given values during training.
 
-    A step adds the gradient of strength / 2 times the squared distance, which costs less than a term of the loss.
+    A step adds the gradient of strength / 2 times the squared distance directly, which costs less
+    than a term of the loss.
+
+    Args:
+        places: Target values, one for each trainable parameter in order.
+        strength: Weight of the penalty.
     """
 
     strength: Tensor
@@ -96,20 +97,22 @@ class Anchor(nn.Module):
 
     @torch.no_grad()
     def pull(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Add what draws these parameters to their places to the gradients that they have."""
-        drawn = [
-            (p.grad, p, place)
-            for p, place in zip(parameters, self.places, strict=True)
-            if p.grad is not None
-        ]
-        slopes, here, there = ([row[i] for row in drawn] for i in range(3))
-        way = torch._foreach_sub(here, there)
-        torch._foreach_mul_(way, self.strength)
-        torch._foreach_add_(slopes, way)
+        """Add the gradient of the penalty to the parameters' gradients."""
+        gradients: list[Tensor] = []
+        values: list[Tensor] = []
+        targets: list[Tensor] = []
+        for parameter, place in zip(parameters, self.places, strict=True):
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
+                values.append(parameter)
+                targets.append(place)
+        pull = torch._foreach_sub(values, targets)
+        torch._foreach_mul_(pull, self.strength)
+        torch._foreach_add_(gradients, pull)
 
 
 class Trainer(Graphs):
-    """Modules and the optimizer of their parameters; every step of every method is one call of `step`."""
+    """Some modules and the optimizer of their parameters; `step` is the step of all methods."""
 
     def __init__(
         self, modules: Sequence[nn.Module], recipe: Recipe, anchor: Anchor | None = None
@@ -117,15 +120,21 @@ class Trainer(Graphs):
         super().__init__(modules if anchor is None else [*modules, anchor])
         self.anchor = anchor
         self.parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
-        self.optimizer, self.recipe = recipe.optimizer(self.parameters), recipe
+        self.optimizer = recipe.optimizer(self.parameters)
+        self.recipe = recipe
 
     @classmethod
     def of(
         cls, modules: nn.Module | Sequence[nn.Module], recipe: Recipe, anchor: Anchor | None = None
     ) -> Trainer:
-        """The trainer of these modules, its optimizer as new. For modules that a lane keeps, graphs are kept too.
+        """Return the trainer of these modules with a new optimizer state.
 
-        An anchor has a place for each of the parameters that are trained.
+        If the current lane holds all the modules, their trainer and its captured graphs are reused.
+
+        Args:
+            modules: The modules to train.
+            recipe: Optimizer and learning rate.
+            anchor: Pulls the trainable parameters towards given values.
         """
         chosen = [modules] if isinstance(modules, nn.Module) else list(modules)
         needed = chosen if anchor is None else [*chosen, anchor]
@@ -142,15 +151,12 @@ class Trainer(Graphs):
         return trainer
 
     def renew(self) -> None:
-        """Forget what the optimizer has gathered; graphs stay valid where all they point to is where it was."""
-        state = [
-            t
-            for values in self.optimizer.state.values()
-            for t in values.values()
-            if isinstance(t, Tensor)
-        ]
-        if state:
-            torch._foreach_zero_(state)
+        """Reset the optimizer's state, and drop graphs whose tensors have moved."""
+        tensors = []
+        for values in self.optimizer.state.values():
+            tensors += [value for value in values.values() if isinstance(value, Tensor)]
+        if tensors:
+            torch._foreach_zero_(tensors)
         self.anneal(0.0)
         self.steps = {
             key: step
@@ -160,22 +166,26 @@ class Trainer(Graphs):
         super().renew()
 
     def moments(self) -> list[dict[str, Tensor]]:
-        """What the optimizer has gathered for each parameter, to be remembered."""
-        gathered = (self.optimizer.state[parameter] for parameter in self.parameters)
-        return [{name: tensor.clone() for name, tensor in state.items()} for state in gathered]
+        """Return a copy of the optimizer's state for each parameter."""
+        states = [self.optimizer.state[parameter] for parameter in self.parameters]
+        return [{name: tensor.clone() for name, tensor in state.items()} for state in states]
 
     def recall(self, moments: Sequence[dict[str, Tensor]]) -> None:
-        """Go on with what an optimizer of this kind has gathered; with nothing, from the start."""
-        for parameter, gathered in zip(self.parameters if moments else (), moments, strict=True):
+        """Continue with an optimizer state from `moments`; an empty one changes nothing."""
+        for parameter, saved in zip(self.parameters if moments else (), moments, strict=True):
             state = self.optimizer.state[parameter]
-            for name, tensor in gathered.items():
-                if name in state:  # a graph may know its place
+            for name, tensor in saved.items():
+                if name in state:  # A captured graph may point to this tensor.
                     state[name].copy_(tensor)
                 else:
                     state[name] = tensor.clone()
 
     def anneal(self, done: float) -> None:
-        """Set the learning rate for the part of the training that is done, from 0 to 1, if the recipe is to fall."""
+        """Set the learning rate of a cosine schedule; other recipes keep theirs.
+
+        Args:
+            done: Fraction of the training that is complete, from 0 to 1.
+        """
         if not self.recipe.cosine:
             return
         rate = dict(self.recipe.settings)["lr"] * 0.5 * (1 + math.cos(math.pi * done))
@@ -190,13 +200,20 @@ class Trainer(Graphs):
     @overload
     def step(self, loss: Callable[..., Values], *batch: Tensor) -> Values: ...
     def step(self, loss: Callable[..., Any], *batch: Tensor) -> Any:
-        """One step down the gradient of the loss on this batch; what the loss gave before it, until the next step.
+        """Take one optimizer step on a batch and return the loss before it.
 
-        A loss that gives several values is trained on the first.
+        Args:
+            loss: Called with the tensors of the batch. If it returns several values, the first is
+                minimised.
+            *batch: Arguments of the loss.
+
+        Returns:
+            The values of the loss, detached, valid until the next step.
         """
         return self.take(loss, batch)
 
     def eager(self, work: Callable[..., Any], batch: Sequence[Tensor]) -> Any:
+        """Compute the loss, its gradients and an optimizer step without a graph."""
         self.tidy()
         with precision.autocast(self._device(batch)):
             values = work(*batch)
@@ -205,21 +222,23 @@ class Trainer(Graphs):
         return tuple(v.detach() for v in values) if isinstance(values, tuple) else values.detach()
 
     def tidy(self) -> None:
-        for parameter in self.parameters:  # gradients live and die within a graph
+        """Release gradients, which live within a step."""
+        for parameter in self.parameters:
             parameter.grad = None
         self.optimizer.grad_scale = None  # type: ignore[attr-defined]
 
     def descend(self) -> None:
-        """Go down the gradients that the parameters have."""
+        """Take an optimizer step with the parameters' current gradients."""
         if self.anchor is not None:
             self.anchor.pull(self.parameters)
         if self.recipe.clip is not None:
-            slopes = [p.grad for p in self.parameters if p.grad is not None]
-            length = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(slopes)))
-            # The optimizer's kernel divides by it as it goes, which spares a pass over all gradients.
-            scale = (length / self.recipe.clip).clamp(min=1).float()
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+            # The optimizer's fused kernel divides by the scale, which saves a pass over gradients.
+            scale = (norm / self.recipe.clip).clamp(min=1).float()
             self.optimizer.grad_scale = scale  # type: ignore[attr-defined]
         self.optimizer.step()
 
     def _device(self, batch: Sequence[Tensor]) -> torch.device:
+        """Return the device of a step."""
         return batch[0].device if batch else next(self.modules[0].parameters()).device

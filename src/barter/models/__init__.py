@@ -1,1 +1,1 @@
-"""Networks: the zoo, who gets which, and the generators."""
+"""Networks: architectures by name, families for heterogeneous clients, and generators."""

@@ -1,4 +1,4 @@
-"""Networks that are given out together: client i has member i mod n of its family."""
+"""Families of architectures for heterogeneous clients: client i gets member i mod n."""
 
 from __future__ import annotations
 

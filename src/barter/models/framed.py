@@ -1,4 +1,4 @@
-"""Heads whose classes are equally far from one another, and stay where they are."""
+"""Fixed classifier heads with equally distant classes (equiangular tight frames)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ __all__ = ["FrameHead", "frame_of", "framed"]
 
 
 class FrameHead(nn.Linear):
-    """A projection to as many numbers as there are classes, and its cosines with the corners of a simplex, scaled.
+    """A head whose logits are scaled cosines with the corners of a simplex.
 
-    Such a simplex is an equiangular tight frame (ETF). Corner c is the unit vector of c less the mean of all of them,
-    made as long as one; it is not turned at random, for the projection can turn instead.
+    Features are projected to one number per class. The corners form a simplex equiangular tight
+    frame (ETF): corner c is the unit vector of c minus the mean of all unit vectors, normalised. It
+    is not rotated at random, because the projection can rotate instead.
     """
 
     def __init__(self, width: int, classes: int, scale: float) -> None:
@@ -25,17 +26,26 @@ class FrameHead(nn.Linear):
         self.scale = scale
 
     def projected(self, features: Tensor) -> Tensor:
-        """Where features lie on the sphere that the corners lie on."""
+        """Return features projected to the unit sphere on which the corners lie."""
         return F.normalize(super().forward(features).float())
 
     def forward(self, features: Tensor) -> Tensor:
-        places = self.projected(features)
-        cosines = (places - places.mean(1, keepdim=True)) / math.sqrt(1 - 1 / self.out_features)
+        points = self.projected(features)
+        centred = points - points.mean(1, keepdim=True)
+        cosines = centred / math.sqrt(1 - 1 / self.out_features)
         return self.scale * cosines
 
 
 def framed(network: Classifier, scale: float) -> Classifier:
-    """The network with such a head, whose projection starts from the head it had."""
+    """Replace a network's head by an ETF head whose projection starts from the old head.
+
+    Args:
+        network: The network.
+        scale: Factor of the cosines.
+
+    Raises:
+        ConfigError: If the network has a hand-written split.
+    """
     if not isinstance(network, SplitClassifier):
         raise ConfigError(
             f"{type(network).__name__} was split by hand, and its head cannot be replaced: "
@@ -47,7 +57,7 @@ def framed(network: Classifier, scale: float) -> Classifier:
 
 
 def frame_of(network: Classifier) -> FrameHead:
-    """The head of a network that `framed` made."""
+    """Return the head of a network that `framed` made."""
     head = network.head
     assert isinstance(head, FrameHead)
     return head

@@ -1,4 +1,4 @@
-"""Networks that make images, or features."""
+"""Generators of images and of features, and a discriminator."""
 
 from __future__ import annotations
 
@@ -30,37 +30,42 @@ Merge: TypeAlias = Literal["mul", "add", "cat", "ncat", "none"]
 M = TypeVar("M", bound=nn.Module)
 
 
-def _restored(name: Hashable, make: Callable[[], M], state: State) -> M:
-    """A module that has this state, ready to draw, until another is restored; nothing is initialised."""
+def _restore(name: Hashable, make: Callable[[], M], state: State) -> M:
+    """Return a frozen module with this state, without initialising any weights.
 
-    def blank() -> M:
+    On a lane the module is shared by name, and valid until the next call with the same name.
+    """
+
+    def make_empty() -> M:
         with torch.device("meta"):
             return make()
 
     if lanes.current() is None:
-        module = blank()
+        module = make_empty()
         module.load_state_dict(state, assign=True)
     else:
         device = next(iter(state.values())).device
-        module = lanes.kept(name, lambda: blank().to_empty(device=device))
+        module = lanes.kept(name, lambda: make_empty().to_empty(device=device))
         module.load_state_dict(state)
     return module.eval().requires_grad_(False)
 
 
 class Decoder(nn.Module):
-    """Codes to images: the generator of CMI (Fang et al. 2021) with the ending that DFFKE's authors use.
+    """Codes to images: the generator of CMI (Fang et al. 2021) with the ending of DFFKE's authors.
 
-    Three convolutions behind one linear layer; tanh and a normalisation without parameters put the pixels where
-    normalised images lie. It draws at most 32 x 32 pixels (4,426,051 parameters for 512 codes and three channels);
-    larger inputs are resized from there, for at 128 x 128 it would have 67 million.
+    It has three convolutions after one linear layer. Tanh and a normalisation without parameters
+    bring the pixels to the range of normalised images. Images have at most 32 x 32 pixels
+    (4,426,051 parameters for codes of width 512 and three channels), since at 128 x 128 it would
+    have 67 million; larger inputs are resized from there.
 
-    An image has a code for the whole and, row by row, one for each of its `parts` by `parts`, which add to what the
-    convolutions start from where they lie.
+    An image has a code for the full image and, row by row, one for each of its `parts` by `parts`
+    parts. The codes of parts add to the input of the convolutions at the positions of the parts.
     """
 
     def __init__(self, code_dim: int, spec: Spec, parts: int = 0) -> None:
         super().__init__()
-        self.side, self.parts = -(-drawn_side(spec) // 4), parts
+        self.side = -(-drawn_side(spec) // 4)
+        self.parts = parts
         self.start = nn.Linear(code_dim, 128 * self.side**2)
         if parts:
             self.part = nn.Linear(code_dim, 128 * (-(-self.side // parts)) ** 2)
@@ -80,48 +85,53 @@ class Decoder(nn.Module):
         ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, codes: Tensor) -> Tensor:
+        """Decode codes (images, views, width) to images."""
         start = self.start(codes[:, 0]).view(-1, 128, self.side, self.side)
         if self.parts:
             start = start + self.placed(self.part(codes[:, 1:]))
-        drawn: Tensor = self.body(start)
-        return drawn
+        images: Tensor = self.body(start)
+        return images
 
     def placed(self, tiles: Tensor) -> Tensor:
-        """Tiles side by side in rows and columns, in the size of what the convolutions start from."""
-        n, side = self.parts, -(-self.side // self.parts)
+        """Arrange tiles in rows and columns, and resize to the input of the convolutions."""
+        n = self.parts
+        side = -(-self.side // n)
         rows = tiles.view(-1, n, n, 128, side, side).permute(0, 3, 1, 4, 2, 5)
         return F.adaptive_avg_pool2d(rows.reshape(-1, 128, n * side, n * side), self.side)
 
     @classmethod
     def restored(cls, state: State, spec: Spec, parts: int = 0) -> Decoder:
-        """The decoder that has this state, ready to draw, until another is restored; nothing is initialised."""
+        """Return a frozen decoder with this state, valid until the next call."""
         shape = state["start.weight"].shape
-        decoder = _restored(
-            ("restored", shape, spec, parts), lambda: cls(shape[1], spec, parts), state
-        )
+        name = ("restored", shape, spec, parts)
+        decoder = _restore(name, lambda: cls(shape[1], spec, parts), state)
         if lanes.current() is None:
             decoder.body.to(memory_format=torch.channels_last)
         return decoder
 
 
 def drawn_side(spec: Spec) -> int:
-    """The side in pixels of what a decoder draws for inputs like these."""
+    """Return the side in pixels of the images that a decoder makes for these inputs."""
     return min(32, spec.height, spec.width)
 
 
 def resized(images: Tensor, spec: Spec) -> Tensor:
-    """Images in the size of the clients' inputs; gradients flow through."""
+    """Resize images to the clients' inputs; differentiable."""
     if images.shape[-2:] == spec.shape[1:]:
         return images
     return F.interpolate(images, spec.shape[1:], mode="bilinear")
 
 
 class LabelGenerator(nn.Module):
-    """Noise and labels to images between -1 and 1: FedZGE's, with 2,043,185 parameters at 3x32x32 and 10 classes."""
+    """Noise and labels to images between -1 and 1: FedZGE's generator.
+
+    It has 2,043,185 parameters at 3x32x32 and 10 classes.
+    """
 
     def __init__(self, spec: Spec, noise: int = 100) -> None:
         super().__init__()
-        self.spec, self.sides = spec, (-(-spec.height // 4), -(-spec.width // 4))
+        self.spec = spec
+        self.sides = (-(-spec.height // 4), -(-spec.width // 4))
         self.names = nn.Embedding(spec.classes, noise)
         self.start = nn.Linear(2 * noise, 128 * self.sides[0] * self.sides[1])
         self.body = nn.Sequential(
@@ -139,48 +149,52 @@ class LabelGenerator(nn.Module):
 
     def forward(self, z: Tensor, y: Tensor) -> Tensor:
         start = self.start(torch.cat([self.names(y), z], 1))
-        drawn: Tensor = self.body(start.view(-1, 128, *self.sides))
-        return resized(drawn, self.spec)
+        images: Tensor = self.body(start.view(-1, 128, *self.sides))
+        return resized(images, self.spec)
 
 
 class LatentGenerator(nn.Module):
-    """Noise and labels to features: FedGen's."""
+    """Noise and labels to features: FedGen's generator."""
 
     def __init__(self, classes: int, width: int, noise: int, hidden: int) -> None:
         super().__init__()
-        self.classes, self.noise_width = classes, noise
+        self.classes = classes
+        self.noise_width = noise
         self.start = nn.Sequential(
             nn.Linear(noise + classes, hidden), nn.BatchNorm1d(hidden), nn.ReLU()
         )
         self.end = nn.Linear(hidden, width)
 
     def noise(self, count: int, device: torch.device) -> Tensor:
-        """What so many features can be made of."""
+        """Sample the noise of `count` features."""
         return torch.rand(count, self.noise_width, device=device)
 
     def forward(self, noise: Tensor, y: Tensor) -> Tensor:
-        drawn: Tensor = self.end(
-            self.start(torch.cat([noise, F.one_hot(y, self.classes).to(noise)], 1))
-        )
-        return drawn
+        inputs = torch.cat([noise, F.one_hot(y, self.classes).to(noise)], 1)
+        features: Tensor = self.end(self.start(inputs))
+        return features
 
     @classmethod
     def restored(cls, state: State, classes: int) -> LatentGenerator:
-        """The generator that has this state, ready to draw, until another is restored; nothing is initialised."""
-        (hidden, inputs), width = state["start.0.weight"].shape, len(state["end.bias"])
+        """Return a frozen generator with this state, valid until the next call."""
+        hidden, inputs = state["start.0.weight"].shape
+        width = len(state["end.bias"])
         name = ("restored", classes, width, inputs, hidden)
-        return _restored(name, lambda: cls(classes, width, inputs - classes, hidden), state)
+        return _restore(name, lambda: cls(classes, width, inputs - classes, hidden), state)
 
 
 class MergeGenerator(nn.Module):
-    """Noise merged with labels to images between -1 and 1: DFRD's, with 3,153,280 parameters at 3x32x32 and 10 classes.
+    """Noise merged with labels to images between -1 and 1: DFRD's generator.
 
-    It draws 8, 16, 32 or 64 pixels a side, with one layer more each time; other sizes are resized from the next.
+    It has 3,153,280 parameters at 3x32x32 and 10 classes. It makes images of 8, 16, 32 or 64 pixels
+    a side, with one more layer each time; other sizes are resized from the next.
     """
 
     def __init__(self, spec: Spec, noise: int = 64, merge: Merge = "mul") -> None:
         super().__init__()
-        self.spec, self.merge, self.noise = spec, merge, noise
+        self.spec = spec
+        self.merge = merge
+        self.noise = noise
         self.names = nn.Embedding(spec.classes, noise) if merge in ("mul", "add", "cat") else None
         width = noise + {"cat": noise, "ncat": spec.classes}.get(merge, 0)
         layers: list[nn.Module] = [nn.ConvTranspose2d(width, 512, 4, 1, 0, bias=False), nn.ReLU()]
@@ -194,30 +208,25 @@ class MergeGenerator(nn.Module):
             ]
         layers += [nn.ConvTranspose2d(widths[-1], spec.channels, 4, 2, 1, bias=False), nn.Tanh()]
         self.body = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.apply(_as_dcgan)
+        self.apply(_initialise_as_dcgan)
 
     def merged(self, z: Tensor, y: Tensor) -> Tensor:
-        """h = o(z, y): what the convolutions start from."""
+        """Merge noise and labels to h = o(z, y), the input of the convolutions."""
         if self.names is None:
-            return (
-                z
-                if self.merge == "none"
-                else torch.cat([z, F.one_hot(y, self.spec.classes).to(z)], 1)
-            )
-        name: Tensor = self.names(y)
+            if self.merge == "none":
+                return z
+            return torch.cat([z, F.one_hot(y, self.spec.classes).to(z)], 1)
+        embedding: Tensor = self.names(y)
         if self.merge == "mul":
-            return z * name
-        return z + name if self.merge == "add" else torch.cat([z, name], 1)
+            return z * embedding
+        return z + embedding if self.merge == "add" else torch.cat([z, embedding], 1)
 
     def drawn(self, h: Tensor) -> Tensor:
-        """The images that these merged inputs stand for."""
+        """Generate the images of merged inputs."""
         x = h[:, :, None, None]
         for layer in self.body:
-            x = (
-                _transposed(layer, x)
-                if isinstance(layer, nn.ConvTranspose2d) and not x.is_cuda
-                else layer(x)
-            )
+            by_product = isinstance(layer, nn.ConvTranspose2d) and not x.is_cuda
+            x = _transposed_convolution(layer, x) if by_product else layer(x)
         return resized(x, self.spec)
 
     def forward(self, z: Tensor, y: Tensor) -> Tensor:
@@ -225,7 +234,7 @@ class MergeGenerator(nn.Module):
 
 
 class PatchDiscriminator(nn.Module):
-    """Whether each part of an image is a real image's: a logit for every four by four pixels or so. FedIOD's."""
+    """A discriminator with one logit per patch of about 4 x 4 pixels: FedIOD's."""
 
     def __init__(self, spec: Spec, width: int = 128) -> None:
         super().__init__()
@@ -239,19 +248,22 @@ class PatchDiscriminator(nn.Module):
         ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, x: Tensor) -> Tensor:
-        judged: Tensor = self.body(x)
-        return judged
+        logits: Tensor = self.body(x)
+        return logits
 
 
-def _transposed(layer: nn.ConvTranspose2d, x: Tensor) -> Tensor:
-    """What a transposed convolution without bias makes of x, as one matrix product: on a CPU that is faster."""
-    kernel, stride, padding = layer.kernel_size[0], layer.stride[0], int(layer.padding[0])
+def _transposed_convolution(layer: nn.ConvTranspose2d, x: Tensor) -> Tensor:
+    """Apply a transposed convolution without bias as one matrix product, faster on a CPU."""
+    kernel = layer.kernel_size[0]
+    stride = layer.stride[0]
+    padding = int(layer.padding[0])
     columns = layer.weight.flatten(1).T @ x.flatten(2)
     sides = tuple((side - 1) * stride + kernel - 2 * padding for side in x.shape[2:])
     return F.fold(columns, sides, kernel, stride=stride, padding=padding)
 
 
-def _as_dcgan(layer: nn.Module) -> None:
+def _initialise_as_dcgan(layer: nn.Module) -> None:
+    """Initialise a layer's weights as DCGAN does."""
     if isinstance(layer, nn.ConvTranspose2d):
         nn.init.normal_(layer.weight, 0.0, 0.02)
     elif isinstance(layer, nn.BatchNorm2d):

@@ -1,4 +1,4 @@
-"""Networks without batch normalisation, in which what is computed of one image depends on no other."""
+"""Group normalisation instead of batch normalisation, which makes images independent."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from torch import nn
 
 __all__ = ["grouped"]
 
-GROUPS, LEAST = 32, 4  # at most so many groups, of at least so many channels
+GROUPS = 32  # Most groups of a layer.
+LEAST = 4  # Least channels of a group.
 
 
 def grouped(network: nn.Module) -> None:
-    """Put group normalisation, of the same width and names, in the place of every batch normalisation."""
+    """Replace every batch normalisation in place by group normalisation of the same name."""
     for name, part in list(network.named_children()):
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
             channels = part.num_features

@@ -1,4 +1,4 @@
-"""Features of another width: pooled, for networks that have different ones, or projected."""
+"""Change the width of a network's features, by pooling or by a projection head."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ __all__ = ["Pool", "pooled", "projected"]
 
 
 class Pool(nn.Module):
-    """Feature vectors brought to a width: each new number is the mean of those that lie in its part of the old ones.
+    """Average pooling of feature vectors to another width.
 
-    What `nn.AdaptiveAvgPool1d` does, as a product with a matrix, whose gradient is the same each time on a GPU too.
+    It computes what `nn.AdaptiveAvgPool1d` does, as a product with a matrix, whose gradient is
+    deterministic on a GPU too.
     """
 
     matrix: Tensor
@@ -23,7 +24,8 @@ class Pool(nn.Module):
         super().__init__()
         matrix = torch.zeros(before, after)
         for i in range(after):
-            start, end = i * before // after, -(-(i + 1) * before // after)
+            start = i * before // after
+            end = -(-(i + 1) * before // after)
             matrix[start:end, i] = 1 / (end - start)
         self.register_buffer("matrix", matrix, persistent=False)
 
@@ -32,13 +34,19 @@ class Pool(nn.Module):
 
 
 def pooled(network: Classifier, width: int) -> Classifier:
-    """The network with features of this width and a new head behind them; itself if it has that width already."""
+    """Return the network with features pooled to this width, and a new head.
+
+    A network that has this width already is returned as it is.
+
+    Raises:
+        ConfigError: If the network has a hand-written split and another width.
+    """
     if network.feature_dim == width:
         return network
     if not isinstance(network, SplitClassifier):
         raise ConfigError(
-            f"features={width}: {type(network).__name__} has {network.feature_dim} and was split by hand; give it as a "
-            "torch module that ends in a Linear layer, which can be pooled, "
+            f"features={width}: {type(network).__name__} has {network.feature_dim} and was split "
+            "by hand; give it as a torch module that ends in a Linear layer, which can be pooled, "
             f"or with feature_dim = {width}, or give the method features={network.feature_dim}"
         )
     body = nn.Sequential(network.body, Pool(network.feature_dim, width))
@@ -46,14 +54,20 @@ def pooled(network: Classifier, width: int) -> Classifier:
 
 
 def projected(network: Classifier, width: int) -> Classifier:
-    """The network with a projection head, two linear layers that end in features of this width, and a new head."""
+    """Return the network with a projection head and a new classifier head.
+
+    The projection head has two linear layers and ends in features of this width.
+
+    Raises:
+        ConfigError: If the network has a hand-written split.
+    """
     if not isinstance(network, SplitClassifier):
         raise ConfigError(
-            f"{type(network).__name__} was split by hand and cannot be given a projection head: give it as a plain "
-            "module that ends in a Linear layer, or write the projection into its features"
+            f"{type(network).__name__} was split by hand and cannot be given a projection head: "
+            "give it as a plain module that ends in a Linear layer, or write the projection into "
+            "its features"
         )
     before = network.feature_dim
     projection = nn.Sequential(nn.Linear(before, before), nn.ReLU(), nn.Linear(before, width))
-    return SplitClassifier(
-        nn.Sequential(network.body, projection), nn.Linear(width, network.head.out_features)
-    )
+    body = nn.Sequential(network.body, projection)
+    return SplitClassifier(body, nn.Linear(width, network.head.out_features))

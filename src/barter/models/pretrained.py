@@ -1,4 +1,4 @@
-"""Generators of images that somebody else trained: where they are, and what they must be able to do."""
+"""Pretrained image generators: load, sample latent vectors, generate images."""
 
 from __future__ import annotations
 
@@ -19,19 +19,28 @@ from barter.core.params import imported, made
 __all__ = ["drawn", "latent_dim", "latents", "pretrained"]
 
 WANTED = (
-    "a TorchScript file, or package.module:function that returns a torch module, with its weights or with those of a "
-    "safetensors file (weights=FILE). It has a number latent_dim and makes "
+    "a TorchScript file, or package.module:function that returns a torch module, with its weights "
+    "or with those of a safetensors file (weights=FILE). It has a number latent_dim and makes "
     "images (N, channels, height, width) between -1 and 1 of latent vectors (N, latent_dim); "
     "docs/algorithms/generators.md says where to get one"
 )
-CHUNK = 8  # images at a time: such generators are large
+CHUNK = 8  # Images generated at a time, because such generators are large.
 
 
 @lru_cache(maxsize=1)
 def pretrained(place: str, weights: str, device: torch.device) -> nn.Module:
-    """The generator at this place, frozen, with weights of a safetensors file if one is named.
+    """Load a pretrained generator, frozen and in evaluation mode.
 
-    Loading TorchScript runs what is in it: take it from people you trust. Weights are only numbers.
+    Loading TorchScript executes code in the file: use only files from people you trust. A
+    safetensors file holds nothing but numbers.
+
+    Args:
+        place: A TorchScript file, or `package.module:function` that returns a torch module.
+        weights: A safetensors file to load into it; "" keeps its weights.
+        device: Device of the generator.
+
+    Raises:
+        ConfigError: If there is no generator at this place, or the weights do not fit.
     """
     if not place:
         raise ConfigError(
@@ -40,7 +49,7 @@ def pretrained(place: str, weights: str, device: torch.device) -> nn.Module:
     if Path(place).is_file():
         try:
             generator: Any = torch.jit.load(place, map_location=device)  # type: ignore[no-untyped-call]
-        except Exception as error:  # whatever a damaged file makes go wrong
+        except Exception as error:  # A damaged file can raise anything.
             raise ConfigError(
                 f"generator={place!r} is not TorchScript ({in_short(error)}): {WANTED}"
             ) from error
@@ -48,70 +57,83 @@ def pretrained(place: str, weights: str, device: torch.device) -> nn.Module:
         generator = made(f"generator={place!r}", imported(place, "the generator"))
     else:
         raise ConfigError(f"generator={place!r}: there is no such file. A generator is {WANTED}")
-    if not isinstance(generator, nn.Module) or not isinstance(
-        getattr(generator, "latent_dim", None), int
-    ):
+    has_width = isinstance(getattr(generator, "latent_dim", None), int)
+    if not isinstance(generator, nn.Module) or not has_width:
         raise ConfigError(
             f"generator={place!r} is a {type(generator).__name__} without latent_dim. It is {WANTED}"
         )
     if weights:
         _load(generator, weights)
-    for parameter in generator.parameters():  # a script module has no requires_grad_
+    for parameter in generator.parameters():  # A script module has no requires_grad_.
         parameter.requires_grad_(False)
     return generator.to(device).eval()
 
 
 def _load(generator: nn.Module, weights: str) -> None:
+    """Load the weights of a safetensors file into a generator."""
     try:
         generator.load_state_dict(load_file(weights))
-    except (
-        OSError,
-        SafetensorError,
-        RuntimeError,
-    ) as error:  # the last: names or shapes that it does not have
+    # torch raises RuntimeError if names or shapes do not fit.
+    except (OSError, SafetensorError, RuntimeError) as error:
         raise ConfigError(
             f"weights={weights!r} are not those of this generator: {in_short(error)}"
         ) from error
 
 
 def latent_dim(generator: nn.Module) -> int:
-    """The width of a generator's latent vectors."""
+    """Return the width of a generator's latent vectors."""
     width: Any = generator.latent_dim
     return int(width)
 
 
 def latents(generator: nn.Module, count: int, device: torch.device) -> Tensor:
-    """So many latent vectors as the generator knows them: its own `latents(count)`, else standard normal."""
+    """Sample latent vectors: from the generator's own `latents(count)`, else standard normal.
+
+    Raises:
+        ConfigError: If the generator's own latent vectors have the wrong shape.
+    """
     own: Any = getattr(generator, "latents", None)
     if own is None:
         return torch.randn(count, latent_dim(generator), device=device)
-    drawn = made("the generator's latents", lambda: own(count))
-    if not isinstance(drawn, Tensor) or drawn.shape != (count, latent_dim(generator)):
+    vectors = made("the generator's latents", lambda: own(count))
+    if not isinstance(vectors, Tensor) or vectors.shape != (count, latent_dim(generator)):
         raise ConfigError(
-            f"the generator's latents({count}) are {_kind(drawn)}. A generator is {WANTED}"
+            f"the generator's latents({count}) are {_kind(vectors)}. A generator is {WANTED}"
         )
-    return drawn.to(device)
+    return vectors.to(device)
 
 
-def _kind(made: object) -> str:
-    return str(tuple(made.shape)) if isinstance(made, Tensor) else f"a {type(made).__name__}"
+def _kind(value: object) -> str:
+    """Describe a value for a message: the shape of a tensor, else its type."""
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def _not_images(result: object, codes: Tensor) -> ConfigError:
+    """Return the error for a generator whose result for these codes is not their images."""
+    return ConfigError(
+        f"the generator made {_kind(result)} of {tuple(codes.shape)}. A generator is {WANTED}"
+    )
 
 
 @torch.no_grad()
 def drawn(generator: nn.Module, codes: Tensor, spec: Spec) -> Tensor:
-    """The images of these latent vectors as bytes, in the size and with the channels of the clients' images."""
-    some = [made("the generator", partial(generator, part)) for part in torch.split(codes, CHUNK)]
-    wrong = next((part for part in some if not isinstance(part, Tensor) or part.ndim != 4), None)
-    images = (
-        torch.empty(0)
-        if wrong is not None
-        else made("the generator", lambda: torch.cat(some).float())
-    )
-    if wrong is not None or len(images) != len(codes):
-        shown = _kind(images if wrong is None else wrong)
-        raise ConfigError(
-            f"the generator made {shown} of {tuple(codes.shape)}. A generator is {WANTED}"
-        )
+    """Generate the images of latent vectors as bytes, in the format of the clients' images.
+
+    Args:
+        generator: The generator.
+        codes: Latent vectors (N, latent_dim).
+        spec: Size and channels of the images.
+
+    Raises:
+        ConfigError: If the generator does not return N images.
+    """
+    chunks = [made("the generator", partial(generator, part)) for part in torch.split(codes, CHUNK)]
+    for chunk in chunks:
+        if not isinstance(chunk, Tensor) or chunk.ndim != 4:
+            raise _not_images(chunk, codes)
+    images = made("the generator", lambda: torch.cat(chunks).float())
+    if len(images) != len(codes):
+        raise _not_images(images, codes)
     if images.shape[1] != spec.channels:
         images = images.mean(1, keepdim=True).expand(-1, spec.channels, -1, -1)
     if images.shape[-2:] != spec.shape[1:]:

@@ -1,4 +1,4 @@
-"""The same network, narrower: fewer channels in every layer but the images and the classes."""
+"""Narrow networks: fewer channels in every layer except for inputs and classes."""
 
 from __future__ import annotations
 
@@ -21,47 +21,60 @@ SIZES = ("in_channels", "out_channels", "groups", "in_features", "out_features",
 
 
 def narrow(width: int, rate: float) -> int:
-    """How many of so many channels are left at this rate, at least one."""
+    """Return the number of channels that are left at this rate, at least one."""
     return math.ceil(rate * width)
 
 
 def narrowed(network: Classifier, rate: float) -> Classifier:
-    """A copy of the network with the first channels of every layer.
+    """Return a copy of the network with the first channels of every layer.
 
-    Layers are taken in the order in which they were registered: the first has all its inputs, the last all its outputs.
+    Layers are processed in the order in which they were registered: the first has all its inputs,
+    the last all its outputs.
+
+    Args:
+        network: The full network.
+        rate: Fraction of the channels to keep.
+
+    Raises:
+        ConfigError: If the rate is not in (0, 1], or a layer's inputs do not match an earlier
+            layer.
     """
     if not 0 < rate <= 1:
         raise ConfigError(f"rate={rate}: a part of a network's width is > 0 and <= 1")
     model = copy.deepcopy(network)
     layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear | _BatchNorm)]
     weighted = [layer for layer in layers if not isinstance(layer, _BatchNorm)]
-    before, seen = 0, set[int]()  # outputs of the layer before, and of all until there
+    previous = 0  # outputs of the layer before
+    earlier: set[int] = set()  # outputs of all layers before
     for layer in layers:
         _note_size(layer)
         if isinstance(layer, _BatchNorm):
             _cut_norm(layer, narrow(layer.num_features, rate))
             continue
-        inputs, outputs = (int(n) for n in _sizes(layer))
-        left = outputs if layer is weighted[-1] else narrow(outputs, rate)
-        entering = inputs
+        inputs, outputs = _sizes(layer)
+        new_outputs = outputs if layer is weighted[-1] else narrow(outputs, rate)
+        new_inputs = inputs
         if layer is not weighted[0]:
-            flat = isinstance(layer, nn.Linear) and inputs % before == 0  # channels times positions
-            if not flat and inputs not in seen:
-                name = next(at for at, m in model.named_modules() if m is layer)
+            # The inputs of a linear layer may be channels times positions.
+            flattened = isinstance(layer, nn.Linear) and inputs % previous == 0
+            if not flattened and inputs not in earlier:
+                name = next(key for key, m in model.named_modules() if m is layer)
                 raise ConfigError(
-                    f"{type(getattr(network, 'body', network)).__name__} cannot be cut by width: {name} has {inputs} "
-                    "inputs, and no layer before it so many outputs; use a network without concatenations, such as "
-                    "small-cnn or resnet18"
+                    f"{type(getattr(network, 'body', network)).__name__} cannot be cut by width: "
+                    f"{name} has {inputs} inputs, and no layer before it has as many outputs; "
+                    "use a network without concatenations, such as small-cnn or resnet18"
                 )
-            entering = inputs // before * narrow(before, rate) if flat else narrow(inputs, rate)
-        _cut(layer, entering, left)
-        before = outputs
-        seen.add(outputs)
+            new_inputs = narrow(inputs, rate)
+            if flattened:
+                new_inputs = inputs // previous * narrow(previous, rate)
+        _cut(layer, new_inputs, new_outputs)
+        previous = outputs
+        earlier.add(outputs)
     return model
 
 
 def widened(part: Classifier) -> Classifier:
-    """Return a copy of a narrowed network at the width it was cut from; weights that were cut are zero."""
+    """Return a copy of a narrowed network at its original width; weights that were cut are zero."""
     model = copy.deepcopy(part)
     for layer in model.modules():
         uncut: _Uncut | None = getattr(layer, "uncut", None)
@@ -79,16 +92,17 @@ def widened(part: Classifier) -> Classifier:
 
 @dataclass(frozen=True)
 class _Uncut:
-    """Sizes and shapes of a layer before it was cut."""
+    """Sizes and tensor shapes of a layer before it was cut."""
 
     sizes: dict[str, int]
     shapes: dict[str, torch.Size]
 
 
 def _note_size(layer: nn.Module) -> None:
-    """Have a layer remember its size, which does not follow from what is left once it is cut.
+    """Store a layer's original size in the layer.
 
-    A depthwise convolution of which one channel is left, for example, looks like one on grey images.
+    It does not follow from what is left after the cut: a depthwise convolution of which one channel
+    is left, for example, looks like one on grey images.
     """
     sizes = {name: getattr(layer, name) for name in SIZES if hasattr(layer, name)}
     tensors = [*layer.named_parameters(), *layer.named_buffers()]
@@ -96,12 +110,14 @@ def _note_size(layer: nn.Module) -> None:
 
 
 def _sizes(layer: nn.Conv2d | nn.Linear) -> tuple[int, int]:
+    """Return the numbers of inputs and outputs of a layer."""
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
     return layer.in_channels, layer.out_channels
 
 
 def _cut(layer: nn.Conv2d | nn.Linear, inputs: int, outputs: int) -> None:
+    """Cut a layer in place to its first inputs and outputs."""
     if isinstance(layer, nn.Linear):
         layer.in_features, layer.out_features = inputs, outputs
         weight = layer.weight[:outputs, :inputs]
@@ -119,6 +135,7 @@ def _cut(layer: nn.Conv2d | nn.Linear, inputs: int, outputs: int) -> None:
 
 
 def _cut_norm(layer: _BatchNorm, left: int) -> None:
+    """Cut a normalisation in place to its first channels."""
     layer.num_features = left
     for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
         if tensor.ndim:
@@ -127,30 +144,40 @@ def _cut_norm(layer: _BatchNorm, left: int) -> None:
 
 
 def scaled(network: Classifier, rate: float) -> Classifier:
-    """The network with hidden outputs divided by the rate in training, as large as if no channel were missing."""
+    """Divide hidden outputs by the rate in training, to make up for missing channels.
+
+    The network is changed in place and returned.
+    """
     weighted = [layer for layer in network.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
     for layer in weighted[:-1]:
-        layer.register_forward_hook(partial(_divided, rate))
+        layer.register_forward_hook(partial(_divide_output, rate))
     return network
 
 
-def _divided(rate: float, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+def _divide_output(
+    rate: float, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor
+) -> Tensor:
+    """Divide a layer's output by the rate if the layer is in training mode."""
     return output / rate if layer.training else output
 
 
 class BatchStatistics(_BatchNorm):
-    """Normalisation by the batch's own statistics, in training and in evaluation, of one image as well as of many."""
+    """Batch normalisation by the batch's own statistics, in training and in evaluation.
+
+    A batch of one image works too.
+    """
 
     def __init__(self, like: _BatchNorm) -> None:
         super().__init__(like.num_features, like.eps, affine=like.affine, track_running_stats=False)
-        self.weight, self.bias = like.weight, like.bias
+        self.weight = like.weight
+        self.bias = like.bias
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.batch_norm(x, self.weight, self.bias, None, None, True, 0.0, self.eps, False)
 
 
 def without_running_statistics(network: Classifier) -> Classifier:
-    """The network with normalisation by the batch's own statistics."""
+    """Replace batch normalisation in place by one that always uses the batch's statistics."""
     for parent in list(network.modules()):
         for name, layer in parent.named_children():
             if isinstance(layer, _BatchNorm):

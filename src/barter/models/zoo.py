@@ -1,4 +1,4 @@
-"""Every architecture by name. The registry is a dict one can read."""
+"""Registry of architectures by name, and networks from Python factories."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from barter.models.families import FAMILIES
 
 __all__ = ["ZOO", "Own", "build", "listed", "members"]
 
-Own: TypeAlias = (
-    nn.Module | Callable[[Spec], nn.Module]
-)  # a network with the weights that it has, or how to make one
+# A user's network: a module with its weights, or a factory of one.
+Own: TypeAlias = nn.Module | Callable[[Spec], nn.Module]
 
 
 def _torchvision(name: str, spec: Spec, options: Mapping[str, object] | None = None) -> Classifier:
-    """A network of torchvision, which takes seconds to load and is not needed for its name alone."""
+    """Build a network of torchvision.
+
+    torchvision takes seconds to load and is imported only here, not for names alone.
+    """
     from torchvision import models as tv
 
     module: nn.Module = getattr(tv, name)(num_classes=spec.classes, **(options or {}))
@@ -37,9 +39,9 @@ def _torchvision(name: str, spec: Spec, options: Mapping[str, object] | None = N
 
 
 def _replace_first_convolution(module: nn.Module, channels: int) -> None:
-    """The same first convolution for another number of input channels."""
-    at, old = next(
-        (at, layer) for at, layer in module.named_modules() if isinstance(layer, nn.Conv2d)
+    """Replace the first convolution by one for another number of input channels."""
+    name, old = next(
+        (name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Conv2d)
     )
     new = nn.Conv2d(
         channels,
@@ -49,12 +51,12 @@ def _replace_first_convolution(module: nn.Module, channels: int) -> None:
         old.padding,  # type: ignore[arg-type]
         bias=old.bias is not None,
     )
-    parent, _, child = at.rpartition(".")
+    parent, _, child = name.rpartition(".")
     setattr(module.get_submodule(parent), child, new)
 
 
 def _shallow_resnet(stages: int, spec: Spec) -> Classifier:
-    """HtFLlib's ResNets of 4, 6, 8 and 10 layers: one basic block in each of the first stages."""
+    """Build one of HtFLlib's ResNets of 4, 6, 8 and 10 layers: one basic block per stage."""
     from torchvision.models.resnet import BasicBlock, ResNet
 
     module = ResNet(BasicBlock, [1, 1, 1, 1], num_classes=spec.classes)
@@ -67,7 +69,7 @@ def _shallow_resnet(stages: int, spec: Spec) -> Classifier:
 
 
 def _small_stem(name: str, spec: Spec) -> Classifier:
-    """A ResNet for small images: a 3x3 stem of stride 1 and no pooling behind it."""
+    """Build a ResNet for small images: a 3x3 stem of stride 1 without pooling."""
     from torchvision import models as tv
 
     module = getattr(tv, name)(num_classes=spec.classes)
@@ -77,8 +79,9 @@ def _small_stem(name: str, spec: Spec) -> Classifier:
 
 
 def _vit_tiny(spec: Spec) -> Classifier:
-    """ViT-Tiny: 12 layers, 3 heads, width 192, over 8 x 8 patches (16 x 16 from 224 pixels on)."""
-    side, patches = spec.height, 14 if spec.height >= 224 else 8
+    """Build ViT-Tiny: 12 layers, 3 heads, width 192, 8 x 8 patches (14 x 14 from 224 pixels on)."""
+    side = spec.height
+    patches = 14 if side >= 224 else 8  # along each side
     if spec.width != side or side % patches:
         raise ConfigError(
             f"vit-tiny wants square images whose side is a multiple of {patches}, not {_size(spec)}"
@@ -125,22 +128,37 @@ ZOO: dict[str, Callable[[Spec], Classifier]] = {
 
 
 def members(name: str, clients: int) -> list[str]:
-    """The architecture of each client: of a family, of a model, or of several with commas between them."""
-    family = [
-        member for part in name.split(",") for member in FAMILIES.get(part.strip(), (part.strip(),))
-    ]
-    for part in family:
-        if part not in ZOO and ":" not in part:
+    """Return the architecture of each client.
+
+    Args:
+        name: A family, a model, or several of them separated by commas.
+        clients: Number of clients; client i gets member i mod n.
+
+    Raises:
+        ConfigError: If there is no family or model of a name.
+    """
+    family: list[str] = []
+    for part in map(str.strip, name.split(",")):
+        family.extend(FAMILIES.get(part, (part,)))
+    for model in family:
+        if model not in ZOO and ":" not in model:
             raise ConfigError(
-                f"unknown family or model {part!r}: {did_you_mean(part, [*FAMILIES, *ZOO])}"
+                f"unknown family or model {model!r}: {did_you_mean(model, [*FAMILIES, *ZOO])}"
             )
     return [family[i % len(family)] for i in range(clients)]
 
 
 def build(name: str, spec: Spec, own: Own | None = None) -> Classifier:
-    """A network for this task: of the zoo, by a factory `package.module:function` of a spec, or of one's own.
+    """Build a network for a task and check that it accepts the task's images.
 
-    A factory may be given arguments, `package.module:function:depth=2`, so that one serves several networks.
+    Args:
+        name: A model of the zoo, or a factory `package.module:function` that is called with the
+            spec. A factory can be given arguments, `package.module:function:depth=2`.
+        spec: Format of the images, and the number of classes.
+        own: A user's module or factory; `name` is then only its name.
+
+    Raises:
+        ConfigError: If there is no such model, or it does not accept the images.
     """
     outside = own is not None or ":" in name
     make = partial(_split, name, own or _factory(name)) if outside else ZOO.get(name)
@@ -161,17 +179,21 @@ def build(name: str, spec: Spec, own: Own | None = None) -> Classifier:
 
 
 def _factory(name: str) -> Own:
-    """Return the factory of a name such as my.networks:make:depth=2:width=64, with its arguments bound."""
+    """Return the factory of a name such as my.networks:make:depth=2, with its arguments bound."""
     place, *fields = re.split(r":(?=[^\W\d]\w*=)", name)
-    found: Own = imported(place, "model")
+    factory: Own = imported(place, "model")
     arguments = dict(_argument(field) for field in fields)
-    if arguments and (isinstance(found, nn.Module) or not callable(found)):
-        raise ConfigError(f"{name}: {place} is a {type(found).__name__}, which takes no arguments")
-    return partial(found, **arguments) if arguments else found
+    if arguments and (isinstance(factory, nn.Module) or not callable(factory)):
+        kind = type(factory).__name__
+        raise ConfigError(f"{name}: {place} is a {kind}, which takes no arguments")
+    return partial(factory, **arguments) if arguments else factory
 
 
 def _argument(field: str) -> tuple[str, object]:
-    """Return the name and the value of `depth=2`; what is no number, truth value or quoted text is text."""
+    """Parse an argument such as `depth=2` into name and value.
+
+    Values that are not numbers, booleans or quoted strings are taken as strings.
+    """
     key, _, text = field.partition("=")
     try:
         return key, tomllib.loads(f"value = {text}")["value"]
@@ -180,11 +202,10 @@ def _argument(field: str) -> tuple[str, object]:
 
 
 def _split(name: str, own: Own, spec: Spec) -> Classifier:
-    network = (
-        own
-        if isinstance(own, nn.Module)
-        else made(f"{name}, called with the task's spec,", partial(own, spec))
-    )
+    """Build a user's network, and split it into features and head."""
+    network: object = own
+    if not isinstance(own, nn.Module):
+        network = made(f"{name}, called with the task's spec,", partial(own, spec))
     if not isinstance(network, nn.Module):
         raise ConfigError(
             f"{name} made a {type(network).__name__} of the task's spec, not a module"
@@ -195,7 +216,7 @@ def _split(name: str, own: Own, spec: Spec) -> Classifier:
 
 
 def _try_out(model: Classifier, spec: Spec) -> None:
-    """One forward pass, so that an impossible input size shows before any training."""
+    """Run one forward pass, so that an impossible input size is found before any training."""
     was_training = model.training
     with torch.no_grad():
         model.eval()(torch.zeros(1, *spec.shape))
@@ -203,30 +224,38 @@ def _try_out(model: Classifier, spec: Spec) -> None:
 
 
 def _size(spec: Spec) -> str:
+    """Return the size of the images for messages."""
     return f"{spec.height}x{spec.width}"
 
 
 def listed(models: Own | Sequence[str | Own]) -> list[tuple[str, Own | None]]:
-    """The name of each model, and what is behind it where a name alone does not lead there."""
-    listed: list[tuple[str, Own | None]] = []
+    """Return the name of each model, and the model itself if the name does not lead to it.
+
+    Args:
+        models: Names, modules, or factories that are called with the spec.
+
+    Raises:
+        ConfigError: If there is no model, or an entry is none of these.
+    """
+    entries: list[tuple[str, Own | None]] = []
     for i, model in enumerate(models if isinstance(models, Sequence) else [models]):
         if isinstance(model, str):
-            listed.append((model, None))
+            entries.append((model, None))
         elif callable(model):
             kind = type(model) if isinstance(model, nn.Module) else model
             place = f"{kind.__module__}:{getattr(kind, '__qualname__', '')}"
-            found = kind is model and kind.__module__ != "__main__" and _at(place) is model
-            listed.append(
-                (place, None) if found else (f"{getattr(kind, '__name__', 'model')}-{i}", model)
-            )
+            if kind is model and kind.__module__ != "__main__" and _lookup(place) is model:
+                entries.append((place, None))
+            else:
+                entries.append((f"{getattr(kind, '__name__', 'model')}-{i}", model))
         else:
-            raise ConfigError(f"models: {model!r} is no name, no module and no factory of one")
-    if not listed:
+            raise ConfigError(f"models: {model!r} is neither a name, a module nor a factory of one")
+    if not entries:
         raise ConfigError("models: give at least one; client i gets number i mod n")
-    return listed
+    return entries
 
 
-def _at(place: str) -> object:
-    """What module:name leads to; nothing if it leads nowhere."""
+def _lookup(place: str) -> object:
+    """Return the object at `module:name` if the module is loaded and has it, else None."""
     module, _, name = place.partition(":")
     return getattr(sys.modules.get(module), name, None)

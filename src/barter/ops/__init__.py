@@ -1,1 +1,1 @@
-"""Pure building blocks that algorithms share."""
+"""Pure building blocks that several algorithms share."""

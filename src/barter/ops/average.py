@@ -1,4 +1,4 @@
-"""Averages of states."""
+"""Aggregation of model states: weighted mean, median and trimmed mean."""
 
 from __future__ import annotations
 
@@ -14,42 +14,60 @@ from barter.core.payload import State
 __all__ = ["Average", "average", "median", "trimmed"]
 
 Average: TypeAlias = Literal["mean", "median", "trimmed"]
-TRIM = 5  # of so many clients one is left out at each end
+TRIM = 5  # The trimmed mean drops one in TRIM clients at each end.
 
 
 def average(states: Replies[State], *, alike: bool = False, by: Average = "mean") -> State:
-    """The mean of the clients' states, weighted by their numbers of examples (w = sum n_k / n w_k), or all alike; or
-    what a few of them cannot move far, in which all count alike.
+    """Aggregate the clients' states entry by entry.
 
     Integer entries, such as the step counters of batch normalisation, are averaged and rounded.
+
+    Args:
+        states: One state per client, all with the same names and shapes.
+        alike: Give all clients the same weight in the mean.
+        by: "mean" weights clients by their numbers of examples (w = sum n_k / n w_k). "median" and
+            "trimmed" are robust: a few clients cannot move the result far. They ignore the numbers
+            of examples.
+
+    Returns:
+        The aggregated state, with the data types of the first client's.
     """
-    names = next(iter(states.values()))
+    first = next(iter(states.values()))
     if by == "mean":
         counts = dict.fromkeys(states, 1) if alike else states.num_examples
         weights = {k: counts[k] / sum(counts.values()) for k in states}
         means = {
-            at: torch.as_tensor(sum(weights[k] * w[at].double() for k, w in states.items()))
-            for at in names
+            name: torch.as_tensor(sum(weights[k] * w[name].double() for k, w in states.items()))
+            for name in first
         }
     else:
+        robust = ROBUST[by]
         means = {
-            at: ROBUST[by](torch.stack([w[at].double() for w in states.values()])) for at in names
+            name: robust(torch.stack([w[name].double() for w in states.values()])) for name in first
         }
-    return {
-        at: (x if names[at].is_floating_point() else x.round()).to(names[at].dtype)
-        for at, x in means.items()
-    }
+    result: State = {}
+    for name, mean in means.items():
+        like = first[name]
+        result[name] = (mean if like.is_floating_point() else mean.round()).to(like.dtype)
+    return result
 
 
 def median(rows: Tensor) -> Tensor:
-    """Of each entry the one in the middle of all rows', or the mean of the two there (Yin et al., ICML 2018)."""
-    ordered, n = rows.sort(0).values, len(rows)
+    """Return the median of each entry over all rows (Yin et al., ICML 2018).
+
+    For an even number of rows this is the mean of the two middle values.
+    """
+    ordered = rows.sort(0).values
+    n = len(rows)
     return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
 
 
 def trimmed(rows: Tensor) -> Tensor:
-    """Of each entry the mean without the fifth of the rows that has the least and the fifth that has the largest, one
-    at least of three or more (Yin et al., ICML 2018)."""
+    """Return the trimmed mean of each entry over all rows (Yin et al., ICML 2018).
+
+    The lowest and the highest fifth of the values are left out; of three or more rows at least one
+    value at each end.
+    """
     cut = max(len(rows) // TRIM, len(rows) > 2)
     return rows.sort(0).values[cut : len(rows) - cut].mean(0)
 

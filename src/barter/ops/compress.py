@@ -1,4 +1,4 @@
-"""Fewer numbers for an update: of each matrix, the largest of its singular values."""
+"""Low-rank compression of model updates by truncated singular value decomposition."""
 
 from __future__ import annotations
 
@@ -14,50 +14,68 @@ from barter.core.payload import State
 
 __all__ = ["Compressed", "compressed", "rank", "restored"]
 
-Compressed: TypeAlias = list[
-    list[Tensor]
-]  # in the order of a network's tensors: each itself, or two factors of it
-BLOCK = 128  # rows of a Gram matrix that are computed at a time
+# In the order of a network's tensors; each entry holds the tensor itself or its two factors.
+Compressed: TypeAlias = list[list[Tensor]]
+BLOCK = 128  # Rows of a Gram matrix that are computed at a time.
 
 
 def rank(singular: Tensor, energy: float) -> int:
-    """How many of the falling singular values have this share of the sum of all squares; at least one."""
-    held = singular.double().square().cumsum(0)
-    return min(1 + int((held < energy * held[-1]).sum()), len(singular))
+    """Return the least number of singular values that hold this fraction of the energy.
+
+    Args:
+        singular: Singular values in descending order.
+        energy: Fraction of the sum of all squares.
+
+    Returns:
+        The number of values to keep, at least 1.
+    """
+    cumulative = singular.double().square().cumsum(0)
+    return min(1 + int((cumulative < energy * cumulative[-1]).sum()), len(singular))
 
 
 def compressed(update: Mapping[str, Tensor], energy: float) -> Compressed:
-    """Matrices, and kernels as matrices of outputs by inputs, as factors of low rank where that is less to send."""
+    """Compress each tensor of an update into low-rank factors where that is smaller.
+
+    Kernels of convolutions are treated as matrices of outputs by inputs. Vectors and integer
+    tensors stay as they are.
+
+    Args:
+        update: The tensors by name.
+        energy: Fraction of the squared singular values to keep.
+    """
     return [_factors(tensor, energy) for tensor in update.values()]
 
 
 def _factors(tensor: Tensor, energy: float) -> list[Tensor]:
+    """Return the tensor's two low-rank factors, or the tensor itself if they are not smaller."""
     if tensor.ndim < 2 or not tensor.is_floating_point():
         return [tensor]
     matrix = tensor.flatten(1)
     rows, columns = matrix.shape
     singular, vectors = _spectrum(matrix if rows <= columns else matrix.T)
-    kept = rank(singular, energy)
-    if kept * (rows + columns) >= matrix.numel():
+    n_values = rank(singular, energy)
+    if n_values * (rows + columns) >= matrix.numel():
         return [tensor]
-    basis = vectors[:, :kept].to(matrix.dtype)
+    basis = vectors[:, :n_values].to(matrix.dtype)
     with exact():
         factors = [basis, basis.T @ matrix] if rows <= columns else [matrix @ basis, basis.T]
     return [factor.contiguous() for factor in factors]
 
 
 def _spectrum(wide: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the falling singular values of a matrix, and its left singular vectors as columns.
+    """Return the singular values of a matrix and its left singular vectors.
 
-    They are taken from the Gram matrix, which is as small as the shorter side: for a layer of
-    512 x 4608 that takes a quarter of the time of an SVD. Squares of float32 numbers need float64:
-    it leaves singular values exact down to about 1e-8 of the largest.
+    The values are in descending order, the vectors are columns. They are computed from the Gram
+    matrix, which is as small as the shorter side: for a layer of 512 x 4608 that takes a quarter of
+    the time of an SVD. Squares of float32 numbers need float64, which leaves singular values exact
+    down to about 1e-8 of the largest.
     """
     matrix = wide.double()
     size = len(matrix)
     gram = matrix.new_zeros(size, size)
     with exact():
-        for start in range(0, size, BLOCK):  # of a symmetric matrix eigh reads the lower half
+        # Only the lower triangle is computed, because eigh reads nothing else.
+        for start in range(0, size, BLOCK):
             end = min(start + BLOCK, size)
             gram[start:end, :end] = matrix[start:end] @ matrix[:end].T
     values, vectors = torch.linalg.eigh(gram, UPLO="L")
@@ -65,28 +83,43 @@ def _spectrum(wide: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def restored(parts: Compressed, like: Mapping[str, Tensor]) -> State:
-    """The update again, for tensors such as these."""
+    """Decompress an update.
+
+    Args:
+        parts: The compressed update.
+        like: The network's tensors, in the order in which the update was compressed.
+
+    Returns:
+        The update by name.
+
+    Raises:
+        PayloadError: If the update does not fit these tensors.
+    """
     if len(parts) != len(like):
         raise PayloadError(f"a compressed update has {len(parts)} tensors, the network {len(like)}")
     return {
-        name: _whole(part, old, name) for (name, old), part in zip(like.items(), parts, strict=True)
+        name: _restore(part, old, name)
+        for (name, old), part in zip(like.items(), parts, strict=True)
     }
 
 
-def _whole(part: list[Tensor], old: Tensor, name: str) -> Tensor:
-    """A tensor, or the product of its factors; of these the shapes first, for small ones can have a large product."""
+def _restore(part: list[Tensor], old: Tensor, name: str) -> Tensor:
+    """Return one tensor of an update, multiplying its factors if there are two.
+
+    Shapes are checked before multiplying, because small factors can have a huge product.
+    """
     if all(tensor.dtype == old.dtype for tensor in part):
         if len(part) == 1 and part[0].shape == old.shape:
             return part[0]
         if len(part) == 2 and old.ndim > 1:
             rows, columns = old.flatten(1).shape
-            kept = part[0].shape[-1] if part[0].ndim else 0
-            if kept <= min(rows, columns) and (part[0].shape, part[1].shape) == (
-                (rows, kept),
-                (kept, columns),
-            ):
-                return (part[0] @ part[1]).view(old.shape)
+            left, right = part
+            inner = left.shape[-1] if left.ndim else 0
+            fits = left.shape == (rows, inner) and right.shape == (inner, columns)
+            if fits and inner <= min(rows, columns):
+                return (left @ right).view(old.shape)
     found = ", ".join(f"{tuple(tensor.shape)} of {tensor.dtype}" for tensor in part)
     raise PayloadError(
-        f"a compressed update is of another network: {name} is {found}, its {tuple(old.shape)}"
+        f"a compressed update does not fit the network: {name} is {found}, "
+        f"the network's is {tuple(old.shape)}"
     )

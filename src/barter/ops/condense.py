@@ -1,4 +1,4 @@
-"""Few images that stand for many: condensation by distribution matching (DM, Zhao and Bilen 2023)."""
+"""Dataset condensation by distribution matching (DM, Zhao and Bilen 2023)."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ __all__ = [
 
 
 class Lot(TypedDict):
-    """Condensed images as bytes, class by class, so many of each."""
+    """Condensed images of one client as bytes, sorted by class."""
 
     classes: Annotated[Tensor, Classes("n")]
-    sizes: Annotated[Tensor, Counts("n", total="images")]
+    sizes: Annotated[Tensor, Counts("n", total="images")]  # number of images of each class
     images: Annotated[Tensor, Pixels("images")]
 
 
 class Canvas(nn.Module):
-    """Images that are trained."""
+    """Trainable images."""
 
     def __init__(self, images: Tensor) -> None:
         super().__init__()
@@ -52,100 +52,130 @@ class Canvas(nn.Module):
 
 
 def averaging(labels: Tensor, classes: Tensor) -> Tensor:
-    """The matrix that takes rows with these labels to their mean for each of the classes; zeros for one without any."""
+    """Return the matrix that maps rows with these labels to the mean row of each class.
+
+    Classes without rows get zeros.
+    """
     members = (labels[None, :] == classes[:, None]).float()
     return members / members.sum(1, keepdim=True).clamp_min(1)
 
 
 def portions(data: Images, ipc: int, least: int) -> dict[int, int]:
-    """How many images each class is condensed into: at most as many as it has, none if it has fewer than `least`."""
+    """Return the number of condensed images of each class.
+
+    Args:
+        data: The client's images.
+        ipc: Images per class; a class with fewer images gets as many as it has.
+        least: Classes with fewer images than this are left out.
+    """
     return {c: min(ipc, n) for c, n in enumerate(data.class_counts().tolist()) if n >= least}
 
 
 def labels_of(sizes: Mapping[int, int], device: torch.device) -> Tensor:
-    """The label of each image, class by class."""
-    return torch.tensor(
-        [c for c, n in sizes.items() for _ in range(n)], dtype=torch.long, device=device
-    )
+    """Return the label of each condensed image, sorted by class."""
+    labels = [label for label, size in sizes.items() for _ in range(size)]
+    return torch.tensor(labels, dtype=torch.long, device=device)
 
 
 def lot(data: Images, sizes: Mapping[int, int], images: Tensor | None) -> Lot:
-    """What a client gives away of its condensed images."""
-    classes, amounts = (
-        torch.tensor(list(x), dtype=torch.long, device=data.device) for x in (sizes, sizes.values())
-    )
+    """Pack condensed images for upload; without images, an empty lot."""
+    classes = torch.tensor(list(sizes), dtype=torch.long, device=data.device)
+    amounts = torch.tensor(list(sizes.values()), dtype=torch.long, device=data.device)
     if images is None:
         images = torch.zeros(0, *data.spec.shape, device=data.device)
     return {"classes": classes, "sizes": amounts, "images": quantised(images, data.spec)}
 
 
 def gathered(lots: Iterable[Lot]) -> tuple[Tensor, Tensor]:
-    """All condensed images of all clients, and their labels."""
-    images, labels = zip(
-        *((x["images"], x["classes"].repeat_interleave(x["sizes"])) for x in lots), strict=True
-    )
+    """Return the condensed images of all clients and their labels."""
+    images = []
+    labels = []
+    for lot in lots:
+        images.append(lot["images"])
+        labels.append(lot["classes"].repeat_interleave(lot["sizes"]))
     return torch.cat(images), torch.cat(labels)
 
 
 def mean_images(data: Images, sizes: Mapping[int, int], of: int) -> Tensor:
-    """So many images of each class, each the mean of some drawn at random, normalised; no two with the same first."""
-    drawn = []
+    """Return normalised images, each the mean of `of` random images of one class.
+
+    No two means of a class have their first image in common.
+
+    Args:
+        data: The client's images.
+        sizes: Number of means for each class.
+        of: Number of images in each mean.
+    """
+    means = []
     for label, size in sizes.items():
         members = (data.labels == label).nonzero()[:, 0]
-        own = torch.randperm(len(members), device=data.device)[:size, None]
+        first = torch.randperm(len(members), device=data.device)[:size, None]
         others = torch.randint(len(members), (size, of - 1), device=data.device)
-        batch = data.batch(members[torch.cat([own, others], 1).flatten()])
-        drawn.append(batch.view(size, of, *batch.shape[1:]).mean(1))
-    return torch.cat(drawn)
+        batch = data.batch(members[torch.cat([first, others], 1).flatten()])
+        means.append(batch.view(size, of, *batch.shape[1:]).mean(1))
+    return torch.cat(means)
 
 
 def quantised(images: Tensor, spec: Spec) -> Tensor:
-    """Normalised images as the bytes that they would be stored as."""
+    """Convert normalised images to bytes."""
     mean, std = statistics(spec, images.device)
     return ((images * std + mean) * 255).clamp(0, 255).round().to(torch.uint8)
 
 
 @torch.no_grad()
 def redrawn(model: nn.Module) -> None:
-    """The parameters of every layer drawn anew, as torch initialises such layers; some networks begin otherwise."""
+    """Initialise the parameters of every layer again, by torch's defaults for the layer.
+
+    Networks with an initialisation of their own start differently.
+    """
     for layer in model.modules():
         reset = getattr(layer, "reset_parameters", None)
         if callable(reset):
             buffers = [b.clone() for b in layer.buffers(recurse=False)]
             reset()
-            for kept, before in zip(layer.buffers(recurse=False), buffers, strict=True):
-                kept.copy_(before)  # statistics are not parameters
+            # Running statistics are not parameters and keep their values.
+            for buffer, before in zip(layer.buffers(recurse=False), buffers, strict=True):
+                buffer.copy_(before)
 
 
 def sliced_wasserstein(u: Tensor, v: Tensor, projections: int | None) -> Tensor:
-    """SWD² (p = 2) between sets of points (..., points, dimensions), one value for each pair of sets.
+    """Return SWD² (p = 2) between pairs of point sets (..., points, dimensions).
 
-    The mean over random directions of the squared distance between the sorted projections. For single points it is
-    ‖u - v‖² / dimensions, which is what `projections=None` computes.
+    It is the mean over random directions of the squared distance between the sorted projections.
+
+    Args:
+        u: The first set of each pair.
+        v: The second set of each pair.
+        projections: Number of random directions. None is for single points and computes the
+            expectation in closed form, ‖u - v‖² / dimensions.
+
+    Raises:
+        ValueError: If `projections` is None and a set has more than one point.
     """
     if projections is None:
         if u.shape[-2] != 1:
             raise ValueError(f"the closed form is for single points, these sets have {u.shape[-2]}")
-        closed: Tensor = (u - v).square().mean((-2, -1))
-        return closed
+        expected: Tensor = (u - v).square().mean((-2, -1))
+        return expected
     directions = torch.randn(u.shape[-1], projections, device=u.device)
     directions = directions / directions.norm(dim=0)
-    one, other = (torch.sort(points @ directions, dim=-2).values for points in (u, v))
-    return (one - other).square().mean((-2, -1))
+    u_sorted = torch.sort(u @ directions, dim=-2).values
+    v_sorted = torch.sort(v @ directions, dim=-2).values
+    return (u_sorted - v_sorted).square().mean((-2, -1))
 
 
 @dataclass(frozen=True)
 class Collaboration:
-    """What else condensed images are held to: the mean logits that all clients have for a class (Eq. 10 of FedAF)."""
+    """The collaborative term: mean logits of each class over all clients (Eq. 10 of FedAF)."""
 
-    logits: Tensor  # one row for every class of the client
-    known: Tensor  # 1 for those that have such logits
-    weight: float
-    projections: int | None
+    logits: Tensor  # one row for each class of the client
+    known: Tensor  # 1 for classes that have such logits, otherwise 0
+    weight: float  # weight of the term in the loss
+    projections: int | None  # directions of the sliced Wasserstein distance
 
 
 def ends(names: Sequence[str], told: Sequence[Tensor]) -> dict[str, float]:
-    """The terms of a loss at the first and at the last step of a training, as the round's record has them."""
+    """Return the terms of a loss at the first and the last step, named for the round's record."""
     rows = {"start": told[0].tolist(), "end": told[-1].tolist()}
     return {
         f"{name}_{when}": value
@@ -168,26 +198,29 @@ def matching_loss(
     v: Tensor,
     known: Tensor,
 ) -> tuple[Tensor, ...]:
-    """The squared distance between mean features of real and condensed images, summed over classes (Eq. 4 of FedAF).
+    """Return the distribution matching loss and its terms (Eq. 4 of FedAF).
 
-    The whole loss, this distance, and that of the collaborative term where there is one: it is asked of the model, not
-    of the network that features are seen through.
+    The matching term is the squared distance between the mean features of real and condensed
+    images, summed over classes. The collaborative term uses the client's model, not the network
+    that computes the features.
+
+    Returns:
+        The total loss, the matching term, and the collaborative term if it has a weight.
     """
     with torch.no_grad():
-        seen = backbone.features(prepared(pixels, spec, Augment()))
-        target, target_logits = real @ seen.float(), real @ backbone.logits(seen).float()
+        real_features = backbone.features(prepared(pixels, spec, Augment()))
+        target = real @ real_features.float()
+        target_logits = real @ backbone.logits(real_features).float()
     features = backbone.features(canvas.images)
     matching = (synthetic @ features.float() - target).square().sum()
     if match_logits:
-        matching = (
-            matching
-            + (synthetic @ backbone.logits(features).float() - target_logits).square().sum()
-        )
+        logits = synthetic @ backbone.logits(features).float()
+        matching = matching + (logits - target_logits).square().sum()
     if not weight:
         return matching, matching
     u = synthetic @ model(canvas.images).float()
-    apart = (known * sliced_wasserstein(u[:, None], v[:, None], projections)).sum()
-    return matching + weight * apart, matching, apart
+    distance = (known * sliced_wasserstein(u[:, None], v[:, None], projections)).sum()
+    return matching + weight * distance, matching, distance
 
 
 def condense(
@@ -202,43 +235,73 @@ def condense(
     match_logits: bool = False,
     collaboration: Collaboration | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Images that, seen through ever new networks, have the mean features of the client's own, class by class.
+    """Train images to have the mean features of the client's images, class by class.
 
-    `sampled` changes the network, a copy of the client's, before each step. Pixels stay between black and white: what
-    is matched is what can be sent. Normalisation uses running statistics: those of a class's own batch would remove the
-    very mean that is matched. Beside them, what `ends` says of the loss.
+    Features are computed by a different network in each step. Pixels are clamped to the valid
+    range, because only that can be sent. Normalisation uses running statistics: those of a batch of
+    one class would remove the very mean that is matched.
+
+    Args:
+        client: The client whose images are condensed.
+        start: Initial condensed images, normalised, sorted by class.
+        sizes: Number of condensed images of each class.
+        steps: Number of training steps.
+        batch_size: Real images of each class in a step.
+        recipe: Optimizer of the condensed images.
+        sampled: Changes the network, a copy of the client's, in place before each step.
+        match_logits: Match mean logits as well as mean features.
+        collaboration: The collaborative term; None is without.
+
+    Returns:
+        The condensed images, and the loss terms at the first and the last step (see `ends`).
     """
-    data, labels = client.data, labels_of(sizes, client.device)
+    data = client.data
+    labels = labels_of(sizes, client.device)
     classes = torch.tensor(list(sizes), device=client.device)
     canvas = lanes.keep(("canvas", start.shape), Canvas(start))
-    backbone, model = (_copy(client, name) for name in ("backbone", "judge"))
+    backbone = _frozen_copy(client, "backbone")
+    model = _frozen_copy(client, "judge")
     members = [(data.labels == label).nonzero()[:, 0] for label in classes.tolist()]
-    real_labels = torch.cat([data.labels[at[:batch_size]] for at in members])
-    fixed = [averaging(real_labels, classes), averaging(labels, classes)]
+    real_labels = torch.cat([data.labels[index[:batch_size]] for index in members])
     if collaboration is None:
-        nothing = torch.zeros(len(classes), data.spec.classes, device=data.device)
-        collaboration = Collaboration(nothing, nothing[:, 0], 0.0, None)
-    fixed += [collaboration.logits, collaboration.known]
-    extra = match_logits, collaboration.weight, collaboration.projections
-    loss = partial(matching_loss, canvas, backbone, model, data.spec, *extra)
-    trainer, told = Trainer.of(canvas, recipe), list[Tensor]()
+        zeros = torch.zeros(len(classes), data.spec.classes, device=data.device)
+        collaboration = Collaboration(zeros, zeros[:, 0], 0.0, None)
+    fixed = [
+        averaging(real_labels, classes),
+        averaging(labels, classes),
+        collaboration.logits,
+        collaboration.known,
+    ]
+    loss = partial(
+        matching_loss,
+        canvas,
+        backbone,
+        model,
+        data.spec,
+        match_logits,
+        collaboration.weight,
+        collaboration.projections,
+    )
+    trainer = Trainer.of(canvas, recipe)
+    reported: list[Tensor] = []
     mean, std = statistics(data.spec, data.device)
-    black, white = -mean / std, (1 - mean) / std
+    black = -mean / std
+    white = (1 - mean) / std
     for step in client.track(range(steps)):
         backbone.load_state_dict(client.model.state_dict())
         sampled(backbone)
-        index = torch.cat(
-            [at[torch.randperm(len(at), device=at.device)[:batch_size]] for at in members]
-        )
-        _, *terms = trainer.step(loss, data.pixels[index], *fixed)
+        chosen = [
+            index[torch.randperm(len(index), device=index.device)[:batch_size]] for index in members
+        ]
+        _, *terms = trainer.step(loss, data.pixels[torch.cat(chosen)], *fixed)
         canvas.images.data.clamp_(black, white)
         if step in (0, steps - 1):
-            told.append(torch.stack(terms))
-    return canvas.images.detach().clone(), ends(("matching", "collaboration"), told)
+            reported.append(torch.stack(terms))
+    return canvas.images.detach().clone(), ends(("matching", "collaboration"), reported)
 
 
-def _copy(client: Client, name: str) -> Classifier:
-    """The client's network as it is, to look through."""
+def _frozen_copy(client: Client, name: str) -> Classifier:
+    """Return a frozen copy of the client's network in evaluation mode."""
     copied = lanes.kept((name, client.architecture), lambda: copy.deepcopy(client.model))
     copied.load_state_dict(client.model.state_dict())
     return copied.eval().requires_grad_(False)

@@ -9,19 +9,22 @@ __all__ = ["kl", "kl_each", "tempered"]
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
-    """KL(p ‖ q) of two batches of logits: sum over classes, mean over the batch."""
-    return F.kl_div(
-        F.log_softmax(q, 1), F.log_softmax(p, 1), reduction="batchmean", log_target=True
-    )
+    """Return KL(p ‖ q) of two batches of logits: sum over classes, mean over the batch."""
+    log_q = F.log_softmax(q, 1)
+    log_p = F.log_softmax(p, 1)
+    return F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
 
 
 def kl_each(p: Tensor, q: Tensor) -> Tensor:
-    """KL(p ‖ q) of two batches of logits, for each of them."""
-    return F.kl_div(
-        F.log_softmax(q, 1), F.log_softmax(p, 1), reduction="none", log_target=True
-    ).sum(1)
+    """Return KL(p ‖ q) of two batches of logits for each sample."""
+    log_q = F.log_softmax(q, 1)
+    log_p = F.log_softmax(p, 1)
+    return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(1)
 
 
 def tempered(temperature: float, student: Tensor, teacher: Tensor) -> Tensor:
-    """T² KL(teacher ‖ student) of logits divided by T: as large a gradient as at T = 1."""
+    """Return T² KL(teacher ‖ student) of logits divided by T.
+
+    The factor T² keeps gradients as large as at T = 1.
+    """
     return temperature**2 * kl(teacher / temperature, student / temperature)

@@ -1,4 +1,4 @@
-"""Docking layers: embeddings of different widths brought into one space."""
+"""Docking layers: linear layers that map embeddings of different widths into one space."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["docking_loss", "unify"]
 
 
 def docking_loss(head: nn.Linear, z_k: nn.Linear, embeddings: Tensor, labels: Tensor) -> Tensor:
-    """A client's term of DFFKE's Eq. 11."""
+    """Return one client's term of DFFKE's Eq. 11."""
     return F.cross_entropy(head(z_k(embeddings)), labels)
 
 
@@ -34,30 +34,43 @@ def unify(
     recipe: Recipe,
     floor: float = 0.0,
 ) -> tuple[dict[int, nn.Linear], dict[int, Tensor], dict[int, State]]:
-    """Linear layers z_k, so that one head tells the classes of all clients (DFFKE, Eqs. 10 and 11).
+    """Train docking layers z_k so that one head classifies all clients' codes (DFFKE, Eqs. 10-11).
 
-    An image has an embedding of the whole, from which its class is told, and perhaps more of its parts. Gives the
-    layers, the codes that they make of all embeddings, and the layers' states to start from next time. With a floor,
-    the first two are whitened (see `whitening`): the equations ask for classes alone, and left so, the codes of a class
-    are all but equal, whatever the image was.
+    The equations ask for nothing but the class, so that without whitening the codes of a class are
+    nearly equal, whatever the image.
+
+    Args:
+        server: The server, whose device and classes are used.
+        embeddings: Each client's embeddings (images, views, features). The first view is the full
+            image, from which the class is predicted; the others, if any, are its parts.
+        labels: Each client's labels.
+        start: States of docking layers to continue from; clients without one start anew.
+        width: Dimensions of the common space.
+        epochs: Passes over all clients' embeddings.
+        recipe: Optimizer of the docking layers and the head.
+        floor: Whiten layers and codes with this floor (see `whitening`); 0 does not whiten.
+
+    Returns:
+        The docking layers, the codes of all embeddings, and the layers' states before whitening, to
+        start from next time.
     """
-    new = {k: nn.Linear(e.shape[2], width).to(server.device) for k, e in embeddings.items()}
-    z = {k: lanes.keep(("docking", k), layer) for k, layer in new.items()}
-    for k in z.keys() & start.keys():
-        z[k].load_state_dict(start[k])
+    layers = {k: nn.Linear(e.shape[2], width).to(server.device) for k, e in embeddings.items()}
+    layers = {k: lanes.keep(("docking", k), layer) for k, layer in layers.items()}
+    for k in layers.keys() & start.keys():
+        layers[k].load_state_dict(start[k])
     head = lanes.keep("global head", nn.Linear(width, server.spec.classes).to(server.device))
-    trainer, wholes = (
-        Trainer.of([*z.values(), head], recipe),
-        {k: e[:, 0] for k, e in embeddings.items()},
-    )
+
+    full_images = {k: e[:, 0] for k, e in embeddings.items()}
+    trainer = Trainer.of([*layers.values(), head], recipe)
     for _ in server.track("unify", range(epochs)):
-        for k, z_k in z.items():
-            trainer.step(partial(docking_loss, head, z_k), wholes[k], labels[k])
-    states = isolate({k: dict(layer.requires_grad_(False).state_dict()) for k, layer in z.items()})
+        for k, layer in layers.items():
+            trainer.step(partial(docking_loss, head, layer), full_images[k], labels[k])
+
+    for layer in layers.values():
+        layer.requires_grad_(False)
+    states = isolate({k: dict(layer.state_dict()) for k, layer in layers.items()})
     if floor:
-        whiten(
-            z.values(),
-            torch.cat([layer(embeddings[k]).flatten(0, 1) for k, layer in z.items()]),
-            floor,
-        )
-    return z, {k: layer(embeddings[k]) for k, layer in z.items()}, states
+        outputs = [layer(embeddings[k]).flatten(0, 1) for k, layer in layers.items()]
+        whiten(layers.values(), torch.cat(outputs), floor)
+    codes = {k: layer(embeddings[k]) for k, layer in layers.items()}
+    return layers, codes, states

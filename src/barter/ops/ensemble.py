@@ -1,4 +1,4 @@
-"""Public images: what several networks together say of them, and how a network learns from that."""
+"""Ensemble predictions for public images, and distillation from them."""
 
 from __future__ import annotations
 
@@ -31,15 +31,29 @@ __all__ = [
 
 
 def public_images(party: Node) -> Images:
-    """The images that every party has."""
+    """Return the public images that every party has.
+
+    Raises:
+        ConfigError: If the run has no public data.
+    """
     if party.public is None:
         raise ConfigError("there is no public data: set data.public to a source")
     return party.public
 
 
 def require_labels(images: Images, method: str, otherwise: str) -> None:
-    """Refuse public images whose labels cannot be those of the task: too many classes, or no more than one."""
-    labels, classes = images.labels, images.spec.classes
+    """Raise if the labels of public images cannot be those of the task.
+
+    Args:
+        images: The public images.
+        method: The method that learns from the labels, for the message.
+        otherwise: The way out, for the message.
+
+    Raises:
+        ConfigError: If a label is beyond the task's classes, or all labels are the same.
+    """
+    labels = images.labels
+    classes = images.spec.classes
     if int(labels.max()) >= classes:
         found = f"go up to {int(labels.max())} and the task has {classes} classes"
     elif bool((labels == labels[0]).all()):
@@ -50,50 +64,65 @@ def require_labels(images: Images, method: str, otherwise: str) -> None:
 
 
 def drawn(images: Images, samples: int | None) -> Tensor:
-    """The places of so many images at random, of all if there are no more."""
+    """Return the indices of `samples` random images, or of all if there are fewer or it is None."""
     return torch.randperm(len(images), device=images.device)[:samples]
 
 
 def class_shares(counts: Tensor, smoothing: float = 0.0) -> Tensor:
-    """How much each client counts for each class, from its images of it; all alike where nobody has any."""
+    """Return each client's weight for each class (clients, classes), from its number of images.
+
+    Clients have equal weights for classes of which none of them has images.
+    """
     total = (counts + smoothing).sum(0)
     return torch.where(total > 0, (counts + smoothing) / total.clamp_min(1e-12), 1 / len(counts))
 
 
 def consensus(answers: Sequence[Tensor], shares: Tensor | None = None) -> Tensor:
-    """The mean of what networks say (images, classes), each counting by its share of a class where these are given."""
-    said = torch.stack(list(answers))
-    return said.mean(0) if shares is None else (shares[:, None] * said).sum(0)
+    """Return the mean of several networks' predictions (images, classes).
+
+    Args:
+        answers: One prediction per network.
+        shares: Weight of each network for each class (networks, classes); equal weights if None.
+    """
+    predictions = torch.stack(list(answers))
+    if shares is None:
+        return predictions.mean(0)
+    return (shares[:, None] * predictions).sum(0)
 
 
 def mixed(said: Tensor, shares: Tensor) -> Tensor:
-    """What networks that know different classes say together: logits (..., clients, images, classes) to one for all.
+    """Merge the logits (..., clients, images, classes) of networks that know different classes.
 
-    Of each class the mean probability, everybody counting by its share of the class. Not of logits, for those of
-    different networks are not to one scale. Small ones are raised, so that their logarithms stay near the others'.
+    The result is the logarithm of the mean probability, in which clients are weighted by their
+    share of each class. Probabilities are averaged because logits of different networks have
+    different scales. Small probabilities are raised, so that their logarithms stay near the others.
     """
     p = (shares[:, None] * said.softmax(-1)).sum(-3)
     return (p + 1e-6).log()
 
 
 def sharpened(p: Tensor, temperature: float) -> Tensor:
-    """Entropy reduction aggregation (ERA): softmax(p / T) of probabilities, surer than they are for a low T."""
+    """Apply entropy reduction aggregation (ERA): softmax(p / T) of probabilities.
+
+    A low temperature lowers the entropy.
+    """
     return (p / temperature).softmax(1)
 
 
 def soft_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Cross entropy with probabilities as the target."""
+    """Return the cross entropy with probabilities as the target."""
     return F.cross_entropy(logits, target)
 
 
 def logit_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """KL(target ‖ student) of logits."""
+    """Return KL(target ‖ student) of logits."""
     return kl(target, logits)
 
 
 def _on_images(
     model: Classifier, spec: Spec, loss: Callable[..., Tensor], pixels: Tensor, *targets: Tensor
 ) -> Tensor:
+    """Return a loss of a model's logits on a batch of bytes."""
     return loss(model(prepared(pixels, spec, Augment())).float(), *targets)
 
 
@@ -109,7 +138,19 @@ def distil(
     steps: int,
     track: Callable[[Sequence[int]], Iterator[int]] = iter,
 ) -> None:
-    """Train a model, by a loss of its logits and the targets, on the images at these places."""
+    """Train a model on some of the images, by a loss of its logits and the targets.
+
+    Args:
+        model: The model to train.
+        images: All images.
+        places: Indices of the images to learn from.
+        targets: Tensors with one row for each of these images.
+        loss: Called with the logits and the targets' rows.
+        batch_size: Images in a step.
+        recipe: Optimizer and learning rate.
+        steps: Number of steps.
+        track: Wraps the steps to report progress.
+    """
     trainer = Trainer.of(model.train(), recipe)
     learn = partial(_on_images, model, images.spec, loss)
     batches = index_batches(len(places), batch_size, images.device)

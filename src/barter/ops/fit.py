@@ -1,4 +1,4 @@
-"""The training loop behind every algorithm: local training, distillation, decoders, exchange."""
+"""Training loops shared by all algorithms: local training, distillation, decoders, exchange."""
 
 from __future__ import annotations
 
@@ -43,16 +43,22 @@ __all__ = [
     "sgd",
 ]
 
-Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-Adjust: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # of logits, by a number for each class
-Course: TypeAlias = tuple[Callable[..., Any], Iterator[Sequence[Tensor]]]
+Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (logits, labels) -> loss
+Adjust: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (logits, value of each class) -> logits
+Course: TypeAlias = tuple[Callable[..., Any], Iterator[Sequence[Tensor]]]  # a loss and its batches
 
 
 def index_batches(n: int, size: int, device: torch.device) -> Iterator[Tensor]:
-    """Shuffled index batches of one size, for ever; each run of ceil(n / size) of them is an epoch.
+    """Yield shuffled batches of indices for ever; every ceil(n / size) batches are an epoch.
 
-    A last batch that would be short is filled from the start of the epoch's order, so that every sample is seen and
-    every batch has the same shape. Batch normalisation needs two values: a single sample is taken twice.
+    A last batch that would be short is filled from the start of the epoch's order, so that every
+    sample is seen and all batches have the same shape. Batch normalisation needs two values: a
+    single sample is repeated.
+
+    Args:
+        n: Number of samples.
+        size: Batch size; at most n, at least 2.
+        device: Device of the indices.
     """
     size = _batch_size(n, size)
     while True:
@@ -62,21 +68,27 @@ def index_batches(n: int, size: int, device: torch.device) -> Iterator[Tensor]:
 
 
 def batches(rows: Sequence[Sequence[Tensor]], size: int) -> Iterator[list[Tensor]]:
-    """Shuffled batches, for ever, of these rows of equally long tensors, one below the other."""
+    """Yield shuffled batches of rows for ever.
+
+    Args:
+        rows: Groups of equally long tensors. The groups are concatenated tensor by tensor.
+        size: Batch size.
+    """
     tensors = [
         column[0] if len(column) == 1 else torch.cat(column) for column in zip(*rows, strict=True)
     ]
-    del rows  # or everything would be held twice
+    del rows  # Otherwise all data would be in memory twice.
     for index in index_batches(len(tensors[0]), size, tensors[0].device):
         yield [tensor[index] for tensor in tensors]
 
 
 def epoch_length(n: int, size: int) -> int:
-    """How many of these batches make an epoch."""
+    """Return the number of batches in an epoch of `index_batches`."""
     return -(-n // _batch_size(n, size))
 
 
 def _batch_size(n: int, size: int) -> int:
+    """Return the batch size that is used for n samples."""
     return max(2, min(size, n))
 
 
@@ -90,19 +102,27 @@ def classification(
     loss: Loss = F.cross_entropy,
     adjust: Adjust = torch.add,
 ) -> tuple[Tensor, Tensor]:
-    """The loss on a batch of labelled bytes, and how many of them the model names rightly.
+    """Return the loss on a batch of labelled bytes, and the number of correct predictions.
 
-    Logits are adjusted before, where there is a number for each class to do so by.
+    Args:
+        model: The model.
+        spec: Format of the images, by which they are normalised.
+        augment: Augmentation of the images.
+        pixels: Images as bytes.
+        labels: Their labels.
+        *by_class: Tensors with one value per class, by each of which the logits are adjusted.
+        loss: Called with the adjusted logits and the labels.
+        adjust: Called with the logits and one of `by_class`.
     """
     logits = model(prepared(pixels, spec, augment))
-    for numbers in by_class:
-        logits = adjust(logits, numbers)
+    for values in by_class:
+        logits = adjust(logits, values)
     return loss(logits, labels), (logits.detach().argmax(1) == labels).sum()
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """How a training ended."""
+    """Result of a local training: epochs run, and loss and accuracy of the last epoch."""
 
     epochs: int
     loss: float
@@ -124,57 +144,77 @@ def fit(
     loss: Loss = F.cross_entropy,
     anchor: Anchor | None = None,
 ) -> Fitted:
-    """Train the client's model for so many epochs, or until an epoch's accuracy reaches the goal.
+    """Train the client's model on its images.
 
-    An epoch is a pass over the data, or so many `steps`. How often each class came up is added to `seen`. The `loss` is
-    one of logits and labels; logits are adjusted before it by numbers `by_class`, if there are any. An `anchor` holds
-    the parameters near a place. Images that are sealed are learnt from in private: for all epochs, since when to stop
-    would tell of them.
+    Sealed images are trained on with DP-SGD (see `fit_privately`), and always for all epochs, since
+    the moment of stopping would reveal something about them.
+
+    Args:
+        client: The client, whose model is trained in place.
+        epochs: Number of epochs at most.
+        batch_size: Images in a step.
+        recipe: Optimizer and learning rate.
+        goal: Stop when the training accuracy of an epoch reaches this value.
+        data: Images to train on instead of the client's.
+        steps: Steps in an epoch; by default an epoch is one pass over the data.
+        by_class: One value per class, by which logits are adjusted before the loss.
+        adjust: Called with the logits and `by_class`.
+        seen: Counts per class, to which the number of images used is added.
+        loss: Called with logits and labels.
+        anchor: Pulls the parameters towards given values.
+
+    Returns:
+        Epochs run, and loss and accuracy of the last epoch; NaN after private training.
+
+    Raises:
+        ConfigError: If the images are sealed and `seen` or `by_class` is given.
     """
     data = data or client.data
     trainer = Trainer.of(client.model.train(), recipe, anchor)
-    judge = partial(classification, client.model, data.spec, data.augment, loss=loss, adjust=adjust)
+    batch_loss = partial(
+        classification, client.model, data.spec, data.augment, loss=loss, adjust=adjust
+    )
     batches = index_batches(len(data), batch_size, data.device)
     per_epoch = steps or epoch_length(len(data), batch_size)
     if isinstance(data, Sealed):
         if seen is not None or by_class is not None:
             raise ConfigError(
-                "privacy.training: which classes a client has is not told in private training"
+                "privacy.training: private training does not reveal which classes a client has"
             )
         fit_privately(
             client, data, trainer, loss, epochs=epochs, per_epoch=per_epoch, batch_size=batch_size
         )
         return Fitted(epochs, float("nan"), float("nan"))
-    adjusting = () if by_class is None else (by_class,)
+    adjustments = () if by_class is None else (by_class,)
     fitted = Fitted(0, float("nan"), 0.0)
     for epoch in client.track(range(1, epochs + 1)):
         total = torch.zeros((), device=data.device)
-        hits = torch.zeros((), device=data.device, dtype=torch.long)
+        n_correct = torch.zeros((), device=data.device, dtype=torch.long)
         count = 0
         for index in islice(batches, per_epoch):
             labels = data.labels[index]
-            value, right = trainer.step(judge, data.pixels[index], labels, *adjusting)
+            value, correct = trainer.step(batch_loss, data.pixels[index], labels, *adjustments)
             total += value
-            hits += right
+            n_correct += correct
             count += len(index)
             if seen is not None:
                 seen.index_add_(0, labels, torch.ones_like(labels, dtype=seen.dtype))
         trainer.anneal(epoch / epochs)
         lanes.rest()
-        fitted = Fitted(epoch, float(total) / per_epoch, float(hits) / count)
+        fitted = Fitted(epoch, float(total) / per_epoch, float(n_correct) / count)
         if goal is not None and fitted.accuracy >= goal:
             break
     return fitted
 
 
 def anchored(client: Client, places: Mapping[str, Tensor], strength: float) -> Anchor:
-    """An anchor for the client's network, by the names of its weights."""
-    trained = [
+    """Return an anchor that pulls the client's trainable weights towards these values, by name."""
+    targets = [
         places[name]
         for name, parameter in client.model.named_parameters()
         if parameter.requires_grad
     ]
-    return lanes.keep(("anchor", client.architecture), Anchor(trained, strength))
+    return lanes.keep(("anchor", client.architecture), Anchor(targets, strength))
 
 
 def fit_by(
@@ -187,16 +227,24 @@ def fit_by(
     beside: Sequence[Tensor] | Iterator[Sequence[Tensor]] = (),
     also: Sequence[nn.Module] = (),
 ) -> None:
-    """Train the client's model, and what else is to learn, by a loss of bytes and labels.
+    """Train the client's model, and further modules, by a loss of bytes and labels.
 
-    What is `beside` them is given to every step: the same each time, or what an iterator gives for one after the other.
+    Args:
+        client: The client, whose model is trained in place.
+        loss: Called with bytes, labels and the tensors of `beside`.
+        epochs: Passes over the client's images.
+        batch_size: Images in a step.
+        recipe: Optimizer and learning rate.
+        beside: Further arguments of the loss: tensors that are the same in every step, or an
+            iterator with one sequence of tensors for each step.
+        also: Further modules to train.
     """
     data = client.data
     index = index_batches(len(data), batch_size, data.device)
-    given = beside if isinstance(beside, Iterator) else repeat(beside)
+    extra = beside if isinstance(beside, Iterator) else repeat(beside)
     batches = (
         [data.pixels[chosen], data.labels[chosen], *more]
-        for chosen, more in zip(index, given, strict=False)
+        for chosen, more in zip(index, extra, strict=False)
     )
     alternate(client, [(loss, batches)], epochs * epoch_length(len(data), batch_size), recipe, also)
 
@@ -208,8 +256,10 @@ def alternate(
     recipe: Recipe,
     also: Sequence[nn.Module] = (),
 ) -> None:
-    """Train the client's model, and what else is to learn, on several things at once: in every step on a batch of each,
-    by its loss."""
+    """Train the client's model, and further modules, on several courses at once.
+
+    Every step takes one batch of each course and minimises that course's loss on it.
+    """
     trainer = Trainer.of([module.train() for module in (client.model, *also)], recipe)
     for step in client.track(range(steps)):
         for loss, batches in courses:
@@ -219,33 +269,38 @@ def alternate(
 
 @dataclass(frozen=True)
 class Subject:
-    """Something to learn: what a network is shown, how, and how what it makes of that is judged."""
+    """A training objective: data, how they become inputs, and a loss of the network's features."""
 
-    rows: Sequence[Tensor]  # what is shown, and what its judge must know of it
-    show: Callable[[Tensor], Tensor]  # what is shown as the network sees it
-    judge: Callable[..., Tensor]  # a loss of features, of the other rows, and of what is
-    beside: tuple[Tensor, ...] = ()  # them, the same in every step
+    rows: Sequence[Tensor]  # the data, and the targets that the loss needs for them
+    show: Callable[[Tensor], Tensor]  # makes inputs of the network from the data
+    judge: Callable[..., Tensor]  # the loss: (features, *targets, *beside) -> value
+    beside: tuple[Tensor, ...] = ()  # further arguments of the loss, the same in every step
 
     def batches(self, size: int) -> Iterator[list[Tensor]]:
-        """Shuffled batches of rows, for ever, each with what is beside them."""
+        """Yield shuffled batches of rows for ever, each followed by the constant tensors."""
         for batch in batches([self.rows], size):
             yield [*batch, *self.beside]
 
 
 def joint(model: Classifier, subjects: Sequence[Subject], size: int) -> Course:
-    """One course of several subjects, with as much of each in a batch of this size.
+    """Combine several subjects into one course whose batches hold equal parts of each.
 
-    Normalisation sees such a batch as one. Subjects that take turns are each seen by statistics of their own, and later
-    by those of none.
+    Batch normalisation then uses statistics of all subjects together. Subjects that alternate would
+    each be normalised by their own statistics in training, and by those of none in evaluation.
+
+    Args:
+        model: The model to train.
+        subjects: The objectives.
+        size: Size of the whole batch.
     """
     sources = [subject.batches(size // len(subjects)) for subject in subjects]
     counts = tuple(len(subject.rows) + len(subject.beside) for subject in subjects)
-    loss = partial(
-        joint_loss, model, tuple((subject.show, subject.judge) for subject in subjects), counts
-    )
-    return loss, (
+    ways = tuple((subject.show, subject.judge) for subject in subjects)
+    loss = partial(joint_loss, model, ways, counts)
+    flat_batches = (
         [tensor for batch in parts for tensor in batch] for parts in zip(*sources, strict=True)
     )
+    return loss, flat_batches
 
 
 def joint_loss(
@@ -254,13 +309,23 @@ def joint_loss(
     counts: Sequence[int],
     *tensors: Tensor,
 ) -> Tensor:
-    """The sum of what judges say of the features of what is shown, all in one pass; so many tensors are of each."""
-    given = iter(tensors)
-    parts = [list(islice(given, count)) for count in counts]
-    shown = [show(part[0]) for (show, _), part in zip(ways, parts, strict=True)]
-    features = torch.split(model.features(torch.cat(shown)), [len(inputs) for inputs in shown])
-    said = [judge(x, *part[1:]) for (_, judge), x, part in zip(ways, features, parts, strict=True)]
-    return torch.stack(said).sum()
+    """Return the sum of several subjects' losses, with features from one forward pass.
+
+    Args:
+        model: The model.
+        ways: Each subject's `show` and `judge`.
+        counts: Number of tensors of each subject.
+        *tensors: The tensors of all subjects, one subject after the other.
+    """
+    remaining = iter(tensors)
+    parts = [list(islice(remaining, count)) for count in counts]
+    inputs = [show(part[0]) for (show, _), part in zip(ways, parts, strict=True)]
+    features = torch.split(model.features(torch.cat(inputs)), [len(x) for x in inputs])
+    losses = [
+        judge(own_features, *targets)
+        for (_, judge), own_features, (_, *targets) in zip(ways, features, parts, strict=True)
+    ]
+    return torch.stack(losses).sum()
 
 
 def fit_rows(
@@ -275,8 +340,21 @@ def fit_rows(
     recipe: Recipe,
     beside: Iterator[Sequence[Tensor]] | None = None,
 ) -> None:
-    """Train a module of the server's on rows of some tensors, and on what else is given to each step beside them."""
-    trainer, n = Trainer.of(module.train(), recipe), len(rows[0])
+    """Train a module of the server on rows of some tensors.
+
+    Args:
+        server: The server, which reports the progress.
+        phase: Name of the progress bar.
+        module: The module to train in place.
+        loss: Called with the rows of a batch and the tensors of `beside`.
+        rows: Equally long tensors.
+        epochs: Passes over the rows.
+        batch_size: Rows in a step.
+        recipe: Optimizer and learning rate.
+        beside: Further arguments of the loss, one sequence of tensors for each step.
+    """
+    trainer = Trainer.of(module.train(), recipe)
+    n = len(rows[0])
     steps = server.track(phase, range(epochs * epoch_length(n, batch_size)))
     batches = index_batches(n, batch_size, rows[0].device)
     for _, chosen, more in zip(steps, batches, beside or repeat(()), strict=False):

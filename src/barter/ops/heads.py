@@ -1,4 +1,4 @@
-"""Heads by themselves: the linear layer that makes logits of features."""
+"""Classifier heads: the last linear layer, which maps features to logits."""
 
 from __future__ import annotations
 
@@ -22,23 +22,28 @@ Head: TypeAlias = Annotated[
 
 
 def linear_head(model: Classifier) -> nn.Linear:
-    """The head of a network; refuses one that is not a linear layer with a bias."""
+    """Return the head of a network.
+
+    Raises:
+        ConfigError: If the network does not end in a linear layer with a bias.
+    """
     linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     if not linears or linears[-1].in_features != model.feature_dim or linears[-1].bias is None:
         raise ConfigError(
-            f"{type(model).__name__} does not end in nn.Linear({model.feature_dim}, classes) with a bias: "
-            "the head that clients share is one; use fedproto or feddistill for other heads"
+            f"{type(model).__name__} does not end in nn.Linear({model.feature_dim}, classes) "
+            "with a bias, which the head that clients share must be; use fedproto or feddistill "
+            "for other heads"
         )
     return linears[-1]
 
 
 def head_state(model: Classifier) -> Head:
-    """Weight and bias of a network's head, whatever it calls them."""
+    """Return weight and bias of a network's head under these names."""
     return dict(linear_head(model).state_dict())
 
 
 def put_on(model: Classifier, head: State) -> None:
-    """Give a network this head, if there is one already."""
+    """Load a head into a network; an empty state changes nothing."""
     if head:
         linear_head(model).load_state_dict(head)
 
@@ -46,8 +51,8 @@ def put_on(model: Classifier, head: State) -> None:
 def logits_by_heads(model: Classifier, head: State, data: Images) -> tuple[Tensor, Tensor]:
     """Return the logits of all images by the network's own head, and by another one.
 
-    The features, which are nearly all of the work, are computed once. The network is in evaluation
-    mode and has its own head on when this returns.
+    The features, which are nearly all of the work, are computed once. The network is left in
+    evaluation mode and with its own head.
     """
     model.eval()
     index = torch.arange(len(data), device=data.device)
@@ -63,10 +68,13 @@ def logits_by_heads(model: Classifier, head: State, data: Images) -> tuple[Tenso
 
 
 def felt(change: State, model: Classifier) -> State:
-    """A change of a network's weights without what no prediction depends on: in the head, what all classes share.
+    """Remove from a change of a network's weights the part that no prediction depends on.
 
-    Cross entropy does not ask for it, but Adam's steps, which are alike for all numbers, add it up until it is most of
-    the change of a client that lacks most classes. What a head that was split by hand does with its weights is its own.
+    This is the mean over classes of the head's weights, because a softmax ignores what all logits
+    share. Cross entropy does not ask for it. Adam's steps, which have the same size for all
+    weights, add it up nevertheless until it is most of the change of a client that lacks most
+    classes. Classifiers with a hand-written split are left alone, since their use of the head's
+    weights is not known.
     """
     if not isinstance(model, SplitClassifier):
         return change

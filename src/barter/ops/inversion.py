@@ -1,4 +1,4 @@
-"""Turning embeddings back into images: a decoder that draws what networks map back to the codes it drew from."""
+"""Embedding inversion: train a decoder whose images have given embeddings."""
 
 from __future__ import annotations
 
@@ -36,30 +36,26 @@ Discrepancy: TypeAlias = Literal["none", "kl", "mae", "mse"]
 
 
 class Viewer(NamedTuple):
-    """Who looks at some of the images: a network, and the layer behind its features."""
+    """A client's network and the layer that maps its features to codes."""
 
     model: Classifier
     translate: nn.Module
 
 
 class Terms(NamedTuple):
-    """What an image is asked for beside being mapped back to its code."""
+    """Loss terms of the decoder beside the reconstruction of the codes."""
 
-    logits: bool = False  # the same logits as of the embedding
-    differ: Discrepancy = "none"  # that the viewer and another network differ about it
+    logits: bool = False  # match the logits of the image with those of the embedding
+    differ: Discrepancy = "none"  # maximise the discrepancy between the viewer and another network
 
 
 class Schedule(NamedTuple):
-    """Passes over the largest set of codes, in at least so many steps.
+    """Length of the decoder's training, and the composition of its batches."""
 
-    A step is on codes of all viewers, of each by its share and `batch` of them on average, if `mixed`; otherwise on so
-    many of one's.
-    """
-
-    epochs: int
-    steps: int
-    batch: int
-    mixed: bool
+    epochs: int  # passes over the largest client's codes
+    steps: int  # least number of steps
+    batch: int  # codes of one client in a batch, on average if batches are mixed
+    mixed: bool  # take codes of all clients in proportion to their number, or of one client a step
 
 
 def fit_decoder(
@@ -72,33 +68,57 @@ def fit_decoder(
     schedule: Schedule,
     terms: Terms,
 ) -> tuple[State, float]:
-    """A decoder such that every viewer maps the images of its codes back to them, and its loss in the last pass.
+    """Train a decoder such that every viewer maps the images of its codes back to them.
 
-    It goes on from the state `start`; a new one from none. Codes are of an image's views, of which one a time is seen.
+    Args:
+        server: The server, whose device and image format are used.
+        start: State of a decoder to continue from; if empty, a new one is trained.
+        viewers: Each client's network and translation layer.
+        codes: Each client's codes (images, views, width). One view is used at a time.
+        embeddings: The embeddings that the codes were computed from.
+        recipe: Optimizer and learning rate.
+        schedule: Length of the training and composition of batches.
+        terms: Further loss terms.
+
+    Returns:
+        The decoder's state, and its mean reconstruction loss in the last pass.
     """
-    ids, mean = list(codes), sum(map(len, codes.values())) / len(codes)
+    ids = list(codes)
     _, views, width = codes[ids[0]].shape
     decoder = lanes.keep("decoder", Decoder(width, server.spec, parts_of(views)).to(server.device))
     if start:
         decoder.load_state_dict(start)
     trainer = Trainer.of(decoder, recipe)
-    epochs, steps, batch, mixed = schedule
-    size = {k: round(batch * len(codes[k]) / mean) if mixed else batch for k in ids}
+
+    mean_count = sum(map(len, codes.values())) / len(codes)
+    if schedule.mixed:
+        size = {k: round(schedule.batch * len(codes[k]) / mean_count) for k in ids}
+        groups = [ids]
+    else:
+        size = dict.fromkeys(ids, schedule.batch)
+        groups = [[k] for k in ids]
     source = {k: batches([[codes[k], embeddings[k]]], size[k]) for k in ids}
-    longest = max(epoch_length(len(codes[k]), size[k]) for k in ids)
-    groups, total = [ids] if mixed else [[k] for k in ids], torch.zeros((), device=server.device)
-    passes = range(max(steps, epochs * longest))
-    for step in server.track("decoder", passes):
+    last_pass = max(epoch_length(len(codes[k]), size[k]) for k in ids)
+    steps = max(schedule.steps, schedule.epochs * last_pass)
+
+    total = torch.zeros((), device=server.device)
+    for step in server.track("decoder", range(steps)):
         for group in groups:
             shift = 0 if terms.differ == "none" else int(torch.randint(1, len(ids), ()))
-            others = tuple(viewers[ids[(ids.index(k) + shift) % len(ids)]].model for k in group)
+            rivals = [ids[(ids.index(k) + shift) % len(ids)] for k in group]
             loss = partial(
-                drawn_loss, decoder, server.spec, tuple(viewers[k] for k in group), others, terms
+                drawn_loss,
+                decoder,
+                server.spec,
+                tuple(viewers[k] for k in group),
+                tuple(viewers[k].model for k in rivals),
+                terms,
             )
-            _, bare = trainer.step(loss, *(part for k in group for part in next(source[k])))
-            total += bare if step >= len(passes) - longest else 0
-        trainer.anneal((step + 1) / len(passes))
-    return isolate(dict(decoder.state_dict())), float(total) / (longest * len(groups))
+            batch = [tensor for k in group for tensor in next(source[k])]
+            _, reconstruction = trainer.step(loss, *batch)
+            total += reconstruction if step >= steps - last_pass else 0
+        trainer.anneal((step + 1) / steps)
+    return isolate(dict(decoder.state_dict())), float(total) / (last_pass * len(groups))
 
 
 def drawn_loss(
@@ -109,19 +129,38 @@ def drawn_loss(
     terms: Terms,
     *batch: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The loss on codes and embeddings of some viewers, each of whom sees one view of an image."""
-    parts = parts_of(batch[0].shape[1])
-    drawn = torch.split(decoder(torch.cat(batch[::2])), [len(code) for code in batch[::2]])
-    views = [in_turn(len(x), parts, x.device) for x in drawn]
+    """Decode a batch and return its inversion loss, with and without further terms.
+
+    Every viewer sees one view of each of its images.
+
+    Args:
+        decoder: The decoder.
+        spec: Format of the viewers' inputs.
+        viewers: The viewers whose codes are in the batch.
+        others: For each viewer the network from which it may have to differ.
+        terms: Further loss terms.
+        *batch: Codes and embeddings of the first viewer, of the second, and so on.
+    """
+    codes = batch[::2]
+    embeddings = batch[1::2]
+    parts = parts_of(codes[0].shape[1])
+    decoded = torch.split(decoder(torch.cat(codes)), [len(code) for code in codes])
+    views = [in_turn(len(x), parts, x.device) for x in decoded]
     images = lanes.abreast(
-        [partial(seen, x, view, parts, spec) for x, view in zip(drawn, views, strict=True)]
+        [partial(seen, x, view, parts, spec) for x, view in zip(decoded, views, strict=True)]
     )
-    codes, embeddings = (list(map(of_view, every, views)) for every in (batch[::2], batch[1::2]))
-    return inversion_loss(viewers, others, images, codes, embeddings, terms)
+    codes_of_views = [of_view(code, view) for code, view in zip(codes, views, strict=True)]
+    embeddings_of_views = [
+        of_view(embedding, view) for embedding, view in zip(embeddings, views, strict=True)
+    ]
+    return inversion_loss(viewers, others, images, codes_of_views, embeddings_of_views, terms)
 
 
 def discrepancy(choice: Discrepancy, teacher: Tensor, student: Tensor) -> Tensor:
-    """How much two networks' predictions differ; KL is scaled by 0.1: a decoder that seeks it diverges otherwise."""
+    """Return how much two networks' predictions differ.
+
+    KL is scaled by 0.1, because a decoder that maximises it diverges otherwise.
+    """
     if choice == "kl":
         return 0.1 * kl(teacher, student)
     gap = teacher.softmax(1) - student.softmax(1)
@@ -136,25 +175,41 @@ def inversion_loss(
     embeddings: Sequence[Tensor],
     terms: Terms,
 ) -> tuple[Tensor, Tensor]:
-    """The mean square between each image's code and what its viewer makes of it, with the terms asked for; and bare."""
-    total = sum(map(len, codes))
+    """Return the inversion loss of all viewers with the further terms, and without them.
 
-    def judged(
-        viewer: Viewer, other: Classifier, x: Tensor, code: Tensor, e: Tensor
+    The loss without further terms is the mean squared error between each code and what its viewer
+    recovers from the image.
+
+    Args:
+        viewers: The viewers.
+        others: For each viewer the network from which it may have to differ.
+        images: Each viewer's decoded images.
+        codes: The codes of these images.
+        embeddings: The embeddings of these images.
+        terms: Further loss terms.
+    """
+    n_images = sum(map(len, codes))
+
+    def viewer_loss(
+        viewer: Viewer, other: Classifier, x: Tensor, code: Tensor, embedding: Tensor
     ) -> tuple[Tensor, Tensor]:
-        model, features = viewer.model, viewer.model.features(x)
-        loss = bare = F.mse_loss(viewer.translate(features), code)
+        model = viewer.model
+        features = model.features(x)
+        loss = reconstruction = F.mse_loss(viewer.translate(features), code)
         if terms.logits:
-            loss = loss + kl(model.logits(e), model.logits(features))
+            loss = loss + kl(model.logits(embedding), model.logits(features))
         if terms.differ != "none":
             loss = loss - discrepancy(terms.differ, model.logits(features), other(x))
-        share = len(code) / total
-        return loss * share, bare.detach() * share
+        weight = len(code) / n_images
+        return loss * weight, reconstruction.detach() * weight
 
     jobs = [
-        partial(judged, *of_one)
-        for of_one in zip(viewers, others, images, codes, embeddings, strict=True)
+        partial(viewer_loss, *arguments)
+        for arguments in zip(viewers, others, images, codes, embeddings, strict=True)
     ]
-    shared = terms.differ != "none"  # networks look at others' images, too
-    losses, bare = zip(*([job() for job in jobs] if shared else lanes.abreast(jobs)), strict=True)
-    return torch.stack(losses).sum(), torch.stack(bare).sum()
+    # With a discrepancy, a network also sees other viewers' images, and jobs that run abreast must
+    # not share a module.
+    independent = terms.differ == "none"
+    results = lanes.abreast(jobs) if independent else [job() for job in jobs]
+    losses, reconstructions = zip(*results, strict=True)
+    return torch.stack(losses).sum(), torch.stack(reconstructions).sum()

@@ -1,4 +1,4 @@
-"""A private and a shared network that learn side by side."""
+"""Mutual learning of a client's private network and a shared one."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ __all__ = ["companion"]
 
 
 def companion(client: Client, name: str, weights: State) -> Classifier:
-    """A client's copy of the shared network, with these weights."""
+    """Return a client's copy of the shared network, with these weights.
+
+    Args:
+        client: The client.
+        name: Architecture of the shared network.
+        weights: State to load into it.
+    """
 
     def new() -> Classifier:
-        with seeds.scope(
-            0, "companion"
-        ):  # what it draws is overwritten, and not taken from the client's stream
+        # The initial weights are overwritten; the scope keeps them out of the client's random stream.
+        with seeds.scope(0, "companion"):
             network = zoo.build(name, client.data.spec)
         return network.to(client.device, memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 

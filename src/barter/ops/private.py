@@ -1,6 +1,7 @@
-"""DP-SGD: Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Algorithm 1 (arXiv:1607.00133).
+"""DP-SGD: Abadi et al., "Deep Learning with Differential Privacy", CCS 2016 (arXiv:1607.00133).
 
-Each image takes part in a step by the toss of a coin; its gradient is cut to a length, and noise is added to the sum.
+Algorithm 1: each image is in a batch with a fixed probability (Poisson sampling); its gradient is
+clipped to a norm, and Gaussian noise is added to the sum.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from barter.core.nodes import Client
 
 __all__ = ["clipped_sum", "fit_privately"]
 
-CHUNK = 64  # images whose gradients are held at a time
+CHUNK = 64  # Images whose gradients are in memory at a time.
 
 
 def fit_privately(
@@ -32,31 +33,44 @@ def fit_privately(
     per_epoch: int,
     batch_size: int,
 ) -> None:
-    """Train the client's model for so many epochs of steps; a batch has so many images on average."""
-    data, how, model = sealed.opened(), sealed.training, client.model.train()
-    mixing = [
-        type(part).__name__
-        for part in model.modules()
-        if isinstance(part, nn.modules.batchnorm._BatchNorm)
+    """Train the client's model by DP-SGD.
+
+    Args:
+        client: The client, whose model is trained in place.
+        sealed: Its images, with the parameters and the privacy budget of private training.
+        trainer: Applies the gradients.
+        loss: Called with logits and labels.
+        epochs: Number of epochs.
+        per_epoch: Steps in an epoch.
+        batch_size: Mean number of images in a batch.
+
+    Raises:
+        ConfigError: If the network has batch normalisation, which mixes images.
+    """
+    data = sealed.opened()
+    privacy = sealed.training
+    model = client.model.train()
+    norms = [
+        type(layer).__name__
+        for layer in model.modules()
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm)
     ]
-    if mixing:
-        raise ConfigError(f"privacy.training: {mixing[0]} mixes images; use a network without it")
+    if norms:
+        raise ConfigError(f"privacy.training: {norms[0]} mixes images; use a network without it")
     rate = min(1.0, batch_size / len(data))
-    deviation = how.clip * how.count(rate, epochs * per_epoch)
+    deviation = privacy.clip * privacy.count(rate, epochs * per_epoch)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     sizes = [parameter.numel() for parameter in trained.values()]
     for epoch in client.track(range(1, epochs + 1)):
         for _ in range(per_epoch):
-            chosen = (how.uniform(len(data)) < rate).nonzero()[:, 0].to(data.device)
-            total = clipped_sum(model, trained, loss, data, chosen, how.clip)
-            noise = (deviation * how.normal(sum(sizes))).to(data.device, torch.float32)
-            for parameter, slope, own in zip(
-                trained.values(), total, torch.split(noise, sizes), strict=True
-            ):
-                told = (slope + own.view_as(parameter)) / (rate * len(data))
-                parameter.grad = torch.empty_like(parameter).copy_(
-                    told
-                )  # in the parameter's own memory format
+            chosen = (privacy.uniform(len(data)) < rate).nonzero()[:, 0].to(data.device)
+            gradients = clipped_sum(model, trained, loss, data, chosen, privacy.clip)
+            flat_noise = (deviation * privacy.normal(sum(sizes))).to(data.device, torch.float32)
+            noises = torch.split(flat_noise, sizes)
+            for parameter, gradient, noise in zip(trained.values(), gradients, noises, strict=True):
+                noisy = (gradient + noise.view_as(parameter)) / (rate * len(data))
+                # empty_like gives the gradient the memory format of the parameter.
+                parameter.grad = torch.empty_like(parameter).copy_(noisy)
             trainer.descend()
             lanes.breathe()
         trainer.anneal(epoch / epochs)
@@ -71,23 +85,34 @@ def clipped_sum(
     chosen: Tensor,
     clip: float,
 ) -> list[Tensor]:
-    """The sum of these images' gradients, each of length `clip` at most."""
+    """Return the sum of the images' gradients, each clipped to norm `clip`.
+
+    Args:
+        model: The network.
+        trained: Its trainable parameters by name.
+        loss: Called with logits and labels.
+        data: All images.
+        chosen: Indices of the images in the batch.
+        clip: Largest norm of an image's gradient. Values that are not finite count as 0.
+
+    Returns:
+        One tensor per trainable parameter.
+    """
     fixed = {name: value for name, value in model.state_dict().items() if name not in trained}
 
-    def one(parameters: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
-        return loss(functional_call(model, {**fixed, **parameters}, (image[None],)), label[None])
+    def image_loss(parameters: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
+        logits = functional_call(model, {**fixed, **parameters}, (image[None],))
+        return loss(logits, label[None])
 
-    slopes = vmap(grad(one), in_dims=(None, 0, 0), randomness="different")
+    image_gradients = vmap(grad(image_loss), in_dims=(None, 0, 0), randomness="different")
     total = [torch.zeros_like(parameter) for parameter in trained.values()]
     values = {name: parameter.detach() for name, parameter in trained.items()}
     for part in torch.split(chosen, CHUNK) if len(chosen) else ():
         images = prepared(data.pixels[part], data.spec, data.augment)
-        each = [
-            g.flatten(1).nan_to_num(0.0, 0.0, 0.0)
-            for g in slopes(values, images, data.labels[part]).values()
-        ]
-        lengths = torch.stack([g.square().sum(1) for g in each]).sum(0).sqrt()
-        scale = clip / lengths.clamp(min=clip)
-        for held, g in zip(total, each, strict=True):
-            held += (scale @ g).view_as(held)
+        gradients = image_gradients(values, images, data.labels[part])
+        rows = [g.flatten(1).nan_to_num(0.0, 0.0, 0.0) for g in gradients.values()]
+        norms = torch.stack([g.square().sum(1) for g in rows]).sum(0).sqrt()
+        scale = clip / norms.clamp(min=clip)
+        for partial_sum, g in zip(total, rows, strict=True):
+            partial_sum += (scale @ g).view_as(partial_sum)
     return total

@@ -1,4 +1,4 @@
-"""Means over classes: of features (prototypes) or of predictions, each client's own and those of several."""
+"""Class means of features (prototypes) or of predictions, of one client or of several."""
 
 from __future__ import annotations
 
@@ -28,68 +28,91 @@ __all__ = [
 
 
 class ByClass(TypedDict):
-    """A vector for each of some classes."""
+    """A table with one vector for each of some classes."""
 
-    classes: Annotated[Tensor, Classes("n")]  # which ones
-    vectors: Annotated[Tensor, Floats("n", "vector")]  # one row for each
+    classes: Annotated[Tensor, Classes("n")]  # the classes in the table
+    vectors: Annotated[Tensor, Floats("n", "vector")]  # one row for each of them
 
 
 def class_means(values: Tensor, labels: Tensor) -> ByClass:
-    """The mean row of every class that there is."""
+    """Return the mean row of every class that occurs."""
     classes = torch.unique(labels)
     members = (labels == classes[:, None]).to(values)
-    with exact():  # a product adds up in the same order each time, on a GPU too
+    # A matrix product sums in the same order each time, on a GPU too.
+    with exact():
         return {"classes": classes, "vectors": members @ values / members.sum(1, keepdim=True)}
 
 
 def joined(tables: Iterable[ByClass]) -> ByClass:
-    """All vectors of several tables below one another; a class may come more than once."""
-    listed = list(tables)
+    """Concatenate several tables; a class may then occur more than once."""
+    tables = list(tables)
     return {
-        "classes": torch.cat([table["classes"] for table in listed]),
-        "vectors": torch.cat([table["vectors"] for table in listed]),
+        "classes": torch.cat([table["classes"] for table in tables]),
+        "vectors": torch.cat([table["vectors"] for table in tables]),
     }
 
 
 def mean_of(tables: Iterable[ByClass]) -> ByClass:
-    """The mean vector of every class, over those that have one for it; each of them counts alike."""
-    every = joined(tables)
-    return class_means(every["vectors"], every["classes"])
+    """Return the mean vector of every class, over the tables that have one.
+
+    All tables have the same weight.
+    """
+    table = joined(tables)
+    return class_means(table["vectors"], table["classes"])
 
 
 def features_of(model: Classifier, data: Images) -> Tensor:
-    """The features of all images, in evaluation mode."""
+    """Return the features of all images, computed in evaluation mode."""
     return predict(model.eval().features, data.batch, torch.arange(len(data), device=data.device))
 
 
 def prototypes_of(model: Classifier, data: Images) -> ByClass:
-    """The mean features of every class that there is."""
+    """Return the mean features of every class that occurs."""
     return class_means(features_of(model, data), data.labels)
 
 
 def renewed(old: Sequence[ByClass], new: ByClass) -> ByClass:
-    """The new vectors, and the old ones of classes that have no new one; of one table or none."""
-    stay = [~torch.isin(table["classes"], new["classes"]) for table in old]
-    classes = torch.cat(
-        [new["classes"], *(table["classes"][kept] for table, kept in zip(old, stay, strict=True))]
-    )
-    vectors = torch.cat(
-        [new["vectors"], *(table["vectors"][kept] for table, kept in zip(old, stay, strict=True))]
-    )
-    order = classes.argsort()
-    return {"classes": classes[order], "vectors": vectors[order]}
+    """Update a table: new vectors, and the old ones of classes without a new vector.
+
+    Args:
+        old: The old table, or nothing.
+        new: The new table.
+
+    Returns:
+        The updated table, sorted by class.
+    """
+    tables = [new]
+    for table in old:
+        missing = ~torch.isin(table["classes"], new["classes"])
+        tables.append({"classes": table["classes"][missing], "vectors": table["vectors"][missing]})
+    merged = joined(tables)
+    order = merged["classes"].argsort()
+    return {"classes": merged["classes"][order], "vectors": merged["vectors"][order]}
 
 
 def lookup(
     table: Sequence[ByClass], classes: int, width: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """A row for each of all classes, and whether there is one: 1, or 0 where the row is zero; of one table or none."""
-    rows, known = torch.zeros(classes, width, device=device), torch.zeros(classes, device=device)
-    for found in table:
-        rows[found["classes"]], known[found["classes"]] = found["vectors"], 1.0
+    """Return a row for each of all classes, and which classes have one.
+
+    Args:
+        table: The table, or nothing.
+        classes: Number of all classes.
+        width: Length of the vectors.
+        device: Device of the result.
+
+    Returns:
+        The rows (classes, width), zero for classes without a vector, and for each class 1 if it has
+        one, otherwise 0.
+    """
+    rows = torch.zeros(classes, width, device=device)
+    known = torch.zeros(classes, device=device)
+    for vectors in table:
+        rows[vectors["classes"]] = vectors["vectors"]
+        known[vectors["classes"]] = 1.0
     return rows, known
 
 
 def nearest(features: Tensor, table: ByClass) -> Tensor:
-    """The class whose vector is the closest."""
+    """Return the class of the closest vector, for each row of features."""
     return table["classes"][torch.cdist(features, table["vectors"]).argmin(1)]

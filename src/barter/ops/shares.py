@@ -1,9 +1,10 @@
-"""Class shares at home: what an image shows, and what is likely where it comes from, are two things.
+"""Logit adjustment by the class frequencies of a client.
 
-A network that learns by cross entropy on the images of one place also learns which classes are frequent there, and
-takes that along to places where it is not so. With the logarithms of the shares added to its logits while it learns
-(Ren et al., "Balanced Meta-Softmax for Long-Tailed Visual Recognition", NeurIPS 2020, arXiv:2007.10740) the network
-itself says what images show, and its logits with the shares added what they show at home.
+A network that is trained by cross entropy on one client's images also learns that client's class
+prior, and applies it to other clients, where it is wrong. The log prior is therefore added to the
+logits in training (Ren et al., "Balanced Meta-Softmax for Long-Tailed Visual Recognition", NeurIPS
+2020, arXiv:2007.10740). The network's logits are then free of the prior; with the log prior added
+they predict for the client's own distribution.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ __all__ = ["log_shares"]
 
 
 def log_shares(data: Images) -> Tensor:
-    """The logarithm of each class's share of the images, as if there were one more of each, for there might be."""
+    """Return the log frequency of each class, with one image added per class.
+
+    The additional image keeps classes that the client lacks finite.
+    """
     counts = data.class_counts() + 1
     return (counts / counts.sum()).log()

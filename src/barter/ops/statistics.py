@@ -1,4 +1,4 @@
-"""Means and variances: those that batch normalisation keeps, renewed on data; whitening by them."""
+"""Statistics of activations: recompute those of batch normalisation, compare, whiten."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ MEAN, VARIANCE = "running_mean", "running_var"
 
 
 class Statistics(TypedDict):
-    """The running statistics of all of a network's normalisation layers, one layer after the other.
+    """Running statistics of all normalisation layers of a network, concatenated.
 
-    An algorithm whose clients answer with them has `normalised`, the number of normalised channels.
+    An algorithm whose clients answer with them defines `normalised`, the number of normalised
+    channels.
     """
 
     means: Annotated[Tensor, Floats("normalised")]
@@ -47,6 +48,7 @@ class Statistics(TypedDict):
 
 
 def _norms(model: nn.Module) -> list[_BatchNorm]:
+    """Return the batch normalisation layers that track running statistics."""
     return [
         layer
         for layer in model.modules()
@@ -55,15 +57,19 @@ def _norms(model: nn.Module) -> list[_BatchNorm]:
 
 
 def norm_names(model: nn.Module) -> set[str]:
-    """The names of all that batch normalisation holds in a network: weights, biases, statistics, counters."""
-    layers = [(at, layer) for at, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
-    return {f"{at}.{name}".removeprefix(".") for at, layer in layers for name in layer.state_dict()}
+    """Return the state names of all batch normalisation: weights, biases, statistics, counters."""
+    names = set()
+    for prefix, layer in model.named_modules():
+        if isinstance(layer, _BatchNorm):
+            names |= {f"{prefix}.{name}".removeprefix(".") for name in layer.state_dict()}
+    return names
 
 
 def renew(model: Classifier, data: Images, batch_size: int) -> None:
-    """Give normalisation the statistics of these images under the weights as they are now, each batch counting alike.
+    """Recompute the running statistics from these images under the current weights.
 
-    HeteroFL's static batch normalisation: training leaves no statistics, one pass afterwards does.
+    All batches have the same weight. This is HeteroFL's static batch normalisation: training keeps
+    no statistics, one pass afterwards computes them. The model is left in evaluation mode.
     """
     batches = renew_batches(len(data), batch_size)
     ends = torch.linspace(0, len(data), batches + 1).round().long().tolist()
@@ -78,7 +84,10 @@ def renew(model: Classifier, data: Images, batch_size: int) -> None:
 
 @torch.no_grad()
 def renew_from(model: Classifier, batches: Iterable[Tensor]) -> None:
-    """Give normalisation the mean statistics of these batches of images as a network sees them."""
+    """Replace the running statistics by the mean over these batches of normalised images.
+
+    The model is left in evaluation mode.
+    """
     norms = _norms(model)
     momenta = [layer.momentum for layer in norms]
     model.eval()
@@ -99,7 +108,7 @@ def renew_from(model: Classifier, batches: Iterable[Tensor]) -> None:
 
 @contextmanager
 def by_batch(model: nn.Module) -> Iterator[None]:
-    """Inside, a network in training mode normalises by its batch and leaves its running statistics as they are."""
+    """Normalise by the batch in training mode without updating running statistics, inside."""
     norms = _norms(model)
     for layer in norms:
         layer.track_running_stats = False
@@ -116,7 +125,7 @@ def renew_batches(n_images: int, batch_size: int) -> int:
 
 
 def running_means(names: Iterable[str]) -> list[str]:
-    """Return those names of a network's state under which running means are."""
+    """Return the state names of running means."""
     return [name for name in names if name.endswith(MEAN)]
 
 
@@ -144,20 +153,21 @@ def replace_statistics(state: Mapping[str, Tensor], statistics: Statistics) -> S
 
 
 def combine_statistics(parts: Sequence[Statistics], batches: Sequence[int]) -> Statistics:
-    """Return the statistics of one pass over all parties' batches, from those of a pass by each party.
+    """Combine the statistics of several parties into those of one pass over all their batches.
 
-    `renew` gives every batch the same weight, and a batch in training mode is normalised by itself. So what one party's
-    batches yield does not depend on the others', and the mean weighted by batches is exact.
+    `renew` gives every batch the same weight, and a batch in training mode is normalised by itself.
+    A party's statistics therefore do not depend on the others' batches, and the mean weighted by
+    the numbers of batches is exact.
 
     Args:
         parts: The statistics of the same weights at each party.
         batches: The number of batches in each party's pass.
     """
-    shares = torch.tensor(batches, dtype=torch.double) / sum(batches)
+    weights = torch.tensor(batches, dtype=torch.double) / sum(batches)
 
     def mean(rows: list[Tensor]) -> Tensor:
         stacked = torch.stack(rows)
-        return (shares.to(stacked.device) @ stacked.double()).to(stacked.dtype)
+        return (weights.to(stacked.device) @ stacked.double()).to(stacked.dtype)
 
     return {
         "means": mean([part["means"] for part in parts]),
@@ -167,45 +177,62 @@ def combine_statistics(parts: Sequence[Statistics], batches: Sequence[int]) -> S
 
 @contextmanager
 def compared(model: nn.Module, weights: Tensor | None = None) -> Iterator[list[Tensor]]:
-    """What a network sees inside, compared with the statistics that its normalisation keeps: for every such layer the
-    distances between means and between variances (DeepInversion). Images count alike, or by their weights."""
-    found: list[Tensor] = []
+    """Compare the activations of forward passes inside with the running statistics.
+
+    Args:
+        model: The network, whose normalisation layers are compared.
+        weights: Weight of each image; equal weights if None.
+
+    Yields:
+        A list that fills up with one value per normalisation layer: the distance between the means
+        plus the distance between the variances (DeepInversion).
+    """
+    distances: list[Tensor] = []
 
     def compare(layer: Any, inputs: tuple[Tensor, ...]) -> None:
         x = inputs[0].float()
         x = x.reshape(*x.shape[:2], -1)
-        counts = (torch.ones_like(x[:, 0, 0]) if weights is None else weights)[
-            :, None, None
-        ].expand_as(x)
+        image_weights = torch.ones_like(x[:, 0, 0]) if weights is None else weights
+        counts = image_weights[:, None, None].expand_as(x)
         total = counts.sum((0, 2)).clamp_min(1e-8)
         mean = (counts * x).sum((0, 2)) / total
         var = (counts * (x - mean[:, None]).square()).sum((0, 2)) / total
-        found.append((layer.running_var - var).norm() + (layer.running_mean - mean).norm())
+        distances.append((layer.running_var - var).norm() + (layer.running_mean - mean).norm())
 
     hooks = [layer.register_forward_pre_hook(compare) for layer in _norms(model)]
     try:
-        yield found
+        yield distances
     finally:
         for hook in hooks:
             hook.remove()
 
 
 def whitening(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """The mean of the rows, and the symmetric matrix that makes their directions vary alike once it is taken away.
+    """Return the mean of the rows, and the symmetric matrix that whitens them once centred.
 
-    A direction that varies less than `floor` times the average is amplified less, for it is mostly noise.
+    Args:
+        x: The rows.
+        floor: Directions whose variance is less than `floor` times the average are amplified less,
+            because they are mostly noise.
     """
-    mean, rows = x.double().mean(0), x.double()
-    values, vectors = torch.linalg.eigh(
-        torch.cov(rows.T, correction=0).reshape(x.shape[1], x.shape[1])
-    )
-    # rows may all be equal
+    rows = x.double()
+    mean = rows.mean(0)
+    # A single column has a covariance without dimensions.
+    covariance = torch.cov(rows.T, correction=0).reshape(x.shape[1], x.shape[1])
+    values, vectors = torch.linalg.eigh(covariance)
+    # The variance is zero in all directions if the rows are equal.
     scale = (values.clamp_min(0) + floor * values.mean()).clamp_min(1e-12).rsqrt()
     return mean.to(x), ((vectors * scale) @ vectors.T).to(x)
 
 
 def whiten(layers: Iterable[nn.Linear], outputs: Tensor, floor: float) -> None:
-    """Change linear layers so that what they gave these outputs for varies alike in all directions."""
+    """Change linear layers in place so that their outputs are whitened.
+
+    Args:
+        layers: The layers, which share one output space.
+        outputs: Their outputs (rows, width) before the change, by which the matrix is computed.
+        floor: See `whitening`.
+    """
     mean, matrix = whitening(outputs, floor)
     with torch.no_grad():
         for layer in layers:

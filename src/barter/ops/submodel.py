@@ -1,7 +1,7 @@
-"""Parts of a network by width: which channels a client gets, cutting them out, and averaging what comes back.
+"""Submodels by width: choose a client's channels, extract them, and aggregate the results.
 
-The channels that are kept of a layer depend on its width and on nothing else of it. So layers that follow one another,
-and those that write to one residual stream, agree without anybody having to look at the network's graph.
+The channels that are kept of a layer depend on nothing but its width. So consecutive layers, and
+those that write to one residual stream, agree without an analysis of the network's graph.
 """
 
 from __future__ import annotations
@@ -34,18 +34,32 @@ __all__ = [
 OTHERWISE = "use a plain or residual network, such as small-cnn or resnet18"
 
 Extraction: TypeAlias = Literal["static", "random", "rolling"]
-Places: TypeAlias = dict[
-    str, tuple[Tensor, ...]
-]  # for every tensor, the indices that are kept along each axis
+# For every tensor of a submodel, its indices in the full network along each axis.
+Places: TypeAlias = dict[str, tuple[Tensor, ...]]
 
 
 def budget(client: int, clients: int, rho: int, sigma: int) -> float:
-    """R_i = (1/2)^min(σ, ⌊ρ i / N⌋) for i = 1 .. N: the share of the width that the i-th client can afford."""
+    """Return client i's fraction of the width, R_i = (1/2)^min(σ, ⌊ρ i / N⌋) for i = 1 .. N.
+
+    Args:
+        client: Index of the client, from 0.
+        clients: N, the number of clients.
+        rho: ρ, the number of halvings that the last client would have without σ.
+        sigma: σ, the largest number of halvings.
+    """
     return 0.5 ** min(sigma, rho * (client + 1) // clients)
 
 
 def channels(width: int, part: int, rule: Extraction, t: int) -> Tensor:
-    """Which channels of a layer are kept in round t: the first, some at random, or those of a window that rolls on."""
+    """Return the channels of a layer that are kept in round t.
+
+    Args:
+        width: Number of channels of the full layer.
+        part: Number of channels to keep.
+        rule: "static" keeps the first, "random" a random subset, "rolling" a window that moves on
+            by one channel each round.
+        t: The round, from 1.
+    """
     if rule == "random":
         return torch.randperm(width)[:part]
     every = torch.arange(width)
@@ -55,44 +69,46 @@ def channels(width: int, part: int, rule: Extraction, t: int) -> Tensor:
 def places(
     full: Mapping[str, Tensor], part: Mapping[str, Tensor], rule: Extraction, t: int
 ) -> Places:
-    """Where each entry of a narrower network's state stands in that of the full one.
+    """Return the indices at which a submodel's entries stand in the full network's state.
 
-    Tensors come layer by layer, outputs along their first axis. What enters a linear layer may be channels times
-    positions; then all positions of a channel go together.
+    States list tensors layer by layer, with outputs along the first axis. The inputs of a linear
+    layer may be channels times positions; all positions of a channel are then kept together.
+
+    Args:
+        full: State of the full network.
+        part: State of the submodel.
+        rule: Which channels are kept.
+        t: The round, from 1.
     """
-    chosen: dict[tuple[int, int], Tensor] = {}
+    chosen: dict[tuple[int, int], Tensor] = {}  # by width in the full network and in the part
 
-    def pick(width: int, left: int) -> Tensor:
-        if width == left:
+    def pick(width: int, narrow: int) -> Tensor:
+        if width == narrow:
             return torch.arange(width)
-        if (width, left) not in chosen:
-            chosen[width, left] = channels(width, left, rule, t)
-        return chosen[width, left]
+        if (width, narrow) not in chosen:
+            chosen[width, narrow] = channels(width, narrow, rule, t)
+        return chosen[width, narrow]
 
-    found: Places = {}
-    before = (1, 1)
+    indices: Places = {}
+    previous = (1, 1)  # outputs of the layer before, in the full network and in the part
     for name, tensor in part.items():
         sizes = list(zip(full[name].shape, tensor.shape, strict=True))
-        along = [pick(*size) for size in sizes[:1]]
-        for width, left in sizes[1:]:
-            positions = width // before[0]
-            if (
-                width != left
-                and tensor.ndim == 2
-                and (width, left) == (positions * before[0], positions * before[1])
-            ):
-                along.append(
-                    (pick(*before)[:, None] * positions + torch.arange(positions)).flatten()
-                )
+        axes = [pick(*size) for size in sizes[:1]]
+        for width, narrow in sizes[1:]:
+            positions = width // previous[0]
+            flattened = (width, narrow) == (positions * previous[0], positions * previous[1])
+            if width != narrow and tensor.ndim == 2 and flattened:
+                first_positions = pick(*previous)[:, None] * positions
+                axes.append((first_positions + torch.arange(positions)).flatten())
             else:
-                along.append(pick(width, left))
-        found[name] = tuple(along)
-        before = sizes[0] if sizes else before
-    return found
+                axes.append(pick(width, narrow))
+        indices[name] = tuple(axes)
+        previous = sizes[0] if sizes else previous
+    return indices
 
 
 def _grid(along: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """The indices shaped so that together they address the block of a tensor."""
+    """Reshape the indices of each axis so that together they address a block of a tensor."""
     return tuple(
         index.to(device).view([-1 if axis == other else 1 for other in range(len(along))])
         for axis, index in enumerate(along)
@@ -100,7 +116,7 @@ def _grid(along: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]
 
 
 def extracted(full: Mapping[str, Tensor], where: Places) -> State:
-    """The entries of a state at these places, by themselves."""
+    """Extract the entries at these indices as a state of their own."""
     return {
         name: full[name][_grid(along, full[name].device)].clone() for name, along in where.items()
     }
@@ -114,9 +130,16 @@ def combined(
     owned: Mapping[int, Tensor] | None = None,
     head: frozenset[str] = frozenset(),
 ) -> State:
-    """Every entry the weighted mean over the clients that hold it; what nobody holds stays as it was (Eq. 1 of DFRD).
+    """Average submodels entry by entry over the clients that hold an entry (Eq. 1 of DFRD).
 
-    Of the tensors named in `head`, a client counts only in the rows of classes that it owns.
+    Args:
+        full: State of the full network; entries that no client holds keep their values.
+        parts: Each client's state.
+        where: Each client's indices in the full network.
+        weights: Each client's weight.
+        owned: Each client's number of images of each class, for the tensors in `head`.
+        head: Names of tensors with one row per class. A client counts only in the rows of classes
+            of which it owns images.
     """
     result: State = {}
     for name, old in full.items():
@@ -135,37 +158,49 @@ def combined(
 
 
 def head_of(model: nn.Module) -> frozenset[str]:
-    """The names of the tensors of the last linear layer, one row for each class."""
-    linears = [at for at, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    return frozenset(f"{at}.{part}" for at in linears[-1:] for part in ("weight", "bias"))
+    """Return the tensor names of the last linear layer, which has one row per class."""
+    linears = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    return frozenset(f"{name}.{part}" for name in linears[-1:] for part in ("weight", "bias"))
 
 
 def verify(full: Classifier, part: Classifier, spec: Spec) -> None:
-    """Refuse a narrower network that does not compute what the full one does when all it lacks is zero."""
+    """Raise unless a submodel computes what the full network does with all other weights zero.
+
+    Args:
+        full: The full network.
+        part: The submodel.
+        spec: Format of the images.
+
+    Raises:
+        ConfigError: If the network cannot be narrowed, or its submodel computes something else.
+    """
     name = type(getattr(full, "body", full)).__name__
-    small, large = (copy.deepcopy(model).double().eval() for model in (part, full))
+    small = copy.deepcopy(part).double().eval()
+    large = copy.deepcopy(full).double().eval()
     with seeds.scope(0, "verify"), torch.no_grad():
-        state = {at: _redrawn(tensor) for at, tensor in large.state_dict().items()}
+        state = {key: _random_values(tensor) for key, tensor in large.state_dict().items()}
         where = places(state, small.state_dict(), "random", 1)
-        held = {at: torch.zeros_like(tensor) for at, tensor in state.items()}
-        for at, along in where.items():
-            block = _grid(along, held[at].device)
-            held[at][block] = state[at][block]
+        masked = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+        for key, axes in where.items():
+            block = _grid(axes, masked[key].device)
+            masked[key][block] = state[key][block]
         try:
             small.load_state_dict(extracted(state, where))
-            large.load_state_dict(held)
+            large.load_state_dict(masked)
             x = torch.randn(2, *spec.shape, dtype=torch.double)
-            one, other = small(x), large(x)
+            found = small(x)
+            expected = large(x)
         except (RuntimeError, ValueError, IndexError) as error:
             raise ConfigError(f"{name} cannot be cut by width ({error}); {OTHERWISE}") from error
-    if not (one - other).abs().max() <= 1e-6 * other.abs().max():
+    # The negated comparison also refuses NaN.
+    if not (found - expected).abs().max() <= 1e-6 * expected.abs().max():
         raise ConfigError(
             f"{name} cannot be cut by width: its parts mix up the channels; {OTHERWISE}"
         )
 
 
-def _redrawn(tensor: Tensor) -> Tensor:
-    """Values to tell channels apart by: those of a new network may all be zero or one."""
+def _random_values(tensor: Tensor) -> Tensor:
+    """Return random values that tell channels apart; those of a new network may all be 0 or 1."""
     if tensor.ndim > 1:
         return torch.randn_like(tensor).div(tensor[0].numel() ** 0.5)
     return tensor + torch.rand_like(tensor) if tensor.is_floating_point() else tensor

@@ -1,4 +1,4 @@
-"""Training a generator on what networks see in its images, and a network on what others see in them."""
+"""Data-free distillation: train a generator against networks, and a student on its images."""
 
 from __future__ import annotations
 
@@ -57,53 +57,60 @@ Rule: TypeAlias = Literal["student-wrong", "all", "differ"]
 
 
 class Artist(Server):
-    """A server with a generator of images."""
+    """A server with an image generator."""
 
-    generator: State = {}
+    generator: State = {}  # the generator of the last round; empty before the first
 
 
 class Ensemble(nn.Module):
-    """The clients' models; their opinion is the mean of their logits, each weighted by how much it knows of a label."""
+    """The clients' models as one: the mean of their logits, weighted for each image."""
 
     def __init__(self, models: Iterable[Classifier]) -> None:
         super().__init__()
         self.models = nn.ModuleList(models)
 
     def said(self, x: Tensor) -> Tensor:
-        """What each of them says (clients, images, classes)."""
+        """Return the logits of every model (clients, images, classes)."""
         return torch.stack(lanes.abreast([partial(model, x) for model in self.models]))
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of the models' logits; weights are (clients, images)."""
         return (weights[:, :, None] * self.said(x)).sum(0)
 
     def inspected(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Their opinion, and how strange images look to them beside their own, by the statistics their networks keep.
+        """Return the ensemble's logits, and how far images are from the models' running statistics.
 
-        To each of them an image counts as its label does: of labels drawn as often as they came up, everybody then
-        judges as many as it has.
+        The distance is DeepInversion's. To each client an image counts by the weight of its label:
+        if labels are sampled as often as they occur, every client judges images in proportion to
+        its own.
+
+        Args:
+            x: Normalised images.
+            weights: Weight of each client for each image (clients, images).
         """
 
-        def asked(model: nn.Module, known: Tensor) -> tuple[Tensor, Tensor]:
-            with compared(model, known) as distances:
-                said = known[:, None] * model(x).float()
-            return said, known.mean() * sum(distances)
+        def inspect(model: nn.Module, image_weights: Tensor) -> tuple[Tensor, Tensor]:
+            with compared(model, image_weights) as distances:
+                weighted = image_weights[:, None] * model(x).float()
+            return weighted, image_weights.mean() * sum(distances)
 
         jobs = [
-            partial(asked, model, known) for model, known in zip(self.models, weights, strict=True)
+            partial(inspect, model, image_weights)
+            for model, image_weights in zip(self.models, weights, strict=True)
         ]
-        opinions, strangeness = zip(*lanes.abreast(jobs), strict=True)
-        return torch.stack(opinions).sum(0), torch.stack(strangeness).sum()
+        logits, distances = zip(*lanes.abreast(jobs), strict=True)
+        return torch.stack(logits).sum(0), torch.stack(distances).sum()
 
 
 class Teacher(TypedDict):
-    """A client's model, and how many images of each class it has learned from."""
+    """A client's model, and the number of images of each class that it was trained on."""
 
     weights: State
     counts: Annotated[Tensor, Counts("classes")]
 
 
 def assembled(server: Server, weights: Mapping[int, State]) -> Ensemble:
-    """The models that came back, frozen."""
+    """Return the frozen ensemble of the models that clients uploaded."""
 
     def new() -> Ensemble:
         return Ensemble(server.architectures[k]() for k in weights).to(server.device)
@@ -115,7 +122,12 @@ def assembled(server: Server, weights: Mapping[int, State]) -> Ensemble:
 
 
 def painter(server: Artist, width: int) -> Decoder:
-    """The server's generator as the last round left it, for codes of this width."""
+    """Return the server's generator in training mode, with the weights of the last round.
+
+    Args:
+        server: The server.
+        width: Length of the codes.
+    """
     generator = lanes.keep("generator", Decoder(width, server.spec).to(server.device))
     if server.generator:
         generator.load_state_dict(server.generator)
@@ -123,20 +135,20 @@ def painter(server: Artist, width: int) -> Decoder:
 
 
 def painted(generator: Decoder, codes: Tensor, spec: Spec) -> Tensor:
-    """The images that codes (images, width) stand for, as networks get to see them."""
+    """Generate the images of codes (images, width), in the size of the networks' inputs."""
     return resized(generator(codes[:, None]), spec)
 
 
 def named(z: Tensor, y: Tensor, classes: int) -> Tensor:
-    """Noise and labels as one code."""
+    """Concatenate noise and one-hot labels to codes."""
     return torch.cat([z, F.one_hot(y, classes).to(z)], 1)
 
 
 @torch.no_grad()
 def put_away(server: Artist, generator: Decoder, codes: Tensor, y: Tensor | None = None) -> None:
-    """Remember the generator, and report how different its images of these codes are.
+    """Store the generator at the server, and report how varied its images of these codes are.
 
-    Without labels, an image is of the class that the server's model sees in it.
+    Without labels, the class of an image is the prediction of the server's model.
     """
     server.generator = isolate(dict(generator.state_dict()))
     x = painted(generator, codes, server.spec)
@@ -147,7 +159,14 @@ def put_away(server: Artist, generator: Decoder, codes: Tensor, y: Tensor | None
 def exhibited(
     party: Node, codes: Tensor, y: Tensor | None, wanted: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor] | None:
-    """Labels and pictures of these codes, for the experimenter's eyes; nobody but an artist has any."""
+    """Return labels and images of these codes for display, or None without a generator.
+
+    Args:
+        party: The party; only an `Artist` has a generator.
+        codes: The codes.
+        y: Labels of the codes; if None, the predictions of the party's model.
+        wanted: Chooses the indices to show from the labels.
+    """
     if not isinstance(party, Artist) or not party.generator:
         return None
     x = painted(painter(party, codes.shape[1]), codes, party.spec)
@@ -157,83 +176,135 @@ def exhibited(
 
 
 def fidelity(ensemble: Tensor, y: Tensor) -> Tensor:
-    """L_fid: the clients together should see in an image what it was made for."""
+    """Return L_fid: the cross entropy of the ensemble's logits with the images' labels."""
     return F.cross_entropy(ensemble, y)
 
 
 def fidelity_by_label(said: Tensor, y: Tensor, weights: Tensor) -> Tensor:
-    """Each client by itself should see it, as far as it knows the label (clients, images)."""
-    wrong = F.cross_entropy(said.flatten(0, 1), y.repeat(len(said)), reduction="none").view_as(
-        weights
-    )
-    return (weights * wrong).sum(0).mean()
+    """Return the cross entropy of each client's logits, weighted by how well it knows the label.
+
+    Args:
+        said: Logits (clients, images, classes).
+        y: Labels of the images.
+        weights: Weights (clients, images).
+    """
+    losses = F.cross_entropy(said.flatten(0, 1), y.repeat(len(said)), reduction="none")
+    return (weights * losses.view_as(weights)).sum(0).mean()
 
 
 def diversity(x: Tensor, h: Tensor, y: Tensor | None = None, *, norm: int = 2) -> Tensor:
-    """L_div: what is made of different origins should differ, by mean squares or (norm 1) by means.
+    """Return L_div, which falls as images of different inputs differ more.
 
-    With labels only pairs of one class count. Of all pairs nine in ten are of different classes, which fidelity keeps
-    apart anyway: a generator that draws one image for each class has hardly anything left to gain.
-    Not by norms: with those of the papers' equations the exponential underflows.
+    The distances are mean squares, not norms: with the norms of the papers' equations the
+    exponential underflows.
+
+    Args:
+        x: The generated images.
+        h: The inputs that they were generated from.
+        y: Labels. With them only pairs of one class count: nine in ten of all pairs are of
+            different classes, which fidelity keeps apart anyway, so that a generator that makes one
+            image per class would have hardly anything left to gain.
+        norm: 2 compares images by mean squared, 1 by mean absolute differences.
     """
-    made, origins = x.flatten(1), h.flatten(1)
-    apart = torch.cdist(made, made, p=norm).pow(norm) / made.shape[1]
-    product = apart * torch.cdist(origins, origins).square() / origins.shape[1]
+    images = x.flatten(1)
+    inputs = h.flatten(1)
+    image_distance = torch.cdist(images, images, p=norm).pow(norm) / images.shape[1]
+    product = image_distance * torch.cdist(inputs, inputs).square() / inputs.shape[1]
     if y is None:
         return torch.exp(-product.mean())
-    alike = (y[:, None] == y).to(product).fill_diagonal_(0)
-    return torch.exp(-(product * alike).sum() / alike.sum().clamp_min(1))
+    same_class = (y[:, None] == y).to(product).fill_diagonal_(0)
+    return torch.exp(-(product * same_class).sum() / same_class.sum().clamp_min(1))
 
 
 def spectrum(x: Tensor) -> Tensor:
-    """Mean and standard deviation of images' frequencies (2, channels, height, width), the lowest first."""
-    high, wide = (waves(size, size, x.device) for size in x.shape[-2:])
-    rows = high.T @ x.float() @ wide
-    return torch.stack([rows.mean(0), rows.std(0, correction=0)])
+    """Return mean and standard deviation of the images' cosine transform, lowest frequency first.
+
+    The result is (2, channels, height, width).
+    """
+    height, width = x.shape[-2:]
+    vertical = waves(height, height, x.device)
+    horizontal = waves(width, width, x.device)
+    frequencies = vertical.T @ x.float() @ horizontal
+    return torch.stack([frequencies.mean(0), frequencies.std(0, correction=0)])
 
 
 def pooled(spectra: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """The spectrum of all images, from those of several parties with so many each."""
-    shares = torch.tensor(sizes, device=spectra[0].device) / sum(sizes)
+    """Return the spectrum of all images from those of several parties.
+
+    Args:
+        spectra: Each party's spectrum.
+        sizes: Each party's number of images.
+    """
+    weights = torch.tensor(sizes, device=spectra[0].device) / sum(sizes)
     means, deviations = torch.stack(list(spectra), 1)
-    shares = shares.view(-1, *[1] * (means.dim() - 1))
-    mean = (shares * means).sum(0)
-    squares = (shares * (deviations.square() + means.square())).sum(0)
+    weights = weights.view(-1, *[1] * (means.dim() - 1))
+    mean = (weights * means).sum(0)
+    squares = (weights * (deviations.square() + means.square())).sum(0)
     return torch.stack([mean, (squares - mean.square()).clamp_min(0).sqrt()])
 
 
 def canvases(count: int, known: Tensor) -> Tensor:
-    """Images that show nothing, with frequencies like these: their variety is given, no generator can lose it."""
-    high, wide = (waves(size, size, known.device) for size in known.shape[-2:])
+    """Return random images with a given spectrum and no content.
+
+    Their variety is that of the spectrum, so that no generator can lose it.
+
+    Args:
+        count: Number of images.
+        known: Mean and standard deviation of the frequencies, from `spectrum`.
+    """
+    height, width = known.shape[-2:]
+    vertical = waves(height, height, known.device)
+    horizontal = waves(width, width, known.device)
     mean, deviation = known
-    drawn: Tensor = (
-        high @ (mean + deviation * torch.randn(count, *mean.shape, device=known.device)) @ wide.T
-    )
-    return drawn
+    frequencies = mean + deviation * torch.randn(count, *mean.shape, device=known.device)
+    images: Tensor = vertical @ frequencies @ horizontal.T
+    return images
 
 
 def within_range(x: Tensor, spec: Spec) -> Tensor:
-    """Images whose pixels are no darker than black and no brighter than white."""
+    """Clamp normalised images to valid pixels, between black and white."""
     mean, std = statistics(spec, x.device)
     return torch.maximum(torch.minimum(x, (1 - mean) / std), -mean / std)
 
 
 def useful(ensemble: Tensor, student: Tensor, y: Tensor, rule: Rule) -> Tensor:
-    """1 for the images that a rule wants more of (ε of DFRD's Eq. 3; DENSE's is "differ")."""
-    taught, known = ensemble.argmax(1), student.argmax(1)
+    """Return 1 for images that are worth more training, otherwise 0 (ε of DFRD's Eq. 3).
+
+    Args:
+        ensemble: The ensemble's logits.
+        student: The student's logits.
+        y: The images' labels.
+        rule: "student-wrong" wants images whose label the ensemble predicts and the student does
+            not, "differ" (DENSE) those on which the two predictions differ, "all" every image.
+    """
+    teacher_class = ensemble.argmax(1)
+    student_class = student.argmax(1)
     if rule == "student-wrong":
-        return ((taught == y) & (known != y)).float()
-    return (taught != known).float() if rule == "differ" else torch.ones_like(y, dtype=torch.float)
+        return ((teacher_class == y) & (student_class != y)).float()
+    if rule == "differ":
+        return (teacher_class != student_class).float()
+    return torch.ones_like(y, dtype=torch.float)
 
 
 def label_weights(counts: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
-    """τ (clients, classes) and p (classes) from how often each client saw each class; zero for classes nobody saw."""
+    """Return τ (clients, classes) and p (classes) from the clients' class counts.
+
+    τ is each client's weight for a class, zero for classes that no client has seen; p is the
+    frequency of each class.
+    """
     total = counts.sum(0)
     return class_shares(counts, smoothing) * (total > 0), total / total.sum()
 
 
 def shown(drawn: Tensor, spec: Spec, output: Output) -> Tensor:
-    """Images between -1 and 1 as networks get to see them: in the range of the data, or as they are."""
+    """Convert images between -1 and 1 to inputs of the networks.
+
+    Args:
+        drawn: The images.
+        spec: Format of the inputs.
+        output: "matched" brings them to the range of normalised data, "tanh" leaves them as they
+            are.
+    """
     if output == "tanh":
         return drawn
     mean, std = statistics(spec, drawn.device)
@@ -241,49 +312,64 @@ def shown(drawn: Tensor, spec: Spec, output: Output) -> Tensor:
 
 
 def variety(x: Tensor, y: Tensor) -> dict[str, float]:
-    """How far images lie from the mean of their class, and the classes' means from each other; and what they show.
+    """Measure how varied synthetic images are, within classes and between them.
 
-    Root mean squares over pixels, in standard deviations of the data. A generator that draws one image for each class
-    has no variety; one that draws the same for all classes has no contrast. Of a class's single image nothing follows.
-    Then how many classes are shown, and how many images there are of the one with the fewest.
+    Distances are root mean squares over pixels, in standard deviations of the data. A generator
+    that makes one image per class has no variety; one that makes the same image for all classes has
+    no contrast. A class with a single image does not count for the variety.
+
+    Args:
+        x: The images.
+        y: Their classes.
+
+    Returns:
+        `variety`, the distance of images from the mean of their class; `contrast`, the distance of
+        the class means from the overall mean; `shown_classes`, the number of classes; and
+        `shown_fewest`, the number of images of the rarest of them.
     """
     rows = x.flatten(1).float()
-    classes, place = torch.unique(y, return_inverse=True)
-    means = class_means(rows, y)["vectors"][place]
+    classes, class_index = torch.unique(y, return_inverse=True)
+    means = class_means(rows, y)["vectors"][class_index]
     within = (rows - means).square().mean(1).sum() / max(1, len(rows) - len(classes))
     between = (means - rows.mean(0)).square().mean()
-    looks = {"variety": float(within.sqrt()), "contrast": float(between.sqrt())}
     return {
-        **looks,
+        "variety": float(within.sqrt()),
+        "contrast": float(between.sqrt()),
         "shown_classes": float(len(classes)),
-        "shown_fewest": float(torch.bincount(place).min()),
+        "shown_fewest": float(torch.bincount(class_index).min()),
     }
 
 
-# The variety of images of one class, in standard deviations of the data: digits have 0.55, Fashion-MNIST 0.65.
+# Typical variety of real images of one class, in standard deviations of the data: digits have 0.55,
+# Fashion-MNIST 0.65.
 USUAL = 0.5
 
 
 def collapsed(rounds: Sequence[Round], way_out: str) -> list[str]:
-    """A remark on a run whose last images of a class are less than a tenth as different as images usually are."""
-    found = rounds[-1].server.get("variety") if rounds else None
-    if found is None or found >= USUAL / 10:
+    """Return a remark if the generator collapsed: its last variety is below a tenth of the usual.
+
+    Args:
+        rounds: The records of the run.
+        way_out: What to change, for the remark.
+    """
+    last = rounds[-1].server.get("variety") if rounds else None
+    if last is None or last >= USUAL / 10:
         return []
     return [
-        f"the generator has collapsed: its images of one class differ by {found:.3f} standard deviations of the data, "
-        f"where those of a class usually differ by {USUAL}; {way_out}"
+        f"the generator has collapsed: its images of one class differ by {last:.3f} standard "
+        f"deviations of the data, where those of a class usually differ by {USUAL}; {way_out}"
     ]
 
 
 @dataclass(frozen=True)
 class Player:
-    """A module that is trained, so many steps a turn, each on a batch that is drawn for it."""
+    """One of two modules that are trained alternately, with its loss and its batches."""
 
     module: nn.Module
     recipe: Recipe
     loss: Callable[..., Tensor]
-    draw: Callable[[], Sequence[Tensor]]
-    steps: int
+    draw: Callable[[], Sequence[Tensor]]  # samples a batch, the arguments of the loss
+    steps: int  # consecutive steps in each turn
 
 
 def duel(
@@ -295,22 +381,35 @@ def duel(
     training: bool,
     lasting: bool = True,
 ) -> None:
-    """Generator and student in turn: one looks for images that teach the other something.
+    """Train a generator and a student alternately.
 
-    The student is frozen while the generator learns, and normalises by its batch only if it is `training`. Optimizers
-    last for all turns, or for one.
+    The student is frozen while the generator is trained. The mean losses and the numbers of steps
+    are reported.
+
+    Args:
+        server: The server, which reports progress and losses.
+        generator: The generator, trained first in each turn.
+        student: The student.
+        turns: Number of turns.
+        training: Have the student normalise by its batch while it is trained.
+        lasting: Keep the optimizers' state over all turns; otherwise each turn starts with new
+            ones.
     """
-    losses, model = torch.zeros(2, device=server.device), student.module
+    model = student.module
+    losses = torch.zeros(2, device=server.device)
     for turn in server.track("distil", range(turns)):
         if turn == 0 or not lasting:
-            drawing = Trainer.of(generator.module.train(), generator.recipe)
-            learning = Trainer.of(model, student.recipe)
+            generator_trainer = Trainer.of(generator.module.train(), generator.recipe)
+            student_trainer = Trainer.of(model, student.recipe)
         model.eval().requires_grad_(False)
         for _ in range(generator.steps):
-            losses[0] += drawing.step(generator.loss, *generator.draw())
+            losses[0] += generator_trainer.step(generator.loss, *generator.draw())
         model.train(training).requires_grad_(True)
         for _ in range(student.steps):
-            losses[1] += learning.step(student.loss, *student.draw())
-    for k, (name, steps) in enumerate((("generator", generator.steps), ("global", student.steps))):
-        server.report[f"{name}_steps"] = float(turns * steps)
-        server.report[f"{name}_loss"] = float(losses[k]) / (turns * steps)
+            losses[1] += student_trainer.step(student.loss, *student.draw())
+    generator_steps = turns * generator.steps
+    student_steps = turns * student.steps
+    server.report["generator_steps"] = float(generator_steps)
+    server.report["generator_loss"] = float(losses[0]) / generator_steps
+    server.report["global_steps"] = float(student_steps)
+    server.report["global_loss"] = float(losses[1]) / student_steps

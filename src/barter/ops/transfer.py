@@ -1,4 +1,4 @@
-"""A memory of transfer images: kept as what they are made from, drawn anew when they are wanted."""
+"""A memory of transfer images, stored as codes and decoded when they are needed."""
 
 from __future__ import annotations
 
@@ -35,34 +35,33 @@ __all__ = [
 
 
 class Entry(TypedDict):
-    """The transfer images of one round, or what every client's are made from."""
+    """The transfer images of one round, or the codes that they are decoded from."""
 
     round: int
-    codes: dict[
-        int, Tensor
-    ]  # images (n, C, H, W), codes of each image's views (n, V, h), places in the public data
-    decoder: State  # that makes images of codes
+    # By client: images (n, C, H, W), codes of each image's views (n, V, h), or indices into the
+    # public data.
+    codes: dict[int, Tensor]
+    decoder: State  # decodes codes to images; empty if the entry holds none
 
 
 class Targets(TypedDict):
-    """A teacher's word on its own images of a round, or on some of them."""
+    """A teacher's predictions for its own images of a round, or for some of them."""
 
     round: int
-    index: NotRequired[Annotated[Tensor, Places("n")]]
+    index: NotRequired[Annotated[Tensor, Places("n")]]  # the images; all if missing
     logits: Annotated[Tensor, Floats("n", "classes")]
     embeddings: NotRequired[Annotated[Tensor, Floats("n", "code_dim"), When("embedding_loss")]]
 
 
-Lesson: TypeAlias = list[Targets]  # on the last round's images, then on some of earlier rounds'
-Page: TypeAlias = tuple[
-    int, int, Tensor | None
-]  # a round, a client, and which of its images then; none is all
-Draw: TypeAlias = Callable[[Entry, Tensor], Tensor]
-Say: TypeAlias = Callable[[Tensor], Mapping[str, Tensor]]
+Lesson: TypeAlias = list[Targets]  # for the last round's images, then for some of earlier rounds
+# A round, a client, and the indices of some of its images in that round; None means all.
+Page: TypeAlias = tuple[int, int, Tensor | None]
+Draw: TypeAlias = Callable[[Entry, Tensor], Tensor]  # (entry, codes) -> images
+Say: TypeAlias = Callable[[Tensor], Mapping[str, Tensor]]  # images -> predictions by name
 
 
 def draw(client: Client, entry: Entry, codes: Tensor) -> Tensor:
-    """The transfer images that these codes of a round stand for."""
+    """Return the transfer images of these codes of a round."""
     if codes.ndim == 4:
         return codes.float()
     if entry["decoder"]:
@@ -72,89 +71,118 @@ def draw(client: Client, entry: Entry, codes: Tensor) -> Tensor:
 
 
 def depicted(decoder: State, spec: Spec, codes: Tensor) -> Tensor:
-    """The images that a decoder makes of these codes."""
-    restored = Decoder.restored(decoder, spec, views.parts_of(codes.shape[1]))
-    return predict(
-        restored, lambda part: codes[part], torch.arange(len(codes), device=codes.device)
-    )
+    """Decode codes to images."""
+    network = Decoder.restored(decoder, spec, views.parts_of(codes.shape[1]))
+    index = torch.arange(len(codes), device=codes.device)
+    return predict(network, lambda part: codes[part], index)
 
 
 def newest(entries: Sequence[Entry], limit: int | None) -> list[Entry]:
-    """The last entries, each round once, at most `limit` of them."""
-    kept = list({entry["round"]: entry for entry in entries}.values())
-    return kept if limit is None else kept[max(0, len(kept) - limit) :]
+    """Return the last entries, one per round, at most `limit` of them."""
+    by_round = {entry["round"]: entry for entry in entries}
+    unique = list(by_round.values())
+    return unique if limit is None else unique[max(0, len(unique) - limit) :]
 
 
 def review(entries: Sequence[Entry], owner: int, size: int) -> list[Page]:
-    """So many of a client's images at random, all if there are no more."""
+    """Sample `size` of a client's images of all entries; all of them if there are fewer."""
     own = [entry for entry in entries if owner in entry["codes"]]
     codes = [entry["codes"][owner] for entry in own]
     chosen = torch.randperm(sum(map(len, codes)))[:size].sort().values
     pages: list[Page] = []
     start = 0
-    for entry, made_from in zip(own, codes, strict=True):
-        part = chosen[(chosen >= start) & (chosen < start + len(made_from))] - start
-        start += len(made_from)
+    for entry, entry_codes in zip(own, codes, strict=True):
+        end = start + len(entry_codes)
+        part = chosen[(chosen >= start) & (chosen < end)] - start
+        start = end
         if len(part):
-            pages.append((entry["round"], owner, part.to(made_from.device)))
+            pages.append((entry["round"], owner, part.to(entry_codes.device)))
     return pages
 
 
 def drawn(entries: Sequence[Entry], pages: Sequence[Page], draw: Draw) -> list[Tensor]:
-    """The images of each page; those of one round are drawn in one go."""
+    """Return the images of each page; those of one round are decoded together."""
     images: dict[int, Tensor] = {}
     for entry in entries:
-        here = {at: page for at, page in enumerate(pages) if page[0] == entry["round"]}
-        codes = entry["codes"]
-        parts = [
-            codes[owner] if index is None else codes[owner][index]
-            for _, owner, index in here.values()
-        ]
-        if parts:
-            made = draw(entry, torch.cat(parts))
-            images |= zip(here, torch.split(made, [len(part) for part in parts]), strict=True)
-    return [images[at] for at in range(len(pages))]
+        positions = []
+        codes = []
+        for position, (round_number, owner, index) in enumerate(pages):
+            if round_number == entry["round"]:
+                own_codes = entry["codes"][owner]
+                positions.append(position)
+                codes.append(own_codes if index is None else own_codes[index])
+        if codes:
+            decoded = torch.split(draw(entry, torch.cat(codes)), [len(part) for part in codes])
+            images |= zip(positions, decoded, strict=True)
+    return [images[position] for position in range(len(pages))]
 
 
 def lesson(entries: Sequence[Entry], owner: int, draw: Draw, say: Say) -> Lesson:
-    """What a client says of its images: of all that are new, and of as many of earlier ones."""
-    *past, now = entries
-    fresh: Page = (now["round"], owner, None)
-    pages = [fresh, *review(past, owner, len(now["codes"][owner]))]
+    """Return a client's predictions for its new images, and for as many of earlier rounds.
+
+    Args:
+        entries: The memory, the newest entry last.
+        owner: The client.
+        draw: Decodes the codes of an entry.
+        say: Computes the predictions for images, by name.
+    """
+    *past, newest_entry = entries
+    new_page: Page = (newest_entry["round"], owner, None)
+    pages = [new_page, *review(past, owner, len(newest_entry["codes"][owner]))]
     images = drawn(entries, pages, draw)
-    said = {
-        name: torch.split(x, [len(part) for part in images])
-        for name, x in say(torch.cat(images)).items()
-    }
+    sizes = [len(part) for part in images]
+    predictions = say(torch.cat(images))
+    by_page = {name: torch.split(values, sizes) for name, values in predictions.items()}
     lesson: list[Any] = []
-    for at, (t, _, index) in enumerate(pages):
-        which = {} if index is None else {"index": index}
-        lesson.append({"round": t, **which, **{name: parts[at] for name, parts in said.items()}})
+    for position, (round_number, _, index) in enumerate(pages):
+        targets: dict[str, Any] = {"round": round_number}
+        if index is not None:
+            targets["index"] = index
+        for name, parts in by_page.items():
+            targets[name] = parts[position]
+        lesson.append(targets)
     return lesson
 
 
 def sound(entries: Sequence[Entry], owner: int, lesson: Lesson) -> Lesson:
-    """The lesson, if it is of images that these entries have of its teacher: of all new ones, and of some before."""
-    made = {entry["round"]: len(entry["codes"].get(owner, ())) for entry in entries}
+    """Check that a lesson is about images that its teacher has, and return it.
+
+    It must cover all images of the newest entry, and may cover some of earlier ones.
+
+    Raises:
+        PayloadError: If it names a round or an image that does not exist, or lacks new images.
+    """
+    n_images = {entry["round"]: len(entry["codes"].get(owner, ())) for entry in entries}
     rounds = [targets["round"] for targets in lesson]
-    if len(set(rounds)) < len(rounds) or not {entries[-1]["round"]} <= set(rounds) <= made.keys():
+    repeated = len(set(rounds)) < len(rounds)
+    if repeated or not {entries[-1]["round"]} <= set(rounds) <= n_images.keys():
         raise PayloadError(
-            f"a lesson of rounds {rounds[:9]}, and there are images of rounds {list(made)}"
+            f"a lesson of rounds {rounds[:9]}, and there are images of rounds {list(n_images)}"
         )
     for targets in lesson:
-        t, index = targets["round"], targets.get("index")
-        last = (
-            len(targets["logits"]) - 1 if index is None else int(index.max()) if len(index) else 0
-        )
-        if last >= made[t] or (index is None and last + 1 != made[t]):
+        round_number = targets["round"]
+        available = n_images[round_number]
+        index = targets.get("index")
+        last = len(targets["logits"]) - 1
+        if index is not None:
+            last = int(index.max()) if len(index) else 0
+        if last >= available or (index is None and last + 1 != available):
             raise PayloadError(
-                f"a lesson on image {last} of round {t}, of which there are {made[t]}"
+                f"a lesson on image {last} of round {round_number}, of which there are {available}"
             )
     return lesson
 
 
 def heard(lessons: Mapping[int, Lesson], peers: int | None) -> dict[int, dict[int, Lesson]]:
-    """What each client hears: the lessons of all others, or of so many of them, drawn at random."""
+    """Distribute lessons: each client gets those of all others, or of some at random.
+
+    Args:
+        lessons: Each teacher's lesson.
+        peers: Number of teachers per client; None means all others.
+
+    Returns:
+        For each client, the lessons by teacher.
+    """
     others = {k: [i for i in lessons if i != k] for k in lessons}
     if peers is not None:
         others = {
@@ -167,18 +195,33 @@ def heard(lessons: Mapping[int, Lesson], peers: int | None) -> dict[int, dict[in
 def taught(
     entries: Sequence[Entry], lessons: Mapping[int, Lesson], draw: Draw, *, mixed: bool
 ) -> list[list[Tensor]]:
-    """Images and what was said of them, row by row: new ones, then earlier; of all peers, or by peer."""
-    said = [(i, targets) for i, lesson in lessons.items() for targets in lesson]
-    images = drawn(
-        entries, [(targets["round"], i, targets.get("index")) for i, targets in said], draw
-    )
-    rows: dict[tuple[bool, int], list[list[Tensor]]] = {}
-    for (i, targets), x in zip(said, images, strict=True):
-        words = [targets["logits"], *([targets["embeddings"]] if "embeddings" in targets else [])]
-        rows.setdefault((targets["round"] != entries[-1]["round"], 0 if mixed else i), []).append(
-            [x, *words]
-        )
-    del images  # or everything would be held twice
-    return [
-        [torch.cat(column) for column in zip(*rows.pop(key), strict=True)] for key in sorted(rows)
-    ]
+    """Return the training rows of some lessons: images, logits, and embeddings if there are any.
+
+    Args:
+        entries: The memory, the newest entry last.
+        lessons: Each teacher's lesson.
+        draw: Decodes the codes of an entry.
+        mixed: Put the rows of all teachers into one group; otherwise each teacher has its own.
+
+    Returns:
+        Groups of equally long tensors: those of new images first, then those of earlier rounds.
+    """
+    newest_round = entries[-1]["round"]
+    by_teacher = [(i, targets) for i, lesson in lessons.items() for targets in lesson]
+    pages = [(targets["round"], i, targets.get("index")) for i, targets in by_teacher]
+    images = drawn(entries, pages, draw)
+
+    # Groups are sorted by (is of an earlier round, teacher).
+    groups: dict[tuple[bool, int], list[list[Tensor]]] = {}
+    for (i, targets), x in zip(by_teacher, images, strict=True):
+        row = [x, targets["logits"]]
+        if "embeddings" in targets:
+            row.append(targets["embeddings"])
+        key = (targets["round"] != newest_round, 0 if mixed else i)
+        groups.setdefault(key, []).append(row)
+    # Groups are released as they are concatenated, so that images are not in memory twice.
+    del images
+    rows = []
+    for key in sorted(groups):
+        rows.append([torch.cat(column) for column in zip(*groups.pop(key), strict=True)])
+    return rows

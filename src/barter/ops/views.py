@@ -1,4 +1,4 @@
-"""An image seen as a whole and in parts, each part in the size of the whole."""
+"""Views of an image: the full image and its parts, all resized to the full image's size."""
 
 from __future__ import annotations
 
@@ -16,63 +16,92 @@ from barter.models.generators import drawn_side, resized
 
 __all__ = ["cut", "embeddings", "in_turn", "number", "of_view", "parts_of", "seen"]
 
-LEAST = 8
-OVERLAP = 1.25  # the side of a part, as a multiple of what would tile the image
+LEAST = 8  # Least side of a part, in pixels of a decoded image.
+OVERLAP = 1.25  # Side of a part, as a multiple of what would tile the image.
 
 
 def cut(parts: int, spec: Spec) -> int:
-    """Into how many parts by as many an image is cut: so many, if each has `LEAST` pixels of what is drawn of it."""
+    """Return the number of parts along each side of an image.
+
+    Args:
+        parts: Wanted number of parts; fewer if a part would be smaller than `LEAST` pixels.
+        spec: Format of the images.
+
+    Returns:
+        The number of parts, or 0 if images are not cut.
+    """
     parts = min(parts, drawn_side(spec) // LEAST)
     return parts if parts > 1 else 0
 
 
 def number(parts: int) -> int:
-    """Views of an image that is cut into `parts` by `parts`: the whole is the first, then the parts row by row."""
+    """Return the number of views: the full image, and `parts` by `parts` parts row by row."""
     return 1 + parts**2
 
 
 def parts_of(views: int) -> int:
-    """The other way round."""
+    """Return the number of parts along each side, the inverse of `number`."""
     return math.isqrt(views - 1)
 
 
 def in_turn(images: int, parts: int, device: torch.device) -> Tensor:
-    """Which view of each of some images is looked at: the whole of every `parts`-th one, and all parts alike."""
-    at = torch.arange(images, device=device)
+    """Choose a view for each of some images.
+
+    Every `parts`-th image is seen in full, and the others show all parts equally often.
+    """
+    position = torch.arange(images, device=device)
     if not parts:
-        return torch.zeros_like(at)
-    before = at - at // parts - 1  # how many parts were looked at before
-    return torch.where(at % parts == 0, 0, 1 + before % parts**2)
+        return torch.zeros_like(position)
+    parts_before = position - position // parts - 1  # parts chosen for earlier images
+    return torch.where(position % parts == 0, 0, 1 + parts_before % parts**2)
 
 
 def of_view(values: Tensor, views: Tensor) -> Tensor:
-    """Of what there is for all views of each image, what belongs to this one."""
+    """Select each image's chosen view from values for all views (images, views, ...)."""
     return values[torch.arange(len(values), device=values.device), views]
 
 
 def seen(images: Tensor, views: Tensor, parts: int, spec: Spec) -> Tensor:
-    """One view of each image, in the size of the networks' inputs; gradients flow through."""
+    """Return one view of each image in the size of the networks' inputs; differentiable.
+
+    Args:
+        images: The images.
+        views: The view of each image: 0 is the full image, then parts row by row.
+        parts: Number of parts along each side; 0 for full images only.
+        spec: Format of the networks' inputs.
+    """
     if not parts:
         return resized(images, spec)
     side = torch.where(views == 0, 1.0, OVERLAP / parts)
-    row, column = (views - 1) // parts, (views - 1) % parts
-    places = []  # across and down, in -1 to 1: of each pixel of a view, in the image; in full precision
-    for place, pixels in ((column, spec.width), (row, spec.height)):
-        middle = (1 - side) * (2 * place / (parts - 1) - 1)
-        steps = (2 * torch.arange(pixels, device=images.device) + 1) / pixels - 1
-        places.append(middle[:, None] + side[:, None] * steps)
-    across, down = places[0][:, None, :], places[1][:, :, None]
-    grid = torch.stack([across.expand(-1, spec.height, -1), down.expand(-1, -1, spec.width)], 3)
+    row = (views - 1) // parts
+    column = (views - 1) % parts
+    # Coordinates of each pixel of a view in the image, from -1 to 1, in full precision.
+    coordinates = []
+    for position, pixels in ((column, spec.width), (row, spec.height)):
+        center = (1 - side) * (2 * position / (parts - 1) - 1)
+        offsets = (2 * torch.arange(pixels, device=images.device) + 1) / pixels - 1
+        coordinates.append(center[:, None] + side[:, None] * offsets)
+    x = coordinates[0][:, None, :].expand(-1, spec.height, -1)
+    y = coordinates[1][:, :, None].expand(-1, -1, spec.width)
+    grid = torch.stack([x, y], 3)
     sampled = F.grid_sample(images.float(), grid, padding_mode="border", align_corners=False)
     return sampled.contiguous(memory_format=torch.channels_last)
 
 
 def embeddings(model: Classifier, data: Images, index: Tensor, parts: int) -> Tensor:
-    """What a network makes of each of these images: of the whole, then of its parts."""
-    return predict(partial(_embedded, model.eval(), data.spec, parts), data.batch, index)
+    """Return a network's features of each image (images, views, features), the full image first.
+
+    Args:
+        model: The network, which is put into evaluation mode.
+        data: All images.
+        index: Indices of the images to embed.
+        parts: Number of parts along each side; 0 for full images only.
+    """
+    return predict(partial(_embed_views, model.eval(), data.spec, parts), data.batch, index)
 
 
-def _embedded(model: Classifier, spec: Spec, parts: int, images: Tensor) -> Tensor:
+def _embed_views(model: Classifier, spec: Spec, parts: int, images: Tensor) -> Tensor:
+    """Return the features of all views of a batch of images."""
     views = (
         torch.full((len(images),), view, device=images.device) for view in range(number(parts))
     )

@@ -1,4 +1,4 @@
-"""Gradients through functions that can only be asked for values: zeroth-order estimates."""
+"""Zeroth-order gradient estimates, for functions that can only be evaluated."""
 
 from __future__ import annotations
 
@@ -14,28 +14,33 @@ Direction: TypeAlias = Literal["sphere", "gaussian"]
 
 
 def waves(size: int, count: int, device: torch.device) -> Tensor:
-    """The lowest frequencies of the cosine transform (size, count), orthonormal."""
-    places = (torch.arange(size, device=device) + 0.5) / size
-    rows: Tensor = torch.cos(math.pi * places[:, None] * torch.arange(count, device=device))
+    """Return the lowest frequencies of the cosine transform (size, count), orthonormal."""
+    positions = (torch.arange(size, device=device) + 0.5) / size
+    rows: Tensor = torch.cos(math.pi * positions[:, None] * torch.arange(count, device=device))
     unit: Tensor = rows / rows.norm(dim=0)
     return unit
 
 
 def directions(x: Tensor, q: int, kind: Direction, frequencies: int | None = None) -> Tensor:
-    """q random directions for every sample of a batch: on the unit sphere, or Gaussian.
+    """Return q random directions for every sample of a batch.
 
-    Of so many of the lowest frequencies a side, or of all: few directions tell more of a space with few dimensions, and
-    fine patterns that only fool a network are left alone (low-frequency perturbations, Guo et al. 2019).
+    Args:
+        x: The batch.
+        q: Number of directions.
+        kind: On the unit sphere, or Gaussian.
+        frequencies: Use so many of the lowest frequencies along each side; None uses all. In a
+            space of few dimensions, few directions give a better estimate, and fine patterns that
+            only fool a network are left out (low-frequency perturbations, Guo et al. 2019).
     """
     if frequencies is None:
         u = torch.randn(q, *x.shape, device=x.device)
     else:
-        high, wide = (waves(size, min(frequencies, size), x.device) for size in x.shape[-2:])
-        u = (
-            high
-            @ torch.randn(q, *x.shape[:-2], high.shape[1], wide.shape[1], device=x.device)
-            @ wide.T
-        )
+        height, width = x.shape[-2:]
+        vertical = waves(height, min(frequencies, height), x.device)
+        horizontal = waves(width, min(frequencies, width), x.device)
+        n_frequencies = (vertical.shape[1], horizontal.shape[1])
+        coefficients = torch.randn(q, *x.shape[:-2], *n_frequencies, device=x.device)
+        u = vertical @ coefficients @ horizontal.T
     if kind == "gaussian":
         return u
     lengths = u.flatten(2).norm(dim=2)
@@ -44,19 +49,31 @@ def directions(x: Tensor, q: int, kind: Direction, frequencies: int | None = Non
 
 
 def _factor(u: Tensor, kind: Direction, frequencies: int | None) -> float:
-    """E[u uᵀ] is 1/d times the identity on the sphere and the identity for Gaussian directions; of d frequencies, the
-    projection on them in its place."""
+    """Return the factor that makes an estimate unbiased.
+
+    E[u uᵀ] is the identity for Gaussian directions and 1/d times the identity on the sphere; with d
+    frequencies, the projection on them takes the place of the identity.
+    """
     if kind == "gaussian":
         return 1.0
     if frequencies is None:
         return float(u[0, 0].numel())
-    return float(math.prod([*u.shape[2:-2], *(min(frequencies, size) for size in u.shape[-2:])]))
+    n_frequencies = [min(frequencies, size) for size in u.shape[-2:]]
+    return float(math.prod([*u.shape[2:-2], *n_frequencies]))
 
 
 def loss_estimate(
     u: Tensor, differences: Tensor, eps: float, kind: Direction, frequencies: int | None = None
 ) -> Tensor:
-    """The gradient of a scalar loss of the whole batch, from one difference L(x + ε u) - L(x) for each direction."""
+    """Estimate the gradient of a scalar loss of the whole batch.
+
+    Args:
+        u: The directions (q, *batch).
+        differences: L(x + ε u) - L(x) for each direction.
+        eps: ε, the length of the difference step.
+        kind: Kind of the directions.
+        frequencies: Number of frequencies of the directions.
+    """
     slopes = differences.view(len(u), *[1] * (u.ndim - 1)) / eps
     return _factor(u, kind, frequencies) * (slopes * u).mean(0)
 
@@ -70,10 +87,19 @@ def directional(
     kind: Direction,
     frequencies: int | None = None,
 ) -> Tensor:
-    """The gradient with respect to x of ⟨cotangent, f(x)⟩, from f at x and at x + ε u, sample by sample.
+    """Estimate the gradient of ⟨cotangent, f(x)⟩ with respect to x, sample by sample.
 
-    f is (B, C) for every direction; its differences are contracted with the exact derivative of the loss with respect
-    to f, so that no sample sees the noise of another.
+    The differences of f are contracted with the exact derivative of the loss with respect to f, so
+    that no sample gets the noise of another.
+
+    Args:
+        u: The directions (q, *batch).
+        outputs: f(x + ε u) for each direction (q, B, C).
+        base: f(x), (B, C).
+        cotangent: Derivative of the loss with respect to f (B, C).
+        eps: ε, the length of the difference step.
+        kind: Kind of the directions.
+        frequencies: Number of frequencies of the directions.
     """
     slopes = ((outputs.double() - base.double()) * cotangent.double()).sum(-1) / eps  # (q, B)
     weights = slopes.to(u.dtype).view(*slopes.shape, *[1] * (u.ndim - 2))
