@@ -242,5 +242,5 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr()
     assert "no  it runs" in said.out
     assert "too tired" in said.out
-    assert f"Breaks does not keep to 1 of {len(CHECKS)}" in said.err
+    assert f"Breaks breaks 1 of {len(CHECKS)} rules" in said.err
     assert main(["check", f"{__name__}:Nobody"]) == 2
