@@ -212,7 +212,7 @@ class RunFolder:
             last = next(t for t in range(round, 0, -1) if t not in known)
             lost = f"round {first}" if first == last else f"rounds {first} to {last}"
             log.warning(
-                "%s has no complete record of %s: tables and curves omit them%s",
+                "%s has no complete record of %s: tables and curves have a gap there%s",
                 self.metrics,
                 lost,
                 self._copy_damaged(),
