@@ -211,7 +211,7 @@ class Headless(Sound):
             "bears_a_liar",
             "whose answer is .* to 'rows': state.server.model.* holds NaN or infinity",
         ),
-        (Hides, "bears_a_liar", "whose answer is .* to 'rows': no failure of 'rows' says so"),
+        (Hides, "bears_a_liar", "whose answer is .* to 'rows': no failure of 'rows' is recorded"),
         (Silent, "is_documented", "mystery has no comment behind it"),
     ],
 )
