@@ -183,10 +183,10 @@ class Headless(Sound):
         (
             Gambles,
             "follows_the_seed",
-            "draw with torch only\\): clients.0.model.* differs, by up to",
+            "random numbers only\\): clients.0.model.* differs, by up to",
         ),
-        (Whispers, "ignores_the_order", "share something that does not cross\\?\\): clients.0"),
-        (Whispers, "runs_side_by_side", "something that is not its client's"),
+        (Whispers, "ignores_the_order", "share state outside of messages\\?\\): clients.0"),
+        (Whispers, "runs_side_by_side", "state that is not its client's"),
         (Conceals, "crosses_what_it_says", "learn: 72 bytes go up, crosses says 'down: a number'"),
         (Promises, "survives_the_wire", "learn is a Tensor, asked for was dict"),
         (
@@ -226,7 +226,9 @@ def test_a_wire_that_isolates_nobody_is_noticed(monkeypatch: pytest.MonkeyPatch)
     trial = Trial(tiny("fedavg"))
     assert problem(conformance.isolates_parties, trial) == ""
     monkeypatch.setattr(conformance, "isolate", lambda tree, device=None, path="": tree)
-    assert "beside a vandal: server.model" in problem(conformance.isolates_parties, trial)
+    assert "beside a receiver that overwrites its copy: server.model" in problem(
+        conformance.isolates_parties, trial
+    )
 
 
 def test_the_example_passes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,10 +79,9 @@ def _replacements(value: Payload) -> list[Lie]:
 
 def _tensors(value: Tensor) -> list[Lie]:
     """Return tensors of other types, shapes and values than this one."""
+    dtypes = [torch.float32, torch.int32]
     if value.is_floating_point():
         dtypes = [torch.float64, torch.float16, torch.int32]
-    else:
-        dtypes = [torch.float32, torch.int32]
     other: list[Lie] = [(str(dtype), value.to(dtype)) for dtype in dtypes]
     other += [("a number", 1.0), ("nothing but an empty tensor", value.flatten()[:0])]
     if value.ndim:

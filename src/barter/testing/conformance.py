@@ -239,7 +239,7 @@ def survives_the_wire(trial: Trial) -> None:
 
 
 class Vandalised(Wire):
-    """A wire that overwrites the sender's copy of every payload after it was delivered."""
+    """A wire with a second receiver, which overwrites its own copy of every payload."""
 
     def carry(
         self,
@@ -259,7 +259,9 @@ class Vandalised(Wire):
 def isolates_parties(trial: Trial) -> None:
     """a party that modifies what it received does not change other parties' data"""
     _require_same(
-        trial.over(Vandalised(trial.algorithm.may_be_infinite)), trial.straight, "beside a vandal"
+        trial.over(Vandalised(trial.algorithm.may_be_infinite)),
+        trial.straight,
+        "beside a receiver that overwrites its copy",
     )
 
 
