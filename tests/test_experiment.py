@@ -275,7 +275,7 @@ def test_two_experiments_are_not_mixed_up(tmp_path: Path) -> None:
         assert (run / "metrics.jsonl").read_text() == recorded, "nothing is lost"
 
     (run / "config.toml").write_text(written.replace("seed = 0", "seed = 1"))
-    refused(r"config\.toml was changed after round 1: seed is not what it was")
+    refused(r"config\.toml was changed after round 1: seed differs")
     (run / "config.toml").write_text(written)
     np.savez(tmp_path / "a.npz", x_train=x[::-1], y_train=y)
     refused(r"a\.npz does not hold the data that .*run was begun with")
@@ -365,7 +365,7 @@ def test_a_run_remembers_its_number_of_threads(
     assert not caplog.messages
     assert go_on(3, resume=True, threads=3) == 3
     assert caplog.messages == [
-        f"{tmp_path / 'run'} goes on with threads=3, begun with 2: last digits will differ"
+        f"{tmp_path / 'run'} continues with threads=3, begun with 2: last digits will differ"
     ]
     assert go_on(4, resume=True) == 3
     assert torch.get_num_threads() == before

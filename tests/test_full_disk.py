@@ -114,7 +114,7 @@ def test_a_run_that_fills_the_disk_goes_on_when_there_is_room(
         FullDisk(patch, BEGIN + ROUND + after)
         line = said(capsys, ["run", "--out", str(run), *flags])
     assert "cannot be written: No space left on device" in line
-    assert line.endswith(f"; when that is mended, `barter resume {run}` continues")
+    assert line.endswith(f"; when that is fixed, `barter resume {run}` continues")
     found = last_checkpoint(run)
     assert found is not None, "that of the round before, or the new one"
     assert main(["resume", str(run)]) == 0

@@ -557,7 +557,7 @@ def test_no_file_is_lost_to_a_report(tmp_path: Path, capsys: pytest.CaptureFixtu
     run = written(tmp_path / "run")
     for name in ("metrics.jsonl", "config.toml"):
         before = (run / name).read_text()
-        assert "is no report of barter's" in refused(capsys, str(run), "--to", str(run / name))
+        assert "is not a report of barter" in refused(capsys, str(run), "--to", str(run / name))
         assert (run / name).read_text() == before
     assert "cannot be written" in refused(
         capsys, str(run), "--to", str(tmp_path / "nowhere" / "page.html")

@@ -324,7 +324,7 @@ def test_sites_that_tell_no_accuracy_give_nothing_to_choose_by(
 ) -> None:
     experiment = scripted(script=(), patience=1)
     assert len(list(experiment.rounds(3))) == 3
-    assert [line for line in caplog.messages if "no client tells its validation" in line]
+    assert [line for line in caplog.messages if "no client reports a validation" in line]
     assert len(caplog.messages) == 1
 
 

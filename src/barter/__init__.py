@@ -1,7 +1,8 @@
-"""Heterogeneous federated learning: clients that share neither data nor architecture trade knowledge.
+"""Heterogeneous federated learning: clients share knowledge, but neither data nor architectures.
 
-A method is a frozen dataclass of hyperparameters, `ALGORITHMS` has them all by name, and an `Experiment` runs one,
-given as an object or, with its defaults, by name. Every method's class can be imported from here.
+A method is a frozen dataclass of hyperparameters. `ALGORITHMS` maps names to methods, and an
+`Experiment` runs one: pass an instance, or a name to use the defaults. Every method's class can be
+imported from this package.
 
 >>> from barter import ALGORITHMS, DFFKE, Experiment, FedAvg, FedProto, Local
 >>> ALGORITHMS["dffke"] is DFFKE
@@ -20,8 +21,8 @@ True
 local, round 1: 0 bytes up
 fedavg, round 1: 242832 bytes up
 
-Methods are written with what is in `barter.core` and `barter.ops`; `barter.data.task` describes data, and
-`barter.data.partition` who gets which of them.
+To write a method, use `barter.core` and `barter.ops`. `barter.data.task` describes the data, and
+`barter.data.partition` how it is divided among clients.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ from typing import TYPE_CHECKING, Any
 
 from barter.version import __version__ as __version__
 
-# Threads that wait for each other soon sleep. If they spin for long, as is usual, two programs with two threads each on
-# two cores take ten times as long: those that wait keep those that work from the cores. Read when torch is loaded.
+# Let waiting OpenMP threads sleep instead of spinning. With spinning, the default, two programs with
+# two threads each on two cores take ten times as long, because waiting threads occupy the cores that
+# working threads need. OpenMP reads these variables when torch is loaded.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    # GNU's: some ten microseconds, with which nothing is lost alone
+    # GNU OpenMP only: spin for about ten microseconds first, so that a lone program is not slower.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 if TYPE_CHECKING:
@@ -103,7 +105,7 @@ __all__ = [
     "split",
 ]
 
-# Every method by its class's name. They are not in __all__, so that `from barter import *` stays small.
+# The class names of all methods. They are not in __all__, so that `from barter import *` stays small.
 _METHODS = frozenset(
     {
         "DENSE",
@@ -144,7 +146,7 @@ _METHODS = frozenset(
     }
 )
 
-# Names come from their modules when they are first used: what a site starts for every message must not load torch.
+# Names are imported on first use: the process that a site starts for every message must not load torch.
 _MODULES = {
     "core.algorithm": {"Algorithm"},
     "core.clients": {"Clients", "Replies"},

@@ -1,4 +1,4 @@
-"""A run: its rounds one by one, what is kept of each, and how it goes on where it stopped."""
+"""Run an experiment round by round, record and checkpoint each round, and resume from a checkpoint."""
 
 from __future__ import annotations
 
@@ -73,7 +73,18 @@ EVALUATION = Algorithm.evaluate.__name__
 
 
 class Experiment:
-    """A federation ready to run; the loop over its rounds is the caller's.
+    """A federation that is ready to run; the caller loops over its rounds.
+
+    The parameters are the fields of `barter.setup.config.Config`, and four more.
+
+    Args:
+        algorithm: A method as an instance or, with its defaults, as a class or a name such as "fedavg".
+        data: A source's name, a `Data` object, or arrays, tensors or a data set of your own.
+        partition: A name, a `Partition`, or a list of image indices for each client.
+        models: A family, a model's name, or a list of names, modules or factories.
+        out: The run's folder; with None, nothing is written.
+        resume: Continue the run in the folder `out`.
+        monitor: Notified of the run's progress.
 
     >>> from barter import Experiment, Local
     >>> from barter.data.task import Data
@@ -81,11 +92,9 @@ class Experiment:
     >>> for r in Experiment(Local(max_epochs=1), data=digits, clients=5).rounds(10):
     ...     if r.mean("val") > 0.2:
     ...         break
-
-    An algorithm is an object or, with its defaults, a class or a name: `Experiment("fedavg")`.
     """
 
-    stopped: Stop | None = None  # why `rounds` does not go on
+    stopped: Stop | None = None  # the early stop that ended `rounds`, if any
 
     def __init__(
         self,
@@ -155,15 +164,15 @@ class Experiment:
         behind: Which = "last",
         overrule: bool = False,
     ) -> Experiment:
-        """The experiment that a configuration describes, with all clients in this process.
+        """Return the experiment that a configuration describes, with all clients in this process.
 
         Args:
             config: The configuration.
-            out: The run's folder; None keeps nothing.
+            out: The run's folder; with None, nothing is written.
             resume: Continue the run in the folder.
-            monitor: Is told how far the run has come.
-            behind: The round behind which a resumed run continues; later ones are dropped.
-            overrule: Let a resumed run go on that stopped early.
+            monitor: Notified of the run's progress.
+            behind: The round after which a resumed run continues; later rounds are dropped.
+            overrule: Continue a resumed run although it stopped early.
         """
         config = with_threads(replace(config, engine="local"), out, resume=resume)
         federation = assemble(config, monitor=monitor)
@@ -171,9 +180,17 @@ class Experiment:
 
     @classmethod
     def revisited(cls, run: Path, *, unlimited: bool = False) -> Experiment:
-        """A run as its last round left it, on the CPU and for eyes alone: nothing is written or fetched.
+        """Restore a run after its last round, on the CPU and for inspection only.
 
-        Its clients keep to no budget, if that is wanted; what protects their answers stays.
+        Nothing is written or downloaded.
+
+        Args:
+            run: The run's folder.
+            unlimited: Lift the clients' privacy budget; their answers stay protected.
+
+        Raises:
+            ConfigError: The run was on Flower, so its clients' images are not here.
+            CheckpointError: The checkpoint does not belong to this configuration.
         """
         config = resolve(read(run / "config.toml"))
         if config.engine == "flower":
@@ -207,7 +224,10 @@ class Experiment:
         behind: Which = "last",
         overrule: bool = False,
     ) -> Experiment:
-        """The experiment of parties that are there already, here or elsewhere; see `from_config`."""
+        """Return the experiment of an assembled federation; see `from_config` for the arguments.
+
+        Its clients may be in this process or at Flower sites.
+        """
         experiment = cls.__new__(cls)
         experiment._begin(federation, out, resume, behind, overrule)
         return experiment
@@ -220,32 +240,29 @@ class Experiment:
         behind: Which = "last",
         overrule: bool = False,
     ) -> None:
-        self.config, self.server, self.engine = (
-            federation.config,
-            federation.server,
-            federation.engine,
-        )
-        self.algorithm, self.test, self.networks = (
-            self.config.algorithm,
-            federation.test,
-            federation.networks,
-        )
+        """Set up the experiment; open its folder and restore its checkpoint, where there are any."""
+        self.config = federation.config
+        self.server = federation.server
+        self.engine = federation.engine
+        self.algorithm = self.config.algorithm
+        self.test = federation.test
         self.validation = federation.validation
+        self.networks = federation.networks
         self.selection = Selection(self.config.patience)
         if federation.task is not None:
-            self.task, self.architectures = federation.task, list(federation.architectures)
-        self.device, self.precision = (
-            self.server.device,
-            precision_named(self.config.precision, self.server.device),
-        )
+            self.task = federation.task
+            self.architectures = list(federation.architectures)
+        self.device = self.server.device
+        self.precision = precision_named(self.config.precision, self.device)
         self.server.monitor = self.engine
         self.engine.evaluation = self.config.evaluate
         self.engine.last_round = self.config.rounds
-        here = self.engine.clients.values() if isinstance(self.engine, LocalEngine) else ()
-        for node in (self.server, *here):
+        local_clients = self.engine.clients.values() if isinstance(self.engine, LocalEngine) else ()
+        for node in (self.server, *local_clients):
             node.evaluation = self.config.evaluate
         self.engine.meet(self.server)
-        self.round, self._unfinished = 0, False
+        self.round = 0
+        self._unfinished = False
         if self.config.start and not (resume and out is not None and has_checkpoint(out)):
             start_from(Path(self.config.start), federation)
         self._data = "" if out is None else federation.fingerprint()
@@ -253,29 +270,40 @@ class Experiment:
         if self.folder is not None and resume:
             self._recall_stop(self.folder, overrule)
         if self.folder is not None and self.round:
-            self.folder.state(self.privacy().to_json())  # a kill may have come before
+            # The run may have been killed after its checkpoint and before its privacy statement.
+            self.folder.state(self.privacy().to_json())
 
     def rounds(self, n: int, *, progress: bool = True) -> Iterator[Round]:
-        """Run until round n is done, and hand out each round's record on the way.
+        """Run until round n is done, and yield the record of each round.
 
-        With `patience`, the run ends earlier if validation accuracy stops improving; `stopped` says why.
-        A terminal or a notebook shows how far it has come, if that is wanted and nobody watches already.
+        With `patience`, the run ends earlier if validation accuracy stops improving; `stopped` then
+        holds the reason.
+
+        Args:
+            n: The last round; a resumed experiment continues after the rounds that are done.
+            progress: Show progress on a terminal or in a notebook, unless another monitor does.
         """
-        wanted = progress and self.round < n and isinstance(self.engine.watched, Silence)
-        watcher = onlooker(n, self.round) if wanted else None
-        done = [] if self.folder is None else self.folder.records()
+        shows_progress = progress and self.round < n and isinstance(self.engine.watched, Silence)
+        watcher = onlooker(n, self.round) if shows_progress else None
+        records = [] if self.folder is None else self.folder.records()
         self.engine.last_round = n
         while self.round < n and self.stopped is None:
-            done.append(self.step() if watcher is None else watcher.over(self.engine, self.step))
-            yield done[-1]
-        if wanted:
-            for remark in self.algorithm.remarks(done):
+            record = self.step() if watcher is None else watcher.over(self.engine, self.step)
+            records.append(record)
+            yield record
+        if shows_progress:
+            for remark in self.algorithm.remarks(records):
                 log.warning("%s", remark)
             if self.stopped is not None and self.round < n:
                 log.warning("%s", self.stopped)
 
     def step(self) -> Round:
-        """One round."""
+        """Run one round and return its record.
+
+        Raises:
+            CheckpointError: An error interrupted an earlier round of this experiment.
+            PrivacyError: The clients' privacy budget does not allow another round.
+        """
         if self._unfinished:
             raise CheckpointError(
                 "an error left this experiment in the middle of a round: resume it from its folder"
@@ -293,71 +321,66 @@ class Experiment:
         except BaseException as error:
             if self.folder is not None:
                 with suppress(CheckpointError):
-                    self.folder.state(self.privacy().to_json())  # what has left has left
+                    # What clients have released stays released, although the round failed.
+                    self.folder.state(self.privacy().to_json())
                 self.folder.release()
-                # An interrupted run may go on; one that failed before anything was exchanged has nothing to go on from.
+                # An interrupted run can be resumed. One that failed before any exchange cannot.
                 if isinstance(error, Exception) and not (self.round or self.engine.crossed):
                     self.folder.discard()
-            refused = [
-                failure.error
-                for failure in self.engine.failures
-                if PrivacyError.__name__ in failure.error
-            ]
-            if isinstance(error, ClientError) and refused:
-                raise PrivacyError(
-                    self._spent(refused[0].partition(f"{PrivacyError.__name__}: ")[2])
-                ) from None
+            errors = [failure.error for failure in self.engine.failures]
+            refusals = [text for text in errors if PrivacyError.__name__ in text]
+            if isinstance(error, ClientError) and refusals:
+                reason = refusals[0].partition(f"{PrivacyError.__name__}: ")[2]
+                raise PrivacyError(self._budget_message(reason)) from None
             raise
         self._unfinished = False
         return record
 
     def privacy(self) -> Statement:
-        """What has left the clients so far, and what that promises to whoever is in an image."""
-        secret = not isinstance(self.engine, LocalEngine)
-        engine, start = self.engine, self.config.start
+        """Return what the clients have released so far, and the privacy guarantee that follows."""
         selection = self.config.keep == "best" or self.config.patience is not None
         return statement(
             self.config.privacy,
             self.algorithm,
-            engine.crossed,
-            engine.told,
-            secret=secret,
-            start=start,
+            self.engine.crossed,
+            self.engine.told,
+            secret=not isinstance(self.engine, LocalEngine),
+            start=self.config.start,
             validation=self.config.data.validation > 0,
             selection=selection,
         )
 
     def _require_budget(self) -> None:
-        """An error, before anything is done, if too few clients could answer in another round like the last ones."""
-        plan, ids = Plan(self.config.privacy, self.algorithm), self.engine.client_ids
-        spent = plan.exhausted(
-            {k: plan.released(seen) for k, seen in self.engine.crossed.items()}, self.round
-        )
-        if len(ids) - len(spent) < (self.config.min_clients or len(ids)):
-            names = ", ".join(map(str, spent[:5])) + (
-                f" and {len(spent) - 5} more" if len(spent) > 5 else ""
-            )
-            raise PrivacyError(
-                self._spent(f"another would cost client {names} more than {plan.privacy.epsilon:g}")
-            )
+        """Raise if too few clients have budget left for another round like the earlier ones."""
+        plan = Plan(self.config.privacy, self.algorithm)
+        client_ids = self.engine.client_ids
+        released = {k: plan.released(seen) for k, seen in self.engine.crossed.items()}
+        exhausted = plan.exhausted(released, self.round)
+        if len(client_ids) - len(exhausted) < (self.config.min_clients or len(client_ids)):
+            names = ", ".join(map(str, exhausted[:5]))
+            if len(exhausted) > 5:
+                names += f" and {len(exhausted) - 5} more"
+            reason = f"another would cost client {names} more than {plan.privacy.epsilon:g}"
+            raise PrivacyError(self._budget_message(reason))
 
-    def _spent(self, why: str) -> str:
+    def _budget_message(self, reason: str) -> str:
         return (
-            f"the privacy budget is spent after round {self.round}: {why}. What was done is kept; more rounds need a "
-            "larger privacy.epsilon, or more noise, in a new run"
+            f"the privacy budget is spent after round {self.round}: {reason}. Finished rounds are kept; more rounds "
+            "need a larger privacy.epsilon, or more noise, in a new run"
         )
 
     def _run(self, t: int) -> Round:
+        """Run round t, record it, and write its checkpoint."""
         start = time.perf_counter()
-        everybody = Clients(self.engine, self.engine.client_ids)
+        all_clients = Clients(self.engine, self.engine.client_ids)
         self.engine.participants.clear()
         if t == 1:
             with seeds.scope(self.config.seed, 0, "server", device=self.device):
-                self.algorithm.setup(self.server, everybody)
+                self.algorithm.setup(self.server, all_clients)
         self.engine.round = t
         with seeds.scope(self.config.seed, t, "server", device=self.device):
-            self.algorithm.round(self.server, everybody, t)
-        record = self._record(t, everybody, start)
+            self.algorithm.round(self.server, all_clients, t)
+        record = self._record(t, all_clients, start)
         self.round = t
         best = self.selection.best
         self.selection.add(record)
@@ -373,34 +396,38 @@ class Experiment:
         return record
 
     def _save(self, folder: RunFolder, former_best: int | None) -> None:
-        """Write the checkpoint of the round that is done; keep the last ones and, if wanted, the best."""
+        """Write the finished round's checkpoint; keep those of the last rounds and, with keep=best, the best."""
         keep = set(range(self.round - self.config.keep_rounds + 1, self.round))
         until_saved = set[int]()
         if self.config.keep == "best" and self.selection.best is not None:
             keep.add(self.selection.best)
-            # If this round is the new best, the former one is needed until it is on disk.
-            until_saved |= set() if former_best is None else {former_best}
+            # If this round is the new best, the former best stays until the new one is on disk.
+            if former_best is not None:
+                until_saved.add(former_best)
         folder.save(self.round, self._state(), self._origin(), keep, until_saved)
 
     def _warn_without_validation(self) -> None:
-        """Say so if no validation accuracy came that `keep` or `patience` could go by."""
+        """Warn if `keep` or `patience` needs a validation accuracy and the first round has none."""
         if self.config.keep == "best" or self.config.patience is not None:
             log.warning(
-                "no client tells its validation accuracy: no round is the best, and the run does not stop early"
+                "no client reports a validation accuracy: no round is the best, and the run does not stop early"
             )
 
-    def _record(self, t: int, everybody: Clients, start: float) -> Round:
+    def _record(self, t: int, all_clients: Clients, start: float) -> Round:
+        """Evaluate clients and server where evaluation is due, and return the record of round t."""
         participants = sorted(self.engine.participants)
-        tested = [k for k in everybody if self.engine.tests_due(k, EVALUATION)]
-        metrics = everybody.only({*tested, *participants}).run(self.algorithm.evaluate)
-        server, self.server.report = as_numbers(self.server.report), {}
+        tested = [k for k in all_clients if self.engine.tests_due(k, EVALUATION)]
+        metrics = all_clients.only({*tested, *participants}).run(self.algorithm.evaluate)
+        server = as_numbers(self.server.report)
+        self.server.report = {}
         evaluate = self.config.evaluate
         due = evaluate.is_due(t, self.engine.last_round)
         if due and self.test is not None and evaluate.runs("global"):
             server |= self.algorithm.evaluate_server(self.server, self.test)
         if due and self.validation is not None:
             validated = self.algorithm.evaluate_server(self.server, self.validation)
-            server |= {"val": validated["global"]} if "global" in validated else {}
+            if "global" in validated:
+                server["val"] = validated["global"]
         seconds = {**self.engine.seconds, "round": time.perf_counter() - start}
         if self.device.type == "cuda":
             server["device_memory"] = float(torch.cuda.max_memory_reserved(self.device))
@@ -409,12 +436,14 @@ class Experiment:
         self.engine.seconds.clear()
         self.engine.failures.clear()
         by_method: dict[str, dict[str, int]] = {}
-        by_client = {k: {"bytes_up": 0, "bytes_down": 0} for k in everybody}
+        by_client = {k: {"bytes_up": 0, "bytes_down": 0} for k in all_clients}
         for (method, client, direction), count in sorted(self.engine.wire.take_bytes().items()):
-            if method != EVALUATION:  # the experimenter's own question, not the method's traffic
+            if (
+                method != EVALUATION
+            ):  # Evaluation serves the experimenter; it is not the method's traffic.
                 by_method.setdefault(method, {"up": 0, "down": 0})[direction] += count
                 by_client[client][f"bytes_{direction}"] += count
-        clients = {k: {**metrics.get(k, {}), **by_client[k]} for k in everybody}
+        clients = {k: {**metrics.get(k, {}), **by_client[k]} for k in all_clients}
         return Round(
             t,
             clients,
@@ -427,26 +456,27 @@ class Experiment:
         )
 
     def _origin(self) -> dict[str, str]:
-        """What the run's results come from."""
+        """Return the configuration and the data's fingerprint, which a checkpoint carries along."""
         return {"config": to_toml(self.config), "data": self._data}
 
     def _state(self) -> dict[str, Any]:
-        memory = {"server": self.server.memory(), "clients": self.engine.memory()}
+        """Return all that a checkpoint holds."""
         return {
-            **memory,
+            "server": self.server.memory(),
+            "clients": self.engine.memory(),
             "networks": self.networks,
             "crossed": self.engine.crossed,
             "told": self.engine.told,
         }
 
     def _require_same(self, path: Path, origin: Mapping[str, str]) -> None:
-        """Refuse to go on with a configuration or data that the checkpoint is not made of."""
+        """Raise if the checkpoint was made with another configuration or other data."""
         if not {"config", "data"} <= origin.keys():
             raise CheckpointError(
-                f"{path} was kept by an older version, which did not say what it is made of"
+                f"{path} was written by an older version, which did not record its configuration and data"
             )
         try:
-            begun = self._begun(tomllib.loads(origin["config"]))
+            begun = self._begun_with(tomllib.loads(origin["config"]))
         except (ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"{path} holds a damaged checkpoint: its configuration is not TOML: {in_short(error)}"
@@ -454,40 +484,43 @@ class Experiment:
         key = first_difference(plain(self.config), begun, but=RESULT_FREE)
         if key is not None:
             raise CheckpointError(
-                f"{path / 'config.toml'} was changed after round {self.round}: {key} is not what it was; "
+                f"{path / 'config.toml'} was changed after round {self.round}: {key} differs; "
                 "change it back, or start a new run"
             )
         if origin["data"] != self._data:
             raise CheckpointError(
-                f"{self.config.data.source} does not hold the data that {path} was begun with: bring them back, "
+                f"{self.config.data.source} does not hold the data that {path} was begun with: restore them, "
                 "or start a new run"
             )
 
-    def _begun(self, tree: Mapping[str, Any]) -> dict[str, Any]:
-        """What a run was begun with; an older version did not write some keys, which had no effect."""
+    def _begun_with(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values a run was begun with, with defaults for keys that older versions lacked."""
         privacy = plain(replace(self.config, privacy=Privacy()))["privacy"]
         return with_defaults({"privacy": privacy, **tree})
 
     def _recall_stop(self, folder: RunFolder, overrule: bool) -> None:
-        """Find out whether a resumed run has stopped early, and whether it goes on nevertheless."""
+        """Restore the early stop of a resumed run, or continue the run if the stop is overruled."""
         for record in folder.records():
             self.selection.add(record)
-        noted = early_stop(folder.path)
-        if noted is not None and noted.round > self.round:  # of rounds that were dropped
+        recorded = early_stop(folder.path)
+        if recorded is not None and recorded.round > self.round:
+            # The run was resumed from an earlier round: the stop belongs to dropped rounds.
             folder.forget_stop()
-            noted = None
-        if noted is not None and noted.overruled:
-            self.selection.overrule(noted)
+            recorded = None
+        if recorded is not None and recorded.overruled:
+            self.selection.overrule(recorded)
         due = self.selection.stop()
-        if due is not None and noted is not None and overrule:
+        if due is not None and recorded is not None and overrule:
             folder.note_stop(self.selection.overrule(due))
         elif due is not None:
             folder.note_stop(due)
             self.stopped = due
-        elif noted is not None and not noted.overruled:
+        elif recorded is not None and not recorded.overruled:
             folder.forget_stop()
 
-    def _found(self, path: Path, behind: Which) -> tuple[int, Payload, dict[str, str]] | None:
+    def _read_checkpoint(
+        self, path: Path, behind: Which
+    ) -> tuple[int, Payload, dict[str, str]] | None:
         """Read the checkpoint to continue from; None if no round is finished."""
         if behind != "last":
             return checkpoint_of(path, behind)
@@ -501,43 +534,50 @@ class Experiment:
             raise CheckpointError(f"{error}; {back}") from error
 
     def _open(self, path: Path, resume: bool, behind: Which) -> RunFolder:
+        """Create the run's folder, or open it and restore the checkpoint to continue from."""
         if not resume:
             return RunFolder.create(path, to_toml(self.config))
         folder = RunFolder.existing(path)
-        begun = self._begun(read(folder.config))
+        begun = self._begun_with(read(folder.config))
         key = first_difference(plain(self.config), begun, but=RESULT_FREE)
         if key is not None:
             raise CheckpointError(f"{path} is a run of another configuration: {key} differs")
-        found = self._found(path, behind)
-        if found is not None:
-            self.round, state, origin = found
+        checkpoint = self._read_checkpoint(path, behind)
+        if checkpoint is not None:
+            self.round, state, origin = checkpoint
             self._require_same(path, origin)
             try:
-                self.server.recall(state["server"])
-                self.engine.recall(state["clients"])
-                for k, seen in state.get("crossed", {}).items():
-                    self.engine.crossed[k] = self.engine.crossed.get(k, {}) | seen
-                self.engine.told = state.get("told", {})
-                for (
-                    record
-                ) in folder.records():  # of which some may have been told after the checkpoint
-                    for k, said in record.clients.items():
-                        self.engine.hear(k, said.get(EPSILON))
+                self._restore(state, folder.records())
             except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
                 raise CheckpointError(
                     f"{path} holds the checkpoint of another experiment: {in_short(error)}"
                 ) from error
         folder.go_on_after(self.round)
-        threads, before = self.config.threads, begun.get("threads")
-        if self.round and isinstance(before, int) and threads not in (None, before):
+        threads = self.config.threads
+        threads_before = begun.get("threads")
+        if self.round and isinstance(threads_before, int) and threads not in (None, threads_before):
             log.warning(
-                "%s goes on with threads=%d, begun with %d: last digits will differ",
+                "%s continues with threads=%d, begun with %d: last digits will differ",
                 path,
                 threads,
-                before,
+                threads_before,
             )
-        now = plain(self.config)
-        changes = {key: now[key] for key in ("keep", "keep_rounds", "patience")}
+        values = plain(self.config)
+        changes = {key: values[key] for key in ("keep", "keep_rounds", "patience")}
         changes["rounds"] = max(self.config.rounds, begun["rounds"])
-        folder.change(changes if threads is None else {**changes, "threads": threads})
+        if threads is not None:
+            changes["threads"] = threads
+        folder.change(changes)
         return folder
+
+    def _restore(self, state: Payload, records: Sequence[Round]) -> None:
+        """Restore all parties and the account of what was released."""
+        self.server.recall(state["server"])
+        self.engine.recall(state["clients"])
+        for k, seen in state.get("crossed", {}).items():
+            self.engine.crossed[k] = self.engine.crossed.get(k, {}) | seen
+        self.engine.told = state.get("told", {})
+        # Records may hold values of epsilon that clients reported after the checkpoint.
+        for record in records:
+            for k, metrics in record.clients.items():
+                self.engine.hear(k, metrics.get(EPSILON))

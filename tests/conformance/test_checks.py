@@ -183,10 +183,10 @@ class Headless(Sound):
         (
             Gambles,
             "follows_the_seed",
-            "draw with torch only\\): clients.0.model.* differs, by up to",
+            "random numbers only\\): clients.0.model.* differs, by up to",
         ),
-        (Whispers, "ignores_the_order", "share something that does not cross\\?\\): clients.0"),
-        (Whispers, "runs_side_by_side", "something that is not its client's"),
+        (Whispers, "ignores_the_order", "share state outside of messages\\?\\): clients.0"),
+        (Whispers, "runs_side_by_side", "state that is not its client's"),
         (Conceals, "crosses_what_it_says", "learn: 72 bytes go up, crosses says 'down: a number'"),
         (Promises, "survives_the_wire", "learn is a Tensor, expected dict"),
         (
@@ -211,7 +211,7 @@ class Headless(Sound):
             "bears_a_liar",
             "whose answer is .* to 'rows': state.server.model.* holds NaN or infinity",
         ),
-        (Hides, "bears_a_liar", "whose answer is .* to 'rows': no failure of 'rows' says so"),
+        (Hides, "bears_a_liar", "whose answer is .* to 'rows': no failure of 'rows' is recorded"),
         (Silent, "is_documented", "mystery has no comment behind it"),
     ],
 )
@@ -226,7 +226,9 @@ def test_a_wire_that_isolates_nobody_is_noticed(monkeypatch: pytest.MonkeyPatch)
     trial = Trial(tiny("fedavg"))
     assert problem(conformance.isolates_parties, trial) == ""
     monkeypatch.setattr(conformance, "isolate", lambda tree, device=None, path="": tree)
-    assert "beside a vandal: server.model" in problem(conformance.isolates_parties, trial)
+    assert "beside a receiver that overwrites its copy: server.model" in problem(
+        conformance.isolates_parties, trial
+    )
 
 
 def test_the_example_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,5 +244,5 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr()
     assert "no  it runs" in said.out
     assert "too tired" in said.out
-    assert f"Breaks does not keep to 1 of {len(CHECKS)}" in said.err
+    assert f"Breaks breaks 1 of {len(CHECKS)} rules" in said.err
     assert main(["check", f"{__name__}:Nobody"]) == 2

@@ -40,7 +40,7 @@ def test_init_writes_all_that_a_deployment_needs(
 ) -> None:
     folder = tmp_path / "d"
     assert main([*INIT, str(folder), *SITES, "--algorithm", "fedzge", "--set", "rounds=7"]) == 0
-    assert "README.md says how to go on" in capsys.readouterr().out
+    assert "README.md describes the next steps" in capsys.readouterr().out
     run = resolve(read(folder / "run.toml"))
     assert (type(run.algorithm).__name__, run.rounds, run.clients, run.engine) == (
         "FedZGE",

@@ -58,7 +58,7 @@ def test_other_runs_say_that_nothing_is_protected(
     local = ["--algorithm", "local", "--set", "rounds=1", "--set", "algorithm.max_epochs=1"]
     text = said(capsys, "run", "--out", str(tmp_path / "run"), *local)
     assert (
-        f"nothing is protected: `barter privacy {tmp_path / 'run'}` says what left the clients"
+        f"nothing is protected: `barter privacy {tmp_path / 'run'}` shows what clients released"
         in text
     )
     text = said(capsys, "privacy", str(tmp_path / "run"))
@@ -67,7 +67,7 @@ def test_other_runs_say_that_nothing_is_protected(
     )
     assert "Sites with `epsilon` in their site.toml withhold this" in text
     (tmp_path / "run" / "privacy.json").unlink()
-    assert "says nothing of privacy" in said(capsys, "privacy", str(tmp_path / "run"), status=2)
+    assert "has no privacy statement" in said(capsys, "privacy", str(tmp_path / "run"), status=2)
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def test_networks_that_mix_images_are_refused() -> None:
 
 
 def test_networks_that_know_images_already_are_refused() -> None:
-    with pytest.raises(ConfigError, match="know images already"):
+    with pytest.raises(ConfigError, match="were trained on images without"):
         small_federation(
             tiny("fedavg"), start="runs/other", privacy=Privacy(training="clip=1 noise=1")
         )

@@ -118,7 +118,7 @@ def test_records_that_are_damaged_or_gone_are_said_and_kept(
         folder.metrics.unlink()
     folder.go_on_after(3)
     (said,) = caplog.messages
-    assert ("no whole record of round 2:" if kind == "torn" else "of rounds 1 to 3:") in said
+    assert ("no complete record of round 2:" if kind == "torn" else "of rounds 1 to 3:") in said
     assert [r.round for r in folder.records()] == ([1, 3] if kind == "torn" else [])
     aside = folder.metrics.with_suffix(".damaged")
     assert aside.exists() == (kind == "torn") == (str(aside) in said)

@@ -1,1 +1,1 @@
-"""The command line. Importing `barter.cli.app` does not load torch; a command does so when it has work to do."""
+"""The command line. Importing `barter.cli.app` does not load torch; commands that compute do."""

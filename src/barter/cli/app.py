@@ -1,8 +1,8 @@
 """The command line: barter run | resume | compare | report | privacy | attack | evaluate | export | check | list |
 show | flower | site.
 
-Options and help are defined here. `running` and `inspecting` do the work and load torch;
-help and errors do not wait for it.
+Options and help are defined here and do not load torch. `running` and `inspecting` do the work, and
+are imported when their command runs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="barter",
-    help="Heterogeneous federated learning: clients that share neither data nor architecture trade knowledge.",
+    help="Heterogeneous federated learning: clients share knowledge, but neither data nor architectures.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -77,25 +77,23 @@ def run(
     ] = None,
     settings: Settings = None,
     out: Annotated[
-        Path | None, typer.Option(help="The run's folder; without one, a new one under runs/.")
+        Path | None, typer.Option(help="The run's folder; by default a new one under runs/.")
     ] = None,
     start: Annotated[
         Path | None,
-        typer.Option(
-            "--from", metavar="RUN", help="Start from the networks that another run ended with."
-        ),
+        typer.Option("--from", metavar="RUN", help="Start from the trained networks of this run."),
     ] = None,
     device: Device = None,
     precision: Annotated[
         Arithmetic | None,
-        typer.Option(help="How to compute; without it, bf16 on CUDA and fp32 on the CPU."),
+        typer.Option(help="Numerical precision; by default bf16 on CUDA and fp32 on the CPU."),
     ] = None,
     device_memory: Annotated[
         float | None,
         typer.Option(
             parser=real_number(),
             metavar="GIB",
-            help="Stay within so much of a CUDA device's memory.",
+            help="Use at most this much of a CUDA device's memory.",
         ),
     ] = None,
     threads: Annotated[
@@ -103,30 +101,32 @@ def run(
         typer.Option(
             parser=whole_number(1),
             metavar="N",
-            help="Of the CPU; without it, as many as cores that nobody else uses.",
+            help="Number of CPU threads; by default the number of idle cores.",
         ),
     ] = None,
     engine: Annotated[
         Place | None,
-        typer.Option(
-            help="Where clients live: in this process, or each in a Flower site of its own."
-        ),
+        typer.Option(help="Where clients run: in this process, or each at its own Flower site."),
     ] = None,
     patience: Patience = None,
     simulate: Annotated[
         bool,
         typer.Option(
-            "--simulate", help="With --engine flower: in Flower's simulation, for many clients."
+            "--simulate", help="With --engine flower: use Flower's simulation, for many clients."
         ),
     ] = False,
     tensorboard: TensorBoard = False,
 ) -> None:
-    """Run a federation, as CONFIG.toml says or by the defaults, and keep its metrics and checkpoint in a folder."""
+    """Run a federation and write its metrics and checkpoints to a folder.
+
+    Settings come from CONFIG.toml, from the options below, and otherwise from the defaults.
+    """
     from barter.cli import running
 
-    where = {"start": start and str(start), "device": device, "engine": engine}
     chosen = {
-        **where,
+        "start": start and str(start),
+        "device": device,
+        "engine": engine,
         "precision": precision,
         "device_memory": device_memory,
         "threads": threads,
@@ -146,7 +146,7 @@ def resume(
         typer.Option(
             parser=whole_number(1),
             metavar="N",
-            help="Until so many are done; without, as configured.",
+            help="Continue until round N; by default as configured.",
         ),
     ] = None,
     threads: Annotated[
@@ -154,7 +154,7 @@ def resume(
         typer.Option(
             parser=whole_number(1),
             metavar="N",
-            help="Of the CPU; without, as before. With others last digits differ.",
+            help="Number of CPU threads; by default as before. Another number changes last digits.",
         ),
     ] = None,
     patience: Patience = None,
@@ -163,14 +163,15 @@ def resume(
         typer.Option(
             "--round",
             metavar="best|last|N",
-            help="Go back to this round, whose checkpoint is kept, and drop later ones.",
+            help="Go back to this round and drop later ones; its checkpoint must have been kept.",
         ),
     ] = "last",
     tensorboard: TensorBoard = False,
 ) -> None:
-    """Continue the run in the folder RUN behind its last finished round, as if it had never been interrupted.
+    """Resume the run in the folder RUN after its last finished round.
 
-    A run that stopped early continues with --rounds, or with more --patience.
+    The result is the same as without the interruption. A run that stopped early continues only with
+    --rounds or a larger --patience.
     """
     from barter.cli import running
 
@@ -183,35 +184,37 @@ def compare(
         Path | None,
         typer.Argument(
             metavar="[CONFIG.toml | DIR]",
-            help="A configuration for all runs, or a comparison to look at.",
+            help="A configuration for all runs, or the folder of a comparison to show.",
         ),
     ] = None,
     algorithms: Annotated[
         str,
         typer.Option(
-            help="Methods, with fields if need be: local,dffke,dffke:preset=paper:share=0.3"
+            help="Methods, optionally with fields: local,dffke,dffke:preset=paper:share=0.3"
         ),
     ] = "",
     seeds: Annotated[
-        str | None, typer.Option(help="Such as 0-4 or 0,3,7-9; 0-2 if nothing is said.")
+        str | None, typer.Option(help="Seeds, such as 0-4 or 0,3,7-9; by default 0-2.")
     ] = None,
     settings: Settings = None,
     vary: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=A,B", help="Every method with each value: algorithm.tau=0.8,0.9"),
+        typer.Option(
+            metavar="KEY=A,B", help="Run every method with each value: algorithm.tau=0.8,0.9"
+        ),
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Of a file's variants this one; may be given again."),
+        typer.Option(metavar="NAME", help="Run only this variant of the file; can be repeated."),
     ] = None,
     baseline: Annotated[
-        str | None, typer.Option(help="The method to compare others with, seed by seed.")
+        str | None, typer.Option(help="The method that others are compared with, seed by seed.")
     ] = None,
     metric: Annotated[
         str | None,
         typer.Option(
-            help="Of curves and differences: primary (default: the server's model or the mean of "
-            "clients, as the method has it), global, own, server, trained, trained-own, val, "
+            help="Metric of curves and differences: primary (default: the server's model or the mean "
+            "of clients, depending on the method), global, own, server, trained, trained-own, val, "
             "val-local, own-by-images, worst, worst-own, spread, or any metric of the records."
         ),
     ] = None,
@@ -220,21 +223,25 @@ def compare(
         typer.Option(
             parser=real_number(0, 1),
             metavar="X",
-            help="Count the rounds until this accuracy, such as 0.8.",
+            help="Count the rounds until this accuracy is reached, such as 0.8.",
         ),
     ] = None,
     jobs: Annotated[
-        int, typer.Option(parser=whole_number(1), metavar="N", help="How many runs at a time.")
+        int,
+        typer.Option(parser=whole_number(1), metavar="N", help="Number of runs at the same time."),
     ] = 1,
     out: Annotated[
-        Path | None, typer.Option(help="The folder; without one, a new one under runs/.")
+        Path | None, typer.Option(help="The comparison's folder; by default a new one under runs/.")
     ] = None,
 ) -> None:
-    """Compare methods over seeds: run what is not there yet, then a table and curves; of DIR, of what is there."""
+    """Run every method with every seed, and write a table and curves.
+
+    Finished runs are skipped; interrupted runs resume. With DIR, show its results and run nothing.
+    """
     from barter.cli import running
 
-    asked = {"baseline": baseline, "metric": metric, "target": target}
-    running.compare(what, algorithms, seeds, settings, vary, only, out, asked, jobs)
+    question = {"baseline": baseline, "metric": metric, "target": target}
+    running.compare(what, algorithms, seeds, settings, vary, only, out, question, jobs)
 
 
 @app.command()
@@ -244,18 +251,20 @@ def report(
         typer.Argument(metavar="RUN | COMPARISON", help="The folder of a run or of a comparison."),
     ],
     to: Annotated[
-        Path | None, typer.Option(help="The page; without it, report.html in the folder.")
+        Path | None, typer.Option(help="The page's file; by default report.html in the folder.")
     ] = None,
     live: Annotated[
         bool,
-        typer.Option("--live", help="Write the page again after every round, until all are done."),
+        typer.Option("--live", help="Update the page after every round until the last one."),
     ] = False,
     images: Annotated[
         bool,
-        typer.Option("--images/--no-images", help="With private images and what was made of them."),
+        typer.Option(
+            "--images/--no-images", help="Show private images and those synthesised from them."
+        ),
     ] = True,
 ) -> None:
-    """Write one HTML page of all there is to see: curves, clients, split, images, traffic, time, configuration."""
+    """Write an HTML report: curves, clients, split, images, traffic, time and configuration."""
     from barter.cli import inspecting
 
     inspecting.report(what, to, live=live, images=images)
@@ -263,7 +272,7 @@ def report(
 
 @app.command()
 def privacy(run: Annotated[Path, typer.Argument(metavar="RUN")]) -> None:
-    """What left the clients of RUN, how each part was protected, and what that promises to whoever is in an image."""
+    """Show what the clients of RUN released, how it was protected, and the resulting guarantee."""
     from barter.cli import inspecting
 
     inspecting.privacy(run)
@@ -277,11 +286,11 @@ def attack(
         typer.Option(
             parser=whole_number(0),
             metavar="N",
-            help="Runs like RUN, on half of the images, to compare its networks with; even.",
+            help="Even number of shadow runs: like RUN, on half of the images each.",
         ),
     ] = 4,
 ) -> None:
-    """What a curious server can learn from what clients of RUN tell: images, whose they were, and classes."""
+    """Attack RUN as a curious server: reconstruct images, infer membership and class frequencies."""
     from barter.cli import inspecting
 
     inspecting.attack(run, shadows)
@@ -299,7 +308,10 @@ def evaluate(
     ] = None,
     round: RoundOf = "last",
 ) -> None:
-    """The accuracy of RUN's networks on other data: on its test images or, where it has no such part, on all of it."""
+    """Measure the accuracy of RUN's networks on other data.
+
+    The test split is used if there is one, otherwise all images.
+    """
     from barter.cli import inspecting
 
     inspecting.evaluate(run, data, client, round)
@@ -308,18 +320,20 @@ def evaluate(
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN")],
-    to: Annotated[Path, typer.Option(metavar="FILE", help="Ends in .safetensors, .onnx or .pt2.")],
+    to: Annotated[
+        Path, typer.Option(metavar="FILE", help="A file name with .safetensors, .onnx or .pt2.")
+    ],
     client: Annotated[
         int | None,
         typer.Option(
             parser=whole_number(0),
             metavar="N",
-            help="Whose network; without it, the server's model.",
+            help="Export this client's network; by default the server's model.",
         ),
     ] = None,
     round: RoundOf = "last",
 ) -> None:
-    """Write a network of RUN into a file that says how images are to be prepared for it."""
+    """Export a network of RUN to a file, with a description of the input it expects."""
     from barter.cli import inspecting
 
     inspecting.export(run, to, client, round)
@@ -329,11 +343,14 @@ def export(
 def check(
     name: Annotated[
         str,
-        typer.Argument(metavar="MODULE:CLASS", help="A method of your own, or one that is listed."),
+        typer.Argument(
+            metavar="MODULE:CLASS",
+            help="A method of your own, or one from `barter list algorithms`.",
+        ),
     ],
     settings: Settings = None,
 ) -> None:
-    """Run a method through what all of them keep to: wire, seeds, resumption, order, documentation."""
+    """Check that a method follows the rules: wire, seeds, resumption, order, documentation."""
     from barter.cli import inspecting
 
     inspecting.check(name, settings)
@@ -342,19 +359,19 @@ def check(
 @flower.command("init")
 def flower_init(
     folder: Annotated[Path, typer.Argument(metavar="DIR")],
-    sites: Annotated[str, typer.Option(help="The sites' names, with commas between them.")],
+    sites: Annotated[str, typer.Option(help="The sites' names, separated by commas.")],
     address: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where the sites reach the coordinator.")
     ],
     config: Annotated[
-        Path | None, typer.Option(help="The run's configuration; without one, the defaults.")
+        Path | None, typer.Option(help="The run's configuration; by default the defaults.")
     ] = None,
     algorithm: Annotated[
         str | None, typer.Option(help="A name from `barter list algorithms`.")
     ] = None,
     settings: Settings = None,
 ) -> None:
-    """Write the folder of a deployment: the run, certificates, and a folder with a key for every site."""
+    """Write a deployment folder: configuration, certificates, and a folder with a key for each site."""
     from barter.cli import running
 
     running.flower_init(folder, sites, address, config, algorithm, settings)
@@ -364,16 +381,16 @@ def flower_init(
 def flower_start(
     folder: Annotated[Path, typer.Argument(metavar="DIR")],
     host: Annotated[
-        str, typer.Option(help="The address to listen at; 0.0.0.0 is all of this machine's.")
+        str, typer.Option(help="The address to listen on; 0.0.0.0 means all interfaces.")
     ] = "0.0.0.0",
     insecure: Annotated[
         bool,
         typer.Option(
-            help="Without encryption and keys, for tests on one machine; sites must say so too."
+            help="Use no encryption and no keys, for tests on one machine; sites need this setting too."
         ),
     ] = False,
 ) -> None:
-    """Coordinate the run of a deployment folder: start the SuperLink, let the sites in, show the progress."""
+    """Coordinate a deployment's run: start the SuperLink, admit the sites, show the progress."""
     from barter.cli import running
 
     running.flower_start(folder, host, insecure=insecure)
@@ -384,7 +401,7 @@ def site(
     file: Annotated[Path, typer.Argument(metavar="SITE.toml")],
     worker: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Be a site of a federation on Flower: hold the client of SITE.toml, and keep its node connected."""
+    """Run a site of a Flower federation: hold the client of SITE.toml and keep its node connected."""
     from barter.cli import running
 
     running.site(file, worker)
@@ -406,7 +423,7 @@ def list_(what: Annotated[Listing | None, typer.Argument(metavar="WHAT")] = None
 def show_algorithm(
     name: Annotated[str, typer.Argument()],
 ) -> None:
-    """Citation, what crosses the wire, and fields with defaults and symbols of an algorithm (or of module:Class)."""
+    """Show an algorithm's citation, messages, and fields with defaults and the paper's symbols."""
     from barter.cli import describing
 
     describing.show_algorithm(name)
@@ -422,21 +439,23 @@ def show_partition(
         ),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="Take the rest from this configuration.")
+        Path | None, typer.Option(help="Take all other settings from this configuration.")
     ] = None,
     settings: Settings = None,
-    out: Annotated[Path, typer.Option(help="Where to save the bubble picture.")] = Path(
+    out: Annotated[Path, typer.Option(help="Where to save the bubble chart.")] = Path(
         "partition.png"
     ),
-    title: Annotated[str | None, typer.Option(help="Of the picture; none for none.")] = None,
+    title: Annotated[
+        str | None, typer.Option(help="The chart's title; `none` for no title.")
+    ] = None,
     save: Annotated[
         Path | None,
         typer.Option(
-            help="A new folder for the split as files, which data.source=clients:PATH reads."
+            help="Also write the split to this new folder, which data.source=clients:PATH reads."
         ),
     ] = None,
 ) -> None:
-    """Who gets how many samples of which class under a partition, as a table, a picture and files."""
+    """Show the number of samples by client and class, as a table, a chart and optionally as files."""
     from barter.cli import inspecting
 
     inspecting.show_partition(name, config, settings, out, title, save)
@@ -450,7 +469,7 @@ def show_config(
     ] = None,
     settings: Settings = None,
 ) -> None:
-    """Every value that a run would have, also those nobody set, as a file that `barter run` takes."""
+    """Print the full configuration of a run, including defaults, as TOML for `barter run`."""
     from barter.cli import describing
 
     describing.show_config(config, algorithm, settings)
@@ -460,62 +479,76 @@ def show_config(
 def show_images(
     run: Annotated[Path, typer.Argument(metavar="RUN")],
     out: Annotated[
-        Path | None, typer.Option(help="Where to save the sheets; without it, RUN/images.")
+        Path | None, typer.Option(help="Where to save the sheets; by default RUN/images.")
     ] = None,
     columns: Annotated[
-        int, typer.Option(parser=whole_number(1, 100), metavar="N", help="Images of each client.")
+        int,
+        typer.Option(
+            parser=whole_number(1, 100), metavar="N", help="Number of images of each client."
+        ),
     ] = 10,
 ) -> None:
-    """Save a sheet per round of RUN: private images beside what was made of them. No party of a run sees both."""
+    """Save a sheet for each round of RUN: private images beside those synthesised from them.
+
+    No party of a run sees both.
+    """
     from barter.cli import inspecting
 
     inspecting.show_images(run, out, columns)
 
 
-INTERRUPTED = 128 + signal.SIGINT  # the exit status of a process that was interrupted
+# The exit status of an interrupted process. Newer versions of typer return it after Ctrl-C; older
+# ones raise Abort.
+INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0; 2 for a mistake in what was asked, in one line; 1 for the rest."""
-    with _noticed_interrupts() as noticed:
+    """Run the command line and return the exit status.
+
+    Args:
+        arguments: The arguments; None for those of this process.
+
+    Returns:
+        0 on success, 2 for a usage or configuration error, 1 for any other error.
+    """
+    with _recorded_interrupts() as interrupts:
         try:
-            return _answer(arguments)
+            return _run_command(arguments)
         except Exception:
-            if not noticed:
+            if not interrupts:
                 raise
             return _fail("interrupted", 1)
 
 
 @contextmanager
-def _noticed_interrupts() -> Iterator[list[int]]:
-    """Collect the interrupts that come: a module that is interrupted while it loads may raise anything."""
-    noticed: list[int] = []
+def _recorded_interrupts() -> Iterator[list[int]]:
+    """Record interrupts: a module that is interrupted while it is imported may raise any error."""
+    interrupts: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        noticed.append(number)
+        interrupts.append(number)
         signal.default_int_handler(number, frame)
 
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     ):
-        yield noticed
+        yield interrupts
         return
     signal.signal(signal.SIGINT, interrupt)
     try:
-        yield noticed
+        yield interrupts
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _answer(arguments: Sequence[str] | None) -> int:
-    """Run the command and turn what it raises into a message and an exit status."""
+def _run_command(arguments: Sequence[str] | None) -> int:
+    """Run the command; turn errors into a message and an exit status."""
     if "" not in sys.path:
         sys.path.insert(0, "")  # so that --algorithm module:Class finds a module in this folder
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # names of files may be what no text can hold
+        # File names may hold bytes that are not valid text.
+        sys.stdout.reconfigure(errors="backslashreplace")
     usage_error = _usage_error()
     try:
         status = app(
@@ -523,7 +556,7 @@ def _answer(arguments: Sequence[str] | None) -> int:
             prog_name="barter",
             standalone_mode=False,
         )
-        if status == INTERRUPTED:  # typer makes this of a Ctrl-C that nobody answered
+        if status == INTERRUPTED:
             return _fail("interrupted", 1)
         return status if isinstance(status, int) else 0
     except usage_error as error:
@@ -536,35 +569,33 @@ def _answer(arguments: Sequence[str] | None) -> int:
         return _fail("interrupted", 1)
     except BrokenPipeError:
         return 1
-    except OSError as error:  # what the machine refuses; whoever wrote a file has said which
-        return _fail(
-            ": ".join(str(part) for part in (error.filename, error.strerror or error) if part), 1
-        )
+    except OSError as error:
+        parts = (error.filename, error.strerror or error)
+        return _fail(": ".join(str(part) for part in parts if part), 1)
     except (MemoryError, RuntimeError) as error:
         if not lacks_memory(error):
             raise
         return _fail(f"not enough memory: {error}", 1)
 
 
-LIKELY = {  # options that one would expect, and what there is instead
-    **{"model": "--set models=...", "dataset": "--set data.source=...", "output": "--out ..."},
-    **{
-        "gpu": "--device cuda",
-        "cuda": "--device cuda",
-        "config": "[CONFIG.toml] alone, without an option",
-    },
+# Options that users may expect, and what to write instead.
+LIKELY = {
+    "model": "--set models=...",
+    "dataset": "--set data.source=...",
+    "output": "--out ...",
+    "gpu": "--device cuda",
+    "cuda": "--device cuda",
+    "config": "[CONFIG.toml] alone, without an option",
     **{table: f"--set {key}=..." for table, key in CHOICES.items()},
 }
 
 
-INTERRUPTED = 130  # what newer typers return after Ctrl-C; older ones raise Abort
-
-
 def _usage_error() -> type[Exception]:
-    """Return the class of everything that typer raises for a wrong command line.
+    """Return the base class of everything that typer raises for a wrong command line.
 
-    Older typers raise exceptions of the installed click, newer ones of a copy of click that they bring along. The two
-    are unrelated, so the class is found among the ancestors of one that every typer exports.
+    Older versions of typer raise exceptions of the installed click, newer ones of their own copy of
+    click. The two are unrelated, so the class is found among the ancestors of one that every version
+    exports.
     """
     ancestors = typer.BadParameter.__mro__
     return ancestors[ancestors.index(Exception) - 1]
@@ -573,7 +604,7 @@ def _usage_error() -> type[Exception]:
 def _refuse(error: Any) -> int:
     """Print what is wrong with the command line; return the exit status.
 
-    Kinds of errors are known by their names: which module they come from depends on typer's version.
+    Errors are told apart by the names of their classes: the module depends on typer's version.
     """
     kind = type(error).__name__
     if kind == "NoArgsIsHelpError":
@@ -590,38 +621,46 @@ def _no_such_option(error: Any) -> str:
 
 
 def _guess(option: str, context: Any) -> str:
-    """What to write instead of an option that one would expect, where the command has it; nothing if it has not."""
-    given = context.command.params if context else []
-    has = {word for parameter in given for word in (*parameter.opts, parameter.metavar) if word}
+    """Return a message that says what to write instead of an unknown option.
+
+    The message is empty if nothing similar exists, or if the command does not accept it.
+    """
+    parameters = context.command.params if context else []
+    accepted = {
+        word for parameter in parameters for word in (*parameter.opts, parameter.metavar) if word
+    }
     short = {key: key.rpartition(".")[2] for key in sorted(known_keys())}
     name = option.lstrip("-").replace("-", "_")
     if name not in {*LIKELY, *short, *short.values()}:
-        near = difflib.get_close_matches(
-            name, [*short.values(), *(word.strip("-") for word in has)], 1, 0.7
-        )
-        name = near[0] if near and f"--{near[0]}" not in has else ""
-    words = LIKELY.get(name) or " or ".join(
-        f"--set {key}=..." for key in short if name in (key, short[key])
-    )
-    return f"there is no {option}: write {words}" if words.partition(" ")[0] in has else ""
+        candidates = [*short.values(), *(word.strip("-") for word in accepted)]
+        near = difflib.get_close_matches(name, candidates, 1, 0.7)
+        name = near[0] if near and f"--{near[0]}" not in accepted else ""
+    settings = [f"--set {key}=..." for key in short if name in (key, short[key])]
+    advice = LIKELY.get(name) or " or ".join(settings)
+    return f"there is no {option}: write {advice}" if advice.partition(" ")[0] in accepted else ""
 
 
-WORDING = {  # what versions of typer word differently, and what is printed with any of them
-    r": Value error, ": ": ",  # pydantic, which newer typers ask
-    r" for '\[(.*?)\]':": r" for '\1':",  # an argument that may be left out
+# Patterns of wordings that differ between versions of typer, and what is printed with any of them.
+WORDING = {
+    r": Value error, ": ": ",  # from pydantic, which newer versions use
+    r" for '\[(.*?)\]':": r" for '\1':",  # an optional argument
     r"argument\(s\)": "argument",
 }
 
 
 def _message(error: Any) -> str:
-    """Its sentences in one line, each once: click and typer both say what was perhaps meant."""
-    words = " ".join(error.format_message().split())
+    """Return an error's message in one line, without repeated sentences.
+
+    Both click and typer append a suggestion, so the same one may appear twice.
+    """
+    message = " ".join(error.format_message().split())
     for pattern, common in WORDING.items():
-        words = re.sub(pattern, common, words)
-    return " ".join(dict.fromkeys(re.split(r"(?<=[.?]) ", words)))
+        message = re.sub(pattern, common, message)
+    return " ".join(dict.fromkeys(re.split(r"(?<=[.?]) ", message)))
 
 
 def _fail(message: str, status: int) -> int:
+    """Print an error message; return the exit status."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What commands have in common: where they print, the configuration they are given, what an extra installs."""
+"""Helpers that commands share: consoles, configurations, and imports of optional dependencies."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ Settings = Sequence[str] | None
 
 
 def screen(*, wide: bool = False) -> Console:
-    """Names and paths are printed as they are; outside of a terminal tables may be wide."""
+    """Return a console that prints names and paths literally.
+
+    Args:
+        wide: Allow tables of 140 columns where the output is not a terminal.
+    """
     width = 140 if wide and not sys.stdout.isatty() else None
     return Console(
         highlight=False,
         markup=False,
-        emoji=False,  # data.source=a:b:c holds no picture
+        emoji=False,  # Otherwise :b: in data.source=a:b:c would become an emoji.
         width=width,
         soft_wrap=not sys.stdout.isatty() and not wide,
     )
@@ -34,20 +38,25 @@ def screen(*, wide: bool = False) -> Console:
 def asked(
     config: Path | None, algorithm: str | None, settings: Sequence[str] | None
 ) -> dict[str, Any]:
+    """Return the plain values of a configuration file, changed by --algorithm and --set."""
     first = [] if algorithm is None else [f"algorithm.name={algorithm}"]
     return with_settings({} if config is None else opened(config), [*first, *(settings or [])])
 
 
 def opened(config: Path) -> dict[str, Any]:
-    """Return the plain values of a file; from now on, module:name is also looked for in the file's folder."""
-    values, folder = read(config), str(config.parent.absolute())
+    """Return the plain values of a configuration file, and add its folder to the import path.
+
+    So module:Class in a configuration is also found beside the file.
+    """
+    values = read(config)
+    folder = str(config.parent.absolute())
     if folder not in sys.path:
         sys.path.append(folder)
     return values
 
 
 def chosen_round(text: str) -> Which:
-    """Read the value of --round."""
+    """Parse the value of --round."""
     if text == "last":
         return "last"
     if text == "best":
@@ -57,6 +66,7 @@ def chosen_round(text: str) -> Which:
     return int(text)
 
 
+# Top-level module -> what it belongs to, and the extra that installs it.
 EXTRAS = {
     "flwr": ("Flower", "flower"),
     "cryptography": ("Flower", "flower"),
@@ -67,12 +77,16 @@ EXTRAS = {
 
 
 def optional(module: str) -> Any:
-    """A module of ours that needs what an extra installs, or Ray, on which Flower simulates."""
+    """Import a module of barter that needs an extra, or Ray, which Flower's simulation needs.
+
+    Raises:
+        ConfigError: The extra is not installed; the message has the command that installs it.
+    """
     try:
         return importlib.import_module(module if module == "ray" else f"barter.{module}")
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in EXTRAS:
             raise
-        what, extra = EXTRAS[missing]
-        raise ConfigError(f"{what} is not installed here: {install_command(extra)}") from None
+        title, extra = EXTRAS[missing]
+        raise ConfigError(f"{title} is not installed here: {install_command(extra)}") from None

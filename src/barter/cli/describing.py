@@ -1,4 +1,4 @@
-"""Commands that describe a method or a configuration, and load no more than these need."""
+"""Commands that describe a method or a configuration; they import no more than that needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ __all__ = ["print_fields", "show_algorithm", "show_config"]
 
 
 def show_algorithm(name: str) -> None:
-    kind, console = algorithm_named(name), screen(wide=True)
+    """Run `barter show algorithm`."""
+    kind = algorithm_named(name)
+    console = screen(wide=True)
     console.print(kind.citation())
     console.print("\nWhat crosses the wire:")
     for method, what in kind.crosses.items():
@@ -28,11 +30,19 @@ def show_algorithm(name: str) -> None:
 
 
 def show_config(config: Path | None, algorithm: str | None, settings: Settings) -> None:
+    """Run `barter show config`."""
     sys.stdout.write(to_toml(resolve(asked(config, algorithm, settings))))
 
 
 def print_fields(console: Console, kind: type, where: str, chosen: object = None) -> None:
-    """The fields of a kind, with their defaults or with the values of one that was chosen."""
+    """Print the fields of a dataclass with their meanings.
+
+    Args:
+        console: Where to print.
+        kind: The dataclass.
+        where: The prefix of its keys, such as "algorithm.".
+        chosen: An instance whose values are printed; None for the defaults.
+    """
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column()

@@ -1,4 +1,4 @@
-"""Commands that look at something: a run, a comparison, a network, a method, a split."""
+"""Commands that inspect a run, a comparison, a network, a method or a split."""
 
 from __future__ import annotations
 
@@ -42,15 +42,19 @@ __all__ = [
 
 
 def report(what: Path, to: Path | None, *, live: bool, images: bool) -> None:
-    pages, target, console = optional("report.report"), to or what / "report.html", screen()
-    subject, shown = pages.report_of(what, live=live, images=images), -1
+    """Run `barter report`."""
+    pages = optional("report.report")
+    target = to or what / "report.html"
+    console = screen()
+    subject = pages.report_of(what, live=live, images=images)
+    rounds_shown = -1
     try:
         if live and not subject.finished:
-            # Large data take long to read, and a browser waits for this file.
+            # Large data take long to read, and a browser may already be waiting for this file.
             pages.write(target, subject.page(live=True, quick=True))
         while live and not subject.finished:
-            if subject.done != shown:
-                shown = subject.done
+            if subject.done != rounds_shown:
+                rounds_shown = subject.done
                 pages.write(target, subject.page(live=True))
                 console.print(f"report: {target}, {subject.progress}")
             time.sleep(1)
@@ -62,50 +66,55 @@ def report(what: Path, to: Path | None, *, live: bool, images: bool) -> None:
 
 
 def privacy(run: Path) -> None:
+    """Run `barter privacy`."""
     if not (begun(run) / PRIVACY).is_file():
         raise CheckpointError(
-            f"{run} says nothing of privacy: there is no {PRIVACY} in it, which a round leaves there"
+            f"{run} has no privacy statement: there is no {PRIVACY} in it, which every round writes"
         )
     for line in shown(Statement.read(run / PRIVACY)):
         screen(wide=True).print(line)
 
 
 def attack(run: Path, shadows: int) -> None:
+    """Run `barter attack`."""
     for line in attacked(begun(run), shadows, Work(screen())):
         screen(wide=True).print(line)
 
 
 def evaluate(run: Path, source: str, client: int | None, round: str) -> None:
+    """Run `barter evaluate`."""
     which = chosen_round(round)
-    networks = (
-        load_all(begun(run), which) if client is None else [load(begun(run), client, round=which)]
-    )
-    spec, own = networks[0].spec, resolve(read(run / "config.toml")).data
-    dataset = load_data(
-        source, root=own.root, size=spec.height if spec.height == spec.width else None
-    )
-    new = anchored(replace(own, source=source)).source != anchored(own).source
-    count, values = judged(networks, dataset, new=new, device=device_named("auto"))
-    after = f"after round {networks[0].round}"
+    folder = begun(run)
+    models = load_all(folder, which) if client is None else [load(folder, client, round=which)]
+    spec = models[0].spec
+    run_data = resolve(read(run / "config.toml")).data
+    size = spec.height if spec.height == spec.width else None
+    dataset = load_data(source, root=run_data.root, size=size)
+    new = anchored(replace(run_data, source=source)).source != anchored(run_data).source
+    count, values = judged(models, dataset, new=new, device=device_named("auto"))
+    after = f"after round {models[0].round}"
     screen().print(f"accuracy in % {after} on {count:,} images of {source}\n")
-    screen(wide=True).print(
-        accuracy_table([(kept.owner, kept.architecture) for kept in networks], values)
-    )
+    rows = [(model.owner, model.architecture) for model in models]
+    screen(wide=True).print(accuracy_table(rows, values))
 
 
 def export(run: Path, to: Path, client: int | None, round: str) -> None:
-    kept = load(begun(run), client, round=chosen_round(round))
-    write_network(kept, to)
-    screen().print(f"{kept.owner} of {run}, {kept.architecture} after round {kept.round}: {to}")
+    """Run `barter export`."""
+    model = load(begun(run), client, round=chosen_round(round))
+    write_network(model, to)
+    screen().print(f"{model.owner} of {run}, {model.architecture} after round {model.round}: {to}")
 
 
 def check(name: str, settings: Settings) -> None:
-    algorithm, failed, console = resolve(asked(None, name, settings)).algorithm, 0, screen()
-    for what, problem in examined(algorithm):
+    """Run `barter check`."""
+    algorithm = resolve(asked(None, name, settings)).algorithm
+    console = screen()
+    failed = 0
+    for rule, problem in examined(algorithm):
         failed += bool(problem)
-        console.print(f"no  {what}\n    {problem}" if problem else f"ok  {what}")
+        console.print(f"no  {rule}\n    {problem}" if problem else f"ok  {rule}")
     if failed:
-        raise BarterError(f"{name} does not keep to {failed} of {len(CHECKS)}")
+        raise BarterError(f"{name} breaks {failed} of {len(CHECKS)} rules")
 
 
 def show_partition(
@@ -116,6 +125,7 @@ def show_partition(
     title: str | None,
     save: Path | None,
 ) -> None:
+    """Run `barter show partition`."""
     if name is not None and Path(name).suffix == ".toml":
         if config is not None:
             raise ConfigError(f"{name} and --config {config}: give one configuration")
@@ -123,22 +133,23 @@ def show_partition(
         name = None
     first = [] if name is None else [f"partition.name={name}"]
     tree = asked(config, None, [*first, *(settings or [])])
-    tree.pop(COMPARISON, None)  # all runs of a comparison have one split
+    tree.pop(COMPARISON, None)  # All runs of a comparison have the same split.
     resolved = resolve(tree)
-    data = replace(resolved.data, validation=0.0)  # what clients hold out is theirs too
+    # Validation images belong to the clients as well, so none are held out here.
+    data = replace(resolved.data, validation=0.0)
     task = make_task(data, resolved.partition, resolved.clients, resolved.seed, torch.device("cpu"))
-    kinds, console = [Kinds("class", task.classes, task.class_table().tolist())], screen(wide=True)
+    console = screen(wide=True)
+    kinds = [Kinds("class", task.classes, task.class_table().tolist())]
     if len(task.domains) > 1:
         kinds.append(Kinds("domain", task.domains, task.domain_table.tolist()))
     for kind in kinds:
         console.print(count_table(kind.title, kind.counts, kind.names))
-    print_fields(console, type(resolved.partition), "partition.", resolved.partition)
+    partition = resolved.partition
+    print_fields(console, type(partition), "partition.", partition)
     if title is None:
-        rule = ", ".join(
-            f"{f.name} {getattr(resolved.partition, f.name)}"
-            for f in describe(type(resolved.partition))
-        )
-        title = f"{type(resolved.partition).__name__} on {resolved.data.source}, seed {resolved.seed}\n{rule}"
+        fields = [f"{f.name} {getattr(partition, f.name)}" for f in describe(type(partition))]
+        heading = f"{type(partition).__name__} on {resolved.data.source}, seed {resolved.seed}"
+        title = f"{heading}\n{', '.join(fields)}"
     bubbles(kinds, "" if title == "none" else title, out)
     console.print(f"picture: {out}")
     if save is not None:
@@ -147,5 +158,6 @@ def show_partition(
 
 
 def show_images(run: Path, out: Path | None, columns: int) -> None:
+    """Run `barter show images`."""
     for path in sheets(begun(run), out or run / "images", columns):
         screen().print(f"picture: {path}")

@@ -1,9 +1,10 @@
-"""Start runs without loading torch for each: a process that has loaded everything forks one process per run.
+"""Fork one process per run from a process that has already loaded torch.
 
-A comparison starts it as `python -m barter.cli.job_server` and writes a line of JSON for every run to its standard
-input: `{"id": 1, "arguments": ["run", "config.toml"], "log": "run.log"}`. It answers with the process id,
-`{"id": 1, "pid": 77}`, and, when the run has ended, with its exit status, `{"id": 1, "status": 0}`; a negative status
-is the signal that ended it. When its standard input is closed, or it is terminated, it terminates all runs and ends.
+A comparison starts it as `python -m barter.cli.job_server` and writes a line of JSON for every run to
+its standard input: `{"id": 1, "arguments": ["run", "config.toml"], "log": "run.log"}`. The server
+answers with the process id, `{"id": 1, "pid": 77}`, and, when the run has ended, with its exit status,
+`{"id": 1, "status": 0}`; a negative status is the signal that ended it. When its standard input is
+closed, or it is terminated, it terminates all runs and ends.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from barter.cli.app import main
 
 __all__ = ["serve"]
 
-POLL = 0.05  # seconds between two looks at runs that may have ended
+POLL = 0.05  # polling interval in seconds, for runs that may have ended
 
 
 def serve() -> None:
-    """Fork a process for every run that is asked for, until standard input is closed."""
-    answers = os.dup(1)  # runs have standard output for themselves
+    """Fork a process for every requested run, until standard input is closed."""
+    answers = os.dup(1)  # Runs redirect their standard output to their logs.
     os.set_inheritable(answers, False)
     running: dict[int, int] = {}  # process id -> the run's id
     unread = b""
@@ -45,12 +46,12 @@ def serve() -> None:
                     request = json.loads(line)
                     process = _fork(request, answers)
                     running[process] = request["id"]
-                    _tell(answers, {"id": request["id"], "pid": process})
+                    _send(answers, {"id": request["id"], "pid": process})
             for process in list(running):
                 ended, status = os.waitpid(process, os.WNOHANG)
                 if ended:
                     code = os.waitstatus_to_exitcode(status)
-                    _tell(answers, {"id": running.pop(process), "status": code})
+                    _send(answers, {"id": running.pop(process), "status": code})
     finally:
         for process in running:
             with suppress(ProcessLookupError):
@@ -59,30 +60,30 @@ def serve() -> None:
             os.waitpid(process, 0)
 
 
-def _tell(answers: int, answer: Mapping[str, int]) -> None:
+def _send(answers: int, answer: Mapping[str, int]) -> None:
+    """Write an answer as a line of JSON."""
     os.write(answers, json.dumps(answer).encode() + b"\n")
 
 
 def _fork(request: Mapping[str, Any], answers: int) -> int:
-    """Start a run in a process, a session and a log of its own; return its process id."""
+    """Start a run in its own process and session, with its own log; return its process id."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        # NumPy's BLAS has threads, which it stops before a fork and starts anew behind it.
+        # NumPy's BLAS has threads, which it stops before a fork and restarts after it.
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         process = os.fork()
     if not process:
         os.close(reader)
         _run(request, answers, writer)
     os.close(writer)
-    os.read(
-        reader, 1
-    )  # until the run has its session: before that, ending its group would end ours
+    # Wait until the run has its own session: before that, killing its group would kill this process.
+    os.read(reader, 1)
     os.close(reader)
     return process
 
 
 def _run(request: Mapping[str, Any], answers: int, begun: int) -> NoReturn:
-    """Be the run: its log is standard output and error, and its exit status that of the command."""
+    """Execute the run in the forked process, with output to its log; exit with the command's status."""
     status = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -103,12 +104,12 @@ def _run(request: Mapping[str, Any], answers: int, begun: int) -> NoReturn:
     finally:
         with suppress(OSError, ValueError):
             sys.stderr.flush()
-        os._exit(status)  # what the server was to do at its end is not the run's to do
+        os._exit(status)  # Skip the exit handlers, which belong to the server.
 
 
 def _preload() -> None:
-    """Load what a run needs and what takes long to load; nothing here may start threads or touch a GPU."""
-    from sklearn import datasets  # noqa: F401  # of the digits
+    """Import what a run needs and takes long to load; must not start threads or touch a GPU."""
+    from sklearn import datasets  # noqa: F401  # the digits data set
 
     from barter.cli import running  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""What options of the command line take."""
+"""Types, parsers and help of options that several commands share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Settings = Annotated[
 
 
 TensorBoard = Annotated[
-    bool, typer.Option("--tensorboard", help="Write every round for TensorBoard, into the folder.")
+    bool, typer.Option("--tensorboard", help="Also log every round for TensorBoard, in the folder.")
 ]
 
 
@@ -44,15 +44,15 @@ RoundOf = Annotated[
     typer.Option(
         "--round",
         metavar="best|last|N",
-        help="Of this round; best is the one with the highest validation accuracy.",
+        help="Use the networks of this round; best is the one with the highest validation accuracy.",
     ),
 ]
 
 
 def whole_number(least: int, most: float = math.inf) -> Callable[[str], int]:
-    """Return a parser of whole numbers within bounds, which says in one line what it wants.
+    """Return a parser of whole numbers within bounds, with a one-line error message.
 
-    The words of typer's own parsers differ from version to version.
+    The messages of typer's own parsers differ from version to version.
     """
     bounds = f"of at least {least}" if math.isinf(most) else f"between {least} and {most}"
 
@@ -85,6 +85,7 @@ def real_number(least: float = -math.inf, most: float = math.inf) -> Callable[[s
 
 
 def _device_name(name: str | None) -> str | None:
+    """Return the name of a device; raise if it is none."""
     if name is not None and name not in DEVICES:
         raise typer.BadParameter(f"{name!r} is not {DEVICES}.")
     return name
@@ -101,13 +102,13 @@ Patience = Annotated[
     typer.Option(
         parser=whole_number(1),
         metavar="N",
-        help="Stop when validation accuracy has not improved for N rounds; takes data.validation.",
+        help="Stop when validation accuracy has not improved for N rounds; needs data.validation.",
     ),
 ]
 
 
 class Arithmetic(StrEnum):
-    """How to compute."""
+    """Numerical precisions."""
 
     fp32 = "fp32"
     tf32 = "tf32"
@@ -115,14 +116,14 @@ class Arithmetic(StrEnum):
 
 
 class Place(StrEnum):
-    """Where clients live."""
+    """Where clients run."""
 
     local = "local"
     flower = "flower"
 
 
 class Listing(StrEnum):
-    """What can be listed."""
+    """The listings of `barter list`."""
 
     algorithms = "algorithms"
     models = "models"

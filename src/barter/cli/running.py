@@ -1,4 +1,4 @@
-"""Commands that run something: a federation here or on Flower, a comparison, a site."""
+"""Commands that run a federation in this process or on Flower, a comparison, or a site."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def run(
     simulate: bool,
     tensorboard: bool,
 ) -> None:
-    tree = asked(config, algorithm, settings) | {
-        key: value for key, value in chosen.items() if value is not None
-    }
+    """Run `barter run`; `chosen` are the values of options that are configuration keys."""
+    options = {key: value for key, value in chosen.items() if value is not None}
+    tree = asked(config, algorithm, settings) | options
     resolved = resolve(tree)
     if out is None:
         name = str(tree.get("algorithm", {}).get("name", "dffke")).replace(":", "-")
@@ -88,6 +88,7 @@ def resume(
     *,
     tensorboard: bool,
 ) -> None:
+    """Run `barter resume`."""
     if unborn(run):
         raise CheckpointError(
             f"{run} was interrupted before its run began: there is nothing to continue, run it again"
@@ -101,7 +102,8 @@ def resume(
         raise ConfigError(
             f"--rounds {rounds}: a run on Flower keeps the {pluralise(config.rounds, 'round')} it was begun with"
         )
-    tensorboard = tensorboard or (run / "tensorboard").is_dir()  # a log that was begun goes on
+    # A TensorBoard log that was begun is continued.
+    tensorboard = tensorboard or (run / "tensorboard").is_dir()
     if threads is not None and config.engine == "flower":
         raise ConfigError(
             f"--threads {threads}: a run on Flower keeps those that it was begun with"
@@ -141,21 +143,22 @@ def compare(
     vary: Settings,
     only: Settings,
     out: Path | None,
-    asked: Mapping[str, object],
+    question: Mapping[str, object],
     jobs: int,
 ) -> None:
+    """Run `barter compare`; `question` holds baseline, metric and target, or None for each."""
     if what is not None and what.is_dir():
         if algorithms or seeds or settings or vary or only or out:
             raise ConfigError(
-                f"{what} is looked at; to go on, give the command that began it with --out {what}"
+                f"{what} is only shown; to continue it, repeat the command that began it with --out {what}"
             )
         comparison = Comparison.at(what)
-        comparison.question |= {key: item for key, item in asked.items() if item is not None}
+        comparison.question |= {key: item for key, item in question.items() if item is not None}
         comparison.check()
         _print_comparison(comparison)
         return
     tree = {} if what is None else opened(what)
-    request = Request.of(tree, algorithms, seeds, settings or [], vary or [], asked, only or [])
+    request = Request.of(tree, algorithms, seeds, settings or [], vary or [], question, only or [])
     folder = out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
     comparison, runs = Comparison.planned(folder, request)
     console = screen()
@@ -177,6 +180,7 @@ def compare(
 
 
 def _print_comparison(comparison: Comparison) -> None:
+    """Write the comparison's files; print its table and what is missing."""
     compared, missing, paths = comparison.write()
     headings, rows = cells(compared)
     table = Table(*map(escape, headings), box=box.SIMPLE_HEAD)
@@ -215,12 +219,10 @@ def _drive(
     behind: Which = "last",
     overrule: bool = False,
 ) -> None:
+    """Run or resume an experiment, and show its progress and results."""
     console = screen()
-    watcher = Watcher(
-        console,
-        config.rounds,
-        optional("runs.tensorboard").TensorBoard(out) if tensorboard else None,
-    )
+    log_round = optional("runs.tensorboard").TensorBoard(out) if tensorboard else None
+    watcher = Watcher(console, config.rounds, log_round)
     if config.engine == "flower":
         _drive_flower(config, out, watcher, resume=resume, simulate=simulate)
         return
@@ -236,7 +238,7 @@ def _drive(
     console.print(
         f"{type(config.algorithm).__name__} on {config.data.source}: {pluralise(config.clients, 'client')}, "
         f"{pluralise(architectures, 'architecture')}, {pluralise(config.rounds, 'round')}, "
-        f"{experiment.device}{_said(experiment.config.threads)}; folder {out}"
+        f"{experiment.device}{_thread_count(experiment.config.threads)}; folder {out}"
     )
     _print_variant(console, config.algorithm)
     if experiment.round:
@@ -260,33 +262,33 @@ def _drive(
         raise
     except CheckpointError as error:
         raise CheckpointError(
-            f"{error}; when that is mended, `barter resume {out}` continues"
+            f"{error}; when that is fixed, `barter resume {out}` continues"
         ) from error
     except (BarterError, OSError):
         raise
-    except Exception as error:  # of nobody's answer in particular
+    except Exception as error:  # An error in the server's part of the method.
         if lacks_memory(error):
             raise
-        why = f"the server stopped in round {experiment.round + 1}: {in_short(error)}"
-        kept = f"; finished rounds are kept, `barter resume {out}` continues"
-        stopped = BarterError(why + kept * (out / "config.toml").exists())
-        stopped.add_note(
-            "".join(traceback.format_exception(error))
-        )  # as of a client: whoever writes a method needs it
+        message = f"the server stopped in round {experiment.round + 1}: {in_short(error)}"
+        if (out / "config.toml").exists():
+            message += f"; finished rounds are kept, `barter resume {out}` continues"
+        stopped = BarterError(message)
+        # The traceback, as for errors of clients: authors of methods need it.
+        stopped.add_note("".join(traceback.format_exception(error)))
         raise stopped from error
     if experiment.stopped is not None and experiment.round < config.rounds:
         console.print(str(experiment.stopped))
     _close(records, experiment.architectures, experiment.task, out, config.algorithm)
 
 
-def _said(threads: int | None) -> str:
-    """How many threads of the CPU there are, and whether there could be more; nothing where nobody chose."""
+def _thread_count(threads: int | None) -> str:
+    """Describe the number of CPU threads, for the run's header; empty if none was chosen."""
     if threads is None:
         return ""
-    most = torch.get_num_threads()
-    return (
-        f", {threads} of {most} threads" if threads < most else f", {pluralise(threads, 'thread')}"
-    )
+    available = torch.get_num_threads()
+    if threads < available:
+        return f", {threads} of {available} threads"
+    return f", {pluralise(threads, 'thread')}"
 
 
 def _close(
@@ -296,9 +298,10 @@ def _close(
     out: Path,
     algorithm: Algorithm[Any, Any],
 ) -> None:
-    held = [[c for c, n in enumerate(row) if n] for row in task.class_table().tolist()]
+    """Print the closing table, the method's remarks and the privacy statement."""
+    classes = [[c for c, n in enumerate(row) if n] for row in task.class_table().tolist()]
     samples = [len(images) for images in task.train]
-    screen(wide=True).print(closing_table(records, architectures, samples, held))
+    screen(wide=True).print(closing_table(records, architectures, samples, classes))
     console = screen()
     for remark in algorithm.remarks(records):
         console.print(f"note: {remark}", style="yellow")
@@ -306,17 +309,18 @@ def _close(
 
 
 def _end(out: Path) -> None:
+    """Print the privacy statement and the run's folder."""
     if (out / PRIVACY).is_file() and Statement.read(out / PRIVACY).protected:
         privacy(out)
     elif (out / PRIVACY).is_file():
-        screen().print(f"nothing is protected: `barter privacy {out}` says what left the clients")
+        screen().print(f"nothing is protected: `barter privacy {out}` shows what clients released")
     screen().print(f"run folder: {out}")
 
 
 def _drive_flower(
     config: Config, out: Path, watcher: Watcher, *, resume: bool, simulate: bool
 ) -> None:
-    """A SuperLink and a site for each client, all on this machine; or Flower's simulation of them."""
+    """Run on Flower: a SuperLink and a site per client on this machine, or Flower's simulation."""
     loopback = optional("flower.loopback")
     if simulate:
         optional("ray")
@@ -333,13 +337,12 @@ def _drive_flower(
     watcher.console.print(
         f"{type(config.algorithm).__name__} on {config.data.source}: {config.clients} {place}, "
         f"{pluralise(config.rounds, 'round')}"
-        f"{_said(config.threads)}; folder {out}"
+        f"{_thread_count(config.threads)}; folder {out}"
     )
     _print_variant(watcher.console, config.algorithm)
+    execute = loopback.simulate if simulate else loopback.run_here
     try:
-        records = (loopback.simulate if simulate else loopback.run_here)(
-            config, out, watcher, resume=resume
-        )
+        records = execute(config, out, watcher, resume=resume)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped; `barter resume {out}` continues") from None
     _close(records, names, task, out, config.algorithm)
@@ -353,22 +356,26 @@ def flower_init(
     algorithm: str | None,
     settings: Settings,
 ) -> None:
+    """Run `barter flower init`."""
     tree = asked(config, algorithm, settings)
     names = [name.strip() for name in sites.split(",")]
+    # Either all sites take their shares of one source, or each has images of its own.
     shared = tree.get("data", {}).get("source", SITES) != SITES
     if not shared:
         tree = with_settings(tree, [f"data.source={SITES}"])
     resolved = resolve({**tree, "clients": len(names), "engine": "flower"})
-    own = [
-        {"data": "folder:/path/to/images", "model": "small-cnn"} if not shared else {"share": k}
-        for k in range(len(names))
-    ]
-    setups = [{"name": name, **setup} for name, setup in zip(names, own, strict=True)]
+    setups: list[dict[str, Any]] = []
+    for k, name in enumerate(names):
+        if shared:
+            setups.append({"name": name, "share": k})
+        else:
+            setups.append({"name": name, "data": "folder:/path/to/images", "model": "small-cnn"})
     optional("flower.deploy").init(folder, resolved, setups, address)
-    screen().print(f"{folder / 'README.md'} says how to go on")
+    screen().print(f"{folder / 'README.md'} describes the next steps")
 
 
 def flower_start(folder: Path, host: str, *, insecure: bool) -> None:
+    """Run `barter flower start`."""
     config = resolve(read(folder / "run.toml"))
     watcher = Watcher(screen(), config.rounds)
     try:
@@ -379,6 +386,7 @@ def flower_start(folder: Path, host: str, *, insecure: bool) -> None:
 
 
 def site(file: Path, worker: Path | None) -> None:
+    """Run `barter site`; with `worker`, be the process that holds its client."""
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     supervise = optional("flower.supervise")
     supervise.site(file) if worker is None else supervise.work(file, worker)

@@ -1,4 +1,4 @@
-"""Methods compared on one footing: every variant with every seed, each run in a folder of its own under one."""
+"""Run a comparison, every variant with every seed, and write its table and curves."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ __all__ = ["Comparison", "Job", "View", "run_all"]
 
 PLAN = "comparison.toml"
 MODELS = {"server": "server's model", "clients": "mean of clients"}
-# Runs of one table stop by one rule.
+# Configuration keys in which the runs of a table may differ. They must stop by the same rule.
 MAY_DIFFER = tuple(key for key in RESULT_FREE if key != "patience")
 
 
@@ -75,7 +75,7 @@ class Job:
 
     @property
     def done(self) -> int:
-        """How many rounds are finished; asked for often, so nothing is parsed."""
+        """Return the number of finished rounds, without parsing them, since it is read often."""
         return rounds_done(self.folder)
 
     @property
@@ -87,19 +87,23 @@ class Job:
 
 
 class Comparison:
-    """A folder of runs: which there are to be, and what they came to."""
+    """A folder of runs: its plan, and the results so far."""
 
     def __init__(self, folder: Path, plan: Mapping[str, Any]) -> None:
         self.folder = folder
-        self.variants: dict[str, str] = dict(plan.get("variants", {}))  # and the folder of each
+        self.variants: dict[str, str] = dict(plan.get("variants", {}))  # variant -> its folder
         self.seeds: list[int] = list(plan.get("seeds", []))
         self.rounds = int(plan.get("rounds", 0))
-        self.common: dict[str, Any] = dict(plan.get("common", {}))  # what all configurations share
+        self.common: dict[str, Any] = dict(plan.get("common", {}))  # values that all runs share
         self.question: dict[str, Any] = dict(plan.get("question", {}))
 
     @classmethod
     def at(cls, folder: Path) -> Comparison:
-        """The comparison in a folder."""
+        """Open the comparison in a folder.
+
+        Raises:
+            CheckpointError: The folder holds no comparison, or a damaged one.
+        """
         if not (folder / PLAN).is_file():
             raise CheckpointError(
                 f"{folder} is not the folder of a comparison: there is no {PLAN} in it"
@@ -114,48 +118,56 @@ class Comparison:
 
     @classmethod
     def planned(cls, folder: Path, request: Request) -> tuple[Comparison, list[Job]]:
-        """A comparison and its runs; one that is in the folder already goes on, with what is new added."""
+        """Plan a comparison in a folder; return it and the requested runs.
+
+        A comparison that is in the folder already is continued, and new variants and seeds are added.
+
+        Raises:
+            ConfigError: The request is empty, or its question has no answer.
+            CheckpointError: The folder holds something else, or runs that do not fit the request.
+        """
         if not request.variants:
             raise ConfigError(
                 f"nothing to compare: give --algorithms local,dffke or a file with [{TABLE}.variants]"
             )
         comparison = cls.at(folder) if (folder / PLAN).exists() else cls(folder, {})
-        if (
-            not comparison.variants
-            and folder.exists()
-            and (not folder.is_dir() or any(folder.iterdir()))
-        ):
+        occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+        if not comparison.variants and occupied:
             raise CheckpointError(f"{folder} exists and is no comparison: choose another --out")
-        jobs = comparison._take(request)
+        jobs = comparison._add(request)
         comparison.check()
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         comparison._save()
         return comparison, jobs
 
-    def _take(self, request: Request) -> list[Job]:
-        """Add what is asked for; its runs. What cannot stand in one table with the rest is refused."""
+    def _add(self, request: Request) -> list[Job]:
+        """Add the requested variants and seeds; return their runs.
+
+        Raises if they do not belong into one table with the others.
+        """
         general = [setting for setting in request.settings if not setting.startswith("algorithm.")]
         base = {key: item for key, item in request.base.items() if key != "algorithm"}
-        plainly = resolve(with_settings(base, general))
-        shared = plain(_anchored(plainly))
+        shared_config = resolve(with_settings(base, general))
+        shared = plain(_anchored(shared_config))
         common = {
             key: item
             for key, item in shared.items()
             if key not in ("algorithm", "seed", *MAY_DIFFER)
         }
         before = {key: item for key, item in with_defaults(self.common).items() if key in common}
-        odd = first_difference(before, common, ()) if self.common else None
-        if odd is not None:
+        differing = first_difference(before, common, ()) if self.common else None
+        if differing is not None:
             raise CheckpointError(
-                f"{self.folder} compares runs with another {odd}: choose another --out"
+                f"{self.folder} compares runs with another {differing}: choose another --out"
             )
-        self.common, self.rounds = common, shared["rounds"]
+        self.common = common
+        self.rounds = shared["rounds"]
         self.seeds = sorted({*self.seeds, *request.seeds})
         self.question |= request.question
         jobs = []
         for name, config in request.configurations().items():
-            if config.data.source != plainly.data.source:
+            if config.data.source != shared_config.data.source:
                 raise ConfigError(
                     f"{name!r} has other data than the rest: different data do not go into one table"
                 )
@@ -168,38 +180,42 @@ class Comparison:
         return jobs
 
     def _slug(self, name: str) -> str:
-        """A folder's name for a variant, which no other has."""
+        """Return a unique folder name for a variant."""
         slug = re.sub(r"[^a-z0-9.=]+", "-", name.lower()).strip("-.")[:60] or "variant"
         while slug in self.variants.values():
             slug += "x"
         return slug
 
     def _check_begun(self, name: str, config: Config) -> None:
-        """Runs of a variant that are there already must be of this configuration, but for their seed."""
+        """Raise if existing runs of a variant have another configuration, apart from the seed."""
         for path in sorted((self.folder / self.variants[name]).glob("seed-*/config.toml")):
-            mine, theirs = plain(_anchored(config)), plain(_anchored(resolve(read(path))))
-            odd = first_difference(mine, theirs, ("seed", *MAY_DIFFER))
-            if odd is not None:
+            requested = plain(_anchored(config))
+            existing = plain(_anchored(resolve(read(path))))
+            differing = first_difference(requested, existing, ("seed", *MAY_DIFFER))
+            if differing is not None:
                 raise CheckpointError(
-                    f"{path.parent} was begun with another {odd}: choose another --out"
+                    f"{path.parent} was begun with another {differing}: choose another --out"
                 )
 
     def _save(self) -> None:
-        plan = {"rounds": self.rounds, "seeds": self.seeds, "question": self.question}
-        replace_text(
-            self.folder / PLAN,
-            tomli_w.dumps({**plan, "variants": self.variants, "common": self.common}),
-        )
+        plan = {
+            "rounds": self.rounds,
+            "seeds": self.seeds,
+            "question": self.question,
+            "variants": self.variants,
+            "common": self.common,
+        }
+        replace_text(self.folder / PLAN, tomli_w.dumps(plan))
 
     def run(self, name: str, seed: int) -> Path:
-        """The folder of a run."""
+        """Return the folder of a run."""
         return self.folder / self.variants[name] / f"seed-{seed}"
 
     def check(self) -> None:
-        """Refuse a question that has no answer here."""
-        baseline, metric, target = (
-            self.question.get(key) for key in ("baseline", "metric", "target")
-        )
+        """Raise if baseline, metric or target make no sense for this comparison."""
+        baseline = self.question.get("baseline")
+        metric = self.question.get("metric")
+        target = self.question.get("target")
         if baseline is not None and baseline not in self.variants:
             raise ConfigError(
                 f"baseline {baseline!r} is not compared: there are {', '.join(map(repr, self.variants))}"
@@ -211,7 +227,7 @@ class Comparison:
             raise ConfigError(f"target={target}: an accuracy is between 0 and 1")
 
     def results(self) -> tuple[Results, list[str]]:
-        """All finished runs, and the names of those that are not."""
+        """Return all finished runs, and the names of the others."""
         results: dict[str, dict[int, Sequence[Round]]] = {}
         missing = []
         for name, seed in product(self.variants, self.seeds):
@@ -223,8 +239,9 @@ class Comparison:
         return results, missing
 
     def summary(self, results: Results) -> Comparative:
-        """What the finished runs say to the question."""
-        metric, baseline = self.question.get("metric", "primary"), self.question.get("baseline")
+        """Summarise finished runs as the comparison's question asks."""
+        metric = self.question.get("metric", "primary")
+        baseline = self.question.get("baseline")
         known = known_metrics(results)
         if metric not in known:
             raise ConfigError(f"metric {metric!r}: the runs report {', '.join(known)}")
@@ -246,7 +263,15 @@ class Comparison:
         return notes
 
     def write(self) -> tuple[Comparative, list[str], list[Path]]:
-        """The table as Markdown, CSV and LaTeX, the curves as SVG, PDF, PNG and numbers, of what is finished."""
+        """Write table and curves of the finished runs to the comparison's folder.
+
+        Returns:
+            The summary, the names of unfinished runs, and the files: the table as Markdown, LaTeX and
+            CSV, all rounds as CSV, and the curves as SVG, PDF and PNG.
+
+        Raises:
+            CheckpointError: No run is finished yet.
+        """
         results, missing = self.results()
         if not results:
             raise CheckpointError(f"{self.folder} has no finished run yet")
@@ -256,9 +281,10 @@ class Comparison:
             "table.md": to_markdown(compared) + notes,
             "table.tex": to_latex(compared),
             "table.csv": to_csv(compared),
+            "rounds.csv": to_rounds(results),
         }
         paths = []
-        for name, text in (files | {"rounds.csv": to_rounds(results)}).items():
+        for name, text in files.items():
             paths.append(self.folder / name)
             replace_text(paths[-1], text)
         metric = compared.question.metric
@@ -277,26 +303,33 @@ def curve_label(results: Results, metric: str) -> str:
 
 
 def _anchored(config: Config) -> Config:
-    """The same configuration wherever it is read."""
+    """Return a configuration with absolute paths, which means the same in any working directory."""
     return replace(config, data=anchored(config.data))
 
 
-View = Callable[
-    [Mapping[str, tuple[int, int]], int, int], None
-]  # running: rounds done, of; runs finished, in all
+# Called with: running run -> (rounds done, rounds in all); number of finished runs; number of runs.
+View = Callable[[Mapping[str, tuple[int, int]], int, int], None]
 
 
 def run_all(
     jobs: Sequence[Job], parallel: int, view: View, tell: Callable[[str], None]
 ) -> list[Job]:
-    """Run what is not finished, so many at a time, each in a process of its own; those that failed.
+    """Run all unfinished jobs, each in its own process; return those that failed.
 
-    A run that was killed goes on behind its last round. An interrupt stops all; the same call goes on later.
+    Interrupted runs resume after their last round. An interrupt stops all runs; the same call
+    continues them later.
+
+    Args:
+        jobs: The runs.
+        parallel: The number of runs at the same time.
+        view: Called regularly with the progress.
+        tell: Called with a line for each run that ends.
     """
     waiting = [job for job in jobs if not job.finished]
     running: dict[Job, tuple[Started, float]] = {}
     failed: list[Job] = []
-    total, threads = len(jobs), max(1, (os.cpu_count() or 1) // parallel)
+    total = len(jobs)
+    threads = max(1, (os.cpu_count() or 1) // parallel)
     if len(waiting) < total:
         tell(f"{total - len(waiting)} of {total} runs are finished already")
     with _terminated_as_interrupted(), Launcher(threads) as launcher, _stopped(running):
@@ -307,17 +340,20 @@ def run_all(
             finished = total - len(waiting) - len(running)
             view({str(job): (job.done, job.config.rounds) for job in running}, finished, total)
             time.sleep(0.1)
-            for job in [job for job, (process, _) in running.items() if process.poll() is not None]:
+            ended = [job for job, (process, _) in running.items() if process.poll() is not None]
+            for job in ended:
                 process, began = running.pop(job)
                 if process.returncode == 0 and job.finished:
                     tell(f"{job}: {_outcome(job)}; {duration(time.monotonic() - began)}")
                 else:
                     failed.append(job)
                     tell(f"{job} {_why(job, process.returncode or 0)}")
-    return [job for job in failed if not job.finished]  # by whoever had it in use
+    # Another process may have been running a job, and have finished it meanwhile.
+    return [job for job in failed if not job.finished]
 
 
 def _outcome(job: Job) -> str:
+    """Describe the accuracies of a finished run."""
     last = records(job.folder)[-1]
     reached = {heading(key): value(last, key) for key in ALWAYS if key != "primary"}
     return ", ".join(f"{item:.1%} {name}" for name, item in reached.items() if item is not None)
@@ -328,55 +364,54 @@ def _log(job: Job) -> Path:
 
 
 def _start(job: Job, launcher: Launcher) -> Started:
+    """Start or resume a run."""
     with writing(job.folder.parent):
         job.folder.parent.mkdir(parents=True, exist_ok=True)
     begun = (job.folder / "config.toml").is_file()
-    wanted = job.folder.with_suffix(".toml")
-    replace_text(wanted, to_toml(job.config))
-    command = ["run", str(wanted), "--out", str(job.folder)]
+    config_file = job.folder.with_suffix(".toml")
+    replace_text(config_file, to_toml(job.config))
+    command = ["run", str(config_file), "--out", str(job.folder)]
     if begun:
-        longer = resolve(read(job.folder / "config.toml")).rounds < job.config.rounds
-        command = [
-            "resume",
-            str(job.folder),
-            *(["--rounds", str(job.config.rounds)] if longer else []),
-        ]
+        command = ["resume", str(job.folder)]
+        if resolve(read(job.folder / "config.toml")).rounds < job.config.rounds:
+            command += ["--rounds", str(job.config.rounds)]
     return launcher.start(command, _log(job))
 
 
 def _why(job: Job, status: int) -> str:
+    """Describe why a run failed, from its exit status and its log."""
     if status < 0:
         return f"was killed by signal {-status}"
-    # progress may be that of who has it in use
+    # Progress lines may come from another process that runs the same job.
     lines = reversed(_log(job).read_text(errors="replace").split("\n"))
     last = next(
         (line for line in lines if line.strip() and not line.startswith("round ")),
-        "it said nothing",
+        "it is empty",
     )
     return f"failed, {_log(job)} says why: {last}"
 
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """Who ends this process or closes its terminal presses Ctrl-C."""
+    """Treat termination and a closed terminal like Ctrl-C."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    ours = threading.current_thread() is threading.main_thread()
-    before = {
-        sign: signal.signal(sign, interrupt) for sign in (signal.SIGTERM, signal.SIGHUP) if ours
-    }
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # Others cannot set handlers.
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            before[number] = signal.signal(number, interrupt)
     try:
         yield
     finally:
-        for sign, handler in before.items():
-            signal.signal(sign, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def _stopped(running: Mapping[Job, tuple[Started, float]]) -> Iterator[None]:
-    """However this ends, nothing runs on afterwards, unless it is killed outright."""
+    """Terminate all running processes at the end, also after an error or an interrupt."""
     try:
         yield
     finally:

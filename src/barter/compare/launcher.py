@@ -1,4 +1,4 @@
-"""Start the runs of a comparison, each in a process of its own that need not load torch first."""
+"""Start the runs of a comparison in separate processes that need not load torch first."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from barter.core.errors import BarterError
 __all__ = ["Launcher", "Started"]
 
 SERVER = (sys.executable, "-m", "barter.cli.job_server")
-LOST = -signal.SIGKILL  # the exit status of a run whose server was killed
+LOST = -signal.SIGKILL  # the exit status of a run whose job server was killed
 
 
 class Started(Protocol):
-    """A process that runs: what `subprocess.Popen` has, as far as a comparison needs it."""
+    """A started process: the part of `subprocess.Popen` that a comparison needs."""
 
     @property
     def pid(self) -> int: ...
@@ -46,7 +46,7 @@ class Launched:
     returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit status, or none while the run goes on; a negative one is the signal that ended it."""
+        """Return the exit status, or None while running; a negative one is the signal that ended it."""
         self.launcher.hear(0.0)
         return self.returncode
 
@@ -58,25 +58,27 @@ class Launched:
 
 @dataclass
 class Launcher:
-    """Forks runs off a process that has loaded everything; that one starts with the first run and ends in `__exit__`.
+    """Start runs by forking a job server that has loaded torch.
 
-    Runs are isolated as if each had been started by itself: they have a session, a log and a memory of their own.
+    The job server starts with the first run and ends in `__exit__`. Runs are isolated as if each had
+    been started separately: each has its own session, log and memory.
     """
 
-    threads: int  # of the CPU, for each run
-    server: Sequence[str] = SERVER  # the command of the process that forks
+    threads: int  # number of CPU threads of each run
+    server: Sequence[str] = SERVER  # the command of the job server
     _server: subprocess.Popen[bytes] | None = None
     _launched: dict[int, Launched] = field(default_factory=dict)
     _unread: bytes = b""
 
     def start(self, arguments: Sequence[str], log: Path) -> Launched:
-        """Start `barter ARGUMENTS`, whose output is appended to the log."""
-        server = self._serving()
-        number, run = len(self._launched) + 1, Launched(self)
+        """Start `barter ARGUMENTS` with its output appended to the log."""
+        server = self._running_server()
+        number = len(self._launched) + 1
+        run = Launched(self)
         self._launched[number] = run
         request = {"id": number, "arguments": list(arguments), "log": str(log)}
         assert server.stdin is not None
-        with suppress(BrokenPipeError):  # then there is no answer either
+        with suppress(BrokenPipeError):  # A server that has ended is noticed below.
             server.stdin.write(json.dumps(request).encode() + b"\n")
             server.stdin.flush()
         while not run.pid:
@@ -87,22 +89,23 @@ class Launcher:
                 )
         return run
 
-    def _serving(self) -> subprocess.Popen[bytes]:
+    def _running_server(self) -> subprocess.Popen[bytes]:
+        """Return the job server; start it if it is not running."""
         if self._server is None:
             threads = os.environ.get("OMP_NUM_THREADS", str(self.threads))
-            # Modules that this process finds, its runs find too.
+            # Runs find the same modules as this process.
             path = os.pathsep.join(filter(None, sys.path))
             self._server = subprocess.Popen(
                 self.server,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env={**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": path},
-                start_new_session=True,  # Ctrl-C reaches the runs through us
+                start_new_session=True,  # Ctrl-C reaches only this process, which ends the runs.
             )
         return self._server
 
     def hear(self, seconds: float) -> None:
-        """Take in what the server says of its runs, and wait this long for it."""
+        """Receive process ids and exit statuses from the server; wait at most this long."""
         server = self._server
         if server is None:
             return
@@ -121,7 +124,7 @@ class Launcher:
             run.returncode = answer.get("status", run.returncode)
 
     def _lose(self) -> None:
-        """The server is gone, and with it the exit statuses of its runs: end those that go on."""
+        """Terminate the runs of a server that has died: their exit statuses would be unknown."""
         for run in self._launched.values():
             if run.returncode is None:
                 if run.pid:
@@ -131,7 +134,10 @@ class Launcher:
         self._close()
 
     def _close(self) -> None:
-        server, self._server, self._unread = self._server, None, b""
+        """Terminate the server, and with it all runs."""
+        server = self._server
+        self._server = None
+        self._unread = b""
         if server is None:
             return
         assert server.stdin is not None

@@ -1,4 +1,4 @@
-"""What is to be compared: variants and seeds, from a file and the command line."""
+"""Specify a comparison: variants, seeds and the question, from a file and the command line."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from barter.setup.config import COMPARISON, Config, resolve, with_settings
 
 __all__ = ["TABLE", "Request", "seeds_of", "variants_of", "varied"]
 
-TABLE = COMPARISON  # of a configuration: what is compared
+TABLE = COMPARISON  # the table of a configuration file that specifies a comparison
 
 
 def seeds_of(text: str) -> list[int]:
-    """The seeds of a text such as 0-4 or 0,3,7-9."""
+    """Parse seeds such as 0-4 or 0,3,7-9."""
     seeds: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"\s*(\d{1,18})(?:-(\d{1,18}))?\s*", part)
@@ -31,10 +31,14 @@ def seeds_of(text: str) -> list[int]:
 
 
 def variants_of(text: str) -> dict[str, list[str]]:
-    """Variants from a text such as local,dffke:preset=paper:share=0.3; a field without a table is the method's."""
+    """Parse variants such as local,dffke:preset=paper:share=0.3 into names with settings.
+
+    A field without a table belongs to the method.
+    """
     variants: dict[str, list[str]] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
-        # A colon begins a field if a key and = follow; others belong to a name such as my.module:Method, or to a value.
+        # A colon begins a field if a key and = follow. Other colons belong to a name such as
+        # my.module:Method, or to a value.
         name, *fields = re.split(r":(?=[\w.]+=)", part)
         settings = [
             field if "." in field.partition("=")[0] else f"algorithm.{field}" for field in fields
@@ -47,7 +51,7 @@ def variants_of(text: str) -> dict[str, list[str]]:
 
 
 def varied(variants: Mapping[str, Sequence[str]], sweeps: Sequence[str]) -> dict[str, list[str]]:
-    """Every variant with every value of each sweep, such as algorithm.tau=0.8,0.9."""
+    """Combine every variant with every value of each sweep, such as algorithm.tau=0.8,0.9."""
     choices = []
     for sweep in sweeps:
         key, equals, values = sweep.partition("=")
@@ -56,24 +60,22 @@ def varied(variants: Mapping[str, Sequence[str]], sweeps: Sequence[str]) -> dict
                 f"--vary {sweep!r}: write key=value,value such as algorithm.tau=0.8,0.9"
             )
         choices.append([f"{key.strip()}={choice.strip()}" for choice in values.split(",")])
-    return {
-        ", ".join([name, *(choice.removeprefix("algorithm.") for choice in chosen)]): [
-            *settings,
-            *chosen,
-        ]
-        for name, settings in variants.items()
-        for chosen in product(*choices)
-    }
+    combined = {}
+    for name, settings in variants.items():
+        for chosen in product(*choices):
+            labels = [choice.removeprefix("algorithm.") for choice in chosen]
+            combined[", ".join([name, *labels])] = [*settings, *chosen]
+    return combined
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be compared: variants by name with their settings, on top of one configuration."""
+    """The specification of a comparison."""
 
-    variants: dict[str, list[str]]
+    variants: dict[str, list[str]]  # name -> settings
     seeds: list[int]
-    base: dict[str, Any]  # a configuration's plain values
-    settings: list[str]  # for all variants
+    base: dict[str, Any]  # plain values of the configuration that all variants share
+    settings: list[str]  # settings of all variants
     question: dict[str, Any]  # metric, baseline and target, where they are given
 
     @classmethod
@@ -87,11 +89,22 @@ class Request:
         asked: Mapping[str, Any],
         only: Sequence[str] = (),
     ) -> Request:
-        """From a file's values and what the command line adds to them or puts in their place."""
-        table, base = (
-            tree.get(TABLE, {}),
-            {key: item for key, item in tree.items() if key not in (TABLE, "seed")},
-        )
+        """Combine a file's values with those of the command line, which take precedence.
+
+        Args:
+            tree: The plain values of a configuration file.
+            methods: The value of --algorithms.
+            seeds: The value of --seeds.
+            settings: The values of --set.
+            sweeps: The values of --vary.
+            asked: Baseline, metric and target of the command line, or None for each.
+            only: The variants to run; empty for all.
+
+        Raises:
+            ConfigError: A value is malformed or unknown.
+        """
+        table = tree.get(TABLE, {})
+        base = {key: item for key, item in tree.items() if key not in (TABLE, "seed")}
         kinds = {
             dict: "a table",
             str: "a text",
@@ -120,14 +133,13 @@ class Request:
             raise ConfigError(
                 f'[{TABLE}.variants] names lists of settings, such as small = ["algorithm.share=0.1"]'
             )
-        every = varied(
-            {**named, **variants_of(methods)}, [*map(str, table.get("vary", [])), *sweeps]
-        )
+        all_sweeps = [*map(str, table.get("vary", [])), *sweeps]
+        variants = varied({**named, **variants_of(methods)}, all_sweeps)
         for name in only:
-            if name not in every:
-                raise ConfigError(f"there is no variant {name!r}: {did_you_mean(name, every)}")
-        every = {name: own for name, own in every.items() if name in only or not only}
-        for setting in [*settings, *(setting for own in every.values() for setting in own)]:
+            if name not in variants:
+                raise ConfigError(f"there is no variant {name!r}: {did_you_mean(name, variants)}")
+        variants = {name: own for name, own in variants.items() if name in only or not only}
+        for setting in [*settings, *(setting for own in variants.values() for setting in own)]:
             key = setting.partition("=")[0].strip()
             if key == "seed" or (key == "rounds" and setting not in settings):
                 raise ConfigError(
@@ -135,17 +147,21 @@ class Request:
                 )
         chosen = seeds or table.get("seeds") or (str(tree["seed"]) if "seed" in tree else "0-2")
         question = {key: table[key] for key in ("baseline", "metric", "target") if key in table}
-        if only and question.get("baseline") not in every:
-            question.pop("baseline", None)  # the file's, which was left out
+        if only and question.get("baseline") not in variants:
+            question.pop("baseline", None)  # The file's baseline is not among the chosen variants.
         question |= {key: item for key, item in asked.items() if item is not None}
-        return cls(every, seeds_of(chosen), base, list(settings), question)
+        return cls(variants, seeds_of(chosen), base, list(settings), question)
 
     def configurations(self) -> dict[str, Config]:
-        """What each variant runs with; an error says which one it is of."""
-        found = {}
+        """Return the configuration of each variant.
+
+        Raises:
+            ConfigError: A setting is wrong; the message names the variant.
+        """
+        configurations = {}
         for name, own in self.variants.items():
             try:
-                found[name] = resolve(with_settings(self.base, [*self.settings, *own]))
+                configurations[name] = resolve(with_settings(self.base, [*self.settings, *own]))
             except ConfigError as error:
                 raise ConfigError(f"variant {name!r}: {error}") from None
-        return found
+        return configurations

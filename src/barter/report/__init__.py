@@ -1,1 +1,1 @@
-"""HTML reports of a run or a comparison, and sheets of the images that a method made."""
+"""HTML reports of a run or a comparison, and sheets of synthetic images."""

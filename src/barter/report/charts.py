@@ -1,4 +1,4 @@
-"""Plotly figures of a run's rounds and of a comparison, for a page; their numbers are the records'."""
+"""Plotly figures of a run's rounds and of a comparison."""
 
 from __future__ import annotations
 
@@ -32,18 +32,15 @@ __all__ = [
 
 # Plotly reads names as HTML, so names of clients, classes and methods are escaped everywhere below.
 
-Quantity: TypeAlias = Literal["bytes", "seconds", "number"]  # what a bar stands for
+Quantity: TypeAlias = Literal["bytes", "seconds", "number"]  # the quantity that a bar shows
 
-FEW = len(COLOURS)  # lines that can be told apart by their colours
-SHARE = "~%"  # how accuracies are written along an axis: 40%, or 97.5% if ticks are that close
+FEW = len(COLOURS)  # number of lines that can be told apart by colour
+SHARE = "~%"  # format of accuracies along an axis: 40%, or 97.5% if ticks are that close
 TITLE = {"standoff": 6, "font": {"size": 12, "color": SOFT}}
-THICK = 40  # pixels: a bar that stands alone is no thicker
+THICK = 40  # maximum thickness of a bar in pixels
 SPIKE = {"spikethickness": 1, "spikecolor": GREY, "spikedash": "solid"}
-PARTS = {
-    "up": COLOURS[0],
-    "down": COLOURS[5],
-    "the rest": REST,
-}  # what has the same colour everywhere
+# Parts of bars that have the same colour in all charts.
+PARTS = {"up": COLOURS[0], "down": COLOURS[5], "the rest": REST}
 STYLE = {
     "layout": {
         "font": {
@@ -92,10 +89,10 @@ STYLE = {
 
 
 def learning(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.Figure:
-    """Draw each client's accuracy by round, their mean, and dotted what they reached local only.
+    """Draw each client's accuracy by round, the mean, and the local-only mean as a dotted line.
 
-    Rounds in which nobody was evaluated are left out. Where only some clients have a local-only
-    accuracy, the mean over just these clients is drawn too: only it compares with the dotted line.
+    Rounds without evaluation are omitted. If only some clients have a local-only accuracy, the mean
+    over these clients is drawn too, since only it can be compared with the dotted line.
     """
     tested = [r for r in records if r.values(metric) or _server(r, metric) is not None]
     few = len(names) <= FEW
@@ -147,8 +144,8 @@ def learning(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.
                 marker={"size": 5},
             )
         level = sum(known.values()) / len(known)
-        drawn = [value for r in tested for value in r.values(metric).values()]
-        lowest = all(level <= value for value in drawn)  # nothing is below it: nor is its label
+        values = [value for r in tested for value in r.values(metric).values()]
+        lowest = all(level <= value for value in values)  # Then the label is above the line.
         label = {
             "text": f"local only {level:.1%}" + (f", {_clients(len(known))}" if fewer else ""),
             "textposition": "end",
@@ -159,11 +156,11 @@ def learning(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.
 
 
 def gains(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.Figure:
-    """Draw each client's accuracy local only and when it was last evaluated, and a line between."""
+    """Draw each client's local-only accuracy and its last one, connected by a line."""
     clients = range(len(names))
     before = gain(records, metric).before
     after = evaluated(records, metric)
-    took_part = participants(records) or set(clients)  # no record says who did
+    took_part = participants(records) or set(clients)  # Records may lack participants.
     many = len(names) > 30
     figure = _figure("client", SHARE, len(names))
     both = [k for k in clients if k in before and k in after]
@@ -201,9 +198,9 @@ def gains(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.Fig
 
 
 def split(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> go.Figure:
-    """Draw clients by classes, darker for more images; the first class is at the bottom.
+    """Draw a heat map of images by client and class, with the first class at the bottom.
 
-    `barter show partition` draws its picture the same way up.
+    The chart of `barter show partition` has the same orientation.
     """
     table = np.array(counts, dtype=np.int32).T
     small = table.size <= 150
@@ -230,11 +227,16 @@ def split(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> go.Figure:
 def by_round(
     records: Sequence[Round], parts: Mapping[str, Sequence[float | None]], quantity: Quantity
 ) -> go.Figure:
-    """Draw a column for each round, made of its parts."""
+    """Draw a stacked column for each round.
+
+    Args:
+        records: The rounds.
+        parts: Name of a part -> its value in each round.
+        quantity: The quantity, which determines units.
+    """
     figure = _figure("round", "", _span(records), barmode="stack", hovermode="x unified")
-    scale = _Scale(
-        quantity, [sum(filter(None, column)) for column in zip(*parts.values(), strict=True)]
-    )
+    totals = [sum(filter(None, column)) for column in zip(*parts.values(), strict=True)]
+    scale = _Scale(quantity, totals)
     for name, values in parts.items():
         figure.add_bar(
             **_spacing(records),
@@ -254,7 +256,7 @@ def bars(
     quantity: Quantity,
     lowest: int = 360,
 ) -> go.Figure:
-    """Draw a bar for each label, made of its parts; the figure is at least `lowest` pixels high."""
+    """Draw a stacked bar for each label; the figure is at least `lowest` pixels high."""
     height = max(lowest, 110 + 36 * len(labels))
     room = (height - 110) / len(labels)
     figure = _figure("", "", barmode="stack", bargap=1 - min(0.6, THICK / room), height=height)
@@ -275,7 +277,7 @@ def bars(
 
 
 def outcomes(columns: Mapping[str, Mapping[str, Sequence[float]]]) -> go.Figure:
-    """Draw a bar per method for each kind of accuracy, and a standard deviation over seeds.
+    """Draw a bar per method for each kind of accuracy, with the standard deviation over seeds.
 
     Args:
         columns: Kind of accuracy -> method -> its value for every seed.
@@ -311,7 +313,7 @@ def methods(lines: Mapping[str, Mapping[int, Curve]], metric: str) -> go.Figure:
     figure = _figure("round", ticks, _longest(lines), height=420, hovermode="x unified")
     for i, (name, seeds) in enumerate(lines.items()):
         rounds, means, spread = (np.array(column) for column in band(seeds.values()))
-        if not len(rounds):  # the next method keeps its colour, which is the same in all charts
+        if not len(rounds):  # Colours depend on i, so that a method has the same one in all charts.
             continue
         edge = {
             "x": rounds,
@@ -326,13 +328,11 @@ def methods(lines: Mapping[str, Mapping[int, Curve]], metric: str) -> go.Figure:
             y=means + spread, fill="tonexty", fillcolor=_faint(_line(i)["color"]), **edge, **group
         )
         figure.add_scatter(
-            **{
-                "x": rounds,
-                "y": means,
-                "name": escape(name),
-                "customdata": spread,
-                "line": {"width": 2.5, **_line(i)},
-            },
+            x=rounds,
+            y=means,
+            name=escape(name),
+            customdata=spread,
+            line={"width": 2.5, **_line(i)},
             **group,
             mode="lines+markers" if len(rounds) <= 20 else "lines",
             hovertemplate=f"%{{y:{precise}}} ± %{{customdata:{precise}}}",
@@ -341,15 +341,13 @@ def methods(lines: Mapping[str, Mapping[int, Curve]], metric: str) -> go.Figure:
 
 
 def by_seed(results: Results, metric: str) -> go.Figure:
-    """Draw the last accuracy of every method, seed by seed."""
+    """Draw the final value of a metric by seed, with a line per method."""
     ticks, precise = _formats(metric)
     figure = _figure("seed", ticks, hovermode="x unified")
     for i, (name, runs) in enumerate(results.items()):
         figure.add_scatter(
-            **{
-                "x": [str(seed) for seed in runs],
-                "y": _column(final(rounds, metric) for rounds in runs.values()),
-            },
+            x=[str(seed) for seed in runs],
+            y=_column(final(rounds, metric) for rounds in runs.values()),
             name=escape(name),
             mode="lines+markers",
             line={"width": 1, **_line(i)},
@@ -364,7 +362,7 @@ def by_seed(results: Results, metric: str) -> go.Figure:
 
 
 def price(results: Results, metric: str) -> go.Figure:
-    """Draw what every run reached, and the bytes that it took."""
+    """Draw the final value of a metric over the traffic, with a point per run."""
     ticks, precise = _formats(metric)
     figure = _figure("bytes, both ways", ticks)
     totals = {
@@ -373,10 +371,8 @@ def price(results: Results, metric: str) -> go.Figure:
     }
     for i, (name, runs) in enumerate(results.items()):
         figure.add_scatter(
-            **{
-                "x": _column(totals[name]),
-                "y": _column(final(rounds, metric) for rounds in runs.values()),
-            },
+            x=_column(totals[name]),
+            y=_column(final(rounds, metric) for rounds in runs.values()),
             name=escape(name),
             mode="markers",
             marker={"size": 11, "color": _line(i)["color"], "opacity": 0.8},
@@ -386,20 +382,24 @@ def price(results: Results, metric: str) -> go.Figure:
     amounts = [amount for column in totals.values() for amount in column]
     figure.update_layout(margin={"r": 28})  # for the last tick's label
     figure.update_xaxes(tickformat="~s", ticksuffix="B", nticks=6)
-    if 0 < 10 * min(amounts) <= max(amounts):  # a linear axis would crowd the small ones
+    if 0 < 10 * min(amounts) <= max(amounts):  # A linear axis would crowd the small amounts.
         return figure.update_xaxes(type="log", dtick=1)
     return figure.update_xaxes(autorangeoptions={"include": 0})
 
 
 def _formats(metric: str) -> tuple[str, str]:
-    """Return how a metric's values are written along an axis, and precisely in labels."""
+    """Return the number formats of a metric: of an axis, and the precise one of labels."""
     return (SHARE, ".1%") if is_share(metric) else ("", ".4~g")
 
 
 def _figure(x: str, tickformat: str, count: int | None = None, **layout: Any) -> go.Figure:
-    """Return an empty figure in the page's style; `count` is the number of places along x.
+    """Return an empty figure in the page's style, whose caption names the y axis.
 
-    The caption in the page says what y is.
+    Args:
+        x: The title of the x axis.
+        tickformat: The number format of the y axis.
+        count: The number of positions along x, if they are numbered.
+        layout: Other layout options of Plotly.
     """
     figure = go.Figure(layout={"template": STYLE, **layout})
     figure.update_xaxes(dtick=1 if count is not None and count <= 20 else None)
@@ -415,22 +415,23 @@ def _longest(lines: Mapping[str, Mapping[int, Curve]]) -> int:
 
 
 def _line(i: int) -> dict[str, str]:
-    """A colour and a dash for the i-th of several."""
+    """Return colour and dash of the i-th line."""
     return {"color": COLOURS[i % FEW], "dash": ("solid", "dash", "dot")[i // FEW % 3]}
 
 
 def _faint(colour: str) -> str:
+    """Return a colour with an opacity of 15 %."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return f"rgba({red},{green},{blue},0.15)"
 
 
 def _column(values: Iterable[float | None]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Exact and compact in the page; a value that is missing is a gap."""
+    """Return values as an array, which is compact and exact in the page; None becomes a gap."""
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 
 class _Scale:
-    """How an axis writes numbers: their unit, and formats of ticks and labels."""
+    """The unit of an axis, and the formats of its ticks and labels."""
 
     def __init__(self, quantity: Quantity, values: Iterable[float]) -> None:
         unit = time_unit(values)
@@ -448,7 +449,7 @@ def _labels(names: Sequence[str]) -> list[str]:
 
 
 def _spacing(records: Sequence[Round]) -> dict[str, Any]:
-    """Return where along x the rounds are: compact if they are evenly spaced."""
+    """Return the positions of rounds along x, in Plotly's compact form if they are evenly spaced."""
     rounds = [r.round for r in records]
     steps = {b - a for a, b in pairwise(rounds)} or {1}
     return {"x0": rounds[0], "dx": steps.pop()} if len(steps) == 1 else {"x": rounds}

@@ -1,4 +1,4 @@
-"""Colours of a page's charts on a light ground, and what replaces them on a dark one."""
+"""Colours of a page's charts on a light background, and their replacements on a dark one."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ __all__ = ["DARK", "GAINED", "GREY", "GRID", "INK", "LOST", "PAPER", "REST", "SC
 
 INK = "#1f2933"  # text, and the lines that matter most
 SOFT = "#5f6c7b"  # titles of axes
-GREY = "#8794a3"  # what stays in the background
+GREY = "#8794a3"  # elements that stay in the background
 GRID = "#e6eaef"
 PAPER = "#ffffff"  # behind labels
 REST = "#c3ccd6"
 GAINED = "#8fcbb7"
 LOST = "#efa98d"
-SCALE = ((0, "#f3f5f7"), (1e-6, "#d9e8f3"), (1, COLOURS[0]))  # of the heat map: none, few, many
+SCALE = ((0, "#f3f5f7"), (1e-6, "#d9e8f3"), (1, COLOURS[0]))  # heat map: none, few, many images
 
-# The browser replaces these where its user prefers dark pages. Colours that are not named here can
-# be seen on both grounds.
+# The browser replaces these colours if the user prefers dark pages. All others are visible on both
+# backgrounds.
 DARK: dict[str, str] = {
     INK: "#e8edf2",
     SOFT: "#a7b3c0",

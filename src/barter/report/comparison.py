@@ -1,4 +1,4 @@
-"""The page of a comparison."""
+"""The report of a comparison."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOCAL = f"Accuracy of the clients' models, {TESTS['local']}"
 
 
 class ComparisonReport:
-    """The page of a comparison's finished runs; more may run, or be planned, meanwhile."""
+    """The report of a comparison's finished runs, while others may be running or planned."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -60,7 +60,12 @@ class ComparisonReport:
         return [ended(run, self.comparison.rounds) for run in self._runs()]
 
     def page(self, *, live: bool, quick: bool = False) -> str:
-        """The page of the runs that are finished; a quick one does not wait for data that are not read yet."""
+        """Return the page of the finished runs.
+
+        Args:
+            live: The page reloads itself.
+            quick: Do not read the data, which may take long; the split is then omitted.
+        """
         comparison = self.comparison = Comparison.at(self.folder)
         results, missing = comparison.results()
         finished = sum(map(len, results.values()))
@@ -74,25 +79,24 @@ class ComparisonReport:
         common = Section(
             "Configuration", [text("What all runs share:"), code(tomli_w.dumps(comparison.common))]
         )
-        goes_on = (
+        message = (
             "The comparison goes on. This page reloads itself every few seconds." if live else ""
         )
         tiles = _tiles(comparison.summary(results), comparison.rounds) if results else []
-        return page(self._title(), subtitle, tiles, [*sections, common], goes_on)
+        return page(self._title(), subtitle, tiles, [*sections, common], message)
 
     def _title(self) -> str:
-        """Name the methods, or count them: variants of one method are a sweep, not methods."""
+        """Name or count the methods; variants of one method count as variants, not as methods."""
         source = self.comparison.common["data"]["source"]
         variants = len(self.comparison.variants)
-        folders = [
-            next(
-                (f for seed in self.comparison.seeds if _started(f := self._run(name, seed))), None
-            )
-            for name in self.comparison.variants
-        ]
-        started = [resolve(read(f / "config.toml")) for f in folders if f is not None]
+        started = []
+        for name in self.comparison.variants:
+            folders = [self._run(name, seed) for seed in self.comparison.seeds]
+            folder = next(filter(_started, folders), None)
+            if folder is not None:
+                started.append(resolve(read(folder / "config.toml")))
         kinds = list(dict.fromkeys(type(config.algorithm).__name__ for config in started))
-        if len(started) < variants:  # what the others will run is known when they start
+        if len(started) < variants:  # The methods of the others are known when they start.
             return f"{pluralise(variants, 'variant')} on {source}"
         if len(kinds) == variants:
             return f"{' and '.join(kinds) if variants < 3 else f'{variants} methods'} on {source}"
@@ -101,6 +105,7 @@ class ComparisonReport:
         return f"{pluralise(variants, 'variant')} of {len(kinds)} methods on {source}"
 
     def _results(self, results: Results, missing: Sequence[str], *, quick: bool) -> list[Section]:
+        """Return the sections about the finished runs."""
         compared = self.comparison.summary(results)
         configs = {name: self._config(name, next(iter(runs))) for name, runs in results.items()}
         first, seed = next((name, next(iter(runs))) for name, runs in results.items())
@@ -150,7 +155,12 @@ def _started(run: Path) -> bool:
 
 
 def _describe(metric: str, primary: Collection[str]) -> str:
-    """Say what a metric is of, on which test set; `primary` are the methods' primary models."""
+    """Describe a metric: of which model, on which test set.
+
+    Args:
+        metric: The metric.
+        primary: The primary models of the methods, "server" or "clients".
+    """
     if metric == "primary" and len(set(primary)) == 1:
         metric = {"server": "server", "clients": "global"}[next(iter(primary))]
     known = {
@@ -163,9 +173,9 @@ def _describe(metric: str, primary: Collection[str]) -> str:
 
 
 def _tiles(compared: Comparative, rounds: int) -> list[Tile]:
-    """Return a card per method: what it reaches, of which model, and over which seeds."""
+    """Return a card per method: its accuracy, of which model, and over how many seeds."""
     key = compared.question.metric
-    found = []
+    cards = []
     for row in compared.rows:
         column = row.accuracies[key]
         when = f"round {rounds}, {pluralise(len(row.seeds), 'seed')}"
@@ -176,41 +186,41 @@ def _tiles(compared: Comparative, rounds: int) -> list[Tile]:
         value = "-"
         if column.mean is not None:
             value = f"{column.mean:.1%}" if is_share(key) else f"{column.mean:.4g}"
-        found.append(Tile(row.name, value, [_describe(key, [row.primary]), when]))
-    return found
+        cards.append(Tile(row.name, value, [_describe(key, [row.primary]), when]))
+    return cards
 
 
 def _accuracies(compared: Comparative, results: Results) -> Section:
-    """Draw curves of the metric that is asked about and of the usual ones; of one round, bars."""
+    """Draw curves of the comparison's metric and of the usual ones; bars if there is one round."""
     primary = {row.primary for row in compared.rows}
     shown: dict[str, dict[str, dict[int, Curve]]] = {}
     for key in dict.fromkeys([compared.question.metric, *ALWAYS]):
-        drawn = lines(results, key)
-        curves = [curve for seeds in drawn.values() for curve in seeds.values()]
+        by_method = lines(results, key)
+        curves = [curve for seeds in by_method.values() for curve in seeds.values()]
         known = any(value is not None for curve in curves for _, value in curve)
-        if known and drawn not in shown.values():  # the primary model's may be one of the others
-            shown[key] = drawn
+        # The primary metric may be the same as one of the others.
+        if known and by_method not in shown.values():
+            shown[key] = by_method
     if max(len(rounds) for runs in results.values() for rounds in runs.values()) == 1:
-        columns = {
-            _describe(key, primary): {
-                name: [value for curve in seeds.values() for _, value in curve if value is not None]
-                for name, seeds in drawn.items()
-            }
-            for key, drawn in shown.items()
-            if is_share(key)
-        }
+        columns: dict[str, dict[str, list[float]]] = {}
+        for key, by_method in shown.items():
+            if is_share(key):
+                columns[_describe(key, primary)] = {
+                    name: [v for curve in seeds.values() for _, v in curve if v is not None]
+                    for name, seeds in by_method.items()
+                }
         title = "Accuracy after the round, mean over seeds and one standard deviation to each side"
         return Section("Accuracy", [chart(title, charts.outcomes(columns))] if columns else [])
     figures = [
-        chart(f"{_describe(key, primary)}, by round", charts.methods(drawn, key))
-        for key, drawn in shown.items()
+        chart(f"{_describe(key, primary)}, by round", charts.methods(by_method, key))
+        for key, by_method in shown.items()
     ]
     note = text("Means over seeds, and one standard deviation to each side.")
     return Section("Curves", [note, side_by_side(*figures)] if figures else [])
 
 
 def _seeds_and_bytes(compared: Comparative, results: Results) -> Section:
-    """Draw what depends on the seed, and on the bytes; what does not differ is left out."""
+    """Draw the metric by seed and by traffic, where there are different seeds or traffic."""
     metric = compared.question.metric
     what = _describe(metric, {row.primary for row in compared.rows})
     parts = []
@@ -230,7 +240,7 @@ def _table(compared: Comparative) -> str:
 
 
 def _costs(results: Results) -> Section:
-    """Draw bytes by direction and time by phase of every method, means over seeds; and memory, if known."""
+    """Draw traffic by direction, time by phase, and memory where known; means over seeds."""
     names = list(results)
     traffic = {
         way: [
@@ -250,11 +260,11 @@ def _costs(results: Results) -> Section:
         chart("Time of a run by phase, mean over seeds", charts.bars(names, seconds, "seconds"))
     ]
     if any(map(any, traffic.values())):
-        drawn = charts.bars(names, traffic, "bytes")
-        parts.insert(0, chart("Bytes of a run, mean over seeds", drawn))
+        figure = charts.bars(names, traffic, "bytes")
+        parts.insert(0, chart("Bytes of a run, mean over seeds", figure))
     if any(peaks):
-        drawn = charts.bars(names, {"peak": peaks}, "bytes")
-        parts.append(chart("Peak of the device's memory", drawn))
+        figure = charts.bars(names, {"peak": peaks}, "bytes")
+        parts.append(chart("Peak of the device's memory", figure))
     return Section("Costs", [side_by_side(*parts)])
 
 

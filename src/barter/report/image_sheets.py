@@ -1,4 +1,4 @@
-"""What the rounds of a finished or running run made of private images, for the experimenter's eyes."""
+"""Save sheets of a run's private and synthetic images, which only the experimenter may see."""
 
 from __future__ import annotations
 
@@ -23,32 +23,48 @@ __all__ = ["pictures", "sheets"]
 
 
 def sheets(run: Path, out: Path, columns: int) -> Iterator[Path]:
-    """A sheet for every round that the run's clients remember: real images beside what was made of them."""
+    """Save a sheet for every round whose images the run's clients remember; yield the files.
+
+    Args:
+        run: The run's folder.
+        out: The folder for the sheets.
+        columns: The number of images of each client.
+    """
     name = type(resolve(read(run / "config.toml")).algorithm).__name__
     for t, rows in pictures(run, columns):
         private = any(real is not None for _, real, _, _ in rows)
-        what = "private images and what was made of them" if private else "images that were made"
-        title = f"{name}, round {t}: {what}. Experimenter's view only"
+        contents = (
+            "private images and what was made of them" if private else "images that were made"
+        )
+        title = f"{name}, round {t}: {contents}. Experimenter's view only"
         _make(out)
-        sheet(rows, title, out / f"round-{t:03d}.png")
-        yield out / f"round-{t:03d}.png"
+        path = out / f"round-{t:03d}.png"
+        sheet(rows, title, path)
+        yield path
 
 
 def pictures(run: Path, columns: int) -> Iterator[tuple[int, list[Row]]]:
-    """Every round that the run's parties remember, with a row for each client: its images and what was made of them.
+    """Yield every round that the run's parties remember, with a row of images for each client.
 
-    The last round also has what parties made of no single image, such as a generator's.
+    A row holds private images and those synthesised from them. The last round also has images that
+    were synthesised from no single image, such as a generator's.
+
+    Raises:
+        ConfigError: There are no such images.
     """
     config = resolve(read(run / "config.toml"))
     kind = type(config.algorithm)
-    none = ConfigError(f"{run}: {kind.__name__} as configured made no images, or remembers none")
+    no_images = ConfigError(
+        f"{run}: {kind.__name__} as configured made no images, or remembers none"
+    )
     if (
         kind.gallery is Algorithm.gallery
         and kind.creations is Algorithm.creations
         and config.engine != "flower"
     ):
-        raise none
-    experiment, found = Experiment.revisited(run), 0
+        raise no_images
+    experiment = Experiment.revisited(run)
+    found = 0
     engine = experiment.engine
     assert isinstance(engine, LocalEngine)
     for t in range(1, experiment.round + 1):
@@ -64,10 +80,11 @@ def pictures(run: Path, columns: int) -> Iterator[tuple[int, list[Row]]]:
             found += 1
             yield t, rows
     if not found:
-        raise none
+        raise no_images
 
 
 def _make(folder: Path) -> None:
+    """Create a folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -75,53 +92,45 @@ def _make(folder: Path) -> None:
 
 
 def _row(experiment: Experiment, client: Client, t: int, columns: int) -> Iterator[Row]:
-    pictures = experiment.algorithm.gallery(
-        client, t, partial(_one_of_each_class, client.data.labels, columns)
-    )
-    if pictures is not None:
-        places, made = pictures
-        real, classes = (
-            client.data.batch(places),
-            [experiment.task.classes[c] for c in client.data.labels[places]],
-        )
+    """Yield a client's row for a round, if it remembers one: private and synthetic images."""
+    choose = partial(_choose_indices, client.data.labels, columns)
+    remembered = experiment.algorithm.gallery(client, t, choose)
+    if remembered is not None:
+        indices, synthetic = remembered
+        private = client.data.batch(indices)
+        classes = [experiment.task.classes[c] for c in client.data.labels[indices]]
         spec = experiment.task.spec
-        yield (
-            f"{client.id} {client.architecture}",
-            _visible(real, spec),
-            _visible(made, spec),
-            classes,
-        )
+        name = f"{client.id} {client.architecture}"
+        yield name, _visible(private, spec), _visible(synthetic, spec), classes
 
 
 def _created(experiment: Experiment, party: Server | Client, columns: int) -> Iterator[Row]:
+    """Yield a party's row of images that were synthesised from no single image, if it has any."""
     with seeds.scope(experiment.config.seed, "gallery"):
         created = experiment.algorithm.creations(party, lambda labels: _spread(labels, columns))
     if created is not None:
-        labels, made = created
+        labels, synthetic = created
         name = f"{party.id} {party.architecture}" if isinstance(party, Client) else "server"
-        yield (
-            name,
-            None,
-            _visible(made, experiment.task.spec),
-            [experiment.task.classes[c] for c in labels],
-        )
+        classes = [experiment.task.classes[c] for c in labels]
+        yield name, None, _visible(synthetic, experiment.task.spec), classes
 
 
-def _one_of_each_class(labels: Tensor, columns: int, places: Tensor) -> Tensor:
-    """Which of these places to show."""
-    return _spread(labels[places], columns)
+def _choose_indices(labels: Tensor, columns: int, indices: Tensor) -> Tensor:
+    """Choose which of these image indices to show; return positions in `indices`."""
+    return _spread(labels[indices], columns)
 
 
 def _spread(labels: Tensor, columns: int) -> Tensor:
-    """Which of these to show: one of every class, then a second of each, and so on."""
-    seen, rank = dict[int, int](), []
+    """Choose images to show: one of every class, then a second of each, and so on."""
+    counts: dict[int, int] = {}
+    ranks = []
     for label in labels.tolist():
-        seen[label] = seen.get(label, 0) + 1
-        rank.append((seen[label], label))
-    return torch.tensor(sorted(range(len(rank)), key=rank.__getitem__)[:columns])
+        counts[label] = counts.get(label, 0) + 1
+        ranks.append((counts[label], label))
+    return torch.tensor(sorted(range(len(ranks)), key=ranks.__getitem__)[:columns])
 
 
 def _visible(images: Tensor, spec: Spec) -> Tensor:
-    """Normalised images as one looks at them: between 0 and 1, channels last."""
+    """Undo the normalisation of images: pixels between 0 and 1, channels last."""
     mean, std = statistics(spec, images.device)
     return (images * std + mean).clamp(0, 1).permute(0, 2, 3, 1)

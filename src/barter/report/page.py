@@ -1,4 +1,4 @@
-"""The page: sections of text, tables, charts and pictures in one HTML file. What comes in is escaped here."""
+"""Build a self-contained HTML page from text, tables, charts and images; all input is escaped here."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ __all__ = [
     "write",
 ]
 
-REFRESH = 10  # seconds after which a live page is read again
-MARK = '<meta name="generator" content="barter'  # by which a page of ours is known
+REFRESH = 10  # seconds between two reloads of a live page
+MARK = '<meta name="generator" content="barter'  # identifies a page that barter wrote
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A card: a number, what it is, and lines that say of what, over how many, and when."""
+    """A card with a number."""
 
     name: str
     value: str
-    notes: Sequence[str] = ()
+    notes: Sequence[str] = ()  # such as the test set, the number of clients, the round
 
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and the parts below it, made by the functions of this file.
+    """A heading and the HTML parts below it.
 
-    A section without parts has no heading either. The end of the page gives its reason, if any.
+    A section without parts is omitted, and the page's footer gives the reason, if any.
     """
 
     title: str
-    parts: Sequence[str]
+    parts: Sequence[str]  # from the functions of this module
     reason: str = ""
 
     @property
@@ -65,7 +65,15 @@ class Section:
 def page(
     title: str, subtitle: str, tiles: Sequence[Tile], sections: Sequence[Section], live: str = ""
 ) -> str:
-    """Return the whole page; a live one reloads itself, and says why."""
+    """Return the whole page.
+
+    Args:
+        title: The page's title.
+        subtitle: A line below it.
+        tiles: Cards below the title.
+        sections: The sections; empty ones are omitted.
+        live: A message of a page that reloads itself; empty for a finished page.
+    """
     templates = files("barter.report") / "templates"
     template = Template((templates / "report.html").read_text())
     shown = [section for section in sections if not section.empty]
@@ -86,9 +94,8 @@ def page(
         omitted="".join(f"<p>{escape(s.title)}: {escape(s.reason)}</p>" for s in omitted),
         dark=json.dumps(DARK),
         version=__version__,
-        plotly=(
-            templates / "plotly-cartesian.min.js"
-        ).read_text(),  # a third of all of Plotly: it opens much sooner
+        # A third of the full Plotly, so the page opens much faster.
+        plotly=(templates / "plotly-cartesian.min.js").read_text(),
     )
 
 
@@ -100,30 +107,34 @@ def _card(tile: Tile) -> str:
 
 
 def write(to: Path, content: str) -> None:
-    """The file holds either the page it held or the new one; a file that is no page of ours is left alone."""
+    """Write a page atomically; overwrite nothing but an earlier page.
+
+    Raises:
+        ConfigError: The file exists and is not a report.
+    """
     with writing(to):
         known = not to.exists() or MARK.encode() in to.read_bytes()[:1000]
     if not known:
-        raise ConfigError(f"{to} exists and is no report of barter's: choose another --to")
+        raise ConfigError(f"{to} exists and is not a report of barter: choose another --to")
     replace_text(to, content)
 
 
 def text(*paragraphs: str) -> str:
-    """Plain text."""
+    """Return paragraphs of plain text."""
     return "".join(f"<p>{escape(paragraph)}</p>" for paragraph in paragraphs)
 
 
 def code(content: str) -> str:
-    """Text as it stands in a file."""
+    """Return preformatted text."""
     return f"<pre>{escape(content)}</pre>"
 
 
 def folded(summary: str, *parts: str, unfolded: bool = False) -> str:
-    """What one opens to see it."""
+    """Return parts in a block that the reader can unfold."""
     return f"<details{' open' * unfolded}><summary>{escape(summary)}</summary>{''.join(parts)}</details>"
 
 
-# A number with a unit, or several as in "1 min 04 s"; a spread, an interval or a remark may follow.
+# A number with a unit, or several as in "1 min 04 s"; a deviation, an interval or a note may follow.
 _NUMBER = r"[+\-\u2212]?(?:\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?|\u221e)"
 _UNIT = r"(?:%|B|kB|MB|GB|TB|ms|s|min|h)"
 _QUANTITY = re.compile(
@@ -141,16 +152,16 @@ def table(
     words: Collection[str] = (),
     stacked: bool = False,
 ) -> str:
-    """Return a table: words on the left of their columns, numbers on the right.
+    """Return a table; text is aligned left, numbers are aligned right.
 
     Args:
         headings: The columns' names.
         rows: The cells.
-        together: Rows for all of the table, below it.
-        best: Places (row, column) of cells to print bold.
+        together: Summary rows below the others.
+        best: Positions (row, column) of cells to print bold.
         words: Headings of columns whose digits are names, not numbers.
-        stacked: Whether a narrow screen shows every row as a block, a line for each cell, so that
-            no column is out of sight. Other tables scroll sideways there and say so.
+        stacked: On a narrow screen, show every row as a block with one line per cell. Other tables
+            scroll sideways there, with a hint.
     """
     columns = list(zip(*rows, strict=True)) or [() for _ in headings]
     numeric = [
@@ -180,27 +191,36 @@ def table(
 
 
 def _is_numeric(cells: Sequence[str]) -> bool:
+    """Return whether all known cells of a column are quantities."""
     known = [cell for cell in cells if cell not in _MISSING]
     return bool(known) and all(_QUANTITY.fullmatch(cell) for cell in known)
 
 
 def chart(title: str, figure: go.Figure) -> str:
-    """A chart, drawn when the page opens."""
-    content = figure.to_json().replace("<", "\\u003c")  # so that no name can end the element
+    """Return a chart, which is drawn when the page opens."""
+    content = figure.to_json().replace("<", "\\u003c")  # Otherwise a name could end the element.
+    height = figure.layout.height or figure.layout.template.layout.height
     return (
         f"<figure><figcaption>{escape(title)}</figcaption>"
-        f'<div class=chart style="height:{figure.layout.height or figure.layout.template.layout.height}px">'
+        f'<div class=chart style="height:{height}px">'
         f"<script type=application/json>{content}</script></div></figure>"
     )
 
 
 def side_by_side(*parts: str) -> str:
-    """Two or more in a row where there is room."""
+    """Return parts beside each other where the screen is wide enough."""
     return f"<div class=pair>{''.join(parts)}</div>"
 
 
 def strip(caption: str, kind: str, image: bytes, labels: Sequence[str]) -> str:
-    """Equally wide pictures beside each other, as one image of this kind, and what each of them shows."""
+    """Return a row of equally wide pictures with labels.
+
+    Args:
+        caption: The row's caption.
+        kind: The format of the image, such as "png".
+        image: All pictures as one image file.
+        labels: A label for each picture.
+    """
     source = base64.b64encode(image).decode()
     names = "".join(f"<span>{escape(label)}</span>" for label in labels)
     return (

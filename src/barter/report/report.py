@@ -1,4 +1,4 @@
-"""One page for a run or a comparison: everything in one file, which opens from disk and asks nobody for anything."""
+"""Make the report of a run or a comparison: one self-contained HTML file that works offline."""
 
 from __future__ import annotations
 
@@ -13,12 +13,23 @@ __all__ = ["ComparisonReport", "RunReport", "report_of", "write"]
 
 
 def report_of(folder: Path, *, live: bool, images: bool) -> RunReport | ComparisonReport:
-    """The report of what is in a folder; nothing but a live one may be empty."""
+    """Return the report of a run or a comparison.
+
+    Args:
+        folder: The folder of a run or of a comparison.
+        live: Accept a folder without finished rounds or runs.
+        images: Show private and synthetic images.
+
+    Raises:
+        CheckpointError: The folder is neither, or has nothing to show yet.
+    """
     report: RunReport | ComparisonReport
     if (folder / "comparison.toml").is_file():
-        report, unit = ComparisonReport(folder), "run"
+        report = ComparisonReport(folder)
+        unit = "run"
     elif (folder / "config.toml").is_file():
-        report, unit = RunReport(folder, images=images), "round"
+        report = RunReport(folder, images=images)
+        unit = "round"
     else:
         raise CheckpointError(
             f"{folder} is neither a run nor a comparison: there is no config.toml or comparison.toml"

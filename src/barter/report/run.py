@@ -1,4 +1,4 @@
-"""The page of a run."""
+"""The report of a run."""
 
 from __future__ import annotations
 
@@ -49,20 +49,23 @@ from barter.setup.participants import names_of, narrowed
 __all__ = ["TESTS", "RunReport", "Split", "cited", "failures", "phases"]
 
 TESTS = {"global": "global test set", "local": "local tests"}
-# Numbers of other sections; the number of local test images only weighs clients.
+# Metrics that other sections show, and numbers of test images, which only weigh clients.
 TOLD = {*TESTS, *(f"before_{test}" for test in TESTS), "bytes_up", "bytes_down", "device_memory"}
 TOLD |= {f"{test}_images" for test in TESTS}
-# Metrics of [evaluate] are TEST_METRIC, those before an exchange before_TEST_METRIC.
+# Metrics of [evaluate] are called TEST_METRIC, and before_TEST_METRIC before an exchange.
 PER_CLASS = re.compile(rf"({'|'.join(TESTS)})_class_(\d+)")
 FURTHER = re.compile(rf"({'|'.join(TESTS)})_(loss|macro_f1|auc|calibration)")
-# So that the page stays small: rounds and parties with images, images of each, pixels, and how many are kept exactly.
-SHOWN, COLUMNS, SIDE, EXACT = 5, 8, 48, 16
+# Limits that keep the page small.
+SHOWN = 5  # rounds and parties with images
+COLUMNS = 8  # images of each party
+SIDE = 48  # pixels of an image's longer side
+EXACT = 16  # images of at most this side are stored without loss
 
 
 class Split:
-    """The number of images of each class that each client has; or why it cannot be known here.
+    """The number of images by client and class, or the reason why it is unknown.
 
-    Reading the data can take long: until `read` is called, the section says that it is on its way.
+    Reading the data can take long. Until `read` is called, the reason says that it is under way.
     """
 
     def __init__(self, config: Config) -> None:
@@ -73,12 +76,12 @@ class Split:
         self._read = False
 
     def read(self) -> None:
-        """Find the split, once."""
+        """Compute the split from the data; only the first call does."""
         if self._read:
             return
         self._read = True
         config = self.config
-        data = replace(config.data, download=False)  # who only looks fetches nothing
+        data = replace(config.data, download=False)  # A report does not download data.
         try:
             task = make_task(
                 data, config.partition, config.clients, config.seed, torch.device("cpu")
@@ -86,20 +89,24 @@ class Split:
         except BarterError as error:
             self.unknown = f"it cannot be shown here. {error}"
         else:
-            self.counts, self.classes = task.class_table().tolist(), task.classes
+            self.counts = task.class_table().tolist()
+            self.classes = task.classes
 
     def section(self, caption: str) -> Section:
+        """Return the section with the split's chart."""
         shown = [chart(caption, charts.split(self.counts, self.classes))] if self.counts else []
         return Section("Split", shown, self.unknown)
 
 
 class RunReport:
-    """The page of a run, which may still go on; the split of its data is computed once."""
+    """The report of a finished or running run; the split of its data is computed once."""
 
     def __init__(self, run: Path, *, images: bool) -> None:
-        self.run, self.images = run, images
+        self.run = run
+        self.images = images
         self.config = resolve(read(run / "config.toml"))
-        self.names, self.split = _names(self.config), Split(self.config)
+        self.names = _names(self.config)
+        self.split = Split(self.config)
 
     @property
     def done(self) -> int:
@@ -118,8 +125,14 @@ class RunReport:
         return f"{self.done} of {self.config.rounds} rounds"
 
     def page(self, *, live: bool, quick: bool = False) -> str:
-        """The page of the rounds that are done; a quick one does not wait for data that are not read yet."""
-        rounds, config = records(self.run), self.config
+        """Return the page of the finished rounds.
+
+        Args:
+            live: The page reloads itself.
+            quick: Do not read the data, which may take long; the split is then omitted.
+        """
+        rounds = records(self.run)
+        config = self.config
         if rounds and not quick:
             self.split.read()
         title = f"{type(config.algorithm).__name__} on {config.data.source}"
@@ -129,25 +142,25 @@ class RunReport:
         )
         sections = [] if not rounds else self._results(rounds, live=live)
         sections += [cited([config.algorithm]), Section("Configuration", [code(to_toml(config))])]
-        goes_on = (
-            f"The run goes on. {self._last()} This page reloads itself every few seconds."
-            if live
-            else ""
-        )
-        return page(title, subtitle, tiles(rounds) if rounds else [], sections, goes_on)
+        message = ""
+        if live:
+            message = f"The run goes on. {self._last()} This page reloads itself every few seconds."
+        return page(title, subtitle, tiles(rounds) if rounds else [], sections, message)
 
     def _last(self) -> str:
+        """Describe when the last round ended."""
         if not self.done:
             return "No round is finished yet."
         written = time.localtime((self.run / METRICS).stat().st_mtime)
         return f"Its last round ended at {time.strftime('%H:%M:%S', written)}."
 
     def _results(self, rounds: Sequence[Round], *, live: bool) -> list[Section]:
+        """Return the sections about the finished rounds."""
         tests = [key for key in TESTS if any(r.values(key) for r in rounds)]
         learning = [
             chart(f"Accuracy by round, {TESTS[key]}", charts.learning(rounds, key, self.names))
             for key in tests
-            if len([r for r in rounds if r.values(key)]) > 1  # a single round has no curve
+            if len([r for r in rounds if r.values(key)]) > 1  # A single round has no curve.
         ]
         gains = [
             chart(f"Accuracy by client, {TESTS[key]}", charts.gains(rounds, key, self.names))
@@ -174,6 +187,7 @@ class RunReport:
         ]
 
     def _clients(self, rounds: Sequence[Round]) -> str:
+        """Return the table of all clients."""
         counts = self.split.counts
         samples = [sum(row) for row in counts] or None
         held = [[c for c, n in enumerate(row) if n] for row in counts] or None
@@ -184,7 +198,7 @@ class RunReport:
 
 
 def _names(config: Config) -> list[str]:
-    """What the clients are called: number and architecture, where the configuration says it."""
+    """Return the clients' names: number and, if the configuration determines it, architecture."""
     if config.data.source == SITES or config.models == BY_PYTHON:
         return [f"client {k}" for k in range(config.clients)]
     algorithm, clients = config.algorithm, config.clients
@@ -227,9 +241,9 @@ def _server_card(rounds: Sequence[Round]) -> Tile | None:
 
 
 def _clients_card(rounds: Sequence[Round], test: str) -> Tile | None:
-    """Return the clients' mean accuracy, and how much that is above local only.
+    """Return the card of the clients' mean accuracy, and its gain over local training only.
 
-    The difference is the mean over clients that have both values, and over no others.
+    The gain is the mean over the clients that have both values.
     """
     last = next((r for r in reversed(rounds) if r.values(test)), None)
     if last is None:
@@ -250,11 +264,12 @@ def _clients_card(rounds: Sequence[Round], test: str) -> Tile | None:
 def _idle(rounds: Sequence[Round]) -> set[int]:
     """Return the clients that took part in no round."""
     active = participants(rounds)
-    return set(rounds[-1].clients) - active if active else set()  # else no record says who did
+    # Records without participants do not say who took part.
+    return set(rounds[-1].clients) - active if active else set()
 
 
 def _privacy(run: Path) -> list[Section]:
-    """Return what left the clients, and what that promises."""
+    """Return the section with what clients released, and the guarantee that follows."""
     if not (run / PRIVACY).is_file():
         return []
     statement = Statement.read(run / PRIVACY)
@@ -281,7 +296,7 @@ def _costs(
     sums: tuple[Sequence[str], Mapping[str, Sequence[float]]],
     by_round: Mapping[str, Sequence[float]],
 ) -> str:
-    """Draw what all rounds cost together, and where there are several, what each of them cost."""
+    """Draw the costs of all rounds and, if there are several, the costs of each."""
     quantity: charts.Quantity = "bytes" if what == "Bytes" else "seconds"
     if len(rounds) == 1:
         return chart(f"{what} by {kind}", charts.bars(*sums, quantity, lowest=0))
@@ -315,12 +330,12 @@ def _memory(rounds: Sequence[Round]) -> Section:
         return Section("Memory", [], reason)
     if len(rounds) == 1:
         return Section("Memory", [text(f"Peak of the device: {size(peaks[0] or 0)}.")])
-    drawn = charts.by_round(rounds, {"peak": peaks}, "bytes")
-    return Section("Memory", [chart("Peak of the device by round", drawn)])
+    figure = charts.by_round(rounds, {"peak": peaks}, "bytes")
+    return Section("Memory", [chart("Peak of the device by round", figure)])
 
 
 def _metrics(rounds: Sequence[Round], classes: Sequence[str]) -> Section:
-    """Return what [evaluate] measures beside accuracy: numbers by round, and accuracy by class."""
+    """Return the section with other metrics of [evaluate]: by round, and accuracy by class."""
     parts = _by_round(rounds, [key for key in _keys(rounds) if FURTHER.fullmatch(key)])
     for test, title in TESTS.items():
         last = next((r for r in reversed(rounds) if _class_shares(r, test)), None)
@@ -340,7 +355,11 @@ def _metrics(rounds: Sequence[Round], classes: Sequence[str]) -> Section:
 
 
 def _class_shares(record: Round, test: str) -> dict[str, dict[int, list[float]]]:
-    """Return the accuracy of each class: of the server's model, and of every client that has it."""
+    """Return accuracies by class, of the server's model and of all clients that have the class.
+
+    Returns:
+        "server's model" or "mean of clients" -> class -> accuracies.
+    """
     found: dict[str, dict[int, list[float]]] = {}
     for whose, party in (("server's model", "server"), ("mean of clients", "clients")):
         for node in _of(record, party):
@@ -352,15 +371,13 @@ def _class_shares(record: Round, test: str) -> dict[str, dict[int, list[float]]]
 
 
 def _noted(rounds: Sequence[Round]) -> Section:
-    """Return the numbers that the method itself put into the record."""
-    own = [
-        key
-        for key in _keys(rounds)
-        if (told := key.removeprefix("before_")) not in TOLD
-        and not FURTHER.fullmatch(told)
-        and not PER_CLASS.fullmatch(told)
-    ]
-    parts = _by_round(rounds, own)
+    """Return the section with the numbers that the method itself recorded."""
+
+    def is_own(key: str) -> bool:
+        name = key.removeprefix("before_")
+        return name not in TOLD and not FURTHER.fullmatch(name) and not PER_CLASS.fullmatch(name)
+
+    parts = _by_round(rounds, [key for key in _keys(rounds) if is_own(key)])
     return Section("Noted by the method", [side_by_side(*parts)] if parts else [])
 
 
@@ -370,7 +387,7 @@ def _keys(rounds: Sequence[Round]) -> list[str]:
 
 
 def _by_round(rounds: Sequence[Round], keys: Sequence[str]) -> list[str]:
-    """Draw numbers of the record by round; of a single round, list them."""
+    """Draw recorded numbers by round; list them in a table if there is one round."""
     found: dict[str, tuple[str, list[float | None]]] = {}
     for party, whose in (("server", "server"), ("clients", "mean of clients")):
         for key in keys:
@@ -395,7 +412,12 @@ def _of(record: Round, party: str) -> list[Mapping[str, float]]:
 
 
 def failures(where: str, rows: Sequence[Sequence[str]]) -> Section:
-    """Return the calls that clients did not answer: where each was, and what happened."""
+    """Return the section of calls that clients did not answer.
+
+    Args:
+        where: The heading of the first column, such as "round".
+        rows: Where each call was, and what happened.
+    """
     if not rows:
         return Section("Failures", [], "none, every client that was asked answered.")
     title = f"{pluralise(len(rows), 'call')} that a client did not answer"
@@ -404,7 +426,7 @@ def failures(where: str, rows: Sequence[Sequence[str]]) -> Section:
 
 
 def cited(algorithms: Sequence[Algorithm]) -> Section:
-    """Return where the methods come from, and what crosses between their parties."""
+    """Return the section with the methods' citations and messages."""
     parts = []
     for kind in dict.fromkeys(type(algorithm) for algorithm in algorithms):
         rows = [[method, what] for method, what in kind.crosses.items()]
@@ -428,7 +450,7 @@ def _variant(algorithm: Algorithm) -> list[str]:
 
 
 def _gallery(run: Path) -> Section:
-    """Private images of the last rounds and what was made of them; or why there are none."""
+    """Return the section with private and synthetic images of the last rounds, or the reason."""
     try:
         found = deque(pictures(run, COLUMNS), maxlen=SHOWN)
     except BarterError as error:
@@ -440,31 +462,35 @@ def _gallery(run: Path) -> Section:
     parts = [text(note)]
     for t, rows in found:
         some = f", the first {SHOWN} of {len(rows)} parties" if len(rows) > SHOWN else ""
-        strips = [strip(row[0], *_drawn(row), row[3]) for row in rows[:SHOWN]]
+        strips = [strip(row[0], *_encode_row(row), row[3]) for row in rows[:SHOWN]]
         parts.append(folded(f"Round {t}{some}", side_by_side(*strips), unfolded=t == found[-1][0]))
     return Section("Images", parts)
 
 
-def _drawn(row: Row) -> tuple[str, bytes]:
-    """Real images above those made of them, with gaps; small ones exactly."""
-    _, real, made, _ = row
-    lines = [images for images in (real, made) if images is not None]
-    sheet = np.concatenate(
-        [np.concatenate([_framed(image) for image in images], axis=1) for images in lines]
-    )
+def _encode_row(row: Row) -> tuple[str, bytes]:
+    """Encode private images above synthetic ones as an image file; return its format and bytes.
+
+    Small images are stored without loss.
+    """
+    _, private, synthetic, _ = row
+    lines = [images for images in (private, synthetic) if images is not None]
+    strips = [np.concatenate([_framed(image) for image in images], axis=1) for images in lines]
+    sheet = np.concatenate(strips)
     image = Image.fromarray(sheet[..., 0] if sheet.shape[-1] == 1 else sheet)
-    side = max(made.shape[1:3])
+    side = max(synthetic.shape[1:3])
     shrink = SIDE / side
     if shrink < 1:
         image = image.resize(
             (round(image.width * shrink), round(image.height * shrink)), Image.Resampling.LANCZOS
         )
-    kind, file = "png" if side <= EXACT else "jpeg", io.BytesIO()
+    kind = "png" if side <= EXACT else "jpeg"
+    file = io.BytesIO()
     image.save(file, kind, quality=80)
     return kind, file.getvalue()
 
 
 def _framed(image: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """Return an image as bytes with a white frame."""
     pixels = (255 * image).round().byte().numpy()
     edge = max(1, max(pixels.shape[:2]) // 16)
     return np.pad(pixels, ((edge, edge), (edge, edge), (0, 0)), constant_values=255)

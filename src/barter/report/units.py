@@ -1,4 +1,4 @@
-"""Units in which a page gives times, so that no axis counts "100m s"."""
+"""Choose units of time for a page, so that no axis is labelled "100m s"."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["Unit", "elapsed", "time_unit"]
 
 
 class Unit(NamedTuple):
-    """A unit of time: its name, its length, and the seconds from which on it is used."""
+    """A unit of time."""
 
     name: str
-    seconds: float
-    start: float
+    seconds: float  # its length
+    start: float  # the shortest time in seconds that is given in this unit
 
 
-# Three minutes are still easy to read as seconds, half a second is not.
+# Up to three minutes are easy to read in seconds; times below a second are not.
 UNITS = (
     Unit("ms", 1e-3, 0.0),
     Unit("s", 1.0, 1.0),
@@ -28,13 +28,13 @@ UNITS = (
 
 
 def time_unit(seconds: Iterable[float]) -> Unit:
-    """Return the unit that suits the longest of some times."""
+    """Return the unit that suits the longest of several times."""
     longest = max(seconds, default=0.0)
     return next(unit for unit in reversed(UNITS) if longest >= unit.start)
 
 
 def elapsed(seconds: float) -> str:
-    """Write a time with its unit; a short one with enough digits.
+    """Format a time with its unit; short times get more digits.
 
     >>> elapsed(0.0312), elapsed(1.57), elapsed(75.2)
     ('31 ms', '1.6 s', '1 min 15 s')

@@ -1,1 +1,1 @@
-"""A run is a folder: what it was asked, what it measured, where it can go on."""
+"""The folder of a run: configuration, metrics and checkpoints; progress, tables and figures."""

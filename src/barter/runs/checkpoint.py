@@ -1,4 +1,4 @@
-"""A payload tree in a file: safetensors with a JSON header, flushed and renamed into place."""
+"""Write and read a payload tree as a safetensors file with a JSON header."""
 
 from __future__ import annotations
 
@@ -23,13 +23,21 @@ ROUND = re.compile(r"[0-9]{1,9}")
 
 
 def write(target: Path, state: Payload, notes: Mapping[str, str]) -> None:
-    """The file holds either what it held or the new state, never a part of it."""
+    """Write a checkpoint atomically: a crash leaves the old file or the new one, never a mixture.
+
+    Args:
+        target: The file.
+        state: The payload tree.
+        notes: Strings to write beside it.
+    """
     tensors, header = pack(state)
     unique: dict[tuple[object, ...], str] = {}
-    stored, alias = {}, {}
+    stored: dict[str, Tensor] = {}
+    alias: dict[str, str] = {}
     for name, tensor in tensors.items():
-        # What parties share, as one storage or as copies nobody has written to, is written once.
-        address = torch._C._data_address(tensor)  # type: ignore[attr-defined]  # data_ptr() would end the sharing
+        # Tensors that parties share, as one storage or as unmodified copies, are written once.
+        # data_ptr() would end the sharing of copies.
+        address = torch._C._data_address(tensor)  # type: ignore[attr-defined]
         key = (origin(tensor) or address, tensor.shape, tensor.stride(), tensor.dtype)
         alias[name] = unique.setdefault(key, name)
         if alias[name] == name:
@@ -39,25 +47,30 @@ def write(target: Path, state: Payload, notes: Mapping[str, str]) -> None:
     with replacing(target) as temporary:
         try:
             save_file(stored, temporary, metadata)
-        except SafetensorError as error:  # what the disk refuses, in its words
+        except SafetensorError as error:  # Errors of the disk arrive wrapped.
             raise OSError(str(error)) from error
 
 
 def read(path: Path, device: torch.device) -> tuple[Payload, dict[str, str]]:
-    """The state in a file, and the notes beside it."""
+    """Read a checkpoint; return its state and its notes.
+
+    Raises:
+        CheckpointError: The file is damaged.
+    """
     try:
         with safe_open(path, "pt") as file:
             notes = file.metadata()
             alias = json.loads(notes["alias"])
-            # Copies in torch's own memory, which parties can share again.
+            # Copied below into torch's own memory, which parties can share again.
             stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if notes.pop("checksum") != _checksum(stored, notes):
                 raise ValueError("its contents are not what was written")
             stored = {name: tensor.to(device, copy=True) for name, tensor in stored.items()}
         for tensor in stored.values():
             mark(tensor)
-        return unpack({name: stored[a] for name, a in alias.items()}, notes["header"]), notes
-    except Exception as error:  # whatever a damaged file makes go wrong
+        tensors = {name: stored[source] for name, source in alias.items()}
+        return unpack(tensors, notes["header"]), notes
+    except Exception as error:  # A damaged file may raise any error.
         raise CheckpointError(f"{path} is damaged: {in_short(error)}") from error
 
 
@@ -67,16 +80,17 @@ def round_of(path: Path, notes: Mapping[str, str]) -> int:
     Raises:
         CheckpointError: If its notes do not say a round.
     """
-    said = notes.get("round", "")
-    if not ROUND.fullmatch(said):
-        raise CheckpointError(f"{path} is damaged: round {said[:40]!r} is no number of a round")
-    return int(said)
+    text = notes.get("round", "")
+    if not ROUND.fullmatch(text):
+        raise CheckpointError(f"{path} is damaged: round {text[:40]!r} is no number of a round")
+    return int(text)
 
 
 def _checksum(tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> str:
-    """What tells damaged contents from whole ones."""
-    found = zlib.crc32(json.dumps([sorted(notes.items()), sorted(tensors)]).encode())
+    """Return the CRC-32 of tensors and notes, by which damaged files are detected."""
+    checksum = zlib.crc32(json.dumps([sorted(notes.items()), sorted(tensors)]).encode())
     for name in sorted(tensors):
         if tensors[name].numel():
-            found = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, found)
-    return f"{found:08x}"
+            data = tensors[name].reshape(-1).view(torch.uint8).numpy().data
+            checksum = zlib.crc32(data, checksum)
+    return f"{checksum:08x}"

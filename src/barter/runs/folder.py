@@ -1,4 +1,4 @@
-"""The folder of a run: config.toml, metrics.jsonl and the checkpoints of the last rounds and of the best one."""
+"""Read and write the folder of a run: config.toml, metrics.jsonl and checkpoints."""
 
 from __future__ import annotations
 
@@ -47,29 +47,28 @@ METRICS = "metrics.jsonl"
 PRIVACY = "privacy.json"
 STOPPED = "stopped.json"  # when and why a run stopped before its last round
 
-Which: TypeAlias = int | Literal["last", "best"]  # of a run's rounds that are kept
+Which: TypeAlias = int | Literal["last", "best"]  # a round whose checkpoint is kept
 
-SETUP = "flower"  # what a run on Flower is set up with
-UNBORN = {
-    ".lock",
-    "checkpoints",
-    ".config.toml.tmp",
-    SETUP,
-    f".{SETUP}.new",
-}  # of a run killed before it began
+SETUP = "flower"  # the folder with the deployment of a run on Flower
+# Names in the folder of a run that was killed before it began.
+UNBORN = {".lock", "checkpoints", ".config.toml.tmp", SETUP, f".{SETUP}.new"}
 CHECKPOINT = re.compile(r"round-(\d{6})\.safetensors")
-# a whole line of metrics.jsonl, and its round
+# A complete line of metrics.jsonl, and its round.
 RECORD = re.compile(rb'^\{[ \t]*"round":[ \t]*([0-9]+),.*\}[ \t\r]*$', re.MULTILINE)
 
 
 class RunFolder:
-    """Everything on disk is flushed and renamed into place: a kill at any instant leaves a run that can go on."""
+    """The locked folder of a run.
 
-    created = False  # whether the run in it is new
-    made = False  # whether the folder itself is, too
+    All files are flushed and renamed into place, so a run that is killed at any time can be resumed.
+    """
+
+    created = False  # whether the run is new
+    made = False  # whether the folder itself is new
 
     def __init__(self, path: Path) -> None:
-        self.path, self.checkpoints = path, path / "checkpoints"
+        self.path = path
+        self.checkpoints = path / "checkpoints"
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._lock = (path / ".lock").open("w")
@@ -80,15 +79,23 @@ class RunFolder:
             ) from None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be written: {error}") from None
-        _held.add(self)
+        _open_folders.add(self)
 
     @classmethod
     def create(
         cls, path: Path, config: str, prepare: Callable[[], None] = lambda: None
     ) -> RunFolder:
-        """A folder for a new run; what is there already is never overwritten.
+        """Create the folder of a new run; existing files are never overwritten.
 
-        The configuration is written last: a run that was killed while it was prepared can begin again.
+        The configuration is written last, so a run that was killed during preparation can begin again.
+
+        Args:
+            path: The folder.
+            config: The configuration as TOML.
+            prepare: Called before the configuration is written.
+
+        Raises:
+            CheckpointError: The folder exists and is not empty, or cannot be written.
         """
         if path.exists() and not unborn(path):
             raise CheckpointError(
@@ -96,18 +103,20 @@ class RunFolder:
             )
         made = not path.exists()
         folder = cls(path)
-        folder.created, folder.made = True, made
+        folder.created = True
+        folder.made = made
         try:
             prepare()
             replace_text(folder.config, config)
         except BaseException:
-            folder.release()  # now: the error's traceback holds the folder until it is collected
+            # At once: the error's traceback keeps the folder alive until it is collected.
+            folder.release()
             raise
         return folder
 
     @classmethod
     def existing(cls, path: Path) -> RunFolder:
-        """The folder of a run that was begun."""
+        """Open the folder of a run that was begun."""
         return cls(begun(path))
 
     @property
@@ -119,34 +128,34 @@ class RunFolder:
         return self.path / METRICS
 
     def change(self, values: Mapping[str, int | str]) -> None:
-        """From now on the run has these values of its configuration."""
+        """Change values of the run's configuration."""
         config = tomllib.loads(self.config.read_text())
         if config != {**config, **values}:
             replace_text(self.config, tomli_w.dumps({**config, **values}))
 
     def state(self, privacy: str) -> None:
-        """What the run told of private images until now."""
+        """Write the privacy statement: what clients have released so far."""
         replace_text(self.path / PRIVACY, privacy)
 
     def note_stop(self, stop: Stop) -> None:
-        """Record that the run stopped early, or that it was told to go on nevertheless."""
+        """Record an early stop, or that it was overruled."""
         replace_text(self.path / STOPPED, stop.to_json())
 
     def forget_stop(self) -> None:
-        """Record that the run goes on as if it had not stopped."""
+        """Remove the record of an early stop: the run continues as if it had not stopped."""
         (self.path / STOPPED).unlink(missing_ok=True)
 
     def release(self) -> None:
-        """Let another experiment have the folder."""
+        """Release the lock, so that another experiment can use the folder."""
         self._lock.close()
 
     def discard(self) -> None:
-        """Remove the folder of a run that never began, if this process made it and nothing else is in it."""
+        """Remove the folder of a run that never began, if this process created it and it is empty."""
         self.release()
         found = {child.name for child in self.path.iterdir()} if self.path.is_dir() else set()
         if not self.created or found - UNBORN - {self.config.name, PRIVACY} or SETUP in found:
             return
-        with suppress(OSError):  # not empty, or taken by another run in the meantime
+        with suppress(OSError):  # Not empty, or in use by another run in the meantime.
             self.checkpoints.rmdir()
             for name in (self.config.name, PRIVACY, ".lock"):
                 (self.path / name).unlink(missing_ok=True)
@@ -154,14 +163,14 @@ class RunFolder:
                 self.path.rmdir()
 
     def append(self, record: Round) -> None:
-        """One more line of metrics.jsonl, on disk when this returns."""
+        """Append a record to metrics.jsonl; it is on disk when this returns."""
         with writing(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
             file.write(record.to_json() + "\n")
             file.flush()
             os.fsync(file.fileno())
 
     def records(self) -> list[Round]:
-        """The rounds that were recorded."""
+        """Return the recorded rounds."""
         return records(self.path)
 
     def save(
@@ -172,25 +181,27 @@ class RunFolder:
         keep: Collection[int] = (),
         until_saved: Collection[int] = (),
     ) -> None:
-        """Write the checkpoint of a finished round, and delete those that are not needed any more.
+        """Write the checkpoint of a finished round, and delete those that are no longer needed.
 
-        What can go goes before the new one is written, so that the disk holds no more than is needed: the checkpoint
-        of the round before stays until the new one is safe.
+        To save disk space, checkpoints are deleted before the new one is written; only that of the
+        previous round stays until the new one is on disk.
 
         Args:
             round: The finished round.
-            state: What the checkpoint holds.
-            origin: What the state was made of.
+            state: The contents of the checkpoint.
+            origin: The configuration and data that the state was made with.
             keep: Earlier rounds whose checkpoints stay.
-            until_saved: Earlier rounds whose checkpoints stay until the new one is safe.
+            until_saved: Earlier rounds whose checkpoints stay until the new one is on disk.
         """
-        wanted = {_file(self.path, kept) for kept in {round, *keep}}
-        needed = {*wanted, *(_file(self.path, kept) for kept in until_saved)}
-        self._clear(but={*needed, *_checkpoints(self.path)[-1:]})
+        wanted = {_file(self.path, t) for t in {round, *keep}}
+        needed = {*wanted, *(_file(self.path, t) for t in until_saved)}
+        previous = _checkpoints(self.path)[-1:]
+        self._clear(but={*needed, *previous})
         write(_file(self.path, round), state, {**origin, "round": str(round)})
         self._clear(but=wanted)
 
     def _clear(self, but: Collection[Path]) -> None:
+        """Delete all checkpoints but these."""
         for path in self.checkpoints.iterdir():
             if path not in but:
                 path.unlink()
@@ -201,46 +212,45 @@ class RunFolder:
         kept = [record for record in self.records() if record.round <= round]
         known = {record.round for record in kept}
         if len(known) < round:
-            # One after the other: a checkpoint can claim any number of rounds.
+            # Generators, not sets of rounds: a damaged checkpoint can claim any number of rounds.
             first = next(t for t in range(1, round + 1) if t not in known)
             last = next(t for t in range(round, 0, -1) if t not in known)
             lost = f"round {first}" if first == last else f"rounds {first} to {last}"
             log.warning(
-                "%s has no whole record of %s: tables and curves go on without%s",
+                "%s has no complete record of %s: tables and curves have a gap there%s",
                 self.metrics,
                 lost,
-                self._aside(),
+                self._copy_damaged(),
             )
         replace_text(self.metrics, "".join(record.to_json() + "\n" for record in kept))
 
-    def _aside(self) -> str:
-        """Keep damaged records beside the ones that go on."""
+    def _copy_damaged(self) -> str:
+        """Copy damaged metrics to a second file, and return where for the warning."""
         if not self.metrics.exists():
             return ""
-        aside = self.metrics.with_suffix(".damaged")
-        with writing(aside):
-            shutil.copyfile(
-                self.metrics, aside
-            )  # the metrics stay until what is to go on is on disk
-        return f"; what there was is in {aside}"
+        copy = self.metrics.with_suffix(".damaged")
+        with writing(copy):
+            # A copy: the original stays until the repaired file is on disk.
+            shutil.copyfile(self.metrics, copy)
+        return f"; the damaged file is kept as {copy}"
 
 
-_held: weakref.WeakSet[RunFolder] = weakref.WeakSet()
+_open_folders: weakref.WeakSet[RunFolder] = weakref.WeakSet()
 
 
-def _let_go() -> None:
-    """A process that was forked off a run does not keep its folder from being used when the run is gone."""
-    for folder in list(_held):
+def _release_after_fork() -> None:
+    """Release inherited locks, so that a forked process that outlives the run does not hold them."""
+    for folder in list(_open_folders):
         folder.release()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_release_after_fork)
 
 
 def records(run: Path) -> list[Round]:
-    """Return the rounds that were recorded in a run's folder.
+    """Return the recorded rounds of a run.
 
-    A line that a kill cut short, or that is damaged, is none. Of several lines of one round the last counts.
+    Incomplete and damaged lines are skipped. Of several lines of one round, the last one counts.
     """
     metrics = run / METRICS
     found: dict[int, Round] = {}
@@ -255,12 +265,12 @@ def records(run: Path) -> list[Round]:
 
 
 def unborn(path: Path) -> bool:
-    """Whether this is all that is left of a run that was killed before it began: nothing of anybody's."""
+    """Return whether a folder only holds what a run leaves that was killed before it began."""
     return path.is_dir() and not {child.name for child in path.iterdir()} - UNBORN
 
 
 def rounds_done(run: Path) -> int:
-    """Count the rounds that a run's folder has recorded; asked for often, so no record is parsed."""
+    """Count the recorded rounds of a run without parsing the records, since it is called often."""
     metrics = run / METRICS
     return len(set(RECORD.findall(metrics.read_bytes()))) if metrics.exists() else 0
 
@@ -272,23 +282,23 @@ def early_stop(run: Path) -> Stop | None:
 
 
 def ended(run: Path, rounds: int) -> bool:
-    """Whether a run has come to its end: as many rounds are done, or it stopped early."""
+    """Return whether a run has ended: this number of rounds is done, or it stopped early."""
     return rounds_done(run) >= rounds or stopped_early(run)
 
 
 def stopped_early(run: Path) -> bool:
-    """Whether a run stopped early and was not told to go on."""
+    """Return whether a run stopped early and the stop was not overruled."""
     stop = early_stop(run)
     return stop is not None and not stop.overruled
 
 
 def kept_rounds(run: Path) -> list[int]:
-    """The rounds whose checkpoints a run's folder holds."""
+    """Return the rounds whose checkpoints a run's folder holds."""
     return [_round(path) for path in _checkpoints(run)]
 
 
 def checkpoint_of(run: Path, which: Which) -> tuple[int, Payload, dict[str, str]]:
-    """Read the checkpoint of a round: its number, its state and what it is made of.
+    """Read the checkpoint of a round; return its number, its state and its notes.
 
     Args:
         run: The run's folder.
@@ -307,9 +317,10 @@ def checkpoint_of(run: Path, which: Which) -> tuple[int, Payload, dict[str, str]
         best = best_round(records(run))
         if best is None:
             raise CheckpointError(
-                f"{run} has no best round: it recorded no validation accuracy, which takes data.validation"
+                f"{run} has no best round: it recorded no validation accuracy, which needs data.validation"
             )
-        round, title = best.round, f"round {best.round}, the best on validation,"
+        round = best.round
+        title = f"round {round}, the best on validation,"
     else:
         round = which
     if round not in kept:
@@ -323,12 +334,12 @@ def checkpoint_of(run: Path, which: Which) -> tuple[int, Payload, dict[str, str]
 
 
 def last_checkpoint(run: Path) -> tuple[int, Payload, dict[str, str]] | None:
-    """The last finished round of a run's folder, its state and what it is made of; nothing if no round was finished."""
+    """Read the last checkpoint of a run as `checkpoint_of` does; None if no round is finished."""
     return checkpoint_of(run, "last") if has_checkpoint(run) else None
 
 
 def _checked_round(path: Path, state: Payload, notes: Mapping[str, str]) -> int:
-    """Return the round of a run's checkpoint, which its name says too, if it holds what a run writes."""
+    """Return the round of a checkpoint; raise if its file name or its contents contradict it."""
     round = round_of(path, notes)
     named = CHECKPOINT.fullmatch(path.name)
     if named is not None and int(named[1]) != round:
@@ -339,7 +350,7 @@ def _checked_round(path: Path, state: Payload, notes: Mapping[str, str]) -> int:
 
 
 def _is_state(state: Payload) -> bool:
-    """Whether a tree can be a run's state, as far as the kinds of its parts say."""
+    """Return whether a tree has the structure of a run's state."""
     if not isinstance(state, dict):
         return False
     tables = [state.get(key, {}) for key in ("server", "clients", "crossed", "told", "networks")]
@@ -352,23 +363,31 @@ def _is_state(state: Payload) -> bool:
 
 
 def begun(run: Path) -> Path:
-    """The folder of a run; an error if it is something else."""
+    """Return the folder of a run that was begun.
+
+    Raises:
+        CheckpointError: It is not the folder of a run.
+    """
     if not (run / "config.toml").exists():
         runs = sorted(path.parent for path in run.glob("*/seed-*/config.toml"))
-        below = f"; it is a comparison, give one of its runs, such as {runs[0]}" if runs else ""
+        hint = f"; it is a comparison, give one of its runs, such as {runs[0]}" if runs else ""
         raise CheckpointError(
-            f"{run} is not the folder of a run: there is no config.toml in it{below}"
+            f"{run} is not the folder of a run: there is no config.toml in it{hint}"
         )
     return run
 
 
 def finished(run: Path, which: Which = "last") -> tuple[int, Payload]:
-    """A finished round of a run's folder and its state, to look at; an error if it is not kept."""
+    """Read a finished round of a run; return its number and its state.
+
+    Raises:
+        CheckpointError: It is not the folder of a run, or that round is not kept.
+    """
     return checkpoint_of(begun(run), which)[:2]
 
 
 def has_checkpoint(run: Path) -> bool:
-    """Whether a run has finished a round."""
+    """Return whether a run has a checkpoint of a finished round."""
     return bool(_checkpoints(run))
 
 
@@ -383,9 +402,8 @@ def _round(checkpoint: Path) -> int:
 
 
 def _checkpoints(run: Path) -> list[Path]:
+    """Return the checkpoints of a run in the order of rounds."""
     folder = run / "checkpoints"
-    return (
-        sorted(path for path in folder.iterdir() if CHECKPOINT.fullmatch(path.name))
-        if folder.is_dir()
-        else []
-    )
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if CHECKPOINT.fullmatch(path.name))

@@ -1,4 +1,4 @@
-"""The progress of a run that goes on in another process: written there as lines of JSON, shown here."""
+"""Pass the progress of a run to another process, through a file with lines of JSON."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ START = 120.0  # seconds that the other process has to write its first line
 
 
 class Journal(Monitor):
-    """Writes down what a watcher would show."""
+    """A monitor that writes progress to a file, for `follow` to show."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._file = path, path.open("a", buffering=1)
+        self._path = path
+        self._file = path.open("a", buffering=1)
         self.note("process", os.getpid())
 
     def note(self, kind: str, value: Any) -> None:
+        """Write one line; `follow` knows the kinds."""
         with writing(self._path):
             self._file.write(json.dumps([kind, value]) + "\n")
 
@@ -48,18 +50,29 @@ class Journal(Monitor):
 
 
 def follow(path: Path, watcher: Watcher, check: Callable[[], None]) -> Iterator[Round]:
-    """Show what is written down until the run is over, and hand out its rounds; `check` may end the wait."""
-    writer, missed, deadline = 0, 0.0, time.monotonic() + START
+    """Show the journal of a run until the run is over, and yield its rounds.
+
+    Args:
+        path: The journal's file, which need not exist yet.
+        watcher: Shows the progress.
+        check: Called while waiting; raises to end the wait.
+
+    Raises:
+        BarterError: The run reported an error, did not start, or its process died.
+    """
+    writer = 0  # process id of the run
+    died_at = 0.0  # when its process was first missing; 0 while it is alive
+    deadline = time.monotonic() + START
 
     def wait() -> None:
-        nonlocal missed
+        nonlocal died_at
         check()
         if not writer and time.monotonic() > deadline:
             why = refused(path.parent) or f"there is nothing in {path} after {START:g} s"
             raise BarterError(f"the server did not start: {why}")
-        missed = 0.0 if not writer or _alive(writer) else missed or time.monotonic()
-        if missed and time.monotonic() - missed > 2:  # all that it wrote has been read by then
-            why = refused(path.parent)  # what it could not write down either
+        died_at = 0.0 if not writer or _alive(writer) else died_at or time.monotonic()
+        if died_at and time.monotonic() - died_at > 2:  # By then its last lines have been read.
+            why = refused(path.parent)  # A full disk also keeps the reason out of the journal.
             raise BarterError(
                 f"the server's process died{why and f': {why}'}; start again to continue"
             )
@@ -90,17 +103,18 @@ def follow(path: Path, watcher: Watcher, check: Callable[[], None]) -> Iterator[
 
 
 def _alive(process: int) -> bool:
-    """Whether a process of this machine goes on; one that nobody has buried yet does not."""
+    """Return whether a process of this machine is running; a zombie is not."""
     try:
         os.kill(process, 0)
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except ProcessLookupError:
         return False
-    except OSError:  # another user's process, or a system without /proc
+    except OSError:  # Another user's process, or a system without /proc.
         return True
 
 
 def _lines(path: Path, check: Callable[[], None]) -> Iterator[tuple[str, Any]]:
+    """Yield the lines of a file that grows, and call `check` while there is none."""
     while not path.exists():
         check()
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Pictures: of a partition, as papers show it, of methods by round, and of what was made of private images."""
+"""Draw partitions as bubble charts, accuracies as curves, and sheets of private and synthetic images."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from barter.core.errors import ConfigError
 
 __all__ = ["COLOURS", "Curve", "Kinds", "Row", "band", "bubbles", "curves", "sheet"]
 
-WIDE = 50  # clients that stand in one row of a split's picture
-TALL = 30  # classes and domains that leave room for several such rows
-SHORT = 16  # letters of a name that fit between curves
+WIDE = 50  # maximum number of clients in one band of a bubble chart
+TALL = 30  # maximum number of classes and domains for which several bands fit
+SHORT = 16  # maximum length of a name in a legend among the curves
 
-# Okabe and Ito's colours, which most people can tell apart, then the same dashed, and so on.
+# The palette of Okabe and Ito, which colour-blind readers can tell apart. Further lines are dashed.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 STYLES = ("-", "--", ":", "-.", (0, (5, 3)), (0, (1, 3)))
 
-# A party; real images, where there are some, and those made, of each of them or of many, in 0..1; their classes.
+# Name of a party; its private images or None; the images synthesised from each of them, or from none
+# in particular; their classes. Pixels are in 0..1.
 Row: TypeAlias = tuple[str, Tensor | None, Tensor, Sequence[str]]
 
 
 def _pyplot() -> Any:
+    """Import pyplot with a backend that needs no display."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -48,21 +50,31 @@ def _save(figure: Any, path: Path) -> None:
 
 @dataclass(frozen=True)
 class Kinds:
-    """What samples are counted by: classes, or domains; their names, and for each client how many it has of each."""
+    """Numbers of samples by client and class, or by client and domain."""
 
-    title: str
+    title: str  # "class" or "domain"
     names: Sequence[str]
-    counts: Sequence[Sequence[int]]
+    counts: Sequence[Sequence[int]]  # client -> number of samples of each
 
 
 def bubbles(kinds: Sequence[Kinds], title: str, path: Path) -> None:
-    """A circle per client and class, and below them per client and domain; its area is the number of samples.
+    """Draw a circle per client and class, and below per client and domain; area means samples.
 
-    Many clients stand in several rows. All lengths are in inches, so that circles never touch and nothing is cut off.
+    Many clients are divided into several bands. All lengths are in inches, so that circles never
+    touch and nothing is cut off.
+
+    Args:
+        kinds: The counts, by class and optionally by domain.
+        title: The chart's title; may be empty.
+        path: A file that ends in .png, .pdf or .svg.
+
+    Raises:
+        ConfigError: The file cannot be written.
     """
     if path.suffix.lower() not in (".png", ".pdf", ".svg"):
         raise ConfigError(f"{path} cannot be written: give it the ending .png, .pdf or .svg")
-    clients, lines = len(kinds[0].counts), sum(len(kind.names) for kind in kinds)
+    clients = len(kinds[0].counts)
+    lines = sum(len(kind.names) for kind in kinds)
     bands = -(-clients // WIDE) if lines <= TALL else 1
     per_band = -(-clients // bands)
     cell = min(0.4, max(0.09, 10 / max(per_band, lines)))
@@ -73,48 +85,41 @@ def bubbles(kinds: Sequence[Kinds], title: str, path: Path) -> None:
     ]
     left = 0.5 + 0.62 * font / 72 * max(len(label) for group in labels for label in group)
     width = max(3.5, left + cell * (per_band + 0.4) + 1.0)
-    text = [
-        line
-        for part in title.split("\n")
-        if part
-        for line in wrap(part, max(20, int((width - 0.3) / 0.075)))
-    ]
+    letters = max(20, int((width - 0.3) / 0.075))
+    text = [line for part in title.split("\n") if part for line in wrap(part, letters)]
     gaps = bands * (len(kinds) * 0.12 + 0.25) + 0.08
     above = 0.15 + 0.17 * len(text)
     height = max(above + bands * cell * (lines + 0.4 * len(kinds)) + gaps, above + 1.6)
     figure = _pyplot().figure(figsize=(width, height))
-    top, across = height - above, 0.9 * 72 * cell  # the largest circle almost fills its cell
-    # between clients' numbers
+    top = height - above
+    across = 0.9 * 72 * cell  # diameter of the largest circle in points; it almost fills its cell
+    # Interval between clients' numbers along the axis.
     step = next(step for step in (1, 5, 10, 50) if step * cell >= 0.25 or step == 50)
     for band in range(bands):
         here = range(band * per_band, min(clients, (band + 1) * per_band))
         for kind, names, colour in zip(kinds, labels, (COLOURS[0], COLOURS[1]), strict=False):
-            deep, last = cell * (len(names) + 0.4), kind is kinds[-1]
+            box_width = cell * (len(here) + 0.4)
+            box_height = cell * (len(names) + 0.4)
             box = (
                 left / width,
-                (top - deep) / height,
-                cell * (len(here) + 0.4) / width,
-                deep / height,
+                (top - box_height) / height,
+                box_width / width,
+                box_height / height,
             )
-            axes, largest = figure.add_axes(box), max(map(max, kind.counts))
+            axes = figure.add_axes(box)
+            largest = max(map(max, kind.counts))
             _circles(axes, kind.counts, here, largest, across, colour)
             axes.set(xlim=(here[0] - 0.7, here[-1] + 0.7), ylim=(-0.7, len(names) - 0.3))
             axes.set_yticks(range(len(names)), names, fontsize=font)
             ticks = [k for k in here if k % step == 0]
-            axes.set_xticks(ticks, ticks if last else [""] * len(ticks), fontsize=8)
+            tick_labels = ticks if kind is kinds[-1] else [""] * len(ticks)
+            axes.set_xticks(ticks, tick_labels, fontsize=8)
             axes.set_ylabel(kind.title, fontsize=8)
-            axes.yaxis.set_label_coords(-(left - 0.3) / (cell * (len(here) + 0.4)), 0.5)
+            axes.yaxis.set_label_coords(-(left - 0.3) / box_width, 0.5)
             if band == 0:
-                _size_legend(
-                    figure,
-                    kind.title,
-                    largest,
-                    across,
-                    colour,
-                    left + cell * (per_band + 0.4) + 0.15,
-                    top,
-                )
-            top -= deep + 0.12
+                legend_x = left + cell * (per_band + 0.4) + 0.15
+                _size_legend(figure, kind.title, largest, across, colour, legend_x, top)
+            top -= box_height + 0.12
         axes.set_xlabel("client" if band == bands - 1 else "", fontsize=8, labelpad=2)
         top -= 0.25
     figure.text(
@@ -136,7 +141,16 @@ def _circles(
     across: float,
     colour: str,
 ) -> None:
-    """Those of some clients; the largest number's is so many points across, and one can see the smallest."""
+    """Draw the circles of some clients.
+
+    Args:
+        axes: Where to draw.
+        counts: Client -> number of samples of each class.
+        clients: The clients.
+        largest: The largest number of samples in the chart.
+        across: Diameter of its circle in points; the smallest circles stay visible.
+        colour: The circles' colour.
+    """
     points = [(k, c, n) for k in clients for c, n in enumerate(counts[k]) if n]
     areas = [max(1.5, across * (n / largest) ** 0.5) ** 2 for _, _, n in points]
     axes.scatter(
@@ -155,16 +169,16 @@ def _circles(
 def _size_legend(
     figure: Any, title: str, largest: int, across: float, colour: str, x: float, top: float
 ) -> None:
-    """What three circles mean, from this place on downwards, in inches."""
+    """Draw up to three circles with their numbers of samples, downwards from (x, top) in inches."""
     width, height = figure.get_size_inches()
     figure.text(x / width, (top - 0.02) / height, f"images\nof a {title}", fontsize=7, va="top")
     y = top - 0.32
     for n in dict.fromkeys(_round_number(largest / part) for part in (1, 4, 20)):
-        wide = max(1.5, across * (n / largest) ** 0.5)
-        y -= max(wide / 72, 0.12) / 2 + 0.03
+        diameter = max(1.5, across * (n / largest) ** 0.5)
+        y -= max(diameter / 72, 0.12) / 2 + 0.03
         dot = {
             "marker": "o",
-            "markersize": wide,
+            "markersize": diameter,
             "color": colour,
             "alpha": 0.5,
             "markeredgewidth": 0,
@@ -172,17 +186,17 @@ def _size_legend(
         middle = (x + across / 144) / width
         figure.add_artist(_pyplot().Line2D([middle], [y / height], **dot))
         figure.text((x + across / 72 + 0.08) / width, y / height, f"{n:,}", fontsize=7, va="center")
-        y -= max(wide / 72, 0.12) / 2
+        y -= max(diameter / 72, 0.12) / 2
 
 
 def _round_number(value: float) -> int:
-    """The largest number of one digit and zeros that is not above a value; at least 1."""
+    """Round down to one significant digit; at least 1."""
     digits = str(int(value))
     return max(1, int(digits[0] + "0" * (len(digits) - 1)))
 
 
 def sheet(rows: Sequence[Row], title: str, path: Path) -> None:
-    """For each party, real images, if there are any, and below them those that were made."""
+    """Draw each party's private images, if there are any, and below them the synthetic ones."""
     plt = _pyplot()
     lines: list[tuple[str, Tensor, Sequence[str]]] = []
     for name, real, made, classes in rows:
@@ -193,7 +207,7 @@ def sheet(rows: Sequence[Row], title: str, path: Path) -> None:
     columns = max(len(images) for _, images, _ in lines)
     width = max(4.0, 0.75 * columns + 1.2)
     words = [line for part in _plain(title).split("\n") for line in wrap(part, int(14 * width))]
-    head = 0.41 + 0.14 * len(words)  # inches, however tall it is
+    head = 0.41 + 0.14 * len(words)  # height of the title in inches
     size = (width, 0.775 * len(lines) + 0.35 + head)
     figure, axes = plt.subplots(len(lines), columns, figsize=size, squeeze=False)
     for cell in axes.flat:
@@ -223,11 +237,11 @@ def sheet(rows: Sequence[Row], title: str, path: Path) -> None:
     _save(figure, path)
 
 
-Curve: TypeAlias = Sequence[tuple[int, float | None]]  # round and accuracy
+Curve: TypeAlias = Sequence[tuple[int, float | None]]  # (round, accuracy)
 
 
 def band(curves: Iterable[Curve]) -> tuple[list[int], list[float], list[float]]:
-    """Rounds, and over the curves in each of them the mean and the standard deviation."""
+    """Return the rounds, and in each of them mean and standard deviation over the curves."""
     values: dict[int, list[float]] = {}
     for t, value in chain.from_iterable(curves):
         if value is not None:
@@ -238,46 +252,54 @@ def band(curves: Iterable[Curve]) -> tuple[list[int], list[float], list[float]]:
 
 
 def curves(lines: Mapping[str, Mapping[int, Curve]], label: str, path: Path) -> None:
-    """A line per method by round: the mean over seeds, and a band of one standard deviation to each side."""
+    """Draw a line per method by round: the mean over seeds, and a band of one standard deviation.
+
+    Args:
+        lines: Method -> seed -> curve, with accuracies between 0 and 1.
+        label: The label of the y axis.
+        path: The file.
+    """
     plt = _pyplot()
     with plt.rc_context({"pdf.fonttype": 42, "svg.fonttype": "none", "font.size": 9}):
         longest = max(map(len, lines), default=0)
-        below = (
-            len(lines) > 4 or longest > SHORT
-        )  # among the curves there is room for few and short names alone
+        # There is room for a legend among the curves only if its names are few and short.
+        below = len(lines) > 4 or longest > SHORT
         columns = 2 if longest <= 2 * SHORT else 1
-        named = 0.18 * -(-len(lines) // columns) if below else 0.0  # inches that the names take
-        figure, axes = plt.subplots(figsize=(5.2, max(3.4, 2.6 + named)), layout="constrained")
+        legend_height = 0.18 * -(-len(lines) // columns) if below else 0.0  # in inches
+        size = (5.2, max(3.4, 2.6 + legend_height))
+        figure, axes = plt.subplots(figsize=size, layout="constrained")
         for i, (name, seeds) in enumerate(lines.items()):
-            rounds, *shares = band(seeds.values())
-            means, spread = ([100 * share for share in column] for column in shares)
-            colour, style = COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS) % len(STYLES)]
-            dots = "o" if len(rounds) <= 20 else None
-            shown = _plain(
-                name if not name.startswith("_") else f" {name}"
-            )  # matplotlib hides what begins with one
+            rounds, mean_shares, spread_shares = band(seeds.values())
+            means = [100 * share for share in mean_shares]
+            spread = [100 * share for share in spread_shares]
+            colour = COLOURS[i % len(COLOURS)]
+            style = STYLES[i // len(COLOURS) % len(STYLES)]
+            # matplotlib hides labels that begin with an underscore.
+            visible_name = f" {name}" if name.startswith("_") else name
             axes.plot(
                 rounds,
                 means,
                 linestyle=style,
                 color=colour,
-                marker=dots,
+                marker="o" if len(rounds) <= 20 else None,
                 markersize=3,
                 linewidth=1.4,
-                label=shown,
+                label=_plain(visible_name),
             )
-            edges = [[m + way * s for m, s in zip(means, spread, strict=True)] for way in (-1, 1)]
-            axes.fill_between(rounds, *edges, color=colour, alpha=0.18, linewidth=0)
+            lower = [mean - deviation for mean, deviation in zip(means, spread, strict=True)]
+            upper = [mean + deviation for mean, deviation in zip(means, spread, strict=True)]
+            axes.fill_between(rounds, lower, upper, color=colour, alpha=0.18, linewidth=0)
         axes.set(xlabel="round", ylabel=label)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.25, linewidth=0.5)
         axes.spines[["top", "right"]].set_visible(False)
-        figure.legend(
-            loc="outside lower center", ncols=columns, frameon=False
-        ) if below else axes.legend(frameon=False)
+        if below:
+            figure.legend(loc="outside lower center", ncols=columns, frameon=False)
+        else:
+            axes.legend(frameon=False)
         _save(figure, path)
 
 
 def _plain(text: str) -> str:
-    """Text that matplotlib does not take for a formula."""
+    """Escape dollar signs, which matplotlib reads as formulas."""
     return text.replace("$", r"\$")

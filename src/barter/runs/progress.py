@@ -1,4 +1,4 @@
-"""How far a run has come: a live line on a terminal or in a notebook, plain lines elsewhere."""
+"""Show the progress of a run: a live line on a terminal or in a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from barter.runs.selection import validation_accuracy
 
 __all__ = ["ManyRuns", "Onlooker", "Watcher", "Work", "duration", "onlooker", "pluralise", "size"]
 
-QUIET = 10.0  # seconds of a long phase between two plain lines
-BLINK = 0.2  # seconds between two looks at a notebook's line
-BAR = 30  # characters of its bar
+QUIET = 10.0  # seconds between two plain lines of a long phase
+BLINK = 0.2  # seconds between two updates of a notebook's line
+BAR = 30  # width of a notebook's bar in characters
 
 
 def size(count: float) -> str:
-    """Bytes as a person reads them."""
+    """Format a number of bytes with a unit, such as `1.2 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000 or unit == "GB":
             break
@@ -39,43 +39,53 @@ def size(count: float) -> str:
 
 
 def pluralise(number: int, thing: str) -> str:
-    """Return a number of things as a person writes it: `1 round`, `5 rounds`."""
+    """Format a number of things: `1 round`, `5 rounds`."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person reads them; below ten with a decimal, so that short ones are not zero."""
+    """Format a time, such as `3 min 05 s`; below ten seconds with one decimal."""
     if seconds < 0.1:
         return "under 0.1 s"
     if seconds < 9.95:
         return f"{seconds:.1f}".removesuffix(".0") + " s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return (
-        f"{hours} h {minutes:02d} min"
-        if hours
-        else f"{minutes} min {rest:02d} s"
-        if minutes
-        else f"{rest} s"
-    )
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    if minutes:
+        return f"{minutes} min {rest:02d} s"
+    return f"{rest} s"
 
 
 class Watcher(Monitor):
-    """Shows each phase of a round as it runs, and a line for each round that is done; tells another of it too."""
+    """Show each phase of a round while it runs, and a line for each finished round.
+
+    Args:
+        console: Where to print.
+        rounds: The run's last round.
+        tell: Called with the record of each finished round.
+    """
 
     def __init__(
         self, console: Console, rounds: int, tell: Callable[[Round], None] | None = None
     ) -> None:
-        self.console, self.rounds, self.tell = console, rounds, tell
-        self.round, self._started, self._begun = 1, time.monotonic(), 0
+        self.console = console
+        self.rounds = rounds
+        self.tell = tell
+        self.round = 1
+        self._started = time.monotonic()
+        self._begun = 0  # rounds that were done before
         self._phase: _Phase | None = None
 
     def begin(self, done: int) -> None:
-        """The run starts behind this many finished rounds."""
-        self.round, self._begun, self._started = done + 1, done, time.monotonic()
+        """Start the clock of a run that has this number of finished rounds."""
+        self.round = done + 1
+        self._begun = done
+        self._started = time.monotonic()
 
     def finish(self, record: Round) -> None:
-        """A round is done."""
+        """Print a finished round and its failures."""
         self.console.print(self.line(record))
         for failure in record.failures:
             self.console.print(f"  {failure}")
@@ -84,7 +94,7 @@ class Watcher(Monitor):
         self.round = record.round + 1
 
     def left(self, record: Round) -> str:
-        """How long the rounds behind this one will take; nothing if there are none."""
+        """Estimate the time of the remaining rounds, as text; empty after the last one."""
         if record.round >= self.rounds:
             return ""
         each = (time.monotonic() - self._started) / (record.round - self._begun)
@@ -92,7 +102,7 @@ class Watcher(Monitor):
         return f", {'about ' * (remaining >= 0.1)}{duration(remaining)} left"
 
     def line(self, record: Round) -> str:
-        """A round in a line."""
+        """Summarise a round in one line."""
         clients = []
         for test in ("global", "local"):
             values = record.values(test)
@@ -115,7 +125,9 @@ class Watcher(Monitor):
 
     @contextmanager
     def _show(self, title: str, total: float) -> Iterator[None]:
-        outer, self._phase = self._phase, self._new_phase(title, total)
+        """Show a phase; phases can be nested."""
+        outer = self._phase
+        self._phase = self._new_phase(title, total)
         try:
             with self._phase:
                 yield
@@ -123,7 +135,8 @@ class Watcher(Monitor):
             self._phase = outer
 
     def _new_phase(self, title: str, total: float) -> _Phase:
-        return (_Live if self.console.is_terminal else _Lines)(self.console, title, total)
+        kind = _Live if self.console.is_terminal else _Lines
+        return kind(self.console, title, total)
 
     def advance(self, amount: float) -> None:
         if self._phase is not None:
@@ -131,7 +144,7 @@ class Watcher(Monitor):
 
 
 class Work(Watcher):
-    """Watches what is no run: phases under their own names."""
+    """Show the phases of work that is not a run."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console, 0)
@@ -141,26 +154,27 @@ class Work(Watcher):
 
 
 class Watched(Protocol):
-    """What has a monitor."""
+    """An object with a monitor, such as an engine."""
 
     watched: Monitor
 
 
 class Onlooker(Watcher):
-    """Watches a loop that is the caller's, who says what came of each round: one line that moves, and no others."""
+    """Show one live line for a loop in Python, whose author prints the results."""
 
     def __init__(self, console: Console, rounds: int) -> None:
         super().__init__(console, rounds)
-        self.cell: Any = None  # the line of a notebook
-        self.rest = ""  # how long the run will take
+        self.cell: Any = None  # a notebook's display
+        self.rest = ""  # estimate of the remaining time
         if console.is_jupyter:
             from IPython.display import display
 
             self.cell = display({"text/plain": ""}, raw=True, display_id=True)
 
     def over(self, engine: Watched, step: Callable[[], Round]) -> Round:
-        """What a step makes that this one watches."""
-        before, engine.watched = engine.watched, self
+        """Run a step of an engine while watching it; return the step's record."""
+        before = engine.watched
+        engine.watched = self
         try:
             record = step()
         finally:
@@ -169,7 +183,8 @@ class Onlooker(Watcher):
         return record
 
     def finish(self, record: Round) -> None:
-        self.round, self.rest = record.round + 1, self.left(record)
+        self.round = record.round + 1
+        self.rest = self.left(record)
         if self.cell is not None:
             self.cell.update({"text/plain": self.line(record)}, raw=True)
 
@@ -183,18 +198,28 @@ class Onlooker(Watcher):
 
 
 def onlooker(rounds: int, done: int) -> Onlooker | None:
-    """Who shows a loop in Python that starts behind some rounds: on a terminal or in a notebook; nobody elsewhere."""
+    """Return a watcher for a loop in Python; None where there is neither terminal nor notebook.
+
+    Args:
+        rounds: The loop's last round.
+        done: The number of rounds that are finished already.
+    """
     console = Console(stderr=True, highlight=False, emoji=False)
     if not console.is_jupyter and not sys.stderr.isatty():
         return None
-    made = Onlooker(console, rounds)
-    made.begin(done)
-    return made
+    watcher = Onlooker(console, rounds)
+    watcher.begin(done)
+    return watcher
 
 
 class _Phase:
+    """A phase that is not shown; base class of those that are."""
+
     def __init__(self, console: Console, title: str, total: float) -> None:
-        self.console, self.title, self.total, self.done = console, title, total, 0.0
+        self.console = console
+        self.title = title
+        self.total = total
+        self.done = 0.0
 
     def __enter__(self) -> None: ...
 
@@ -205,16 +230,19 @@ class _Phase:
 
 
 class _Live(_Phase):
-    """One line that moves and vanishes when the phase is over."""
+    """A progress bar that vanishes when the phase is over."""
 
     def __enter__(self) -> None:
-        columns = (
+        self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             TextColumn("{task.percentage:>3.0f}%"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
         )
-        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-        self.progress = Progress(*columns, *times, console=self.console, transient=True)
         self.progress.start()
         self.task = self.progress.add_task(self.title, total=self.total)
 
@@ -226,7 +254,7 @@ class _Live(_Phase):
 
 
 class _Lines(_Phase):
-    """A line when the phase is over and, if it takes long, some on the way."""
+    """A line when the phase is over and, if it takes long, some before."""
 
     def __enter__(self) -> None:
         self.start = self.last = time.monotonic()
@@ -246,39 +274,45 @@ class _Lines(_Phase):
 
 
 class _Cell(_Phase):
-    """The line of a notebook: the same one for all phases."""
+    """A progress bar in a notebook's line, which all phases share."""
 
     def __init__(self, console: Console, title: str, total: float, cell: Any) -> None:
         super().__init__(console, title, total)
-        self.cell, self.last = cell, 0.0
+        self.cell = cell
+        self.last = 0.0
 
     def __enter__(self) -> None:
-        self.say()
+        self.update()
 
     def advance(self, amount: float) -> None:
         super().advance(amount)
         if time.monotonic() - self.last >= BLINK:
-            self.say()
+            self.update()
 
-    def say(self) -> None:
-        self.last, share = time.monotonic(), min(1.0, self.done / max(self.total, 1e-9))
+    def update(self) -> None:
+        """Draw the bar again."""
+        self.last = time.monotonic()
+        share = min(1.0, self.done / max(self.total, 1e-9))
         bar = ("\u2588" * round(BAR * share)).ljust(BAR, "\u2591")
         self.cell.update({"text/plain": f"{self.title} {bar} {share:4.0%}"}, raw=True)
 
 
 class ManyRuns:
-    """Several runs at once: a bar for each that runs and one for all, on a terminal; a line when one is done."""
+    """Show several runs at once: a line for each that ends and, on a terminal, progress bars."""
 
     def __init__(self, console: Console) -> None:
-        self.console, self.tasks = console, dict[str, TaskID]()
-        columns = (
+        self.console = console
+        self.tasks: dict[str, TaskID] = {}
+        self.progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.completed:.0f} of {task.total:.0f}"),
-        )
-        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-        self.progress = Progress(
-            *columns, *times, console=console, transient=True, disable=not console.is_terminal
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
         )
 
     def __enter__(self) -> ManyRuns:
@@ -289,14 +323,20 @@ class ManyRuns:
         self.progress.stop()
 
     def show(self, running: Mapping[str, tuple[int, int]], finished: int, total: int) -> None:
-        """How many rounds of how many each of the running ones has done, and how many runs are finished."""
-        for gone in self.tasks.keys() - running.keys() - {"runs"}:
-            self.progress.remove_task(self.tasks.pop(gone))
+        """Update the progress bars.
+
+        Args:
+            running: Running run -> (rounds done, rounds in all).
+            finished: The number of finished runs.
+            total: The number of runs.
+        """
+        for ended in self.tasks.keys() - running.keys() - {"runs"}:
+            self.progress.remove_task(self.tasks.pop(ended))
         for name, (done, of) in {"runs": (finished, total), **running}.items():
             if name not in self.tasks:
                 self.tasks[name] = self.progress.add_task(name, total=of)
             self.progress.update(self.tasks[name], completed=done)
 
     def tell(self, line: str) -> None:
-        """A run has ended."""
+        """Print a line, such as the result of a run that has ended."""
         self.console.print(line)

@@ -1,4 +1,4 @@
-"""Choose a run's best round, and when it stops, by validation accuracy; test accuracy plays no part."""
+"""Select a run's best round and stop it early, by validation accuracy; test accuracy plays no part."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["Selection", "Stop", "best_round", "validation_accuracy"]
 def validation_accuracy(record: Round) -> float | None:
     """Return the accuracy by which rounds are compared, or None if the round recorded none.
 
-    It is the primary model's accuracy on all validation images: that of the server's model, or the mean over the
-    clients'. Where every site has only its own images, it is the clients' mean on those.
+    It is the primary model's accuracy on all validation images: that of the server's model, or the
+    mean over clients. Where every site has only its own images, it is the clients' mean on those.
     """
     found = record.headline("val")
     if found is not None or not record.values("val_local"):
@@ -24,8 +24,9 @@ def validation_accuracy(record: Round) -> float | None:
 
 
 def best_round(records: Iterable[Round]) -> Round | None:
-    """Return the first round with the highest validation accuracy, or None if no round recorded one."""
-    best, highest = None, -1.0
+    """Return the first round with the highest validation accuracy; None if no round has one."""
+    best = None
+    highest = -1.0
     for record in records:
         value = validation_accuracy(record)
         if value is not None and value > highest:
@@ -37,11 +38,11 @@ def best_round(records: Iterable[Round]) -> Round | None:
 class Stop:
     """An early stop, as the run's folder keeps it."""
 
-    round: int  # the last round before it
+    round: int  # the last finished round
     best: int  # the round with the highest validation accuracy
     accuracy: float  # the validation accuracy of that round
     patience: int
-    overruled: bool = False  # whether the run was told to go on nevertheless
+    overruled: bool = False  # whether the user continued the run nevertheless
 
     def __str__(self) -> str:
         rounds = f"{self.patience} round{'s' * (self.patience > 1)}"
@@ -55,7 +56,7 @@ class Stop:
 
     @classmethod
     def from_json(cls, text: str) -> Stop:
-        """Read what `to_json` wrote; ValueError if it is something else."""
+        """Read what `to_json` wrote; raise ValueError for anything else."""
         try:
             return cls(**json.loads(text))
         except TypeError as error:
@@ -63,13 +64,13 @@ class Stop:
 
 
 class Selection:
-    """Follows the validation accuracy of a run: its best round, and whether its patience is exhausted."""
+    """The validation accuracy of a run so far: its best round, and whether to stop early."""
 
     def __init__(self, patience: int | None) -> None:
         self.patience = patience
         self.best: int | None = None
         self.highest = -1.0
-        self.restart = 0  # the round from which patience is counted anew
+        self.restart = 0  # the round after which patience is counted again
         self.measured: list[int] = []  # rounds that recorded a validation accuracy
 
     def add(self, record: Round) -> None:
@@ -82,12 +83,12 @@ class Selection:
             self.best, self.highest = record.round, value
 
     def overrule(self, stop: Stop) -> Stop:
-        """Count patience from an early stop on, and return the stop as overruled."""
+        """Count patience again from an early stop on, and return the stop as overruled."""
         self.restart = stop.round
         return replace(stop, overruled=True)
 
     def stop(self) -> Stop | None:
-        """Return the early stop that is due now, or None if the run goes on.
+        """Return the early stop that is due now, or None if the run continues.
 
         Only rounds that recorded a validation accuracy use up patience.
         """

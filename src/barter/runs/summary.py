@@ -1,4 +1,4 @@
-"""Several runs in one table: what each method reaches over seeds, what it costs, and how sure a difference is."""
+"""Summarise several runs in a table: accuracies over seeds, costs, and confidence intervals."""
 
 from __future__ import annotations
 
@@ -41,12 +41,11 @@ __all__ = [
     "value",
 ]
 
-Results = Mapping[
-    str, Mapping[int, Sequence[Round]]
-]  # method -> seed -> the rounds of a finished run
+# Method -> seed -> the rounds of a finished run.
+Results = Mapping[str, Mapping[int, Sequence[Round]]]
 
-# Metrics by name, and their headings. Accuracies of clients are means in which every client counts alike, unless
-# the heading says otherwise; "trained" is after a round's local training, before what the round gives back.
+# Metrics by name, and their headings. Accuracies of clients are unweighted means over clients, unless
+# the heading says otherwise; "trained" is after a round's local training, before the exchange.
 METRICS = {
     "primary": "accuracy",
     "global": "clients: global test",
@@ -61,7 +60,7 @@ METRICS = {
     "val": "validation",
     "val-local": "clients: local validation",
 }
-ALWAYS = ("primary", "global", "own", "server")  # shown without being asked for
+ALWAYS = ("primary", "global", "own", "server")  # metrics that every table shows
 _FIELDS = {
     "global": "global",
     "own": "local",
@@ -72,11 +71,10 @@ _FIELDS = {
     "spread": "global",
     "val-local": "val_local",
 }
-# Endings of metrics that are shares, shown in percent, and of those that are better when lower.
-_SHARES = ("global", "local", "macro_f1", "auc", "calibration")
-_LOWER = ("loss", "calibration", "spread")
-SERVER = "server:"  # before the name of a metric that the server reports
-FEW = 3  # seeds below which no interval is given
+_SHARES = ("global", "local", "macro_f1", "auc", "calibration")  # suffixes of metrics in percent
+_LOWER = ("loss", "calibration", "spread")  # suffixes of metrics that are better when lower
+SERVER = "server:"  # prefix of a metric that the server reports
+FEW = 3  # minimum number of seeds for a confidence interval
 
 
 def value(record: Round, metric: str) -> float | None:
@@ -108,12 +106,12 @@ def value(record: Round, metric: str) -> float | None:
 
 
 def heading(metric: str) -> str:
-    """Return how a metric is called in tables and figures."""
+    """Return a metric's name in tables and figures."""
     return METRICS.get(metric, metric)
 
 
 def is_share(metric: str) -> bool:
-    """Whether a metric is a share between 0 and 1, which is shown in percent."""
+    """Return whether a metric is a share between 0 and 1, which is shown in percent."""
     name = metric.removeprefix(SERVER)
     return metric in METRICS or name.endswith(_SHARES) or "_class_" in name
 
@@ -131,13 +129,18 @@ def known_metrics(results: Results) -> list[str]:
 
 
 def final(rounds: Sequence[Round], metric: str) -> float | None:
-    """Return a metric after the last round; of local training, after the last round that had any."""
-    found = (value(record, metric) for record in reversed(rounds))
-    return next((v for v in found if v is not None or not metric.startswith("trained")), None)
+    """Return a metric after the last round.
+
+    Metrics of local training are taken from the last round that had any.
+    """
+    if not metric.startswith("trained"):
+        return value(rounds[-1], metric) if rounds else None
+    measured = (value(record, metric) for record in reversed(rounds))
+    return next((accuracy for accuracy in measured if accuracy is not None), None)
 
 
 def lines(results: Results, metric: str) -> dict[str, dict[int, Curve]]:
-    """The accuracy of every run by round."""
+    """Return a metric of every run by round: method -> seed -> curve."""
     return {
         name: {seed: [(r.round, value(r, metric)) for r in rounds] for seed, rounds in runs.items()}
         for name, runs in results.items()
@@ -146,7 +149,7 @@ def lines(results: Results, metric: str) -> dict[str, dict[int, Curve]]:
 
 @dataclass(frozen=True)
 class Column:
-    """A quantity over seeds: one value for each that has it."""
+    """The values of a quantity over the seeds that have it."""
 
     values: tuple[float, ...]
 
@@ -161,23 +164,23 @@ class Column:
 
 @dataclass(frozen=True)
 class Summary:
-    """One method: accuracies after the last round and after the best on validation, and what they cost."""
+    """One method: accuracies after the last and the best round, and costs."""
 
     name: str
     seeds: tuple[int, ...]
-    primary: str  # whose accuracy the primary one is: the server's model, or the clients'
-    accuracies: dict[str, Column]
+    primary: str  # whose accuracy is the primary one: "server" or "clients"
+    accuracies: dict[str, Column]  # metric -> values after the last round
     bytes: Column
     seconds: Column
-    reached: Column  # rounds until the target was reached, of the seeds that did
-    difference: Column  # to the baseline, seed by seed
+    reached: Column  # rounds until the target accuracy, for the seeds that reached it
+    difference: Column  # difference to the baseline with the same seed
     best_round: Column = Column(())  # the round with the highest validation accuracy
     best: Column = Column(())  # the test accuracy after that round
 
 
 @dataclass(frozen=True)
 class Question:
-    """What else is asked of the runs: rounds until an accuracy, and the difference to one of the methods."""
+    """The metric to compare, the baseline method, and the target accuracy to count rounds for."""
 
     metric: str = "primary"
     baseline: str | None = None
@@ -185,47 +188,51 @@ class Question:
 
     @property
     def tested(self) -> str:
-        """The accuracy on test images to report of a round that validation chose."""
+        """Return the test metric to report for the best round on validation."""
         return "primary" if self.metric.startswith("val") else self.metric
 
 
 @dataclass(frozen=True)
 class Comparative:
-    """All methods, and what was asked."""
+    """The summaries of all methods, and the question they answer."""
 
     rows: tuple[Summary, ...]
     question: Question
 
 
 def paired(values: Sequence[float]) -> tuple[float, float] | None:
-    """The 95 % confidence interval of a mean of differences (Student's t); none for too few."""
+    """Return the 95 % confidence interval of a mean of differences (Student's t).
+
+    None if there are fewer than `FEW` values.
+    """
     if len(values) < FEW:
         return None
-    half = (
-        float(stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))
-    )
+    quantile = float(stdtrit(len(values) - 1, 0.975))
+    half = quantile * statistics.stdev(values) / math.sqrt(len(values))
     mean = statistics.fmean(values)
     return mean - half, mean + half
 
 
 def summarise(results: Results, question: Question) -> Comparative:
-    """A summary of every method, in their order."""
-    metric, baseline, target = question.metric, question.baseline, question.target
+    """Summarise every method, in the given order."""
+    metric = question.metric
+    baseline = question.baseline
+    target = question.target
 
     def column(values: Iterable[float | None]) -> Column:
         return Column(tuple(v for v in values if v is not None))
 
-    def reached(rounds: Sequence[Round]) -> float | None:
-        return next(
-            (r.round for r in rounds if target is not None and (value(r, metric) or 0.0) >= target),
-            None,
-        )
-
-    def gap(name: str, seed: int) -> float | None:
-        if baseline in (None, name) or seed not in results[str(baseline)]:
+    def rounds_to_target(rounds: Sequence[Round]) -> float | None:
+        if target is None:
             return None
-        mine, theirs = (final(results[one][seed], metric) for one in (name, str(baseline)))
-        return None if mine is None or theirs is None else mine - theirs
+        return next((r.round for r in rounds if (value(r, metric) or 0.0) >= target), None)
+
+    def difference(name: str, seed: int) -> float | None:
+        if baseline is None or baseline == name or seed not in results[baseline]:
+            return None
+        accuracy = final(results[name][seed], metric)
+        reference = final(results[baseline][seed], metric)
+        return None if accuracy is None or reference is None else accuracy - reference
 
     rows = []
     for name, runs in results.items():
@@ -233,31 +240,24 @@ def summarise(results: Results, question: Question) -> Comparative:
             key: column(final(rounds, key) for rounds in runs.values())
             for key in dict.fromkeys([*METRICS, metric])
         }
-        primary = next((rounds[-1].primary for rounds in runs.values()), "clients")
-        traffic = column(
+        traffic = [
             float(sum(r.traffic("up") + r.traffic("down") for r in rounds))
             for rounds in runs.values()
+        ]
+        best_rounds = [best for rounds in runs.values() if (best := best_round(rounds)) is not None]
+        summary = Summary(
+            name=name,
+            seeds=tuple(runs),
+            primary=next((rounds[-1].primary for rounds in runs.values()), "clients"),
+            accuracies=accuracies,
+            bytes=column(traffic),
+            seconds=column(sum(r.seconds["round"] for r in rounds) for rounds in runs.values()),
+            reached=column(rounds_to_target(rounds) for rounds in runs.values()),
+            difference=column(difference(name, seed) for seed in runs),
+            best_round=column(float(best.round) for best in best_rounds),
+            best=column(value(best, question.tested) for best in best_rounds),
         )
-        seconds = column(sum(r.seconds["round"] for r in rounds) for rounds in runs.values())
-        arrived, gaps = (
-            column(map(reached, runs.values())),
-            column(gap(name, seed) for seed in runs),
-        )
-        chosen = [best for rounds in runs.values() if (best := best_round(rounds)) is not None]
-        rows.append(
-            Summary(
-                name,
-                tuple(runs),
-                primary,
-                accuracies,
-                traffic,
-                seconds,
-                arrived,
-                gaps,
-                best_round=column(float(best.round) for best in chosen),
-                best=column(value(best, question.tested) for best in chosen),
-            )
-        )
+        rows.append(summary)
     return Comparative(tuple(rows), question)
 
 
@@ -278,10 +278,13 @@ def _rounds(column: Column) -> str:
 
 
 def _difference(summary: Summary, metric: str) -> str:
-    column, pairs = summary.difference, len(summary.difference.values)
+    """Format the mean difference to the baseline, with its confidence interval."""
+    column = summary.difference
     if column.mean is None:
         return "-"
-    mean, interval = _number(column.mean, metric, sign="+"), paired(column.values)
+    pairs = len(column.values)
+    mean = _number(column.mean, metric, sign="+")
+    interval = paired(column.values)
     if interval is None:
         return f"{mean} (too few seeds)"
     fewer = "" if pairs == len(summary.seeds) else f", {pairs} seeds"
@@ -292,59 +295,66 @@ def _difference(summary: Summary, metric: str) -> str:
 def _reached(summary: Summary) -> str:
     if summary.reached.mean is None:
         return "never"
-    some, all_ = len(summary.reached.values), len(summary.seeds)
-    return f"{summary.reached.mean:.1f}" + ("" if some == all_ else f" ({some} of {all_})")
+    successful = len(summary.reached.values)
+    total = len(summary.seeds)
+    note = "" if successful == total else f" ({successful} of {total})"
+    return f"{summary.reached.mean:.1f}{note}"
 
 
 def cells(compared: Comparative) -> tuple[list[str], list[list[tuple[str, bool]]]]:
-    """Return headings and rows; a cell says whether it is the best of its column.
+    """Return headings and rows of a table; each cell is its text and whether it is its column's best.
 
-    Where methods have different primary models, the first accuracy is that of each method's own,
-    named in the column before it. Otherwise the column of that model comes first.
+    Where methods have different primary models, the first accuracy is that of each method's primary
+    model, which the column before names. Otherwise the column of that model comes first.
     """
-    summaries, asked = compared.rows, compared.question
+    summaries = compared.rows
+    question = compared.question
     primary = {s.primary for s in summaries}
     mixed = len(primary) > 1
     first = ["primary"] if mixed else ["server"] if primary == {"server"} else []
-    wanted = dict.fromkeys([*first, *ALWAYS, asked.metric])
+    wanted = dict.fromkeys([*first, *ALWAYS, question.metric])
     shown = [key for key in wanted if any(s.accuracies[key].values for s in summaries)]
     shown = [key for key in shown if key != "primary" or mixed]
     best = {key: _best(key, [s.accuracies[key].mean for s in summaries]) for key in shown}
     validated = any(s.best_round.values for s in summaries)
     headings = ["method", "seeds", *(["model"] if mixed else []), *map(heading, shown)]
     if validated:
-        headings += ["best round on validation", f"{heading(asked.tested)} in it"]
+        headings += ["best round on validation", f"{heading(question.tested)} in it"]
     headings += ["bytes", "seconds"]
-    if asked.target is not None:
-        target = f"{100 * asked.target:g}%" if is_share(asked.metric) else f"{asked.target:g}"
-        headings.append(f"rounds to {target} {heading(asked.metric)}")
-    if asked.baseline is not None:
-        headings.append(f"{heading(asked.metric)} above {asked.baseline} (95 %)")
+    if question.target is not None:
+        percent = is_share(question.metric)
+        target = f"{100 * question.target:g}%" if percent else f"{question.target:g}"
+        headings.append(f"rounds to {target} {heading(question.metric)}")
+    if question.baseline is not None:
+        headings.append(f"{heading(question.metric)} above {question.baseline} (95 %)")
     rows = []
     for s in summaries:
         row = [(s.name, False), (str(len(s.seeds)), False)]
-        row += [(s.primary, False)] if mixed else []
+        if mixed:
+            row.append((s.primary, False))
         for key in shown:
-            mean = s.accuracies[key].mean
-            row.append(
-                (_with_spread(s.accuracies[key], key), mean is not None and mean == best[key])
-            )
+            column = s.accuracies[key]
+            is_best = column.mean is not None and column.mean == best[key]
+            row.append((_with_spread(column, key), is_best))
         if validated:
-            row += [(_rounds(s.best_round), False), (_with_spread(s.best, asked.tested), False)]
+            row += [(_rounds(s.best_round), False), (_with_spread(s.best, question.tested), False)]
         row += [(size(s.bytes.mean or 0.0), False), (duration(s.seconds.mean or 0.0), False)]
-        row += [] if asked.target is None else [(_reached(s), False)]
-        row += [] if asked.baseline is None else [(_difference(s, asked.metric), False)]
+        if question.target is not None:
+            row.append((_reached(s), False))
+        if question.baseline is not None:
+            row.append((_difference(s, question.metric), False))
         rows.append(row)
     return headings, rows
 
 
 def _best(metric: str, means: Iterable[float | None]) -> float:
+    """Return the best mean: the lowest of a loss, the highest of an accuracy."""
     known = [mean for mean in means if mean is not None]
     return min(known) if metric.endswith(_LOWER) else max(known)
 
 
 def to_markdown(compared: Comparative) -> str:
-    """The table for a README; the best of each accuracy is bold."""
+    """Return the table as Markdown; the best value of each accuracy is bold."""
     headings, rows = cells(compared)
     lines = [headings, ["---"] * len(headings)]
     lines += [[f"**{text}**" if best else text for text, best in row] for row in rows]
@@ -354,7 +364,7 @@ def to_markdown(compared: Comparative) -> str:
 
 
 def to_latex(compared: Comparative) -> str:
-    """The table for a paper, with booktabs; the best of each accuracy is bold."""
+    """Return the table as LaTeX with booktabs; the best value of each accuracy is bold."""
     headings, rows = cells(compared)
     special = {
         "\\": r"\textbackslash{}",
@@ -365,11 +375,8 @@ def to_latex(compared: Comparative) -> str:
     special |= {character: "\\" + character for character in "&%$#_{}"}
 
     def escaped(text: str) -> str:
-        return re.sub(
-            r"(?<!\w)-(?=\d)",
-            "$-$",
-            "".join(special.get(character, character) for character in text),
-        )
+        plain = "".join(special.get(character, character) for character in text)
+        return re.sub(r"(?<!\w)-(?=\d)", "$-$", plain)  # minus signs
 
     body = [
         [rf"\textbf{{{escaped(text)}}}" if best else escaped(text) for text, best in row]
@@ -382,7 +389,7 @@ def to_latex(compared: Comparative) -> str:
 
 
 def to_csv(compared: Comparative) -> str:
-    """All numbers as they are: accuracies between 0 and 1, bytes, seconds."""
+    """Return the table as CSV with unformatted numbers: accuracies in 0..1, bytes, seconds."""
     metrics = list(dict.fromkeys([*METRICS, compared.question.metric]))
     fields = ["method", "seeds", "primary_model"]
     fields += [f"{key.replace('-', '_')}_{part}" for key in metrics for part in ("mean", "std")]
@@ -419,7 +426,7 @@ def to_csv(compared: Comparative) -> str:
 
 
 def to_rounds(results: Results) -> str:
-    """Write every run round by round, one line each, with all metrics that the runs report."""
+    """Return all metrics of every run as CSV, one line per round."""
     metrics = known_metrics(results)
     columns = [key.replace("-", "_") for key in metrics]
     file = io.StringIO()
@@ -431,7 +438,7 @@ def to_rounds(results: Results) -> str:
             for r in rounds:
                 evaluated = {*r.values("global"), *r.values("local")}
                 facts = [name, seed, r.round, r.primary, len(r.participants), len(evaluated)]
-                reached = ["" if (v := value(r, key)) is None else v for key in metrics]
+                values = [value(r, key) for key in metrics]
                 costs = [r.traffic("up") + r.traffic("down"), r.seconds["round"]]
-                writer.writerow([*facts, *reached, *costs])
+                writer.writerow([*facts, *("" if v is None else v for v in values), *costs])
     return file.getvalue()

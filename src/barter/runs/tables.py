@@ -1,4 +1,4 @@
-"""What a finished run looks like: one row per client."""
+"""Tables for the terminal: a finished run by client, accuracies, and numbers of samples."""
 
 from __future__ import annotations
 
@@ -27,9 +27,15 @@ __all__ = [
 
 
 HEADINGS = (
-    *("client", "images", "classes"),
-    *("alone\nglobal", "alone\nown", "after\nglobal", "after\nown"),
-    *("up", "down"),
+    "client",
+    "images",
+    "classes",
+    "alone\nglobal",
+    "alone\nown",
+    "after\nglobal",
+    "after\nown",
+    "up",
+    "down",
 )
 TESTS = ("global", "local")
 
@@ -47,19 +53,19 @@ def _mean(values: Iterable[float | None]) -> float | None:
 class Gain:
     """Accuracies of the same clients before any exchange and after a round."""
 
-    before: dict[int, float]  # client -> accuracy after local training alone
+    before: dict[int, float]  # client -> accuracy after local training only
     after: dict[int, float]  # the same clients -> accuracy after the last evaluated round
 
     @property
     def points(self) -> float | None:
-        """The mean difference in percentage points; None without a client."""
+        """Return the mean difference in percentage points; None without a client."""
         if not self.before:
             return None
         return 100 * sum(self.after[k] - self.before[k] for k in self.before) / len(self.before)
 
 
 def gain(records: Sequence[Round], test: str) -> Gain:
-    """Compare clients that have both values: local training only, and after the last round."""
+    """Compare local-only and last accuracy, for the clients that have both."""
     after = evaluated(records, test)
     before = {k: alone(records, k).get(f"before_{test}") for k in after}
     known = {k: value for k, value in before.items() if value is not None}
@@ -82,10 +88,16 @@ def closing_cells(
     samples: Sequence[int] | None,
     classes: Sequence[Sequence[int]] | None,
 ) -> tuple[list[list[str]], list[list[str]]]:
-    """Return a row for each client, then rows for all of them; what clients hold may be unknown.
+    """Return the rows of the clients, and the rows below them for means and sums.
 
-    A mean of local-only accuracies stands beside the mean of the same clients afterwards ("with
-    both"). Clients that took part ("active") and those that never did ("idle") are counted.
+    The mean of local-only accuracies is shown beside the mean of the same clients afterwards ("with
+    both"). Clients that took part are "active", those that never did are "idle".
+
+    Args:
+        records: The rounds.
+        names: The clients' names.
+        samples: The number of images of each client; None if unknown.
+        classes: The classes of each client; None if unknown.
     """
     after = {test: evaluated(records, test) for test in TESTS}
     rows: list[list[str]] = []
@@ -109,7 +121,7 @@ def _together(
     samples: Sequence[int] | None,
     traffic: Sequence[Sequence[float]],
 ) -> list[list[str]]:
-    """The rows below the clients': means and sums, and the server's model."""
+    """Return the rows below the clients: means and sums, and the server's model."""
     everyone = set(records[-1].clients)
     active = participants(records) or everyone
     gains = {test: gain(records, test) for test in TESTS}
@@ -141,7 +153,7 @@ def _together(
 
 
 def _best_cells(best: Round) -> list[list[str]]:
-    """The rows of test accuracies after the round that validation chose."""
+    """Return the rows of test accuracies after the best round on validation."""
 
     def mean(name: str) -> float | None:
         known = any(name in metrics for metrics in best.clients.values())
@@ -156,9 +168,12 @@ def _best_cells(best: Round) -> list[list[str]]:
 
 
 def alone(records: Sequence[Round], client: int) -> Mapping[str, float]:
-    """What is said of a client in the first round that says what it knew alone; nothing if none does."""
-    told = (r.clients[client] for r in records)
-    return next((said for said in told if any(name.startswith("before_") for name in said)), {})
+    """Return a client's metrics in the first round with local-only accuracies; {} if there is none."""
+    for record in records:
+        metrics = record.clients[client]
+        if any(name.startswith("before_") for name in metrics):
+            return metrics
+    return {}
 
 
 def closing_table(
@@ -167,7 +182,7 @@ def closing_table(
     samples: Sequence[int],
     classes: Sequence[Sequence[int]],
 ) -> Table:
-    """Per client: what it brought, what it knew alone, what it knows now, and what that cost; fits 80 columns."""
+    """Return a table by client: data, accuracy local only and now, and traffic; fits 80 columns."""
     title = f"after round {records[-1].round}, accuracy in %: on the global test set and the client's own"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     for heading in HEADINGS:
@@ -183,7 +198,7 @@ def closing_table(
 
 
 def accuracy_table(networks: Sequence[tuple[str, str]], values: Sequence[float]) -> Table:
-    """How right each of some networks is, in percent; each has an owner and an architecture."""
+    """Return a table of accuracies in percent; `networks` are pairs of owner and architecture."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
     for heading in ("network", "architecture", "accuracy"):
         table.add_column(heading, justify="right" if heading == "accuracy" else "left")
@@ -199,7 +214,7 @@ def accuracy_table(networks: Sequence[tuple[str, str]], values: Sequence[float])
 
 
 def count_table(kind: str, counts: Sequence[Sequence[int]], names: Sequence[str]) -> Table:
-    """Samples by client and class, or by client and domain."""
+    """Return a table of numbers of samples by client and class, or by client and domain."""
     table = Table(title=f"samples by client and {kind}", box=box.SIMPLE_HEAD)
     table.add_column("client", justify="right")
     for name in names:

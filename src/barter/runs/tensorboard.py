@@ -1,4 +1,4 @@
-"""A run's rounds as TensorBoard shows them; needs the extra of this name."""
+"""Log a run's rounds for TensorBoard; needs the extra `tensorboard`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ FOLDER = "tensorboard"
 
 
 class TensorBoard:
-    """Writes each round into the run's folder when it is done; the first time, also those before it.
+    """A callback that logs each finished round in the run's folder.
 
-    So the log of a run that was resumed is whole, and says nothing twice: what it said before is taken back.
+    The first call also logs the earlier rounds and purges older entries, so that the log of a resumed
+    run is complete and has no duplicates.
     """
 
     def __init__(self, run: Path) -> None:
@@ -25,14 +26,12 @@ class TensorBoard:
         self._writer: SummaryWriter | None = None
 
     def __call__(self, record: Round) -> None:
-        known = [record]
+        new = [record]
         if self._writer is None:
-            known = [
-                *(earlier for earlier in records(self.run) if earlier.round < record.round),
-                record,
-            ]
+            earlier = [known for known in records(self.run) if known.round < record.round]
+            new = [*earlier, record]
             self._writer = SummaryWriter(str(self.run / FOLDER), purge_step=1)
-        for one in known:
-            for name, value in one.scalars().items():
-                self._writer.add_scalar(name, value, one.round)
+        for entry in new:
+            for name, value in entry.scalars().items():
+                self._writer.add_scalar(name, value, entry.round)
         self._writer.flush()

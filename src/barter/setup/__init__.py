@@ -1,1 +1,1 @@
-"""Build a federation from a configuration: configuration, networks, hardware and parties."""
+"""Build a federation from a configuration: its networks, clients and server, on this machine."""

@@ -1,4 +1,4 @@
-"""From a configuration to all that a run is made of; what happens then is `experiment.py`'s."""
+"""Assemble clients, server, engine and data from a configuration; `experiment.py` runs them."""
 
 from __future__ import annotations
 
@@ -32,37 +32,44 @@ log = logging.getLogger("barter")
 
 @dataclass(frozen=True)
 class Federation:
-    """What a run is made of before its first round."""
+    """Clients, server, engine and data of a run before its first round."""
 
     config: Config
     server: Server
-    engine: BaseEngine  # where the clients are
-    test: Images | None  # what a model of the server's is judged by
-    networks: Payload  # what a checkpoint says of the networks in it
-    task: Task | None = None  # the data of all, where all are here
-    architectures: tuple[str, ...] = ()  # of the clients, where they are here
-    # by which rounds of a server's model are chosen: the validation images of all clients
+    engine: BaseEngine  # runs the clients, in this process or at Flower sites
+    test: Images | None  # images to evaluate the server's model on
+    networks: Payload  # description of the networks, for checkpoints
+    task: Task | None = None  # all clients' data; None if clients are at Flower sites
+    architectures: tuple[str, ...] = ()  # one per client; empty if clients are at Flower sites
+    # all clients' validation images, by which rounds of the server's model are compared
     validation: Images | None = None
 
     def fingerprint(self) -> str:
-        """Which data are here."""
+        """Return a fingerprint of the data in this process."""
         clients = self.engine.clients.values() if isinstance(self.engine, LocalEngine) else ()
-        held = [*(client.data for client in clients), self.test, self.validation]
-        return " ".join(images.fingerprint() for images in held if images is not None)
+        sets = [*(client.data for client in clients), self.test, self.validation]
+        return " ".join(images.fingerprint() for images in sets if images is not None)
 
 
 def shared(
     data: Data, partition: str | Partition | Sequence[Sequence[int]] | None, clients: int | None
 ) -> tuple[Partition, int]:
-    """Who gets what, and how many they are; where there are data or a list for each client, nothing need be said."""
+    """Return the partition and the number of clients, from what is given and from the data.
+
+    Data with several domains, data that are split already, and lists of indices determine both.
+
+    Args:
+        data: The run's data.
+        partition: A partition, its name, the image indices of each client, or None for the default.
+        clients: The number of clients, or None for the default.
+    """
     kind, _, path = data.source.partition(":")
-    domains = (
-        clients_in(Path(path))
-        if kind == "clients"
-        else 1
-        if data.given is None
-        else len(data.given.domains)
-    )
+    if kind == "clients":
+        domains = clients_in(Path(path))
+    elif data.given is None:
+        domains = 1
+    else:
+        domains = len(data.given.domains)
     if partition is None:
         partition = Domains() if domains > 1 else Dirichlet()
         clients = domains if clients is None and domains > 1 else clients
@@ -77,7 +84,16 @@ def shared(
 def assemble(
     config: Config, models: Sequence[tuple[str, Own | None]] = (), monitor: Monitor | None = None
 ) -> Federation:
-    """All parties in this process; models that a name does not lead to are given beside the configuration."""
+    """Assemble a federation with all clients in this process.
+
+    Args:
+        config: The configuration.
+        models: Names, with the modules or factories of models that were given in Python.
+        monitor: Notified of the run's progress.
+
+    Raises:
+        ConfigError: The configuration asks for something this machine or its data do not have.
+    """
     if config.models == BY_PYTHON and all(own is None for _, own in models):
         raise ConfigError(
             "this run's models were given in Python: resume it there, with out=... and resume=True"
@@ -126,10 +142,15 @@ def assemble(
 
 
 def start_from(run: Path, federation: Federation) -> None:
-    """Every party takes over the weights that its counterpart in another run ended with."""
+    """Initialise every client and the server with the final weights of another run.
+
+    Raises:
+        ConfigError: A client or the server has no network in that run, or another architecture.
+    """
     assert isinstance(federation.engine, LocalEngine)
     _, state = finished(run)
-    there, here = state["networks"]["architectures"], federation.networks["architectures"]
+    there = state["networks"]["architectures"]
+    here = federation.networks["architectures"]
     parties: list[tuple[str, int, Node, Payload]] = [
         (f"client {k}", k, client, state["clients"].get(k, {}))
         for k, client in federation.engine.clients.items()
@@ -137,13 +158,13 @@ def start_from(run: Path, federation: Federation) -> None:
     federation.server.fresh = False
     if federation.server.model_or_none is not None:
         parties.append(("the server", 0, federation.server, state["server"]))
-    for who, k, party, memory in parties:
+    for name, k, party, memory in parties:
         if "model" not in memory:
-            raise ConfigError(f"start={str(run)!r}: {who} has no network there to start from")
+            raise ConfigError(f"start={str(run)!r}: {name} has no network there to start from")
         try:
             party.model.load_state_dict(memory["model"])
         except RuntimeError:
             task = " for images or classes of another number" if there[k] == here[k] else ""
             raise ConfigError(
-                f"start={str(run)!r}: the network of {who} is {there[k]}{task} there and {here[k]} here"
+                f"start={str(run)!r}: the network of {name} is {there[k]}{task} there and {here[k]} here"
             ) from None

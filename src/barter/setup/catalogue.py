@@ -1,4 +1,8 @@
-"""What there is to choose from, read from the registries' sources: who asks for names need not wait for torch."""
+"""List algorithms, models, data sets, partitions and configuration keys without loading torch.
+
+The names are parsed from the source of the registries: importing those would load torch, which takes
+seconds, and `barter list`, help and error messages should not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +17,23 @@ __all__ = ["CHOICES", "LISTINGS", "known_keys"]
 
 PACKAGE = Path(__file__).parent.parent
 
-CHOICES = {  # what is meant by a table's name alone
-    **{"algorithm": "algorithm.name", "partition": "partition.name"},
-    **{"data": "data.source", "privacy": "privacy.epsilon", "evaluate": "evaluate.every"},
+# The key to suggest when only its table is named.
+CHOICES = {
+    "algorithm": "algorithm.name",
+    "partition": "partition.name",
+    "data": "data.source",
+    "privacy": "privacy.epsilon",
+    "evaluate": "evaluate.every",
 }
 
 
-def _source(*place: str) -> ast.Module:
-    return ast.parse(PACKAGE.joinpath(*place).with_suffix(".py").read_text())
+def _source(*parts: str) -> ast.Module:
+    """Parse a module of this package."""
+    return ast.parse(PACKAGE.joinpath(*parts).with_suffix(".py").read_text())
 
 
 def _registry(tree: ast.Module, name: str) -> dict[str, ast.expr]:
-    """The entries of a dict that is written out."""
+    """Return the entries of a module-level dict literal with an annotation."""
     for node in tree.body:
         if (
             isinstance(node, ast.AnnAssign)
@@ -47,22 +56,22 @@ def _algorithms() -> list[tuple[str, str]]:
         for node in tree.body
         if isinstance(node, ast.ImportFrom)
     }
-    kinds = {name: ast.unparse(kind) for name, kind in _registry(tree, "ALGORITHMS").items()}
-    classes = {
-        name: _class(_source(*modules[kind].split(".")[1:]), kind) for name, kind in kinds.items()
-    }
-    return [
-        (name, (ast.get_docstring(kind) or "").split("\n")[0]) for name, kind in classes.items()
-    ]
+    rows = []
+    for name, value in _registry(tree, "ALGORITHMS").items():
+        class_name = ast.unparse(value)
+        module = _source(*modules[class_name].split(".")[1:])
+        docstring = ast.get_docstring(_class(module, class_name)) or ""
+        rows.append((name, docstring.split("\n")[0]))
+    return rows
 
 
 def _models() -> list[tuple[str, str]]:
     zoo = _registry(_source("models", "zoo"), "ZOO")
-    owners = {
-        name: ", ".join(family for family, members in FAMILIES.items() if name in members)
-        for name in zoo
-    }
-    return [(name, f"in {owner}" if owner else "") for name, owner in owners.items()]
+    rows = []
+    for name in zoo:
+        families = ", ".join(family for family, members in FAMILIES.items() if name in members)
+        rows.append((name, f"in {families}" if families else ""))
+    return rows
 
 
 def _families() -> list[tuple[str, str]]:
@@ -92,6 +101,7 @@ def _partition_classes() -> dict[str, ast.ClassDef]:
 
 
 def _text(kind: ast.ClassDef, name: str) -> str:
+    """Return a class attribute that is a string literal."""
     values = [
         node.value
         for node in kind.body
@@ -102,7 +112,7 @@ def _text(kind: ast.ClassDef, name: str) -> str:
 
 @cache
 def known_keys() -> frozenset[str]:
-    """Every key that a configuration can have, with whatever algorithm and partition."""
+    """Return every key that a configuration can have, with any algorithm and partition."""
     algorithms = [
         _source("core", "algorithm"),
         *(ast.parse(file.read_text()) for file in PACKAGE.glob("algorithms/*.py")),
@@ -138,10 +148,11 @@ def _dataclasses(tree: ast.Module) -> list[ast.ClassDef]:
 
 
 def _fields(kind: ast.ClassDef) -> list[str]:
-    noted = [node for node in kind.body if isinstance(node, ast.AnnAssign)]
+    """Return the names of a dataclass's fields."""
+    annotated = [node for node in kind.body if isinstance(node, ast.AnnAssign)]
     return [
         ast.unparse(node.target)
-        for node in noted
+        for node in annotated
         if not ast.unparse(node.annotation).startswith("ClassVar")
     ]
 

@@ -1,4 +1,4 @@
-"""The configuration of a run: typed, checked before anything is built, and written back in full."""
+"""Read, check and write the configuration of a run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-
+# Keys that may differ when a run is resumed: they do not change its results.
 RESULT_FREE = (
     "rounds",
     "device",
@@ -64,59 +64,65 @@ RESULT_FREE = (
     "keep",
     "keep_rounds",
     "patience",
-)  # may differ on resume
+)
 
-COMPARISON = "compare"  # the table of a file for `barter compare`, which no single run has
+COMPARISON = "compare"  # the table that `barter compare` reads; a single run has none
 
+# Dotted keys of a hundred parts or more: the time to parse a key is quadratic in its parts.
 PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
-DEEP = re.compile(
-    rf"(?<![\w-])(?:{PART}[ \t]*+\.[ \t]*+){{100}}"
-)  # the time for a key grows with its parts' square
+DEEP = re.compile(rf"(?<![\w-])(?:{PART}[ \t]*+\.[ \t]*+){{100}}")
 
+# The tables of a configuration, and what they hold unless a file or a setting says otherwise.
 TABLES: dict[str, dict[str, str]] = {
-    **{"algorithm": {"name": "dffke"}, "partition": {"name": "dirichlet"}},
-    **{"data": {}, "privacy": {}, "evaluate": {}},
+    "algorithm": {"name": "dffke"},
+    "partition": {"name": "dirichlet"},
+    "data": {},
+    "privacy": {},
+    "evaluate": {},
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """A run from data to rounds."""
+    """Every setting of a run."""
 
-    algorithm: Algorithm  # what the parties do in a round
-    data: Data = dataclasses.field(default_factory=Data)  # what they learn from
-    partition: Partition = dataclasses.field(default_factory=Dirichlet)  # who has which part of it
+    algorithm: Algorithm  # the method and its hyperparameters
+    data: Data = dataclasses.field(default_factory=Data)  # training, test and public data
+    # how the data are divided among the clients
+    partition: Partition = dataclasses.field(default_factory=Dirichlet)
     clients: Count = 5  # K: number of clients
-    models: str = "auto"  # a family, or one model for all; auto is small-5, or small-cnn where all must have the same
+    # a family, or one model for all clients; auto is small-5, or small-cnn for methods that need
+    # one architecture
+    models: str = "auto"
     rounds: Count = 5  # T: communication rounds
-    seed: Whole = 0  # every random stream of the run comes from it
+    seed: Whole = 0  # seed of all random numbers of the run
     device: DeviceName = "auto"  # where the run computes
-    # of the computation; auto is bf16 on CUDA, else fp32
+    # precision of the computation; auto is bf16 on CUDA, else fp32
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
-    streams: Count = 10  # how many clients compute at the same time on a CUDA device
-    # GiB of a CUDA device's memory to stay within; none means all there is
+    streams: Count = 10  # number of clients that compute at the same time on a CUDA device
+    # limit of a CUDA device's memory in GiB; none means all of it
     device_memory: Positive | None = None
-    # of the CPU; none means as many as there are cores that nobody else uses at the start
+    # number of CPU threads; none means the number of cores that are idle at the start
     threads: Count | None = None
-    # how many clients must answer a call; none means all that were asked
+    # number of clients that must answer a call; none means all that were called
     min_clients: Count | None = None
-    # what is done to answers before they leave a client
+    # how answers are protected before they leave a client
     privacy: Privacy = dataclasses.field(default_factory=Privacy)
-    # the folder of a run whose networks the parties start from; empty: from the seed
     # which tests are run, how often and on which clients, and what they measure
     evaluate: Evaluation = dataclasses.field(default_factory=Evaluation)
+    # the folder of a run whose trained networks are the initial ones; empty: initialise from the seed
     start: str = ""
-    # the checkpoint that stays beside those of the last rounds: none, or that of the best round on validation
+    # checkpoint to keep beside those of the last rounds: none, or that of the best round on validation
     keep: Literal["last", "best"] = "last"
-    keep_rounds: Count = 2  # how many of the last rounds keep their checkpoints
-    # stop when validation accuracy has not improved for so many rounds; none: never
+    keep_rounds: Count = 2  # number of last rounds whose checkpoints are kept
+    # stop when validation accuracy has not improved for this number of rounds; none: never
     patience: Count | None = None
 
-    # where the clients live: in this process, or at Flower's sites
+    # where clients run: in this process, or at Flower sites
     engine: Literal["local", "flower"] = "local"
-    # seconds a client has for a call; none: an hour at a Flower site, else no limit
+    # time limit of a client's call in seconds; none: an hour at a Flower site, else no limit
     timeout: Positive | None = None
-    answer_mb: Positive = 2000.0  # megabytes that an answer of a Flower site may have
+    answer_mb: Positive = 2000.0  # maximum size of a Flower site's answer in megabytes
 
     def __post_init__(self) -> None:
         check(self)
@@ -125,15 +131,15 @@ class Config:
                 f"min_clients={self.min_clients}: there are only {self.clients} clients"
             )
         if not self.data.validation and (self.keep == "best" or self.patience is not None):
-            asked = "keep='best'" if self.keep == "best" else f"patience={self.patience}"
+            setting = "keep='best'" if self.keep == "best" else f"patience={self.patience}"
             raise ConfigError(
-                f"{asked}: rounds are compared by their accuracy on validation images, and there are none; set "
+                f"{setting}: rounds are compared by their accuracy on validation images, and there are none; set "
                 "data.validation to a share of the training images, such as 0.1"
             )
         object.__setattr__(self, "privacy", self.privacy.settled(self.algorithm, self.rounds))
         if self.start and self.privacy.training:
             raise ConfigError(
-                f"start={self.start!r}: its networks know images already, before privacy.training"
+                f"start={self.start!r}: its networks were trained on images without privacy.training"
             )
         if self.start and self.engine == "flower":
             raise ConfigError(
@@ -142,7 +148,7 @@ class Config:
 
 
 def algorithm_named(name: str) -> type[Algorithm[Any, Any]]:
-    """The algorithm of this name in the registry or, as package.module:Class, anywhere else."""
+    """Return the algorithm with a registered name or, as package.module:Class, any other."""
     return _named(name, "algorithm", ALGORITHMS, Algorithm, "round")
 
 
@@ -158,13 +164,14 @@ def as_algorithm(
 
 
 def partition_named(name: str) -> type[Partition]:
-    """The partition of this name in the registry or, as package.module:Class, anywhere else."""
+    """Return the partition with a registered name or, as package.module:Class, any other."""
     return _named(name, "partition", PARTITIONS, Partition, "split")
 
 
 def _named(
     name: str, what: str, registry: Mapping[str, type[T]], base: type[T], method: str
 ) -> type[T]:
+    """Return a class by its registered name or by module:Class; it must implement `method`."""
     if ":" not in name:
         if name not in registry:
             raise ConfigError(f"unknown {what} {name!r}: {did_you_mean(name, registry)}")
@@ -175,15 +182,18 @@ def _named(
             f"{name!r}: what follows {known}: is a field with its value, such as {known}:{rest}=1"
         )
     kind = imported(name, what)
-    if not (isinstance(kind, type) and issubclass(kind, base)) or getattr(kind, method) is getattr(
-        base, method
-    ):
+    is_subclass = isinstance(kind, type) and issubclass(kind, base)
+    if not is_subclass or getattr(kind, method) is getattr(base, method):
         raise ConfigError(f"{name} is no {base.__name__} with a {method} of its own")
     return kind
 
 
 def resolve(tree: Mapping[str, Any]) -> Config:
-    """A configuration from plain values, as a TOML file holds them."""
+    """Build a configuration from plain values, as a TOML file holds them.
+
+    Raises:
+        ConfigError: A key is unknown or a value is not allowed; the message names it.
+    """
     if COMPARISON in tree:
         raise ConfigError(
             f"the table [{COMPARISON}] describes a comparison of several runs: give this file to `barter compare`"
@@ -213,11 +223,11 @@ def resolve(tree: Mapping[str, Any]) -> Config:
 
 
 def _as_split(values: dict[str, Any]) -> dict[str, Any]:
-    """With the clients of data that are split already."""
-    data, partition = values.get("data", {}), values.get("partition", {})
-    kind, _, path = (
-        str(data.get("source", "")).partition(":") if isinstance(data, Mapping) else ("", "", "")
-    )
+    """Return the values with partition and number of clients of data that are split already."""
+    data = values.get("data", {})
+    partition = values.get("partition", {})
+    source = str(data.get("source", "")) if isinstance(data, Mapping) else ""
+    kind, _, path = source.partition(":")
     if kind != "clients" or not isinstance(partition, Mapping):
         return values
     if partition.get("name", "domains") != "domains" or partition.keys() - {"name", "min_samples"}:
@@ -233,21 +243,28 @@ def _as_split(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def parsed(text: str) -> dict[str, Any]:
-    """The plain values of a text in TOML; a ValueError if it is none."""
+    """Parse TOML into plain values.
+
+    Raises:
+        ValueError: The text is not TOML, or has a key of more than a hundred parts.
+    """
     if DEEP.search(text):
         raise ValueError("a key of more than a hundred parts")
     return tomllib.loads(text)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The plain values of a TOML file."""
+    """Read a TOML file into plain values.
+
+    Raises:
+        ConfigError: The file is missing, cannot be read, or is not TOML.
+    """
     try:
         return parsed(path.read_bytes().decode())
     except FileNotFoundError:
-        method = (
-            f"; the method of this name is --algorithm {path}" if str(path) in ALGORITHMS else ""
-        )
-        raise ConfigError(f"{path}: there is no such file{method}") from None
+        is_method = str(path) in ALGORITHMS
+        hint = f"; the method of this name is --algorithm {path}" if is_method else ""
+        raise ConfigError(f"{path}: there is no such file{hint}") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     except (ValueError, RecursionError) as error:
@@ -255,33 +272,41 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def with_settings(tree: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
-    """The values with `key=value` settings put in; a dot in the key leads into a table."""
+    """Return the values changed by `key=value` settings; a dot in a key leads into a table.
+
+    A new name resets its table, since its fields belong to another algorithm or partition.
+
+    Raises:
+        ConfigError: A setting is malformed or its key is unknown.
+    """
     changed = {
         key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()
     }
     for path, value in sorted(map(_setting, settings), key=_rank):
-        chosen = changed.get(path[0])
-        if not (
-            isinstance(chosen, dict) and ":" in str(chosen.get("name"))
-        ):  # whose fields are known when it is
+        section = changed.get(path[0])
+        # The fields of module:Class are known only when it is imported.
+        imports = isinstance(section, dict) and ":" in str(section.get("name"))
+        if not imports:
             _refuse_unknown(path, changed.get("algorithm"))
         table = changed.setdefault(path[0], {}) if len(path) == 2 else changed
         if not isinstance(table, dict):
             raise ConfigError(f"{'.'.join(path)}={value}: {path[0]} is not a table")
         if path[-1] == "name" and len(path) == 2:
-            unnamed = (
-                value if path[0] == "algorithm" else TABLES[path[0]].get("name")
-            )  # partitions share no fields
+            # Fields that a file gives without naming an algorithm stay. Partitions share no fields,
+            # so fields without a name belong to the default one.
+            unnamed = value if path[0] == "algorithm" else TABLES[path[0]].get("name")
             if table.get("name", unnamed) != value:
-                table.clear()  # what belongs to another; what a file gives to no algorithm in particular stays
+                table.clear()
         if path == ["algorithm", "preset"]:
+            # A preset in the settings overrides the fields that a file sets.
             for key in table.keys() - {"name"}:
-                del table[key]  # a preset that is asked for now wins over what a file set before
+                del table[key]
         table[path[-1]] = value
     return changed
 
 
 def _setting(text: str) -> tuple[list[str], Any]:
+    """Parse `key=value` into the key's parts and the value."""
     key, equals, value = text.partition("=")
     path = key.strip().split(".")
     if not equals or not all(path) or len(path) > 2:
@@ -292,14 +317,14 @@ def _setting(text: str) -> tuple[list[str], Any]:
 
 
 def _rank(setting: tuple[list[str], Any]) -> int:
-    """Names come first, then presets, then what changes single fields of them."""
+    """Order settings: names first, then presets, then single fields."""
     return {"name": 0, "preset": 1}.get(setting[0][-1], 2)
 
 
 def _refuse_unknown(path: list[str], algorithm: object) -> None:
-    """Refuse a key that no configuration has, and name the nearest one that this algorithm's run has.
+    """Raise for a key that no configuration has, and suggest the nearest key for this algorithm.
 
-    Where no key is near, list those of the same table, or the tables themselves.
+    Where no key is near, the message lists the keys of the same table, or the tables.
     """
     key = ".".join(path)
     if key in known_keys():
@@ -307,24 +332,24 @@ def _refuse_unknown(path: list[str], algorithm: object) -> None:
     if key in CHOICES:
         raise ConfigError(f"unknown key {key!r}: did you mean {CHOICES[key]!r}?")
     keys = _keys_with(algorithm)
-    inside = sorted(known for known in keys if known.startswith(f"{path[0]}."))
-    short = {known.partition(".")[2]: known for known in inside}
-    # The table's name would make all of its keys look alike.
+    same_table = sorted(known for known in keys if known.startswith(f"{path[0]}."))
+    # Compared without the table's name, which would make all of its keys look alike.
+    short = {known.partition(".")[2]: known for known in same_table}
     near = short.get(nearest(path[-1], short) or "") or nearest(path[-1], keys)
     if near is not None:
         raise ConfigError(f"unknown key {key!r}: did you mean {near!r}?")
-    if len(path) == 2 and inside:
-        raise ConfigError(f"unknown key {key!r}: there are {', '.join(inside)}")
-    alone = sorted(known for known in keys if "." not in known)
+    if len(path) == 2 and same_table:
+        raise ConfigError(f"unknown key {key!r}: there are {', '.join(same_table)}")
+    top_level = sorted(known for known in keys if "." not in known)
     tables = sorted({known.partition(".")[0] for known in keys if "." in known})
     raise ConfigError(
-        f"unknown key {key!r}: there are {', '.join(alone)}, and keys of the tables {', '.join(tables)}, "
+        f"unknown key {key!r}: there are {', '.join(top_level)}, and keys of the tables {', '.join(tables)}, "
         "such as algorithm.name; `barter show config` prints all"
     )
 
 
 def _keys_with(algorithm: object) -> frozenset[str]:
-    """Return the keys of a configuration with this table `algorithm`, without those of other algorithms."""
+    """Return the keys of a configuration with this algorithm, without those of other algorithms."""
     table = "algorithm."
     name = algorithm.get("name") if isinstance(algorithm, Mapping) else None
     kind = ALGORITHMS.get(str(name or TABLES["algorithm"]["name"]))
@@ -336,7 +361,7 @@ def _keys_with(algorithm: object) -> frozenset[str]:
 
 
 def _value(text: str) -> Any:
-    """A value in TOML's notation; anything else is a string."""
+    """Parse a value in TOML's notation; anything else is a string."""
     try:
         return parsed(f"value = {text}")["value"]
     except (ValueError, RecursionError):
@@ -344,7 +369,7 @@ def _value(text: str) -> Any:
 
 
 def plain(config: Config) -> dict[str, Any]:
-    """Every value of the configuration, also those nobody set, as a TOML file holds them."""
+    """Return every value of the configuration, including defaults, as a TOML file holds them."""
 
     def fields(value: Any) -> dict[str, Any]:
         return {f.name: _as_toml(getattr(value, f.name)) for f in dataclasses.fields(value)}
@@ -372,7 +397,7 @@ def _as_toml(value: Any) -> Any:
 
 
 def to_toml(config: Config) -> str:
-    """The configuration as a file: a run from it is the same run."""
+    """Return the whole configuration as TOML; a run from it is the same run."""
     return tomli_w.dumps(plain(config))
 
 
@@ -380,8 +405,12 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return plain values with the defaults of keys that an older version did not write."""
 
     def defaults(kind: type[Any]) -> dict[str, Any]:
-        known = {f.name: f.default for f in dataclasses.fields(kind)}
-        return {n: _as_toml(v) for n, v in known.items() if v is not dataclasses.MISSING}
+        values = {f.name: f.default for f in dataclasses.fields(kind)}
+        return {
+            name: _as_toml(value)
+            for name, value in values.items()
+            if value is not dataclasses.MISSING
+        }
 
     filled = {**defaults(Config), **tree}
     for section, kind in (("data", Data), ("evaluate", Evaluation)):
@@ -392,13 +421,17 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
 def first_difference(
     one: Mapping[str, Any], other: Mapping[str, Any], but: Iterable[str]
 ) -> str | None:
-    """The first key whose values differ, apart from some that may; a dot leads into a table."""
+    """Return the first key whose values differ, ignoring the keys `but`; None if there is none.
+
+    A dot in the result leads into a table.
+    """
     for key in sorted((one.keys() | other.keys()) - set(but)):
-        mine, theirs = one.get(key), other.get(key)
-        if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
-            inner = first_difference(mine, theirs, ())
+        first = one.get(key)
+        second = other.get(key)
+        if isinstance(first, Mapping) and isinstance(second, Mapping):
+            inner = first_difference(first, second, ())
             if inner is not None:
                 return f"{key}.{inner}"
-        elif mine != theirs:
+        elif first != second:
             return key
     return None

@@ -1,4 +1,4 @@
-"""What a configuration asks of this machine: the device, its memory, the precision, and threads of the CPU."""
+"""Resolve a configuration's hardware settings: device, device memory, precision and CPU threads."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def device_named(name: str) -> torch.device:
     """Return the device that a configuration asks for.
 
     Args:
-        name: "cpu"; "cuda:N", the CUDA device of this number; "cuda", the current one; or "auto", the current CUDA
-            device if there is one and otherwise the CPU.
+        name: "cpu"; "cuda:N", the CUDA device of this number; "cuda", the current one; or "auto",
+            the current CUDA device if there is one and otherwise the CPU.
 
     Raises:
         ConfigError: This machine has no such device.
@@ -41,7 +41,13 @@ def device_named(name: str) -> torch.device:
 
 
 def precision_named(name: str, device: torch.device) -> Precision:
-    """What "auto" means on this device: bf16 with fp32 weights on a GPU that has it, fp32 elsewhere."""
+    """Return the precision that a configuration asks for on a device.
+
+    "auto" is bf16, with fp32 weights, on a GPU that supports it, and fp32 elsewhere.
+
+    Raises:
+        ConfigError: The device does not support this precision.
+    """
     if device.type != "cuda":
         if name not in ("auto", "fp32"):
             raise ConfigError(
@@ -56,7 +62,15 @@ def precision_named(name: str, device: torch.device) -> Precision:
 
 
 def memory_within(device: torch.device, gib: float | None) -> int:
-    """The bytes of device memory a run may take, which torch enforces from now on; on the CPU none."""
+    """Limit the device memory that torch may allocate, and return the limit in bytes; 0 on the CPU.
+
+    Args:
+        device: The run's device.
+        gib: The limit in GiB; None for all of the device's memory.
+
+    Raises:
+        ConfigError: The device has less memory than that.
+    """
     if device.type != "cuda":
         return 0
     total = torch.cuda.get_device_properties(device).total_memory
@@ -68,11 +82,13 @@ def memory_within(device: torch.device, gib: float | None) -> int:
 
 
 def with_threads(config: Config, out: Path | None, *, resume: bool) -> Config:
-    """With a number of threads for the CPU: as asked for, as the run was begun with, or as many as cores are free."""
+    """Return the configuration with its number of CPU threads set, unless the run is on a GPU.
+
+    It is the configured number, that of the run to resume, or the number of idle cores.
+    """
     if config.threads is not None or device_named(config.device).type != "cpu":
         return config
-    begun = None if out is None else out / "config.toml"
-    before = (
-        read(begun).get("threads") if resume and begun is not None and begun.is_file() else None
-    )
+    before = None
+    if resume and out is not None and (out / "config.toml").is_file():
+        before = read(out / "config.toml").get("threads")
     return replace(config, threads=before if isinstance(before, int) else free())

@@ -1,4 +1,4 @@
-"""Who takes part in a run: the network of each party, the clients and the server, from a configuration."""
+"""Build the clients, the server and their networks from a configuration."""
 
 from __future__ import annotations
 
@@ -38,87 +38,112 @@ __all__ = [
 
 
 def initial(name: str, spec: Spec, seed: int, own: Own | None = None) -> Classifier:
-    """The network of an architecture as it is before the first round: clients of one architecture start from the same
-    weights, and so does a model of the server's."""
+    """Build the initial network of an architecture.
+
+    All clients of one architecture start from the same weights, and so does the server's model.
+
+    Args:
+        name: The architecture.
+        spec: Shape and number of classes of the images.
+        seed: The run's seed.
+        own: The module or factory behind the name, if it was given in Python.
+    """
     with seeds.scope(seed, "weights", name):
         return zoo.build(name, spec, own)
 
 
 def narrowed(name: str, share: float) -> str:
-    """What a network is called that has this share of its architecture's width."""
+    """Return the name of a network with this share of its architecture's width."""
     return name if share == 1 else f"{name}@{share:g}"
 
 
 def names_of(algorithm: Algorithm[Any, Any], models: str, clients: int) -> list[str]:
-    """The architecture of each client."""
+    """Return the architecture of each client; "auto" depends on the algorithm."""
     if models == "auto":
         models = "small-cnn" if algorithm.one_architecture else "small-5"
     return zoo.members(models, clients)
 
 
 def described(spec: Spec, classes: Sequence[str], names: Mapping[int, str]) -> Payload:
-    """What a checkpoint says of the networks in it, so that they can be used without the data."""
+    """Return the description of networks that makes a checkpoint usable without the data."""
     return {"spec": spec.plain(), "classes": list(classes), "architectures": dict(names)}
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Each client's network, as wide as it can afford, with a name that says so; and the server's, at full width."""
+    """The networks of all parties."""
 
-    names: dict[int, str]
-    own: dict[int, Classifier]
-    full: Classifier | None
+    names: dict[int, str]  # client -> architecture and width, such as small-cnn@0.5
+    own: dict[int, Classifier]  # client -> its network, as wide as its budget allows
+    full: Classifier | None  # the server's network, at full width
 
 
 def cut(
     config: Config, names: Mapping[int, str], networks: Mapping[int, Classifier], spec: Spec
 ) -> Parts:
-    """The parties' networks from those of their architectures; equal ones are one."""
-    algorithm, made = config.algorithm, dict[tuple[str, float], Classifier]()
+    """Make the networks of all parties from full-width networks of their architectures.
 
-    def part(k: int, share: float) -> Classifier:
-        key = names[k], share
-        if key not in made:
+    Clients with the same architecture and width share one network object.
+
+    Args:
+        config: The configuration.
+        names: Client -> architecture.
+        networks: Client -> network of that architecture.
+        spec: Shape and number of classes of the images.
+    """
+    algorithm = config.algorithm
+    cache: dict[tuple[str, float], Classifier] = {}
+
+    def network_of(k: int, share: float) -> Classifier:
+        key = (names[k], share)
+        if key not in cache:
             with seeds.scope(config.seed, "network", *key):
                 network = algorithm.network(copy.deepcopy(networks[k]), share, spec)
                 if algorithm.feature_width is not None:
                     network = pooled(network, algorithm.feature_width)
                 if config.privacy.training:
                     grouped(network)
-            made[key] = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        return made[key]
+            cache[key] = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return cache[key]
 
     shares = {k: algorithm.budget(k, config.clients) for k in names}
-    own = {k: part(k, shares[k]) for k in networks}
-    called = {k: narrowed(name, shares[k]) for k, name in names.items()}
+    own = {k: network_of(k, shares[k]) for k in networks}
+    full_names = {k: narrowed(name, shares[k]) for k, name in names.items()}
     if algorithm.server_network is None:
-        return Parts(called, own, part(0, 1.0) if 0 in networks else None)
+        return Parts(full_names, own, network_of(0, 1.0) if 0 in networks else None)
     full = initial(algorithm.server_network, spec, config.seed)
-    return Parts(called, own, full.to(memory_format=torch.channels_last))  # type: ignore[call-overload]
+    return Parts(full_names, own, full.to(memory_format=torch.channels_last))  # type: ignore[call-overload]
 
 
 def everybodys_networks(
     config: Config, listed: Sequence[tuple[str, Own | None]], spec: Spec
 ) -> tuple[dict[int, str], Parts]:
-    """The architecture of each client and all parties' networks, of models by name or with what is behind the name."""
+    """Return the architecture of each client, and the networks of all parties.
+
+    Args:
+        config: The configuration; if all models are given by name, its `models` counts.
+        listed: Models as pairs of a name and the module or factory behind it, or None.
+        spec: Shape and number of classes of the images.
+    """
     own = dict(listed)
-    by_name = all(network is None for network in own.values())
-    called = (
-        names_of(config.algorithm, config.models, config.clients)
-        if by_name
-        else [name for name, _ in listed]
-    )
-    names = {k: called[k % len(called)] for k in range(config.clients)}
-    built = {
-        name: initial(name, spec, config.seed, own.get(name)) for name in dict.fromkeys(called)
+    if all(factory is None for factory in own.values()):
+        architectures = names_of(config.algorithm, config.models, config.clients)
+    else:
+        architectures = [name for name, _ in listed]
+    names = {k: architectures[k % len(architectures)] for k in range(config.clients)}
+    # One initial network for each architecture, which its clients share.
+    initial_networks = {
+        name: initial(name, spec, config.seed, own.get(name))
+        for name in dict.fromkeys(architectures)
     }
-    return names, cut(config, names, {k: built[name] for k, name in names.items()}, spec)
+    networks = {k: initial_networks[name] for k, name in names.items()}
+    return names, cut(config, names, networks, spec)
 
 
 def make_client(
     config: Config, k: int, network: Classifier, architecture: str, task: Task, device: torch.device
 ) -> Client:
-    """Client k with its share of a task."""
+    """Build client k with its network, training data and tests."""
     tests = {"global": task.global_test, "local": task.local_tests[k]}
     if task.global_validation is not None:
         tests |= {"val": task.global_validation, "val_local": task.validation[k]}
@@ -134,16 +159,21 @@ def make_server(
     public: Images | None,
     device: torch.device,
 ) -> Server:
-    """The server of clients with these architectures."""
-    algorithm, title = config.algorithm, type(config.algorithm).__name__
+    """Build the server of clients with these architectures.
+
+    Raises:
+        ConfigError: The algorithm needs public data or one architecture, and does not have it.
+    """
+    algorithm = config.algorithm
+    title = type(algorithm).__name__
     if algorithm.needs_public_data and public is None:
-        raise ConfigError(f"{title} as asked for needs public data: set data.public to a source")
+        raise ConfigError(f"{title} as configured needs public data: set data.public to a source")
     if algorithm.one_architecture and len(set(names.values())) > 1:
         raise ConfigError(
             f"{title} has one model for all and needs one architecture, these clients have "
             f"{', '.join(sorted(set(names.values())))}: set models to one of them"
         )
     build = {k: partial(copy.deepcopy, network) for k, network in parts.own.items()}
-    wanted = (algorithm.one_architecture and not algorithm.personal) or algorithm.global_model
-    model = copy.deepcopy(parts.full).to(device) if wanted and parts.full is not None else None
+    has_model = (algorithm.one_architecture and not algorithm.personal) or algorithm.global_model
+    model = copy.deepcopy(parts.full).to(device) if has_model and parts.full is not None else None
     return algorithm.parties()[0](spec, build, model, device, public, parts.names)

@@ -1,1 +1,1 @@
-"""Check that a method keeps the rules every method keeps, also with adversarial clients."""
+"""Check that a method follows the rules for all methods, also with an adversarial client."""

@@ -1,4 +1,4 @@
-"""A client that answers nonsense: what a method must bear."""
+"""An adversarial client that sends malformed answers, which every method must tolerate."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ from barter.engines.base import BaseEngine
 __all__ = ["Liar", "lies"]
 
 EVALUATE = Algorithm.evaluate.__name__
-FEW = 3  # entries of a dict or a list that are lied about
-Lie: TypeAlias = tuple[str, Payload]  # what is said, and the answer that says it
+FEW = 3  # number of entries of a dict or a list that are modified
+Lie: TypeAlias = tuple[str, Payload]  # description of a malformed answer, and the answer
 
 
 def lies(answer: Payload, at: str = "answer") -> Iterator[Lie]:
-    """The answer with something wrong, one thing at a time."""
-    yield from ((f"{at} is {wrong}", other) for wrong, other in _instead(answer))
+    """Yield malformed variants of an answer, each with one modification.
+
+    Args:
+        answer: A correct answer.
+        at: The path of the answer, for descriptions.
+    """
+    yield from ((f"{at} is {wrong}", other) for wrong, other in _replacements(answer))
     places: list[Any] = []
     if isinstance(answer, dict):
         places = list(answer)
@@ -44,15 +49,17 @@ def lies(answer: Payload, at: str = "answer") -> Iterator[Lie]:
 
 
 def _put(tree: Payload, place: Any, value: Payload) -> Payload:
+    """Return a copy of a dict, list or tuple with one entry replaced."""
     if isinstance(tree, dict):
         return {**tree, place: value}
     return type(tree)(value if i == place else old for i, old in enumerate(tree))
 
 
-def _instead(value: Payload) -> list[Lie]:
-    """Other values than this one."""
+def _replacements(value: Payload) -> list[Lie]:
+    """Return wrong values to send instead of a value."""
     other: list[Lie] = [("a word", "nonsense"), ("a list", [value]), ("10**400", 10**400)]
-    other += [("nothing", None)] if value is not None else []
+    if value is not None:
+        other.append(("nothing", None))
     if isinstance(value, Tensor):
         other += _tensors(value)
     elif isinstance(value, bool):
@@ -71,12 +78,11 @@ def _instead(value: Payload) -> list[Lie]:
 
 
 def _tensors(value: Tensor) -> list[Lie]:
-    kinds = (
-        [torch.float64, torch.float16, torch.int32]
-        if value.is_floating_point()
-        else [torch.float32, torch.int32]
-    )
-    other: list[Lie] = [(str(kind), value.to(kind)) for kind in kinds]
+    """Return tensors of other types, shapes and values than this one."""
+    dtypes = [torch.float32, torch.int32]
+    if value.is_floating_point():
+        dtypes = [torch.float64, torch.float16, torch.int32]
+    other: list[Lie] = [(str(dtype), value.to(dtype)) for dtype in dtypes]
     other += [("a number", 1.0), ("nothing but an empty tensor", value.flatten()[:0])]
     if value.ndim:
         other += [("a row more", torch.cat([value, value[-1:]])), ("a row less", value[:-1])]
@@ -96,40 +102,52 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 class Liar:
-    """Sits on an engine, and has its last client lie: in every evaluation, and in one more method a round.
+    """Replace answers of an engine's last client by malformed ones.
 
-    All lies that a contract must catch are shown to it, and of each method one goes on its way; what contracts let pass
-    is told to the server, each once.
+    It does so in every evaluation, and in one other method per round. All malformed answers are
+    checked against the method's contract. Of each method, one that the contract rejects is sent, and
+    then every one that it accepts, each once.
     """
 
     def __init__(self, engine: BaseEngine) -> None:
-        self.engine, self.client, self.arrive = engine, engine.client_ids[-1], engine.arrived
+        self.engine = engine
+        self.client = engine.client_ids[-1]
+        self.arrive = engine.arrived
         engine.arrived = self.arrived  # type: ignore[method-assign]
-        self.told: set[tuple[str, str]] = set()
-        # in which methods a lie of this round was one that contracts catch
+        self.told: set[tuple[str, str]] = set()  # (method, description) of answers that were sent
+        # methods with an answer of this round that their contract rejects
         self.caught: list[str] = []
-        self.said = ""  # the round's lie
+        self.said = ""  # description of this round's malformed answer
 
     def arrived(self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]) -> Payload:
+        """Replace `BaseEngine.arrived`: pass on a malformed answer where it is the client's turn."""
         if client == self.client and (method == EVALUATE or not self.said):
             answer = self.lie(answer, method, sent)
         return self.arrive(answer, method, client, sent)
 
     def lie(self, answer: Payload, method: str, sent: tuple[Any, ...]) -> Payload:
-        """Something else than the answer, if there is anything left to say."""
-        by_verdict: dict[bool, list[Lie]] = {True: [], False: []}
-        for lie in lies(isolate(answer)):
-            by_verdict[self.passes(lie[1], method, sent)].append(lie)
-        known = {how for at, how in self.told if at == method}
-        caught = [] if known or answer is None else by_verdict[False][:1]
-        for how, other in caught or [lie for lie in by_verdict[True] if lie[0] not in known][:1]:
-            self.told.add((method, how))
-            self.caught += [method] if caught else []
-            self.said = self.said if method == EVALUATE else f"{how}, to {method!r}"
-            return other
-        return answer
+        """Return a malformed answer that was not sent yet; the correct one if there is none."""
+        accepted: list[Lie] = []
+        rejected: list[Lie] = []
+        for description, malformed in lies(isolate(answer)):
+            passes = self.passes(malformed, method, sent)
+            (accepted if passes else rejected).append((description, malformed))
+        known = {description for name, description in self.told if name == method}
+        # The first malformed answer of a method is one that its contract must reject.
+        first = [] if known or answer is None else rejected[:1]
+        candidates = first or [lie for lie in accepted if lie[0] not in known]
+        if not candidates:
+            return answer
+        description, malformed = candidates[0]
+        self.told.add((method, description))
+        if first:
+            self.caught.append(method)
+        if method != EVALUATE:
+            self.said = f"{description}, to {method!r}"
+        return malformed
 
     def passes(self, answer: Payload, method: str, sent: tuple[Any, ...]) -> bool:
+        """Return whether the method's contract accepts an answer."""
         server = self.engine.server
         assert server is not None
         try:
@@ -142,9 +160,12 @@ class Liar:
 
     @property
     def beside(self) -> str:
+        """Describe the adversarial client's answers of this round, for messages."""
         return f"beside a client whose {self.said or 'evaluations are nonsense'}"
 
     def done(self) -> bool:
-        """Whether there was nothing more to say; the next round begins."""
-        quiet, self.said, self.caught = not self.said, "", []
-        return quiet
+        """Return whether all malformed answers were sent, and begin the next round."""
+        finished = not self.said
+        self.said = ""
+        self.caught = []
+        return finished

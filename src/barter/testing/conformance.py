@@ -1,4 +1,7 @@
-"""What every method keeps to, whoever wrote it: checks that run it in a small federation and say what is wrong."""
+"""Check a method against the rules for all methods, in a small federation.
+
+The docstring of each check is the rule as `barter check` prints it.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +30,20 @@ from barter.testing.adversarial import Liar
 __all__ = ["CHECKS", "Trial", "Violation", "examined", "few_digits", "problem"]
 
 HERE = Path(__file__).parent
-ROUNDS, CLIENTS, IMAGES = 3, 3, 360
-MOST_ROUNDS = 6  # that a client lies in
-Outcome: TypeAlias = tuple[
-    dict[str, Any], list[Any]
-]  # every leaf of the last checkpoint, and the rounds' records
+ROUNDS = 3
+CLIENTS = 3
+IMAGES = 360
+MOST_ROUNDS = 6  # maximum number of rounds with an adversarial client
+# Every leaf of the last checkpoint, and the records of all rounds.
+Outcome: TypeAlias = tuple[dict[str, Any], list[Any]]
 
 
 class Violation(BarterError):
-    """A method that does not keep to what all of them must."""
+    """A method breaks a rule."""
 
 
 class Listening(Wire):
-    """A wire that somebody listens to."""
+    """A wire that records which methods are called."""
 
     def __init__(self, may_be_infinite: frozenset[str]) -> None:
         super().__init__(may_be_infinite)
@@ -58,10 +62,11 @@ class Listening(Wire):
 
 
 class Trial:
-    """A method in a small federation, as often as a check wants it."""
+    """A method to check, and its runs in small federations."""
 
     def __init__(self, algorithm: Algorithm[Any, Any]) -> None:
-        self.algorithm, self.kind = algorithm, type(algorithm)
+        self.algorithm = algorithm
+        self.kind = type(algorithm)
 
     def federation(
         self,
@@ -72,51 +77,47 @@ class Trial:
         resume: bool = False,
         min_clients: int | None = None,
     ) -> Experiment:
-        models = (
-            "small-mlp" if self.algorithm.one_architecture else "small-mlp,small-cnn"
-        )  # two of three are alike
-        data = Data(
-            source=few_digits(), public="digits" if self.algorithm.needs_public_data else ""
-        )
-        options: dict[str, Any] = {
-            "seed": seed,
-            "out": out,
-            "resume": resume,
-            "min_clients": min_clients,
-        }
+        """Return a new small federation that runs the method."""
+        # With two architectures, two of the three clients have the same one.
+        models = "small-mlp" if self.algorithm.one_architecture else "small-mlp,small-cnn"
+        public = "digits" if self.algorithm.needs_public_data else ""
         experiment = Experiment(
             self.algorithm,
-            data=data,
+            data=Data(source=few_digits(), public=public),
             partition="dirichlet",
             clients=CLIENTS,
             models=models,
             device="cpu",
-            **options,
+            seed=seed,
+            out=out,
+            resume=resume,
+            min_clients=min_clients,
         )
         assert isinstance(experiment.engine, LocalEngine)
         experiment.engine.cores = cores
         return experiment
 
     def over(self, wire: Wire) -> Outcome:
-        """How it ends where everything crosses this wire."""
+        """Run the method with this wire, and return the outcome."""
         experiment = self.federation()
         experiment.engine.wire = wire
         return outcome(experiment)
 
     @cached_property
     def straight(self) -> Outcome:
-        """How it ends where nothing is done to it."""
+        """Return the outcome of an undisturbed run, which others are compared with."""
         return self.over(self.heard)
 
     @cached_property
     def heard(self) -> Listening:
-        """What crossed then."""
+        """Return the wire of the undisturbed run."""
         return Listening(self.algorithm.may_be_infinite)
 
 
 def few_digits(images: int = IMAGES) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images and labels to train with, and a quarter as many to test with: so few that a round takes a moment."""
-    digits, test = load("digits"), images // 4
+    """Return training images and labels, and a quarter as many for tests, for very short rounds."""
+    digits = load("digits")
+    test = images // 4
     return (
         digits.x_train[:images],
         digits.y_train[:images],
@@ -126,7 +127,7 @@ def few_digits(images: int = IMAGES) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def outcome(experiment: Experiment, rounds: int = ROUNDS) -> Outcome:
-    """Run until so many rounds are done; all there is to know then."""
+    """Run an experiment until this round; return its state and its records."""
     records = [
         (r.round, r.clients, r.server, r.bytes) for r in experiment.rounds(rounds, progress=False)
     ]
@@ -134,39 +135,41 @@ def outcome(experiment: Experiment, rounds: int = ROUNDS) -> Outcome:
 
 
 def _require_same(one: Outcome, other: Outcome, reason: str) -> None:
-    """Refuse two runs that ended differently, and name the first difference."""
-    for at in one[0].keys() | other[0].keys():
-        if at not in one[0] or at not in other[0]:
-            raise Violation(
-                f"{reason}: {at.removeprefix('state.')} is there in one of two runs only"
-            )
-    for at, mine in one[0].items():
-        theirs = other[0][at]
-        if not isinstance(mine, Tensor):
-            differs, how = mine != theirs, f"{mine} and {theirs}"
-        elif mine.shape != theirs.shape:
-            differs, how = True, f"shapes {tuple(mine.shape)} and {tuple(theirs.shape)}"
-        else:
-            differs, how = (
-                not torch.equal(mine, theirs),
-                f"by up to {float((mine - theirs.to(mine)).abs().max()):.2g}",
-            )
-        if differs:
-            raise Violation(f"{reason}: {at.removeprefix('state.')} differs, {how}")
-    for mine, theirs in zip(one[1], other[1], strict=True):
-        if mine != theirs:
-            raise Violation(f"{reason}: the record of round {mine[0]} differs")
+    """Raise if two runs ended differently; the message names the first difference."""
+    state, records = one
+    other_state, other_records = other
+    for at in state.keys() | other_state.keys():
+        if at not in state or at not in other_state:
+            raise Violation(f"{reason}: {at.removeprefix('state.')} exists in one of two runs only")
+    for at, value in state.items():
+        difference = _difference(value, other_state[at])
+        if difference:
+            raise Violation(f"{reason}: {at.removeprefix('state.')} differs, {difference}")
+    for record, other_record in zip(records, other_records, strict=True):
+        if record != other_record:
+            raise Violation(f"{reason}: the record of round {record[0]} differs")
+
+
+def _difference(value: Any, other: Any) -> str:
+    """Describe how two values differ; empty if they are equal."""
+    if not isinstance(value, Tensor):
+        return f"{value} and {other}" if value != other else ""
+    if value.shape != other.shape:
+        return f"shapes {tuple(value.shape)} and {tuple(other.shape)}"
+    if torch.equal(value, other):
+        return ""
+    return f"by up to {float((value - other.to(value)).abs().max()):.2g}"
 
 
 def is_documented(trial: Trial) -> None:
-    """it says what it is: a docstring, a comment behind every field, what crosses, what its methods return"""
+    """it is documented: a docstring, a comment on every field, `crosses`, and return types"""
     kind = trial.kind
     if not kind.__doc__ or kind.__doc__.startswith(f"{kind.__name__}("):
         raise Violation(f"{kind.__name__} has no docstring")
     for field in describe(kind):
         if len(field.meaning) <= 5:
             raise Violation(
-                f"{field.name} has no comment behind it: what it is, and the paper's symbol"
+                f"{field.name} has no comment behind it: its meaning, and the paper's symbol"
             )
     if not hasattr(kind, "crosses"):
         raise Violation(f'{kind.__name__} has no crosses = {{"method": "down: ...; up: ..."}}')
@@ -175,12 +178,12 @@ def is_documented(trial: Trial) -> None:
             raise Violation(f"crosses names {method!r}, and there is no such method")
         if "return" not in get_type_hints(getattr(kind, method)):
             raise Violation(
-                f"{method} does not say what it returns: answers from elsewhere are checked against it"
+                f"{method} has no return annotation: answers of remote clients are checked against it"
             )
 
 
 def runs(trial: Trial) -> None:
-    """it runs, its methods return what they say, and every client and its primary model is evaluated"""
+    """it runs, its methods return what they declare, and all clients and the primary model are evaluated"""
     for t, clients, server, _ in trial.straight[1]:
         if trial.kind.primary == "server" and not 0 <= server.get("global", -1) <= 1:
             raise Violation(f"round {t}: primary is 'server', and the server has no accuracy")
@@ -190,8 +193,8 @@ def runs(trial: Trial) -> None:
 
 
 def crosses_what_it_says(trial: Trial) -> None:
-    """what crosses is what it says"""
-    (_, records) = trial.straight
+    """it exchanges what `crosses` declares"""
+    _, records = trial.straight
     totals: dict[str, dict[str, int]] = {}
     for _, _, _, by_method in records:
         for method, count in by_method.items():
@@ -213,7 +216,7 @@ def crosses_what_it_says(trial: Trial) -> None:
 
 
 class Coded(Wire):
-    """A wire with an ocean in it: payloads become bytes and back."""
+    """A wire that serialises and deserialises every payload."""
 
     def carry(
         self,
@@ -229,14 +232,14 @@ class Coded(Wire):
 
 
 def survives_the_wire(trial: Trial) -> None:
-    """payloads survive being sent to another machine"""
+    """its payloads survive serialisation, as for another machine"""
     _require_same(
         trial.over(Coded(trial.algorithm.may_be_infinite)), trial.straight, "sent as bytes"
     )
 
 
 class Vandalised(Wire):
-    """A wire with a vandal at its end, who overwrites all that arrives for somebody else."""
+    """A wire with a second receiver, which overwrites its own copy of every payload."""
 
     def carry(
         self,
@@ -254,14 +257,16 @@ class Vandalised(Wire):
 
 
 def isolates_parties(trial: Trial) -> None:
-    """who changes what it received changes nobody else's"""
+    """a party that modifies what it received does not change other parties' data"""
     _require_same(
-        trial.over(Vandalised(trial.algorithm.may_be_infinite)), trial.straight, "beside a vandal"
+        trial.over(Vandalised(trial.algorithm.may_be_infinite)),
+        trial.straight,
+        "beside a receiver that overwrites its copy",
     )
 
 
 def resumes(trial: Trial) -> None:
-    """a run that was interrupted ends with the same bits"""
+    """an interrupted and resumed run ends with bitwise equal results"""
     with tempfile.TemporaryDirectory() as folder:
         first = trial.federation(out=Path(folder) / "run")
         begun = outcome(first, 1)
@@ -271,35 +276,32 @@ def resumes(trial: Trial) -> None:
         state, records = outcome(second)
         assert second.folder is not None
         second.folder.release()
-    reason = "resumed behind round 1 (what a party remembers must be annotated on its class, with a default)"
+    reason = "resumed after round 1 (what a party remembers must be annotated on its class, with a default)"
     _require_same((state, begun[1] + records), trial.straight, reason)
 
 
 def ignores_the_order(trial: Trial) -> None:
-    """the order in which clients take their turns does not matter"""
+    """the order in which clients are called does not matter"""
     experiment = trial.federation()
     experiment.engine.order = lambda ids: sorted(ids, reverse=True)  # type: ignore[attr-defined]
-    reason = "last client first (do clients share something that does not cross?)"
+    reason = "last client first (do clients share state outside of messages?)"
     _require_same(outcome(experiment), trial.straight, reason)
 
 
 def runs_side_by_side(trial: Trial) -> None:
-    """clients in processes of their own end with the same bits"""
-    reason = "clients in processes (does a method change something that is not its client's?)"
+    """clients in separate processes end with bitwise equal results"""
+    reason = "clients in processes (does a method change state that is not its client's?)"
     _require_same(outcome(trial.federation(cores=2)), trial.straight, reason)
 
 
 def follows_the_seed(trial: Trial) -> None:
-    """one seed is one run"""
-    _require_same(
-        outcome(trial.federation()),
-        trial.straight,
-        "again with the same seed (draw with torch only)",
-    )
+    """the same seed gives the same run"""
+    reason = "again with the same seed (use torch's random numbers only)"
+    _require_same(outcome(trial.federation()), trial.straight, reason)
 
 
 def bears_a_liar(trial: Trial) -> None:
-    """one client that answers nonsense costs nobody but itself"""
+    """one client with malformed answers harms no other client"""
     experiment = trial.federation(min_clients=CLIENTS - 1)
     liar = Liar(experiment.engine)
     for _ in range(MOST_ROUNDS):
@@ -311,17 +313,15 @@ def bears_a_liar(trial: Trial) -> None:
             if not failure.startswith(f"client {liar.client} failed in "):
                 raise Violation(f"{liar.beside}: {failure}")
         for method in liar.caught:
-            if not any(
+            reported = any(
                 f"failed in {method!r}" in failure and f": {method}" in failure
                 for failure in record.failures
-            ):
-                raise Violation(f"{liar.beside}: no failure of {method!r} says so")
+            )
+            if not reported:
+                raise Violation(f"{liar.beside}: no failure of {method!r} is recorded")
         for at, leaf in leaves(isolate(experiment._state()), "state"):
-            if (
-                isinstance(leaf, Tensor)
-                and not leaf.isfinite().all()
-                and f".clients.{liar.client}." not in at
-            ):
+            finite = not isinstance(leaf, Tensor) or bool(leaf.isfinite().all())
+            if not finite and f".clients.{liar.client}." not in at:
                 raise Violation(f"{liar.beside}: {at} holds NaN or infinity")
         if liar.done():
             return
@@ -342,17 +342,20 @@ CHECKS: tuple[Callable[[Trial], None], ...] = (
 
 
 def examined(algorithm: Algorithm[Any, Any]) -> Iterator[tuple[str, str]]:
-    """What each check is about, and what is wrong; where a method does not run at all, that is the last one."""
+    """Check a method; yield each rule and the problem, which is empty if the method follows it.
+
+    If the method does not run at all, the remaining checks are skipped.
+    """
     trial = Trial(algorithm)
     for check in CHECKS:
-        wrong = problem(check, trial)
-        yield check.__doc__ or "", wrong
-        if wrong and check is runs:
+        found = problem(check, trial)
+        yield check.__doc__ or "", found
+        if found and check is runs:
             return
 
 
 def problem(check: Callable[[Trial], None], trial: Trial) -> str:
-    """What a check finds wrong, in a line; empty if nothing is."""
+    """Run a check; return the problem in one line, or an empty string."""
     try:
         with threaded(1):
             check(trial)
@@ -364,12 +367,15 @@ def problem(check: Callable[[Trial], None], trial: Trial) -> str:
 
 
 def _where(error: Exception) -> str:
-    """What went wrong, with one client if it did with several, and on which line of the method's own."""
+    """Describe an error in one line, with the line of the method's code.
+
+    If it occurred at several clients, the first one is described.
+    """
     notes = "\n".join(getattr(error, "__notes__", []))  # a client's traceback
     lines = (notes or "".join(traceback.format_exception(error))).splitlines()
     places = [
         line.strip() for line in lines if line.strip().startswith("File ") and str(HERE) not in line
     ]
-    said = str(error) if isinstance(error, BarterError) else f"{type(error).__name__}: {error}"
-    said = next(iter(said.splitlines()), "").partition("; client ")[0]
-    return f"{said} ({places[-1]})" if places else said
+    text = str(error) if isinstance(error, BarterError) else f"{type(error).__name__}: {error}"
+    message = next(iter(text.splitlines()), "").partition("; client ")[0]
+    return f"{message} ({places[-1]})" if places else message

@@ -1,4 +1,4 @@
-"""A trained network as a file for others, which says how images are to be prepared for it."""
+"""Export a trained network to a file, with a description of the input it expects."""
 
 from __future__ import annotations
 
@@ -24,12 +24,17 @@ from barter.version import __version__
 
 __all__ = ["FORMATS", "export", "facts"]
 
-INPUT, OUTPUT = "images", "logits"
+INPUT = "images"
+OUTPUT = "logits"
 FLAT = torch.contiguous_format
 
 
 def export(model: TrainedModel, to: Path) -> None:
-    """Write the network in the format that the file's ending names; what is there is never overwritten."""
+    """Export a network in the format of the file's suffix: .safetensors, .onnx or .pt2.
+
+    Raises:
+        ConfigError: The file exists, has another suffix, or cannot be written.
+    """
     write = FORMATS.get(to.suffix)
     if write is None:
         raise ConfigError(f"{to}: the file's name must end in {', '.join(FORMATS)}")
@@ -38,22 +43,18 @@ def export(model: TrainedModel, to: Path) -> None:
     try:
         with tempfile.TemporaryDirectory(dir=to.parent, prefix=f".{to.name}-") as folder, _quiet():
             write(model, Path(folder) / to.name)
-            for file in Path(
-                folder
-            ).iterdir():  # an ONNX file of more than 2 GB has its weights beside it
+            # There may be several files: ONNX stores weights of more than 2 GB separately.
+            for file in Path(folder).iterdir():
                 file.chmod(0o644)
                 file.rename(to.parent / file.name)
-    except (
-        OSError,
-        RuntimeError,
-        SafetensorError,
-    ) as error:  # as each format says that the disk refuses
+    # Each format reports a full or read-only disk with another error.
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{to} cannot be written: {in_short(error)}") from error
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, torch's exporters keep to themselves what they think of torch."""
+    """Silence warnings and log messages of torch's exporters about torch itself."""
     log = logging.getLogger("torch.onnx")
     before = log.level
     log.setLevel(logging.ERROR)
@@ -66,14 +67,14 @@ def _quiet() -> Iterator[None]:
 
 
 def facts(model: TrainedModel) -> dict[str, str]:
-    """What the file says beside the weights; lists are JSON."""
+    """Return the metadata that a file holds beside the weights; lists are JSON."""
     spec = model.spec
     return {
         "made_by": f"barter {__version__}, {model.owner} after round {model.round}",
         "architecture": model.architecture,
         "input": f"{INPUT}: float32 (N, {spec.channels}, {spec.height}, {spec.width}), (pixels - mean) / std "
-        "by channel, of pixels between 0 and 1 that were resized to the size, bilinearly",
-        "output": f"{OUTPUT}: float32 (N, {spec.classes}), one for each of the classes",
+        "by channel, with pixels in 0..1, resized bilinearly to the size",
+        "output": f"{OUTPUT}: float32 (N, {spec.classes}), one for each class",
         "channels": str(spec.channels),
         "size": json.dumps([spec.height, spec.width]),
         "mean": json.dumps(spec.mean),
@@ -101,28 +102,28 @@ def _onnx(model: TrainedModel, to: Path) -> None:
 
 def _pt2(model: TrainedModel, to: Path) -> None:
     program = _traced(model, "a PT2 program", torch.export.export)
-    buffer = io.BytesIO()  # torch's own writer ends the process where the disk is full
+    buffer = io.BytesIO()  # torch's own writer aborts the process if the disk is full.
     torch.export.save(program, buffer, extra_files={"barter.json": json.dumps(facts(model))})
     to.write_bytes(buffer.getbuffer())
 
 
 def _traced(model: TrainedModel, what: str, trace: Callable[..., Any]) -> Any:
-    """The network as a graph for any number of images."""
+    """Trace the network as a graph for any number of images."""
     batch = torch.export.Dim("batch")
+    example = torch.zeros(2, *model.spec.shape)
     try:
-        return trace(
-            model.network, (torch.zeros(2, *model.spec.shape),), dynamic_shapes=({0: batch},)
-        )
+        return trace(model.network, (example,), dynamic_shapes=({0: batch},))
     except Exception as error:
-        reason = next(iter(str(_first(error)).strip().splitlines()), type(error).__name__)
+        lines = str(_root_cause(error)).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
         raise ConfigError(
             f"{model.architecture} cannot be written as {what} ({reason}): use .safetensors"
         ) from error
 
 
-def _first(error: BaseException) -> BaseException:
-    """Where an error comes from: torch wraps it in advice of a screen."""
-    return error if error.__cause__ is None else _first(error.__cause__)
+def _root_cause(error: BaseException) -> BaseException:
+    """Return the original error, which torch wraps in long advice."""
+    return error if error.__cause__ is None else _root_cause(error.__cause__)
 
 
 FORMATS: dict[str, Callable[[TrainedModel, Path], None]] = {

@@ -1,4 +1,4 @@
-"""What a run has trained: its networks, to use, to judge and to hand on, without the data they were trained on."""
+"""Load and evaluate the networks that a run has trained, without its training data."""
 
 from __future__ import annotations
 
@@ -29,24 +29,26 @@ __all__ = ["TrainedModel", "judged", "load", "load_all"]
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A trained network, in evaluation mode, and what it wants to be given."""
+    """A trained network in evaluation mode, and the input it expects."""
 
-    network: Classifier  # from images as `prepare` makes them to logits
-    spec: Spec  # their shape, the number of classes, and how pixels are normalised
-    classes: tuple[str, ...]  # what the logits stand for
+    network: Classifier  # maps images, as `prepare` returns them, to logits
+    spec: Spec  # shape of images, number of classes, and normalisation
+    classes: tuple[str, ...]  # names of the classes, in the order of the logits
     architecture: str
-    owner: str  # "client 3", "server"
-    round: int  # after which it was so
+    owner: str  # such as "client 3", or "server"
+    round: int  # the round after which the network was saved
 
     def prepare(self, images: Tensor | NDArray[Any]) -> Tensor:
-        """Resize and normalise images as the network wants them.
+        """Resize and normalise images for the network.
 
         Args:
-            images: A tensor or an array of images of any size: uint8 in 0..255 or floats in 0..1, (N, C, H, W) or
-                (N, H, W, C). A single image may lack N, and images with one channel may lack C.
+            images: A tensor or an array of images of any size: uint8 in 0..255 or floats in 0..1,
+                (N, C, H, W) or (N, H, W, C). A single image may lack N, and images with one channel
+                may lack C.
 
         Raises:
-            ConfigError: The images are of another type, scale or number of channels, or their layout is ambiguous.
+            ConfigError: The images are of another type, scale or number of channels, or their layout
+                is ambiguous.
         """
         return prepared(to_pixels(images, self.spec), self.spec, Augment())
 
@@ -70,8 +72,8 @@ class TrainedModel:
         torch.Size([1, 10])
         """
         x = self.prepare(images)
-        some = next(self.network.parameters(), x)
-        logits: Tensor = self.network(x.to(some.device))
+        device = next(self.network.parameters(), x).device
+        logits: Tensor = self.network(x.to(device))
         return logits
 
 
@@ -86,58 +88,68 @@ def load(
 
     Args:
         run: The run's folder.
-        client: The client whose network is wanted; without one, the server's model.
-        round: A round whose checkpoint is kept, "last", or "best": the one with the highest validation accuracy.
-        network: The module or factory that the network was made of, if it was given in Python.
+        client: The client whose network to load; None for the server's model.
+        round: A round whose checkpoint is kept, "last", or "best": the one with the highest
+            validation accuracy.
+        network: The module or factory of the network, if it was given in Python.
 
     Raises:
-        CheckpointError: If that round is not kept; the message names those that are.
+        CheckpointError: That round is not kept; the message names those that are.
+        ConfigError: There is no such network in the run's folder.
 
     >>> import tempfile, torch
     >>> from barter import Experiment, Local, load
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     for _ in Experiment(Local(max_epochs=1), clients=2, out=f"{folder}/run").rounds(1):
-    ...         kept = load(f"{folder}/run", client=1)
-    >>> kept.architecture, kept(torch.zeros(5, 1, 8, 8, dtype=torch.uint8)).shape
+    ...         trained = load(f"{folder}/run", client=1)
+    >>> trained.architecture, trained(torch.zeros(5, 1, 8, 8, dtype=torch.uint8)).shape
     ('small-vgg', torch.Size([5, 10]))
     """
-    return _taken(Path(run), finished(Path(run), round), client, network)
+    return _restore(Path(run), finished(Path(run), round), client, network)
 
 
 def load_all(run: Path, round: Which = "last") -> list[TrainedModel]:
-    """The networks of all parties that have one here: the clients', then the server's."""
-    last = finished(run, round)
-    owners: list[int | None] = sorted(last[1]["clients"])
-    return [_taken(run, last, k, None) for k in owners + [None] * ("model" in last[1]["server"])]
+    """Load all networks in a run's folder: the clients', then the server's."""
+    checkpoint = finished(run, round)
+    _, state = checkpoint
+    owners: list[int | None] = sorted(state["clients"])
+    if "model" in state["server"]:
+        owners.append(None)
+    return [_restore(run, checkpoint, owner, None) for owner in owners]
 
 
-def _taken(
-    run: Path, last: tuple[int, Payload], client: int | None, own: Own | None
+def _restore(
+    run: Path, checkpoint: tuple[int, Payload], client: int | None, own: Own | None
 ) -> TrainedModel:
-    config, (t, state) = resolve(read(run / "config.toml")), last
+    """Restore a client's network, or the server's, from a checkpoint."""
+    config = resolve(read(run / "config.toml"))
+    round, state = checkpoint
     if "networks" not in state:
         raise CheckpointError(
-            f"{run} was kept by an older version, which did not say what its networks are"
+            f"{run} was written by an older version, which did not record its networks"
         )
-    names, there = state["networks"]["architectures"], state["clients"]
+    names = state["networks"]["architectures"]
+    clients = state["clients"]
     if client is None and "model" not in state["server"]:
         raise ConfigError(
             f"{run}: {type(config.algorithm).__name__}'s server has no model of its own: name a client"
         )
     if client is not None and client not in names:
         raise ConfigError(f"client {client}: {run} has clients 0 to {max(names)}")
-    if client is not None and client not in there:
+    if client is not None and client not in clients:
         raise ConfigError(
             f"{run} ran on Flower: the network of client {client} is at its site, not here"
         )
     k = client or 0
-    spec, name = Spec.of(state["networks"]["spec"]), names[k]
+    spec = Spec.of(state["networks"]["spec"])
+    name = names[k]
     if config.models == BY_PYTHON and own is None and ":" not in name:
         raise ConfigError(
             f"{name} was given in Python: load it there, barter.load(run, client, network=...)"
         )
     parts = cut(config, {k: name}, {k: initial(name, spec, config.seed, own)}, spec)
-    network, memory = (parts.full, state["server"]) if client is None else (parts.own[k], there[k])
+    network = parts.full if client is None else parts.own[k]
+    memory = state["server"] if client is None else clients[k]
     assert network is not None
     try:
         network.load_state_dict(memory["model"])
@@ -145,19 +157,31 @@ def _taken(
         raise CheckpointError(
             f"{run} holds the weights of another network than {name}: {error}"
         ) from error
-    owner = "server" if client is None else f"client {client}"
-    architecture = config.algorithm.server_network or name if client is None else parts.names[k]
-    return TrainedModel(
-        network.eval(), spec, tuple(state["networks"]["classes"]), architecture, owner, t
-    )
+    if client is None:
+        owner = "server"
+        architecture = config.algorithm.server_network or name
+    else:
+        owner = f"client {client}"
+        architecture = parts.names[k]
+    classes = tuple(state["networks"]["classes"])
+    return TrainedModel(network.eval(), spec, classes, architecture, owner, round)
 
 
 def judged(
     networks: Sequence[TrainedModel], dataset: Dataset, *, new: bool, device: torch.device
 ) -> tuple[int, list[float]]:
-    """How many images there are, and the accuracy of each network on them.
+    """Evaluate networks on a data set; return the number of images and each network's accuracy.
 
-    They are the test images; where there are none but those that were held out, and all is new, they are all images.
+    The test split is used. If the data set has none and is new to the run, all images are used.
+
+    Args:
+        networks: Networks of one run.
+        dataset: The data set.
+        new: Whether the run was trained on other data.
+        device: Where to compute.
+
+    Raises:
+        ConfigError: The data set has other channels or classes than the networks.
     """
     first = networks[0]
     if dataset.x_test.shape[1] != first.spec.channels:
@@ -167,13 +191,13 @@ def judged(
     x, y = dataset.x_test, dataset.y_test
     if new and dataset.held_out:
         x, y = torch.cat([dataset.x_train, x]), torch.cat([dataset.y_train, y])
-    labels = _numbers(dataset, first.classes)[y]
+    labels = _class_indices(dataset, first.classes)[y]
     images = Images(x.to(device), labels.to(device), first.spec)
-    return len(images), [accuracy(kept.network.to(device), images) for kept in networks]
+    return len(images), [accuracy(model.network.to(device), images) for model in networks]
 
 
-def _numbers(dataset: Dataset, classes: Sequence[str]) -> Tensor:
-    """The number that each class of a data set has here: classes are known by their names."""
+def _class_indices(dataset: Dataset, classes: Sequence[str]) -> Tensor:
+    """Map the classes of a data set to those of a run by their names; raise if one is unknown."""
     unknown = [name for name in dataset.classes if name not in classes]
     if not unknown:
         return torch.tensor([classes.index(name) for name in dataset.classes])

@@ -1,4 +1,4 @@
-"""Images as people have them, tensors or arrays in several layouts and scales, brought to one form."""
+"""Convert images of several types, layouts and scales to pixels (N, C, H, W)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from barter.core.images import Spec
 
 __all__ = ["to_pixels"]
 
-TOLERANCE = 1e-3  # by which floats may lie outside of 0..1, as arithmetic leaves them
+TOLERANCE = 1e-3  # how far floats may be outside of 0..1, because of rounding
 
 
 def to_pixels(images: Tensor | NDArray[Any], spec: Spec) -> Tensor:
     """Return images as pixels (N, C, H, W) between 0 and 255: bytes stay bytes, floats are scaled.
 
     Args:
-        images: uint8 in 0..255 or floats in 0..1; (N, C, H, W) or (N, H, W, C), a single image without N, and for
-            networks with one channel also without C.
-        spec: What the network takes; its number of channels tells the layouts apart.
+        images: uint8 in 0..255 or floats in 0..1; (N, C, H, W) or (N, H, W, C), a single image
+            without N, and for networks with one channel also without C.
+        spec: The network's input; its number of channels tells the layouts apart.
 
     Raises:
-        ConfigError: Other types, values or shapes, and shapes that could mean two things.
+        ConfigError: The images have other types, values or shapes, or an ambiguous shape.
     """
     if isinstance(images, np.ndarray):
         images = _to_tensor(images)
@@ -40,9 +40,10 @@ def to_pixels(images: Tensor | NDArray[Any], spec: Spec) -> Tensor:
 
 def _to_tensor(array: NDArray[Any]) -> Tensor:
     if array.dtype == np.uint8:
-        return torch.from_numpy(array.copy())  # torch takes no array that is read-only or reversed
-    if array.dtype.kind == "f":
-        return torch.from_numpy(array.astype(np.float32))  # of any width and byte order
+        # A copy, since torch does not accept read-only arrays and negative strides.
+        return torch.from_numpy(array.copy())
+    if array.dtype.kind == "f":  # any width and byte order
+        return torch.from_numpy(array.astype(np.float32))
     raise _wrong_type(str(array.dtype))
 
 
@@ -51,7 +52,7 @@ def _wrong_type(dtype: str) -> ConfigError:
 
 
 def _to_full_scale(pixels: Tensor) -> Tensor:
-    """Scale floats from 0..1 to 0..255; refuse those that cannot be meant so."""
+    """Scale floats from 0..1 to 0..255; raise if they are outside of that range."""
     if not pixels.numel():
         return pixels
     low, high = (bound.item() for bound in pixels.aminmax())
@@ -66,13 +67,13 @@ def _to_full_scale(pixels: Tensor) -> Tensor:
 
 
 def _to_nchw(images: Tensor, spec: Spec) -> Tensor:
-    """Bring images to (N, C, H, W) from the layout that their shape allows."""
+    """Permute images to (N, C, H, W) from the layout that their shape implies."""
     readings = [
         pixels
         for pixels in _readings(images, spec.channels)
         if pixels.shape[1] == spec.channels and pixels.shape[2] and pixels.shape[3]
     ]
-    if len(readings) > 1:  # such as (N, 3, 32, 3): decided by the size that the network takes
+    if len(readings) > 1:  # Such as (N, 3, 32, 3): the network's input size decides.
         fitting = [pixels for pixels in readings if pixels.shape[1:] == spec.shape]
         readings = fitting if len(fitting) == 1 else readings
     if len(readings) == 1:
@@ -87,16 +88,13 @@ def _to_nchw(images: Tensor, spec: Spec) -> Tensor:
 
 
 def _readings(images: Tensor, channels: int) -> list[Tensor]:
-    """List what images could be as (N, C, H, W), whatever their number of channels."""
+    """Return all interpretations of images as (N, C, H, W), regardless of channels."""
     if images.ndim == 4:
         return [images, images.permute(0, 3, 1, 2)]
     if images.ndim == 3:
         single = [images[None], images.permute(2, 0, 1)[None]]
-        # Several grey images without an axis for the channel; a first or last axis of one is the channel.
-        grey = (
-            [images[:, None]]
-            if channels == 1 and 1 not in (images.shape[0], images.shape[2])
-            else []
-        )
-        return single + grey
+        # Several grey images without a channel axis; a first or last axis of size 1 is the channel.
+        if channels == 1 and 1 not in (images.shape[0], images.shape[2]):
+            return [*single, images[:, None]]
+        return single
     return [images[None, None]] if images.ndim == 2 and channels == 1 else []
