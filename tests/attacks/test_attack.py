@@ -174,9 +174,9 @@ def test_a_spent_budget_does_not_stop_the_attack(tmp_path: Path) -> None:
     ("name", "question", "words"),
     [
         ("local", "inversion", "nothing that left the clients belongs to a single image"),
-        ("local", "membership", "no client told its network's weights"),
+        ("local", "membership", "no client uploaded weights"),
         ("local", "labels", "nothing that left the clients is about classes"),
-        ("fedproto", "membership", "no client told its network's weights"),
+        ("fedproto", "membership", "no client uploaded weights"),
     ],
 )
 def test_what_a_method_does_not_tell_is_said(
