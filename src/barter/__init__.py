@@ -33,9 +33,9 @@ from typing import TYPE_CHECKING, Any
 
 from barter.version import __version__ as __version__
 
-# Let waiting OpenMP threads sleep instead of spinning. With spinning, the default, two programs with
-# two threads each on two cores take ten times as long, because waiting threads occupy the cores that
-# working threads need. OpenMP reads these variables when torch is loaded.
+# Let waiting OpenMP threads sleep instead of spinning. With spinning, the default, two programs
+# with two threads each on two cores take ten times as long, because waiting threads occupy the
+# cores that working threads need. OpenMP reads these variables when torch is loaded.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     # GNU OpenMP only: spin for about ten microseconds first, so that a lone program is not slower.
@@ -105,7 +105,7 @@ __all__ = [
     "split",
 ]
 
-# The class names of all methods. They are not in __all__, so that `from barter import *` stays small.
+# The class names of all methods, which are not in __all__ so that `from barter import *` is small.
 _METHODS = frozenset(
     {
         "DENSE",
@@ -146,7 +146,7 @@ _METHODS = frozenset(
     }
 )
 
-# Names are imported on first use: the process that a site starts for every message must not load torch.
+# Names are imported on first use: the process that a site starts per message must not load torch.
 _MODULES = {
     "core.algorithm": {"Algorithm"},
     "core.clients": {"Clients", "Replies"},

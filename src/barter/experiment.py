@@ -1,4 +1,4 @@
-"""Run an experiment round by round, record and checkpoint each round, and resume from a checkpoint."""
+"""Run an experiment round by round; record and checkpoint each round, and resume."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Experiment:
     The parameters are the fields of `barter.setup.config.Config`, and four more.
 
     Args:
-        algorithm: A method as an instance or, with its defaults, as a class or a name such as "fedavg".
+        algorithm: A method as an instance or, with its defaults, as a class or a name ("fedavg").
         data: A source's name, a `Data` object, or arrays, tensors or a data set of your own.
         partition: A name, a `Partition`, or a list of image indices for each client.
         models: A family, a model's name, or a list of names, modules or factories.
@@ -240,7 +240,7 @@ class Experiment:
         behind: Which = "last",
         overrule: bool = False,
     ) -> None:
-        """Set up the experiment; open its folder and restore its checkpoint, where there are any."""
+        """Set up the experiment; open its folder and restore its checkpoint, if any."""
         self.config = federation.config
         self.server = federation.server
         self.engine = federation.engine
@@ -365,7 +365,8 @@ class Experiment:
 
     def _budget_message(self, reason: str) -> str:
         return (
-            f"the privacy budget is spent after round {self.round}: {reason}. Finished rounds are kept; more rounds "
+            f"the privacy budget is spent after round {self.round}: {reason}. Finished rounds are "
+            "kept; more rounds "
             "need a larger privacy.epsilon, or more noise, in a new run"
         )
 
@@ -396,7 +397,7 @@ class Experiment:
         return record
 
     def _save(self, folder: RunFolder, former_best: int | None) -> None:
-        """Write the finished round's checkpoint; keep those of the last rounds and, with keep=best, the best."""
+        """Write the finished round's checkpoint, and delete those that `keep_rounds` and `keep` allow."""
         keep = set(range(self.round - self.config.keep_rounds + 1, self.round))
         until_saved = set[int]()
         if self.config.keep == "best" and self.selection.best is not None:
@@ -410,7 +411,8 @@ class Experiment:
         """Warn if `keep` or `patience` needs a validation accuracy and the first round has none."""
         if self.config.keep == "best" or self.config.patience is not None:
             log.warning(
-                "no client reports a validation accuracy: no round is the best, and the run does not stop early"
+                "no client reports a validation accuracy: no round is the best, and the run does "
+                "not stop early"
             )
 
     def _record(self, t: int, all_clients: Clients, start: float) -> Round:
@@ -473,13 +475,15 @@ class Experiment:
         """Raise if the checkpoint was made with another configuration or other data."""
         if not {"config", "data"} <= origin.keys():
             raise CheckpointError(
-                f"{path} was written by an older version, which did not record its configuration and data"
+                f"{path} was written by an older version, which did not record its configuration "
+                "and data"
             )
         try:
             begun = self._begun_with(tomllib.loads(origin["config"]))
         except (ValueError, RecursionError) as error:
             raise CheckpointError(
-                f"{path} holds a damaged checkpoint: its configuration is not TOML: {in_short(error)}"
+                f"{path} holds a damaged checkpoint: its configuration is not TOML: "
+                f"{in_short(error)}"
             ) from error
         key = first_difference(plain(self.config), begun, but=RESULT_FREE)
         if key is not None:
@@ -489,12 +493,13 @@ class Experiment:
             )
         if origin["data"] != self._data:
             raise CheckpointError(
-                f"{self.config.data.source} does not hold the data that {path} was begun with: restore them, "
+                f"{self.config.data.source} does not hold the data that {path} was begun with: "
+                "restore them, "
                 "or start a new run"
             )
 
     def _begun_with(self, tree: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values a run was begun with, with defaults for keys that older versions lacked."""
+        """Return the values a run was begun with, and defaults for keys of newer versions."""
         privacy = plain(replace(self.config, privacy=Privacy()))["privacy"]
         return with_defaults({"privacy": privacy, **tree})
 

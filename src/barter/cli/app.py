@@ -1,5 +1,7 @@
-"""The command line: barter run | resume | compare | report | privacy | attack | evaluate | export | check | list |
-show | flower | site.
+"""Define the command line: commands, options and help.
+
+The commands are run, resume, compare, report, privacy, attack, evaluate, export, check, list, show,
+flower and site.
 
 Options and help are defined here and do not load torch. `running` and `inspecting` do the work, and
 are imported when their command runs.
@@ -290,7 +292,7 @@ def attack(
         ),
     ] = 4,
 ) -> None:
-    """Attack RUN as a curious server: reconstruct images, infer membership and class frequencies."""
+    """Attack RUN as a curious server: reconstruct images, infer membership and classes."""
     from barter.cli import inspecting
 
     inspecting.attack(run, shadows)
@@ -371,7 +373,7 @@ def flower_init(
     ] = None,
     settings: Settings = None,
 ) -> None:
-    """Write a deployment folder: configuration, certificates, and a folder with a key for each site."""
+    """Write a deployment folder: configuration, certificates, and a folder and key per site."""
     from barter.cli import running
 
     running.flower_init(folder, sites, address, config, algorithm, settings)
@@ -386,7 +388,7 @@ def flower_start(
     insecure: Annotated[
         bool,
         typer.Option(
-            help="Use no encryption and no keys, for tests on one machine; sites need this setting too."
+            help="Use no encryption and no keys, for tests on one machine; sites need it too."
         ),
     ] = False,
 ) -> None:
@@ -401,7 +403,7 @@ def site(
     file: Annotated[Path, typer.Argument(metavar="SITE.toml")],
     worker: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Run a site of a Flower federation: hold the client of SITE.toml and keep its node connected."""
+    """Run a site of a Flower federation: hold the client of SITE.toml, stay connected."""
     from barter.cli import running
 
     running.site(file, worker)
@@ -455,7 +457,7 @@ def show_partition(
         ),
     ] = None,
 ) -> None:
-    """Show the number of samples by client and class, as a table, a chart and optionally as files."""
+    """Show the number of samples by client and class, as a table, a chart and files."""
     from barter.cli import inspecting
 
     inspecting.show_partition(name, config, settings, out, title, save)
@@ -594,8 +596,8 @@ def _usage_error() -> type[Exception]:
     """Return the base class of everything that typer raises for a wrong command line.
 
     Older versions of typer raise exceptions of the installed click, newer ones of their own copy of
-    click. The two are unrelated, so the class is found among the ancestors of one that every version
-    exports.
+    click. The two are unrelated, so the class is found among the ancestors of one that every
+    version exports.
     """
     ancestors = typer.BadParameter.__mro__
     return ancestors[ancestors.index(Exception) - 1]

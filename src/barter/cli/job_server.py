@@ -1,10 +1,10 @@
 """Fork one process per run from a process that has already loaded torch.
 
-A comparison starts it as `python -m barter.cli.job_server` and writes a line of JSON for every run to
-its standard input: `{"id": 1, "arguments": ["run", "config.toml"], "log": "run.log"}`. The server
-answers with the process id, `{"id": 1, "pid": 77}`, and, when the run has ended, with its exit status,
-`{"id": 1, "status": 0}`; a negative status is the signal that ended it. When its standard input is
-closed, or it is terminated, it terminates all runs and ends.
+A comparison starts it as `python -m barter.cli.job_server` and writes a line of JSON for every run
+to its standard input: `{"id": 1, "arguments": ["run", "config.toml"], "log": "run.log"}`. The server
+answers with the process id, `{"id": 1, "pid": 77}`, and, when the run has ended, with its exit
+status, `{"id": 1, "status": 0}`; a negative status is the signal that ended it. When its standard
+input is closed, or it is terminated, it terminates all runs and ends.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ def _fork(request: Mapping[str, Any], answers: int) -> int:
         os.close(reader)
         _run(request, answers, writer)
     os.close(writer)
-    # Wait until the run has its own session: before that, killing its group would kill this process.
+    # Wait until the run has its own session. Before, killing its group would kill this process.
     os.read(reader, 1)
     os.close(reader)
     return process
 
 
 def _run(request: Mapping[str, Any], answers: int, begun: int) -> NoReturn:
-    """Execute the run in the forked process, with output to its log; exit with the command's status."""
+    """Execute the run in the forked process, with output to its log; exit with its status."""
     status = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

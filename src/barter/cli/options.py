@@ -44,7 +44,7 @@ RoundOf = Annotated[
     typer.Option(
         "--round",
         metavar="best|last|N",
-        help="Use the networks of this round; best is the one with the highest validation accuracy.",
+        help="Use the networks of this round; best means the highest validation accuracy.",
     ),
 ]
 

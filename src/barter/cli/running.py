@@ -91,7 +91,8 @@ def resume(
     """Run `barter resume`."""
     if unborn(run):
         raise CheckpointError(
-            f"{run} was interrupted before its run began: there is nothing to continue, run it again"
+            f"{run} was interrupted before its run began: there is nothing to continue, run it "
+            "again"
         )
     simulated = (run / "flower").is_dir() and not (run / "flower" / "sites").exists()
     config = resolve(read(begun(run) / "config.toml"))
@@ -100,7 +101,8 @@ def resume(
         raise ConfigError(f"--rounds {rounds}: {run} has done {done} already")
     if rounds is not None and rounds != config.rounds and config.engine == "flower":
         raise ConfigError(
-            f"--rounds {rounds}: a run on Flower keeps the {pluralise(config.rounds, 'round')} it was begun with"
+            f"--rounds {rounds}: a run on Flower keeps the {pluralise(config.rounds, 'round')} it "
+            "was begun with"
         )
     # A TensorBoard log that was begun is continued.
     tensorboard = tensorboard or (run / "tensorboard").is_dir()
@@ -150,7 +152,8 @@ def compare(
     if what is not None and what.is_dir():
         if algorithms or seeds or settings or vary or only or out:
             raise ConfigError(
-                f"{what} is only shown; to continue it, repeat the command that began it with --out {what}"
+                f"{what} is only shown; to continue it, repeat the command that began it with "
+                f"--out {what}"
             )
         comparison = Comparison.at(what)
         comparison.question |= {key: item for key, item in question.items() if item is not None}
@@ -195,7 +198,8 @@ def _print_comparison(comparison: Comparison) -> None:
         screen().print(f"not finished: {'; '.join(missing[:8])}{more}")
     if comparison.question.get("baseline") not in (None, compared.question.baseline):
         screen().print(
-            f"no run of the baseline {comparison.question['baseline']!r} is finished: no differences yet"
+            f"no run of the baseline {comparison.question['baseline']!r} is finished: no "
+            "differences yet"
         )
     for note in comparison.variant_notes():
         screen().print(note)
@@ -236,7 +240,8 @@ def _drive(
     architectures = len(set(experiment.architectures))
     console.print(experiment.task.summary(config.data.source))
     console.print(
-        f"{type(config.algorithm).__name__} on {config.data.source}: {pluralise(config.clients, 'client')}, "
+        f"{type(config.algorithm).__name__} on {config.data.source}: "
+        f"{pluralise(config.clients, 'client')}, "
         f"{pluralise(architectures, 'architecture')}, {pluralise(config.rounds, 'round')}, "
         f"{experiment.device}{_thread_count(experiment.config.threads)}; folder {out}"
     )

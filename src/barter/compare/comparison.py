@@ -120,7 +120,7 @@ class Comparison:
     def planned(cls, folder: Path, request: Request) -> tuple[Comparison, list[Job]]:
         """Plan a comparison in a folder; return it and the requested runs.
 
-        A comparison that is in the folder already is continued, and new variants and seeds are added.
+        An existing comparison in the folder is continued; new variants and seeds are added.
 
         Raises:
             ConfigError: The request is empty, or its question has no answer.
@@ -128,7 +128,8 @@ class Comparison:
         """
         if not request.variants:
             raise ConfigError(
-                f"nothing to compare: give --algorithms local,dffke or a file with [{TABLE}.variants]"
+                "nothing to compare: give --algorithms local,dffke or a file with "
+                f"[{TABLE}.variants]"
             )
         comparison = cls.at(folder) if (folder / PLAN).exists() else cls(folder, {})
         occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
@@ -169,7 +170,8 @@ class Comparison:
         for name, config in request.configurations().items():
             if config.data.source != shared_config.data.source:
                 raise ConfigError(
-                    f"{name!r} has other data than the rest: different data do not go into one table"
+                    f"{name!r} has other data than the rest: different data do not go into one "
+                    "table"
                 )
             self.variants.setdefault(name, self._slug(name))
             self._check_begun(name, config)
@@ -218,7 +220,8 @@ class Comparison:
         target = self.question.get("target")
         if baseline is not None and baseline not in self.variants:
             raise ConfigError(
-                f"baseline {baseline!r} is not compared: there are {', '.join(map(repr, self.variants))}"
+                f"baseline {baseline!r} is not compared: there are "
+                f"{', '.join(map(repr, self.variants))}"
             )
         near = difflib.get_close_matches(str(metric), METRICS, n=1, cutoff=0.8)
         if metric is not None and metric not in METRICS and near:
@@ -266,8 +269,8 @@ class Comparison:
         """Write table and curves of the finished runs to the comparison's folder.
 
         Returns:
-            The summary, the names of unfinished runs, and the files: the table as Markdown, LaTeX and
-            CSV, all rounds as CSV, and the curves as SVG, PDF and PNG.
+            The summary, the names of unfinished runs, and the files: the table as Markdown, LaTeX
+            and CSV, all rounds as CSV, and the curves as SVG, PDF and PNG.
 
         Raises:
             CheckpointError: No run is finished yet.

@@ -46,7 +46,7 @@ class Launched:
     returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit status, or None while running; a negative one is the signal that ended it."""
+        """Return the exit status, or None while running; a negative one is a signal."""
         self.launcher.hear(0.0)
         return self.returncode
 
@@ -60,8 +60,8 @@ class Launched:
 class Launcher:
     """Start runs by forking a job server that has loaded torch.
 
-    The job server starts with the first run and ends in `__exit__`. Runs are isolated as if each had
-    been started separately: each has its own session, log and memory.
+    The job server starts with the first run and ends in `__exit__`. Runs are isolated as if each
+    had been started separately: each has its own session, log and memory.
     """
 
     threads: int  # number of CPU threads of each run

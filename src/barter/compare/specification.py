@@ -143,7 +143,8 @@ class Request:
             key = setting.partition("=")[0].strip()
             if key == "seed" or (key == "rounds" and setting not in settings):
                 raise ConfigError(
-                    f"{setting}: all methods have the same rounds (--set rounds=...) and seeds (--seeds)"
+                    f"{setting}: all methods have the same rounds (--set rounds=...) and seeds "
+                    "(--seeds)"
                 )
         chosen = seeds or table.get("seeds") or (str(tree["seed"]) if "seed" in tree else "0-2")
         question = {key: table[key] for key in ("baseline", "metric", "target") if key in table}

@@ -144,8 +144,8 @@ def learning(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.
                 marker={"size": 5},
             )
         level = sum(known.values()) / len(known)
-        values = [value for r in tested for value in r.values(metric).values()]
-        lowest = all(level <= value for value in values)  # Then the label is above the line.
+        accuracies = [value for r in tested for value in r.values(metric).values()]
+        lowest = all(level <= value for value in accuracies)  # Then the label is above the line.
         label = {
             "text": f"local only {level:.1%}" + (f", {_clients(len(known))}" if fewer else ""),
             "textposition": "end",
@@ -308,7 +308,7 @@ def outcomes(columns: Mapping[str, Mapping[str, Sequence[float]]]) -> go.Figure:
 
 
 def methods(lines: Mapping[str, Mapping[int, Curve]], metric: str) -> go.Figure:
-    """Draw a line per method by round: the mean over seeds, and a band of one standard deviation."""
+    """Draw a line per method by round: mean over seeds, with a band of one standard deviation."""
     ticks, precise = _formats(metric)
     figure = _figure("round", ticks, _longest(lines), height=420, hovermode="x unified")
     for i, (name, seeds) in enumerate(lines.items()):
@@ -449,7 +449,7 @@ def _labels(names: Sequence[str]) -> list[str]:
 
 
 def _spacing(records: Sequence[Round]) -> dict[str, Any]:
-    """Return the positions of rounds along x, in Plotly's compact form if they are evenly spaced."""
+    """Return the positions of rounds along x, in compact form if they are evenly spaced."""
     rounds = [r.round for r in records]
     steps = {b - a for a, b in pairwise(rounds)} or {1}
     return {"x0": rounds[0], "dx": steps.pop()} if len(steps) == 1 else {"x": rounds}

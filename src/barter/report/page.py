@@ -1,4 +1,4 @@
-"""Build a self-contained HTML page from text, tables, charts and images; all input is escaped here."""
+"""Build a self-contained HTML page from text, tables, charts and images; escape all input."""
 
 from __future__ import annotations
 
@@ -131,10 +131,11 @@ def code(content: str) -> str:
 
 def folded(summary: str, *parts: str, unfolded: bool = False) -> str:
     """Return parts in a block that the reader can unfold."""
-    return f"<details{' open' * unfolded}><summary>{escape(summary)}</summary>{''.join(parts)}</details>"
+    start = f"<details{' open' * unfolded}><summary>{escape(summary)}</summary>"
+    return f"{start}{''.join(parts)}</details>"
 
 
-# A number with a unit, or several as in "1 min 04 s"; a deviation, an interval or a note may follow.
+# A number with a unit, or several as in "1 min 04 s"; a deviation, interval or note may follow.
 _NUMBER = r"[+\-\u2212]?(?:\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?|\u221e)"
 _UNIT = r"(?:%|B|kB|MB|GB|TB|ms|s|min|h)"
 _QUANTITY = re.compile(

@@ -32,7 +32,8 @@ def report_of(folder: Path, *, live: bool, images: bool) -> RunReport | Comparis
         unit = "round"
     else:
         raise CheckpointError(
-            f"{folder} is neither a run nor a comparison: there is no config.toml or comparison.toml"
+            f"{folder} is neither a run nor a comparison: there is no config.toml or "
+            "comparison.toml"
         )
     if report.empty and not live:
         raise CheckpointError(f"{folder} has no finished {unit} yet: --live waits for the first")

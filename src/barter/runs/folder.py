@@ -60,7 +60,7 @@ RECORD = re.compile(rb'^\{[ \t]*"round":[ \t]*([0-9]+),.*\}[ \t\r]*$', re.MULTIL
 class RunFolder:
     """The locked folder of a run.
 
-    All files are flushed and renamed into place, so a run that is killed at any time can be resumed.
+    All files are flushed and renamed into place, so a run killed at any time can be resumed.
     """
 
     created = False  # whether the run is new
@@ -87,7 +87,7 @@ class RunFolder:
     ) -> RunFolder:
         """Create the folder of a new run; existing files are never overwritten.
 
-        The configuration is written last, so a run that was killed during preparation can begin again.
+        The configuration is written last, so a run killed during preparation can begin again.
 
         Args:
             path: The folder.
@@ -150,7 +150,10 @@ class RunFolder:
         self._lock.close()
 
     def discard(self) -> None:
-        """Remove the folder of a run that never began, if this process created it and it is empty."""
+        """Remove the folder of a run that never began, if this process created it.
+
+        A folder with other files in it stays.
+        """
         self.release()
         found = {child.name for child in self.path.iterdir()} if self.path.is_dir() else set()
         if not self.created or found - UNBORN - {self.config.name, PRIVACY} or SETUP in found:
@@ -239,7 +242,7 @@ _open_folders: weakref.WeakSet[RunFolder] = weakref.WeakSet()
 
 
 def _release_after_fork() -> None:
-    """Release inherited locks, so that a forked process that outlives the run does not hold them."""
+    """Release inherited locks, so that a forked process cannot hold them after the run's end."""
     for folder in list(_open_folders):
         folder.release()
 
@@ -317,7 +320,8 @@ def checkpoint_of(run: Path, which: Which) -> tuple[int, Payload, dict[str, str]
         best = best_round(records(run))
         if best is None:
             raise CheckpointError(
-                f"{run} has no best round: it recorded no validation accuracy, which needs data.validation"
+                f"{run} has no best round: it recorded no validation accuracy, which needs "
+                "data.validation"
             )
         round = best.round
         title = f"round {round}, the best on validation,"
@@ -326,7 +330,8 @@ def checkpoint_of(run: Path, which: Which) -> tuple[int, Payload, dict[str, str]
     if round not in kept:
         there = f"round{'s' * (len(kept) > 1)} {', '.join(map(str, kept))}"
         raise CheckpointError(
-            f"{run}: {title} is not kept, only {there}; keep=best keeps the best round, keep_rounds more of the last"
+            f"{run}: {title} is not kept, only {there}; keep=best keeps the best round, "
+            "keep_rounds more of the last"
         )
     path = _file(run, round)
     state, notes = read(path, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Draw partitions as bubble charts, accuracies as curves, and sheets of private and synthetic images."""
+"""Draw bubble charts of partitions, accuracy curves, and sheets of private and synthetic images."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SHORT = 16  # maximum length of a name in a legend among the curves
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 STYLES = ("-", "--", ":", "-.", (0, (5, 3)), (0, (1, 3)))
 
-# Name of a party; its private images or None; the images synthesised from each of them, or from none
-# in particular; their classes. Pixels are in 0..1.
+# Name of a party; its private images or None; the images synthesised from each of them, or from
+# none in particular; their classes. Pixels are in 0..1.
 Row: TypeAlias = tuple[str, Tensor | None, Tensor, Sequence[str]]
 
 

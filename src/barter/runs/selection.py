@@ -1,4 +1,4 @@
-"""Select a run's best round and stop it early, by validation accuracy; test accuracy plays no part."""
+"""Select a run's best round and stop it early, by validation accuracy and never by tests."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ class Stop:
     def __str__(self) -> str:
         rounds = f"{self.patience} round{'s' * (self.patience > 1)}"
         return (
-            f"stopped early after round {self.round}: validation accuracy was best in round {self.best} "
+            f"stopped early after round {self.round}: validation accuracy was best in round "
+            f"{self.best} "
             f"({self.accuracy:.1%}) and did not improve for {rounds}"
         )
 

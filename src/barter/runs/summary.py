@@ -44,8 +44,8 @@ __all__ = [
 # Method -> seed -> the rounds of a finished run.
 Results = Mapping[str, Mapping[int, Sequence[Round]]]
 
-# Metrics by name, and their headings. Accuracies of clients are unweighted means over clients, unless
-# the heading says otherwise; "trained" is after a round's local training, before the exchange.
+# Metrics by name, and their headings. Accuracies of clients are unweighted means over clients,
+# unless the heading says otherwise; "trained" is after a round's local training, before the exchange.
 METRICS = {
     "primary": "accuracy",
     "global": "clients: global test",
@@ -302,7 +302,7 @@ def _reached(summary: Summary) -> str:
 
 
 def cells(compared: Comparative) -> tuple[list[str], list[list[tuple[str, bool]]]]:
-    """Return headings and rows of a table; each cell is its text and whether it is its column's best.
+    """Return headings and rows of a table; a cell is its text and whether it is the best.
 
     Where methods have different primary models, the first accuracy is that of each method's primary
     model, which the column before names. Otherwise the column of that model comes first.

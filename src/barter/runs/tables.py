@@ -168,7 +168,7 @@ def _best_cells(best: Round) -> list[list[str]]:
 
 
 def alone(records: Sequence[Round], client: int) -> Mapping[str, float]:
-    """Return a client's metrics in the first round with local-only accuracies; {} if there is none."""
+    """Return a client's metrics in the first round with local-only accuracies, or {}."""
     for record in records:
         metrics = record.clients[client]
         if any(name.startswith("before_") for name in metrics):
@@ -183,7 +183,8 @@ def closing_table(
     classes: Sequence[Sequence[int]],
 ) -> Table:
     """Return a table by client: data, accuracy local only and now, and traffic; fits 80 columns."""
-    title = f"after round {records[-1].round}, accuracy in %: on the global test set and the client's own"
+    last = records[-1].round
+    title = f"after round {last}, accuracy in %: on the global test set and the client's own"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading in ("client", "classes") else "right")

@@ -17,8 +17,8 @@ FOLDER = "tensorboard"
 class TensorBoard:
     """A callback that logs each finished round in the run's folder.
 
-    The first call also logs the earlier rounds and purges older entries, so that the log of a resumed
-    run is complete and has no duplicates.
+    The first call also logs the earlier rounds and purges older entries, so that the log of a
+    resumed run is complete and has no duplicates.
     """
 
     def __init__(self, run: Path) -> None:

@@ -123,7 +123,8 @@ def assemble(
     )
     if config.timeout is not None and (why := engine.timeout_gap()):
         log.warning(
-            "timeout=%g is not enforced here: %s; a client that takes longer is named, and its answer counts",
+            "timeout=%g is not enforced here: %s; a client that takes longer is named, and its "
+            "answer counts",
             config.timeout,
             why,
         )
@@ -166,5 +167,6 @@ def start_from(run: Path, federation: Federation) -> None:
         except RuntimeError:
             task = " for images or classes of another number" if there[k] == here[k] else ""
             raise ConfigError(
-                f"start={str(run)!r}: the network of {name} is {there[k]}{task} there and {here[k]} here"
+                f"start={str(run)!r}: the network of {name} is {there[k]}{task} there and "
+                f"{here[k]} here"
             ) from None

@@ -1,7 +1,7 @@
 """List algorithms, models, data sets, partitions and configuration keys without loading torch.
 
-The names are parsed from the source of the registries: importing those would load torch, which takes
-seconds, and `barter list`, help and error messages should not wait for it.
+The names are parsed from the source of the registries. Importing those would load torch, which
+takes seconds, and `barter list`, help and error messages should not wait for it.
 """
 
 from __future__ import annotations

@@ -110,9 +110,9 @@ class Config:
     privacy: Privacy = dataclasses.field(default_factory=Privacy)
     # which tests are run, how often and on which clients, and what they measure
     evaluate: Evaluation = dataclasses.field(default_factory=Evaluation)
-    # the folder of a run whose trained networks are the initial ones; empty: initialise from the seed
+    # the folder of a run whose trained networks are the initial ones; empty: start from the seed
     start: str = ""
-    # checkpoint to keep beside those of the last rounds: none, or that of the best round on validation
+    # checkpoint to keep beside those of the last rounds: none, or that of the best one on validation
     keep: Literal["last", "best"] = "last"
     keep_rounds: Count = 2  # number of last rounds whose checkpoints are kept
     # stop when validation accuracy has not improved for this number of rounds; none: never
@@ -133,17 +133,20 @@ class Config:
         if not self.data.validation and (self.keep == "best" or self.patience is not None):
             setting = "keep='best'" if self.keep == "best" else f"patience={self.patience}"
             raise ConfigError(
-                f"{setting}: rounds are compared by their accuracy on validation images, and there are none; set "
+                f"{setting}: rounds are compared by their accuracy on validation images, and there "
+                "are none; set "
                 "data.validation to a share of the training images, such as 0.1"
             )
         object.__setattr__(self, "privacy", self.privacy.settled(self.algorithm, self.rounds))
         if self.start and self.privacy.training:
             raise ConfigError(
-                f"start={self.start!r}: its networks were trained on images without privacy.training"
+                f"start={self.start!r}: its networks were trained on images without "
+                "privacy.training"
             )
         if self.start and self.engine == "flower":
             raise ConfigError(
-                f"start={self.start!r}: sites of a run on Flower start from the seed; use engine=local"
+                f"start={self.start!r}: sites of a run on Flower start from the seed; use "
+                "engine=local"
             )
 
 
@@ -182,10 +185,11 @@ def _named(
             f"{name!r}: what follows {known}: is a field with its value, such as {known}:{rest}=1"
         )
     kind = imported(name, what)
-    is_subclass = isinstance(kind, type) and issubclass(kind, base)
-    if not is_subclass or getattr(kind, method) is getattr(base, method):
-        raise ConfigError(f"{name} is no {base.__name__} with a {method} of its own")
-    return kind
+    if isinstance(kind, type) and issubclass(kind, base):
+        implemented = getattr(kind, method) is not getattr(base, method)
+        if implemented:
+            return kind
+    raise ConfigError(f"{name} is no {base.__name__} with a {method} of its own")
 
 
 def resolve(tree: Mapping[str, Any]) -> Config:
@@ -196,14 +200,16 @@ def resolve(tree: Mapping[str, Any]) -> Config:
     """
     if COMPARISON in tree:
         raise ConfigError(
-            f"the table [{COMPARISON}] describes a comparison of several runs: give this file to `barter compare`"
+            f"the table [{COMPARISON}] describes a comparison of several runs: give this file to "
+            "`barter compare`"
         )
     values = _as_split(dict(tree))
     for section, default in TABLES.items():
         given = values.get(section, {})
         if not isinstance(given, Mapping):
             raise ConfigError(
-                f"{section} is a table: write [{section}] and its keys below it, or {CHOICES[section]}=..."
+                f"{section} is a table: write [{section}] and its keys below it, or "
+                f"{CHOICES[section]}=..."
             )
         values[section] = {**default, **given}
         if not isinstance(values[section].get("name", ""), str):
@@ -343,7 +349,8 @@ def _refuse_unknown(path: list[str], algorithm: object) -> None:
     top_level = sorted(known for known in keys if "." not in known)
     tables = sorted({known.partition(".")[0] for known in keys if "." in known})
     raise ConfigError(
-        f"unknown key {key!r}: there are {', '.join(top_level)}, and keys of the tables {', '.join(tables)}, "
+        f"unknown key {key!r}: there are {', '.join(top_level)}, and keys of the tables "
+        f"{', '.join(tables)}, "
         "such as algorithm.name; `barter show config` prints all"
     )
 

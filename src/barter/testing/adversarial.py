@@ -105,8 +105,8 @@ class Liar:
     """Replace answers of an engine's last client by malformed ones.
 
     It does so in every evaluation, and in one other method per round. All malformed answers are
-    checked against the method's contract. Of each method, one that the contract rejects is sent, and
-    then every one that it accepts, each once.
+    checked against the method's contract. Of each method, one that the contract rejects is sent,
+    and then every one that it accepts, each once.
     """
 
     def __init__(self, engine: BaseEngine) -> None:
@@ -120,7 +120,7 @@ class Liar:
         self.said = ""  # description of this round's malformed answer
 
     def arrived(self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]) -> Payload:
-        """Replace `BaseEngine.arrived`: pass on a malformed answer where it is the client's turn."""
+        """Replace `BaseEngine.arrived`: pass on a malformed answer of the adversarial client."""
         if client == self.client and (method == EVALUATE or not self.said):
             answer = self.lie(answer, method, sent)
         return self.arrive(answer, method, client, sent)

@@ -178,12 +178,13 @@ def is_documented(trial: Trial) -> None:
             raise Violation(f"crosses names {method!r}, and there is no such method")
         if "return" not in get_type_hints(getattr(kind, method)):
             raise Violation(
-                f"{method} has no return annotation: answers of remote clients are checked against it"
+                f"{method} has no return annotation: answers of remote clients are checked against "
+                "it"
             )
 
 
 def runs(trial: Trial) -> None:
-    """it runs, its methods return what they declare, and all clients and the primary model are evaluated"""
+    """it runs, its methods return what they declare, all clients and its primary model are tested"""
     for t, clients, server, _ in trial.straight[1]:
         if trial.kind.primary == "server" and not 0 <= server.get("global", -1) <= 1:
             raise Violation(f"round {t}: primary is 'server', and the server has no accuracy")
@@ -206,7 +207,8 @@ def crosses_what_it_says(trial: Trial) -> None:
         for way, bytes_ in count.items():
             if (bytes_ > 0) != (f"{way}:" in trial.kind.crosses[method]):
                 raise Violation(
-                    f"{method}: {bytes_} bytes go {way}, crosses says {trial.kind.crosses[method]!r}"
+                    f"{method}: {bytes_} bytes go {way}, crosses says "
+                    f"{trial.kind.crosses[method]!r}"
                 )
     last = [method for method in trial.heard.methods if method != "evaluate"][-1:]
     if last and last != list(trial.kind.crosses)[-1:]:
@@ -276,7 +278,10 @@ def resumes(trial: Trial) -> None:
         state, records = outcome(second)
         assert second.folder is not None
         second.folder.release()
-    reason = "resumed after round 1 (what a party remembers must be annotated on its class, with a default)"
+    reason = (
+        "resumed after round 1 (what a party remembers must be annotated on its class, with a "
+        "default)"
+    )
     _require_same((state, begun[1] + records), trial.straight, reason)
 
 

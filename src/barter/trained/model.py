@@ -47,14 +47,14 @@ class TrainedModel:
                 may lack C.
 
         Raises:
-            ConfigError: The images are of another type, scale or number of channels, or their layout
-                is ambiguous.
+            ConfigError: The images are of another type, scale or number of channels, or their
+                layout is ambiguous.
         """
         return prepared(to_pixels(images, self.spec), self.spec, Augment())
 
     @torch.no_grad()
     def __call__(self, images: Tensor | NDArray[Any]) -> Tensor:
-        """Return the logits (N, classes) of images as `prepare` takes them; N is 1 for a single image.
+        """Return the logits (N, classes) of images that `prepare` accepts; N is 1 for one image.
 
         >>> import torch
         >>> from barter.core.images import Spec
@@ -66,7 +66,7 @@ class TrainedModel:
         >>> logits = trained(images)
         >>> torch.allclose(trained(images / 255), logits, atol=1e-4)  # floats in 0..1
         True
-        >>> torch.equal(trained(images.permute(0, 2, 3, 1).numpy()), logits)  # an array, channels last
+        >>> torch.equal(trained(images.permute(0, 2, 3, 1).numpy()), logits)  # channels last
         True
         >>> trained(images[0]).shape
         torch.Size([1, 10])
@@ -132,7 +132,8 @@ def _restore(
     clients = state["clients"]
     if client is None and "model" not in state["server"]:
         raise ConfigError(
-            f"{run}: {type(config.algorithm).__name__}'s server has no model of its own: name a client"
+            f"{run}: {type(config.algorithm).__name__}'s server has no model of its own: name a "
+            "client"
         )
     if client is not None and client not in names:
         raise ConfigError(f"client {client}: {run} has clients 0 to {max(names)}")
@@ -186,7 +187,8 @@ def judged(
     first = networks[0]
     if dataset.x_test.shape[1] != first.spec.channels:
         raise ConfigError(
-            f"{dataset.name}: images of {dataset.x_test.shape[1]} channels for {first.spec.channels}"
+            f"{dataset.name}: images of {dataset.x_test.shape[1]} channels for "
+            f"{first.spec.channels}"
         )
     x, y = dataset.x_test, dataset.y_test
     if new and dataset.held_out:
@@ -205,5 +207,6 @@ def _class_indices(dataset: Dataset, classes: Sequence[str]) -> Tensor:
         return torch.arange(len(dataset.classes))
     raise ConfigError(
         f"{dataset.name} has classes that the run does not know: {', '.join(unknown[:4])}"
-        f"{', ...' * (len(unknown) > 4)}; it knows {', '.join(classes[:4])}{', ...' * (len(classes) > 4)}"
+        f"{', ...' * (len(unknown) > 4)}; it knows "
+        f"{', '.join(classes[:4])}{', ...' * (len(classes) > 4)}"
     )

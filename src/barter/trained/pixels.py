@@ -60,7 +60,8 @@ def _to_full_scale(pixels: Tensor) -> Tensor:
         raise ConfigError("images hold values that are not finite: give floats in 0..1, or uint8")
     if low < -TOLERANCE or high > 1 + TOLERANCE:
         raise ConfigError(
-            f"images are floats from {low:.4g} to {high:.4g}: give floats in 0..1, or uint8 in 0..255; "
+            f"images are floats from {low:.4g} to {high:.4g}: give floats in 0..1, or uint8 in "
+            "0..255; "
             "they are normalised here"
         )
     return pixels * 255
