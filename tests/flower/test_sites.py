@@ -118,6 +118,7 @@ def test_hello_survives_the_wire() -> None:
         {"examples": 10**15},
         {"name": 7},
         {"share": -1},
+        {"share": "x"},
         {"classes": [1]},
     ],
 )

@@ -140,13 +140,14 @@ class Hello:
         """Return whether all fields have the types and ranges that they must have."""
         spec = self.spec
         counts = [spec.channels, spec.height, spec.width, spec.classes, self.examples]
-        if self.share is not None:
+        if type(self.share) is int:
             counts.append(self.share + 1)
         texts = (self.name, self.architecture, *self.classes)
         return (
             all(type(n) is int and 0 < n < 2**40 for n in counts)
             and all(type(text) is str for text in texts)
             and type(self.careful) is bool
+            and (self.share is None or type(self.share) is int)
             and len(spec.mean) == len(spec.std) == spec.channels
             and all(type(x) is float and math.isfinite(x) for x in (*spec.mean, *spec.std))
         )

@@ -144,8 +144,8 @@ def learning(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.
                 marker={"size": 5},
             )
         level = sum(known.values()) / len(known)
-        accuracies = [value for r in tested for value in r.values(metric).values()]
-        lowest = all(level <= value for value in accuracies)  # Then the label is above the line.
+        measured = [value for r in tested for value in r.values(metric).values()]
+        lowest = all(level <= value for value in measured)  # Then the label is above the line.
         label = {
             "text": f"local only {level:.1%}" + (f", {_clients(len(known))}" if fewer else ""),
             "textposition": "end",

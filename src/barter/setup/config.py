@@ -185,11 +185,11 @@ def _named(
             f"{name!r}: what follows {known}: is a field with its value, such as {known}:{rest}=1"
         )
     kind = imported(name, what)
-    if isinstance(kind, type) and issubclass(kind, base):
-        implemented = getattr(kind, method) is not getattr(base, method)
-        if implemented:
-            return kind
-    raise ConfigError(f"{name} is no {base.__name__} with a {method} of its own")
+    inherits = isinstance(kind, type) and issubclass(kind, base)
+    if not inherits or getattr(kind, method) is getattr(base, method):
+        raise ConfigError(f"{name} is no {base.__name__} with a {method} of its own")
+    found: type[T] = kind
+    return found
 
 
 def resolve(tree: Mapping[str, Any]) -> Config:
