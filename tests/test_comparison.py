@@ -472,7 +472,7 @@ def test_from_the_command_line_to_tables_and_curves(
     assert "accuracy above local [/big]" in " ".join(capsys.readouterr().out.split())
     assert "_under" in (tmp_path / "c-odd" / "curves.svg").read_text()
     assert main(["compare", out, "--seeds", "0"]) == 2
-    assert "give the command that began it" in capsys.readouterr().err
+    assert "repeat the command that began it" in capsys.readouterr().err
     assert main(["compare", str(tmp_path / "nowhere")]) == 2
     assert main(["compare"]) == 2
     assert "nothing to compare" in capsys.readouterr().err
