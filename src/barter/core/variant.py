@@ -84,7 +84,7 @@ def describe_variant(algorithm: Algorithm[Any, Any]) -> str:
 
 
 def _changed(algorithm: Algorithm[Any, Any]) -> bool:
-    """Whether any field has another value than its default."""
+    """Return whether any field has another value than its default."""
     return any(
         getattr(algorithm, field.name) != field.default
         for field in dataclasses.fields(algorithm)
