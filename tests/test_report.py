@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import importlib
 import io
 import json
 import re
@@ -650,7 +651,8 @@ def test_a_live_page_does_not_wait_for_the_data(
         first.append((run / "report.html").read_text())
         raise ConfigError("no such data")
 
-    monkeypatch.setattr("barter.report.run.make_task", slow)
+    # Not by its dotted name: other tests load the package anew.
+    monkeypatch.setattr(importlib.import_module("barter.report.run"), "make_task", slow)
 
     def last_rounds(_: float) -> None:
         go_on(run, record(2, 2), record(3, 2))
