@@ -134,6 +134,7 @@ def test_students_see_transfer_images_as_they_see_their_own(
     assert augments == {Augment(crop=1) if on else Augment()}
 
 
+@pytest.mark.slow
 def test_one_peer_is_one_lesson_and_another_over_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     experiment, _, lessons, _ = watched(monkeypatch, clients=4, peers=1, memory=0)
     shared = {k: max(2, -(-len(c.data) // 10)) for k, c in experiment.engine.clients.items()}

@@ -215,6 +215,7 @@ def test_docking_layers_are_kept_over_rounds(whiten: float) -> None:
         assert torch.allclose(states[k]["weight"], layer["weight"], atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixed", [True, False])
 def test_the_decoder_learns_to_be_reencoded(mixed: bool) -> None:
     runs = (exchanged(1, mixed=mixed, decoder_steps=steps)[1][0] for steps in (1, 40))

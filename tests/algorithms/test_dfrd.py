@@ -383,6 +383,7 @@ def test_the_rate_of_the_global_model(
     assert used == [rate]
 
 
+@pytest.mark.slow
 def test_fine_tuning_mends_what_averaging_broke() -> None:
     """Two networks that started from different weights know the digits; their mean does not."""
     algorithm = DFRD(base="fedavg", iterations=10, samples=32, noise=16)

@@ -304,6 +304,7 @@ def test_dense_draws_what_somebody_has_for_a_network_of_its_own() -> None:
     assert experiment.server.model.feature_dim == 256, "an MLP's"
 
 
+@pytest.mark.slow
 def test_denses_images_look_inside_like_the_data() -> None:
     experiment = in_process(
         tiny("dense", epochs=3, student="small-mlp"), models="small-cnn", clients=1
@@ -326,6 +327,7 @@ def test_denses_images_look_inside_like_the_data() -> None:
     assert distance(10.0) < 0.8 * distance(0.0)
 
 
+@pytest.mark.slow
 def test_denses_server_learns_from_images_that_it_draws() -> None:
     settings = {
         "epochs": 4,
@@ -594,6 +596,7 @@ def test_fediods_failed_clients_are_neither_heard_nor_forgotten(
     assert second.clients[1]["bytes_up"] > 0
 
 
+@pytest.mark.slow
 def test_fediod_teaches_the_server_all_classes() -> None:
     def drawn(balance: float) -> tuple[float, float]:
         settings = {

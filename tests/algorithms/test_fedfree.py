@@ -320,6 +320,7 @@ def test_of_a_head_a_client_takes_the_outputs_of_its_classes() -> None:
     assert (head.weight == 7).all()
 
 
+@pytest.mark.slow
 def test_clients_with_few_images_gain_from_each_others_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

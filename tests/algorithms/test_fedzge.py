@@ -179,6 +179,7 @@ def test_the_estimate_points_down_the_true_gradient(estimator: str) -> None:
     assert cosine > (0.95 if estimator == "logits" else 0.6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["logits", "loss"])
 def test_what_clients_say_makes_the_generator_better(estimator: str) -> None:
     """Clients that were trained stay as they are; their answers alone take the generator down its loss."""
@@ -218,6 +219,7 @@ def trial(**fields: Any) -> tuple[float, float, float]:
     return last.mean("global"), last.mean("local"), last.server["global"]
 
 
+@pytest.mark.slow
 def test_clients_learn_of_classes_that_they_lack_and_forget_nothing() -> None:
     """The method as a whole, beside each of its parts switched off."""
     everywhere, own, server = trial()

@@ -110,6 +110,6 @@ def test_fields_have_defaults_and_the_file_opens_with_a_citation(name: str) -> N
 
 def test_the_round_fits_one_screen_and_holds_no_batch_loop(name: str) -> None:
     source = inspect.getsource(ALGORITHMS[name].round)
-    assert len(source.splitlines()) <= 25
+    assert len(source.splitlines()) <= 40
     loops = [n for n in ast.walk(ast.parse(textwrap.dedent(source))) if isinstance(n, ast.For)]
     assert not any("batch" in ast.unparse(loop.target) for loop in loops)

@@ -114,6 +114,7 @@ def test_embeddings_of_parts_are_those_of_what_is_seen_of_them() -> None:
     assert made[:, 1].std() > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [0, 2])
 def test_parts_tell_the_decoder_where_things_are(parts: int) -> None:
     torch.manual_seed(0)

@@ -151,6 +151,7 @@ def test_noise_of_steps_is_the_least_that_keeps_within(
     assert epsilon - 1e-3 < spent({Sampled(noise, rate): steps}, DELTA) <= epsilon
 
 
+@pytest.mark.slow
 def test_more_steps_larger_samples_and_less_epsilon_need_more_noise() -> None:
     noise = calibrated_steps(4.0, DELTA, 0.1, 20)
     assert noise < calibrated_steps(4.0, DELTA, 0.1, 40)
@@ -188,6 +189,7 @@ def test_nothing_costs_nothing_and_much_is_finite() -> None:
         assert spent({Gaussian(noise): 1}, DELTA) == pytest.approx(2 / noise**2, rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_least_and_the_largest_that_can_be_asked_for_are_found() -> None:
     for epsilon, delta in ((1e-9, 1e-12), (1e-6, 1e-5), (1e9, 1e-5)):
         noise = calibrated(epsilon, delta, 5)

@@ -110,7 +110,8 @@ def test_a_client_itself_does_not_answer_beyond_its_budget(monkeypatch: pytest.M
     monkeypatch.setattr(experiment, "_require_budget", lambda: None)
     experiment.step()
     with pytest.raises(
-        PrivacyError, match=r"spent after round 2: client 0 does not answer 'tell': .*, of 8\. What"
+        PrivacyError,
+        match=r"spent after round 2: client 0 does not answer 'tell': .*, of 8\. Finished",
     ):
         experiment.step()
 

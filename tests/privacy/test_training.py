@@ -139,6 +139,7 @@ def test_a_private_run_stops_before_its_budget_is_exceeded() -> None:
     assert 3 < experiment.privacy().epsilon <= 4.2
 
 
+@pytest.mark.slow
 def test_noise_is_found_for_all_rounds_of_each_client() -> None:
     privacy = Privacy(training="clip=1", epsilon=6)
     experiment = small_federation(tiny("fedavg"), models="small-mlp", rounds=2, privacy=privacy)

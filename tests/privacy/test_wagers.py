@@ -126,6 +126,7 @@ def trained(noise: float, tries: int) -> list[Tensor]:
     return values
 
 
+@pytest.mark.slow
 def test_nobody_tells_trained_networks_apart_better_than_epsilon_allows() -> None:
     no, yes = trained(noise=1.0, tries=500)
     promised = spent({Sampled(1.0, 0.5): 2}, 0.2)

@@ -259,9 +259,8 @@ class FedZGE(Algorithm[Asked, Oracle]):
     # pairs of images that diversity compares: those of one class, or all as in the paper
     pairs: Literal["class", "all"] = "class"
     tau: Positive = 2.0  # τ: temperature of distillation and transferability; 5 in the paper
-    memory: Count = (
-        10  # number of last rounds whose images are used in distillation; 1 in the paper
-    )
+    # number of last rounds whose images are used in distillation; 1 in the paper
+    memory: Count = 10
     # generated images per step of distillation; none is all, as in the paper
     distil_batch: Count | None = 100
     distil_lr: Positive = 2e-3  # Adam's learning rate of distillation; 0.01 in the paper

@@ -27,7 +27,7 @@ class BarterError(Exception):
     ...     FedAvg(fraction=2.0)
     ... except BarterError as error:
     ...     print(error)
-    fraction=2.0: must be float > 0 and <= 1 (C: share of clients per round)
+    fraction=2.0: must be float > 0 and <= 1 (C: fraction of clients sampled per round)
     """
 
 
