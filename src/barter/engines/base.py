@@ -18,10 +18,12 @@ import torch
 from barter.compute import lanes
 from barter.core import seeds
 from barter.core.algorithm import Algorithm
-from barter.core.answers import Known, require, shapes_of
+from barter.core.answers import Known, Magnitude, shapes_of, validate
 from barter.core.clients import Failure, Replies
+from barter.core.errors import PayloadError
 from barter.core.metrics import Evaluation
 from barter.core.nodes import Monitor, Server, Silence
+from barter.core.outliers import find_outliers
 from barter.core.payload import Payload, leaves, mapped
 from barter.core.wire import Wire
 from barter.privacy.parts import crossed
@@ -65,6 +67,8 @@ class BaseEngine:
         self.server: Server | None = None  # None in the engine of a single site.
         self._capped: set[int] = set()  # Clients whose claimed image count was capped.
         self._known: dict[int, Known] = {}
+        # Client -> magnitudes of the tensors in its answer to the current call.
+        self._magnitudes: dict[int, list[Magnitude]] = {}
         # Lane -> fraction of its current call whose progress has not been reported yet.
         self._credit: dict[int, float] = {}
 
@@ -152,10 +156,20 @@ class BaseEngine:
             )
             if client in server.architectures:
                 network = server.architectures[client]()
-                weights = shapes_of(self.algorithm.outgoing(network))
+                outgoing = self.algorithm.outgoing(network)
+                weights = shapes_of(outgoing)
+                initial = {
+                    name: (float(value.abs().amax()), float(value.double().square().mean().sqrt()))
+                    for name, value in outgoing.items()
+                    if value.is_floating_point() and value.numel()
+                }
                 parameters |= {name for name, _ in network.named_parameters()}
                 known = replace(
-                    known, features=network.feature_dim, weights=weights, parameters=parameters
+                    known,
+                    features=network.feature_dim,
+                    weights=weights,
+                    parameters=parameters,
+                    initial=initial,
                 )
             self._known[client] = known
         return self._known[client]
@@ -184,9 +198,37 @@ class BaseEngine:
         server that receives it.
         """
         if self.server is not None:
-            claims = require(answer, self.algorithm, method, sent, self.known(self.server, client))
-            answer = self.believed(answer, method, client, claims)
+            valid = validate(answer, self.algorithm, method, sent, self.known(self.server, client))
+            self._magnitudes[client] = valid.magnitudes
+            answer = self.believed(answer, method, client, valid.claims)
         return self.wire.carry(answer, method, client, "up")
+
+    def drop_outliers(
+        self, method: str, answers: dict[int, Any], args: Mapping[int, tuple[Any, ...]]
+    ) -> dict[int, Failure]:
+        """Remove answers that are far larger than the others' from the answers of a call.
+
+        Args:
+            method: The remote method.
+            answers: The answers by client, which are modified.
+            args: Client -> its arguments.
+
+        Returns:
+            The failures of the clients whose answers were removed.
+        """
+        server = self.server
+        magnitudes = {k: self._magnitudes[k] for k in sorted(answers) if k in self._magnitudes}
+        self._magnitudes.clear()
+        if server is None:
+            return {}
+        found = find_outliers(
+            magnitudes, lambda k: self.known(server, k).initial, lambda k: args[k]
+        )
+        failures = {}
+        for k, reason in found.items():
+            del answers[k]
+            failures[k] = self.failure(k, method, PayloadError(reason))
+        return failures
 
     def note(self, client: int, parts: Iterable[str]) -> None:
         """Count one more release of these parts by a client."""
