@@ -46,7 +46,7 @@ from barter.core.contracts import (
 )
 from barter.core.errors import PayloadError
 from barter.core.images import Spec
-from barter.core.payload import Payload, leaves, nbytes, numbers
+from barter.core.payload import Payload, State, leaves, nbytes, numbers
 
 __all__ = [
     "WORD",
@@ -174,7 +174,10 @@ class Valid:
     """An answer that matches its contract."""
 
     claims: set[str]  # Paths where the client claims a number of images.
-    magnitudes: list[Magnitude]  # Of all float tensors that must be finite and are not empty.
+    # Of all float tensors that must be finite and are not empty.
+    magnitudes: list[Magnitude] = field(default_factory=list)
+    # The states in the answer that are all weights of the client's network.
+    networks: list[State] = field(default_factory=list)
 
 
 def validate(
@@ -199,7 +202,8 @@ def validate(
     list(leaves(answer, method))  # Raises with the path if the answer is not a payload.
     checker.match(answer, returned, method, sizes)
     magnitudes = checker.check_ranges()
-    return Valid({found.path for found in checker.ranges if found.claim}, magnitudes)
+    claims = {found.path for found in checker.ranges if found.claim}
+    return Valid(claims, magnitudes, checker.networks)
 
 
 def most_bytes(algorithm: object, method: str, sent: tuple[Any, ...], known: Known) -> int | None:
@@ -275,6 +279,7 @@ class _Checker:
         self.finite = method not in getattr(algorithm, "may_be_infinite", ())
         self.ranges: list[Range] = []
         self.floats: list[tuple[str, str, Kind, Tensor]] = []  # path, group, kind, tensor
+        self.networks: list[State] = []
 
     def resolve(self, size: Size, sizes: Mapping[str, int]) -> int | None:
         """Return a size as a number; None if its name has not occurred yet."""
@@ -381,6 +386,7 @@ class _Checker:
         sizes_before = dict(sizes.maps[0])
         ranges_before = len(self.ranges)
         floats_before = len(self.floats)
+        networks_before = len(self.networks)
         for i, kind in enumerate(kinds):
             try:
                 return self.match(tree, kind, path, sizes)
@@ -390,6 +396,7 @@ class _Checker:
                 # Forget the sizes and ranges of the member that did not fit.
                 del self.ranges[ranges_before:]
                 del self.floats[floats_before:]
+                del self.networks[networks_before:]
                 sizes.maps[0] = dict(sizes_before)
         return None
 
@@ -443,6 +450,8 @@ class _Checker:
                 f"{_list_some(odd) or 'all'} unexpected or missing"
                 f"{'' if marked else OTHER_STATES}"
             )
+        if network and entries is None and weights == Weights():
+            self.networks.append(tree)
         for key, value in tree.items():
             at = f"{path}.{key}"
             if entries is not None:

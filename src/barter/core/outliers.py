@@ -9,6 +9,10 @@ are also bounded relative to what is usual:
 - Statistics of normalisation: tensor by tensor, by the same.
 - Other values (logits, prototypes, gradients): by the other clients' values in the same place.
 
+Numbers alone do not tell what a network computes: with variances of zero, a deep network of usual
+weights multiplies its inputs beyond all numbers. Where the server runs uploaded networks, the
+logits of each for the same random images are compared too.
+
 References are medians, which a minority of the clients cannot move. Limits are wide, because honest
 clients differ in networks, data and training: a confident network's logits are a hundred times
 those of a network that has hardly been trained.
@@ -26,9 +30,11 @@ import torch
 from torch import Tensor
 
 from barter.core.answers import Kind, Magnitude
-from barter.core.payload import Payload, leaves
+from barter.core.images import Spec
+from barter.core.model import Classifier
+from barter.core.payload import Payload, State, leaves
 
-__all__ = ["find_outliers"]
+__all__ = ["find_large_logits", "find_outliers", "probe"]
 
 # An answer may be this many times as large as its reference.
 TIMES = 100.0
@@ -36,6 +42,10 @@ TIMES = 100.0
 TIMES_ALONE = 1000.0
 # Values and statistics below it are never too large: activations and logits are of this order.
 USUAL = 1.0
+# The same for logits of random images, which differ more between networks.
+LOGIT_TIMES = 1000.0
+USUAL_LOGIT = 10.0
+PROBES = 8  # Number of random images.
 # Indices of lists and integer keys of dicts, which may differ between clients.
 INDEX = re.compile(r"\[\d+\]|\.\d+(?=[.\[]|$)")
 
@@ -77,6 +87,42 @@ def find_outliers(
             reason = table.excess(others, initial(k), _sizes_by_name(received(k)))
             if reason:
                 found[k] = reason
+    return found
+
+
+@torch.no_grad()
+def probe(network: Classifier, weights: State, spec: Spec) -> Tensor:
+    """Return the largest absolute logit of a network with these weights for random images.
+
+    Args:
+        network: A network of the same architecture, whose weights are replaced.
+        weights: The weights.
+        spec: The input format.
+    """
+    network.load_state_dict(weights)
+    device = next(iter(weights.values())).device
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(PROBES, *spec.shape, generator=generator).to(device)
+    return network.eval()(images).float().abs().amax()
+
+
+def find_large_logits(peaks: Mapping[int, float]) -> dict[int, str]:
+    """Return the clients whose network's logits are far larger than the others', and why.
+
+    Args:
+        peaks: Client -> the largest absolute logit that `probe` found.
+    """
+    found: dict[int, str] = {}
+    for k, peak in peaks.items():
+        finite = [other for j, other in peaks.items() if j != k and math.isfinite(other)]
+        reference = max(USUAL_LOGIT, statistics.median_low(finite) if finite else 0.0)
+        usual = f"; at most {LOGIT_TIMES:g} times {reference:.3g} are accepted"
+        if not math.isfinite(peak) and (finite or len(peaks) == 1):
+            found[k] = f"the uploaded network computes NaN or infinity for random images{usual}"
+        elif finite and peak > LOGIT_TIMES * reference:
+            found[k] = (
+                f"the uploaded network's largest logit for random images is {peak:.3g}{usual}"
+            )
     return found
 
 

@@ -18,13 +18,14 @@ import torch
 from barter.compute import lanes
 from barter.core import seeds
 from barter.core.algorithm import Algorithm
-from barter.core.answers import Known, Magnitude, shapes_of, validate
+from barter.core.answers import Known, Valid, shapes_of, validate
 from barter.core.clients import Failure, Replies
 from barter.core.errors import PayloadError
 from barter.core.metrics import Evaluation
+from barter.core.model import Classifier
 from barter.core.nodes import Monitor, Server, Silence
-from barter.core.outliers import find_outliers
-from barter.core.payload import Payload, leaves, mapped
+from barter.core.outliers import find_large_logits, find_outliers, probe
+from barter.core.payload import Payload, leaves, mapped, numbers
 from barter.core.wire import Wire
 from barter.privacy.parts import crossed
 from barter.privacy.side_information import RESULTS, measured
@@ -67,8 +68,10 @@ class BaseEngine:
         self.server: Server | None = None  # None in the engine of a single site.
         self._capped: set[int] = set()  # Clients whose claimed image count was capped.
         self._known: dict[int, Known] = {}
-        # Client -> magnitudes of the tensors in its answer to the current call.
-        self._magnitudes: dict[int, list[Magnitude]] = {}
+        # Client -> its answer to the current call, as its contract knows it.
+        self._valid: dict[int, Valid] = {}
+        # Architecture and width budget -> a network in which uploaded weights are tried out.
+        self._networks: dict[tuple[str, int], Classifier] = {}
         # Lane -> fraction of its current call whose progress has not been reported yet.
         self._credit: dict[int, float] = {}
 
@@ -199,14 +202,14 @@ class BaseEngine:
         """
         if self.server is not None:
             valid = validate(answer, self.algorithm, method, sent, self.known(self.server, client))
-            self._magnitudes[client] = valid.magnitudes
+            self._valid[client] = valid
             answer = self.believed(answer, method, client, valid.claims)
         return self.wire.carry(answer, method, client, "up")
 
     def drop_outliers(
         self, method: str, answers: dict[int, Any], args: Mapping[int, tuple[Any, ...]]
     ) -> dict[int, Failure]:
-        """Remove answers that are far larger than the others' from the answers of a call.
+        """Remove answers from a call that are far larger than the others'.
 
         Args:
             method: The remote method.
@@ -217,18 +220,37 @@ class BaseEngine:
             The failures of the clients whose answers were removed.
         """
         server = self.server
-        magnitudes = {k: self._magnitudes[k] for k in sorted(answers) if k in self._magnitudes}
-        self._magnitudes.clear()
+        valid = {k: self._valid[k] for k in sorted(answers) if k in self._valid}
+        self._valid = {}
         if server is None:
             return {}
         found = find_outliers(
-            magnitudes, lambda k: self.known(server, k).initial, lambda k: args[k]
+            {k: answer.magnitudes for k, answer in valid.items()},
+            lambda k: self.known(server, k).initial,
+            lambda k: args[k],
         )
+        if self.algorithm.replicas:
+            rest = {k: answer for k, answer in valid.items() if k not in found}
+            found |= find_large_logits(self._probe(server, rest))
         failures = {}
         for k, reason in found.items():
             del answers[k]
             failures[k] = self.failure(k, method, PayloadError(reason))
         return failures
+
+    def _probe(self, server: Server, answers: Mapping[int, Valid]) -> dict[int, float]:
+        """Return the largest logit of each uploaded network for random images."""
+        peaks: dict[int, torch.Tensor] = {}
+        for k, answer in answers.items():
+            for weights in answer.networks:
+                size = sum(value.numel() for value in weights.values())
+                key = (server.names.get(k, f"client {k}"), size)
+                if key not in self._networks:
+                    self._networks[key] = server.architectures[k]()
+                device = next(iter(weights.values())).device
+                network = self._networks[key].to(device)
+                peaks[k] = probe(network, weights, server.spec)
+        return dict(zip(peaks, numbers(list(peaks.values())), strict=True))
 
     def note(self, client: int, parts: Iterable[str]) -> None:
         """Count one more release of these parts by a client."""
