@@ -103,6 +103,8 @@ class Known:
     parameters: frozenset[str] = frozenset()  # Weights of both networks that are not buffers.
     # Largest absolute value and root mean square of each tensor of the client's initial weights.
     initial: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    # Smallest and largest number of the client's integer buffers that are tables, such as indices.
+    tables: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def network(self, whose: str, *, parameters_only: bool = False) -> Shapes:
         """Return the weights of a network, with or without buffers; empty if unknown.
@@ -474,9 +476,10 @@ class _Checker:
                 self.add_ranges(value, at, None, sizes, (path, of_network))
 
     def check_buffer(self, value: Tensor, name: str, path: str, sizes: Sizes) -> None:
-        """Note the range of a buffer of batch normalisation, which its name tells.
+        """Note the range of a buffer that is not any number.
 
-        A variance is not negative: with a negative one a network computes NaN.
+        A variance of batch normalisation is not negative: with a negative one a network computes
+        NaN. An index beyond those of the initial network may not exist.
         """
         if name in self.known.parameters or not value.numel():
             return
@@ -488,6 +491,11 @@ class _Checker:
             least, most = torch.aminmax(value.detach())
             self.ranges.append(Range(path, "minimum", least, 0, MOST_BATCHES, sizes))
             self.ranges.append(Range(path, "maximum", most, 0, MOST_BATCHES, sizes))
+        elif name in self.known.tables:
+            smallest, largest = self.known.tables[name]
+            least, most = torch.aminmax(value.detach())
+            self.ranges.append(Range(path, "minimum", least, smallest, largest, sizes))
+            self.ranges.append(Range(path, "maximum", most, smallest, largest, sizes))
 
     def max_bytes(self, hint: Any, sizes: Sizes) -> int | None:
         """Return the largest size in bytes of a value of this type; None if unbounded."""

@@ -20,7 +20,7 @@ from barter.core import seeds
 from barter.core.algorithm import Algorithm
 from barter.core.answers import Known, Valid, shapes_of, validate
 from barter.core.clients import Failure, Replies
-from barter.core.errors import PayloadError
+from barter.core.errors import PayloadError, in_short
 from barter.core.metrics import Evaluation
 from barter.core.model import Classifier
 from barter.core.nodes import Monitor, Server, Silence
@@ -161,11 +161,17 @@ class BaseEngine:
                 network = server.architectures[client]()
                 outgoing = self.algorithm.outgoing(network)
                 weights = shapes_of(outgoing)
-                initial = {
-                    name: (float(value.abs().amax()), float(value.double().square().mean().sqrt()))
-                    for name, value in outgoing.items()
-                    if value.is_floating_point() and value.numel()
-                }
+                initial: dict[str, tuple[float, float]] = {}
+                tables: dict[str, tuple[int, int]] = {}
+                for name, value in outgoing.items():
+                    if value.is_floating_point() and value.numel():
+                        rms = value.double().square().mean().sqrt()
+                        initial[name] = (float(value.abs().amax()), float(rms))
+                    elif value.dtype == torch.int64 and value.numel() > 1:
+                        smallest, largest = int(value.amin()), int(value.amax())
+                        # Counters start from equal numbers and may grow.
+                        if smallest < largest:
+                            tables[name] = (smallest, largest)
                 parameters |= {name for name, _ in network.named_parameters()}
                 known = replace(
                     known,
@@ -173,6 +179,7 @@ class BaseEngine:
                     weights=weights,
                     parameters=parameters,
                     initial=initial,
+                    tables=tables,
                 )
             self._known[client] = known
         return self._known[client]
@@ -231,16 +238,17 @@ class BaseEngine:
         )
         if self.algorithm.replicas:
             rest = {k: answer for k, answer in valid.items() if k not in found}
-            found |= find_large_logits(self._probe(server, rest))
+            found |= self._find_unusable(server, rest)
         failures = {}
         for k, reason in found.items():
             del answers[k]
             failures[k] = self.failure(k, method, PayloadError(reason))
         return failures
 
-    def _probe(self, server: Server, answers: Mapping[int, Valid]) -> dict[int, float]:
-        """Return the largest logit of each uploaded network for random images."""
+    def _find_unusable(self, server: Server, answers: Mapping[int, Valid]) -> dict[int, str]:
+        """Return the clients whose uploaded network fails on random images, and why."""
         peaks: dict[int, torch.Tensor] = {}
+        errors: dict[int, str] = {}
         for k, answer in answers.items():
             for weights in answer.networks:
                 size = sum(value.numel() for value in weights.values())
@@ -249,8 +257,12 @@ class BaseEngine:
                     self._networks[key] = server.architectures[k]()
                 device = next(iter(weights.values())).device
                 network = self._networks[key].to(device)
-                peaks[k] = probe(network, weights, server.spec)
-        return dict(zip(peaks, numbers(list(peaks.values())), strict=True))
+                try:
+                    peaks[k] = probe(network, weights, server.spec)
+                except Exception as error:  # Weights may make a network fail in any way.
+                    errors[k] = f"the uploaded network fails on random images: {in_short(error)}"
+        large = find_large_logits(dict(zip(peaks, numbers(list(peaks.values())), strict=True)))
+        return errors | large
 
     def note(self, client: int, parts: Iterable[str]) -> None:
         """Count one more release of these parts by a client."""
