@@ -23,12 +23,13 @@ from barter.core.errors import (
     ClientError,
     ConfigError,
     PrivacyError,
+    StateError,
     in_short,
 )
 from barter.core.metrics import Evaluation
 from barter.core.nodes import Monitor, Silence, as_numbers
 from barter.core.params import BY_PYTHON
-from barter.core.payload import Payload
+from barter.core.payload import Payload, infinite_leaves
 from barter.core.record import Round
 from barter.data.partition import Partition
 from barter.data.task import Data
@@ -39,6 +40,7 @@ from barter.privacy import Privacy
 from barter.privacy.settings import Plan
 from barter.privacy.side_information import EPSILON
 from barter.privacy.statement import Statement, statement
+from barter.runs.collapse import AccuracyWatch
 from barter.runs.folder import (
     RunFolder,
     Which,
@@ -249,6 +251,7 @@ class Experiment:
         self.validation = federation.validation
         self.networks = federation.networks
         self.selection = Selection(self.config.patience)
+        self.accuracy_watch = AccuracyWatch(self._chance(federation))
         if federation.task is not None:
             self.task = federation.task
             self.architectures = list(federation.architectures)
@@ -272,6 +275,14 @@ class Experiment:
         if self.folder is not None and self.round:
             # The run may have been killed after its checkpoint and before its privacy statement.
             self.folder.state(self.privacy().to_json())
+
+    def _chance(self, federation: Federation) -> float:
+        """Return the accuracy on the test set of a model that always predicts the same class."""
+        classes = federation.server.spec.classes
+        if federation.test is None or not len(federation.test):
+            return 1 / classes
+        counts = torch.bincount(federation.test.labels.cpu(), minlength=classes)
+        return float(counts.max()) / len(federation.test)
 
     def rounds(self, n: int, *, progress: bool = True) -> Iterator[Round]:
         """Run until round n is done, and yield the record of each round.
@@ -303,6 +314,7 @@ class Experiment:
         Raises:
             CheckpointError: An error interrupted an earlier round of this experiment.
             PrivacyError: The clients' privacy budget does not allow another round.
+            StateError: The round left NaN or infinity in the server's state. It is not saved.
         """
         if self._unfinished:
             raise CheckpointError(
@@ -332,6 +344,8 @@ class Experiment:
             if isinstance(error, ClientError) and refusals:
                 reason = refusals[0].partition(f"{PrivacyError.__name__}: ")[2]
                 raise PrivacyError(self._budget_message(reason)) from None
+            if isinstance(error, ClientError):
+                _extend(error, self._way_back(errors))
             raise
         self._unfinished = False
         return record
@@ -381,8 +395,10 @@ class Experiment:
         self.engine.round = t
         with seeds.scope(self.config.seed, t, "server", device=self.device):
             self.algorithm.round(self.server, all_clients, t)
+        self._require_finite(t)
         record = self._record(t, all_clients, start)
         self.round = t
+        record = self._with_warnings(record)
         best = self.selection.best
         self.selection.add(record)
         self.stopped = self.selection.stop()
@@ -396,9 +412,63 @@ class Experiment:
             self._warn_without_validation()
         return record
 
+    def _require_finite(self, t: int) -> None:
+        """Raise if a round left NaN or infinity in the server's state, which must not be saved.
+
+        The next round would fail: a server does not send such numbers, and no later checkpoint
+        could be used either.
+        """
+        found = infinite_leaves(self.server.memory())
+        if not found:
+            return
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        message = (
+            f"round {t} left NaN or infinity in the server's state ({found[0]}{more}): it is not "
+            f"saved{self.engine.suspect()}"
+        )
+        if self.folder is not None and self.round:
+            message += f"; `barter resume {self.folder.path}` repeats round {t}"
+            message += self._earlier_round(", ", self.round)
+        raise StateError(message)
+
+    def _with_warnings(self, record: Round) -> Round:
+        """Return the record with a warning if the primary model has collapsed in this round."""
+        warning = self.accuracy_watch.add(record)
+        if not warning:
+            return record
+        warning += self.engine.suspect()
+        good = self.accuracy_watch.good
+        if self.folder is not None and good is not None:
+            warning += self._earlier_round("; ", good + 1)
+        return replace(record, warnings=[*record.warnings, warning])
+
+    def _earlier_round(self, before: str, than: int) -> str:
+        """Return the command that goes back to the last kept round before another; or nothing.
+
+        Sites of a run on Flower keep their own memory, which does not go back.
+        """
+        if self.folder is None or not isinstance(self.engine, LocalEngine):
+            return ""
+        earlier = [t for t in kept_rounds(self.folder.path) if t < than]
+        if not earlier:
+            return ""
+        return f"{before}`barter resume {self.folder.path} --round {earlier[-1]}` goes back"
+
+    def _way_back(self, errors: Sequence[str]) -> str:
+        """Return how to go back if several clients fail at what they received; or nothing.
+
+        One client's malformed answer is its own. If others' are extreme too, an earlier round has
+        probably spoilt what all clients start from.
+        """
+        extreme = [text for text in errors if "NaN or infinity" in text or "of its values" in text]
+        return self._earlier_round("; ", self.round) if len(extreme) > 1 else ""
+
     def _save(self, folder: RunFolder, former_best: int | None) -> None:
         """Write the finished round's checkpoint, and delete those that `keep_rounds` and `keep` allow."""
         keep = set(range(self.round - self.config.keep_rounds + 1, self.round))
+        # However many rounds follow a collapse, or are not evaluated: there is a way back.
+        if self.accuracy_watch.good is not None:
+            keep.add(self.accuracy_watch.good)
         until_saved = set[int]()
         if self.config.keep == "best" and self.selection.best is not None:
             keep.add(self.selection.best)
@@ -507,6 +577,7 @@ class Experiment:
         """Restore the early stop of a resumed run, or continue the run if the stop is overruled."""
         for record in folder.records():
             self.selection.add(record)
+            self.accuracy_watch.add(record)
         recorded = early_stop(folder.path)
         if recorded is not None and recorded.round > self.round:
             # The run was resumed from an earlier round: the stop belongs to dropped rounds.
@@ -586,3 +657,9 @@ class Experiment:
         for record in records:
             for k, metrics in record.clients.items():
                 self.engine.hear(k, metrics.get(EPSILON))
+
+
+def _extend(error: Exception, text: str) -> None:
+    """Append text to an error's message; its notes and traceback stay."""
+    if text:
+        error.args = (f"{error}{text}",)

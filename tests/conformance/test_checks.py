@@ -209,7 +209,8 @@ class Headless(Sound):
         (
             Poisons,
             "bears_a_liar",
-            "whose answer is .* to 'rows': state.server.model.* holds NaN or infinity",
+            "whose answer is .* to 'rows': round \\d+ left NaN or infinity in the server's state "
+            "\\(model",
         ),
         (Hides, "bears_a_liar", "whose answer is .* to 'rows': no failure of 'rows' is recorded"),
         (Silent, "is_documented", "mystery has no comment behind it"),

@@ -308,6 +308,9 @@ def _close(
     samples = [len(images) for images in task.train]
     screen(wide=True).print(closing_table(records, architectures, samples, classes))
     console = screen()
+    for record in records:
+        for warning in record.warnings:
+            console.print(f"round {record.round}: {warning}", style="yellow")
     for remark in algorithm.remarks(records):
         console.print(f"note: {remark}", style="yellow")
     _end(out)

@@ -12,6 +12,7 @@ __all__ = [
     "Interrupted",
     "PayloadError",
     "PrivacyError",
+    "StateError",
     "in_short",
     "install_command",
     "lacks_memory",
@@ -49,6 +50,10 @@ class CheckpointError(BarterError):
 
 class PrivacyError(BarterError):
     """A release that would exceed the privacy budget."""
+
+
+class StateError(BarterError):
+    """A round that left NaN or infinity in the server's state."""
 
 
 class Interrupted(BarterError):

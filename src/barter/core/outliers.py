@@ -34,7 +34,7 @@ from barter.core.images import Spec
 from barter.core.model import Classifier
 from barter.core.payload import Payload, State, leaves
 
-__all__ = ["find_large_logits", "find_outliers", "probe"]
+__all__ = ["Comparison", "compare_answers", "find_large_logits", "probe"]
 
 # An answer may be this many times as large as its reference.
 TIMES = 100.0
@@ -65,28 +65,59 @@ class _Size:
         return _Size(peak, max(size.rms for size in (self, *others)))
 
 
-def find_outliers(
+@dataclass(frozen=True)
+class Comparison:
+    """How a number of an answer compares with its reference."""
+
+    path: str
+    title: str  # what the number is
+    value: float
+    usual: float  # the reference
+    times: float  # the limit, as a multiple of the reference
+    whose: str  # the reference, in words
+
+    @property
+    def ratio(self) -> float:
+        return self.value / self.usual
+
+    @property
+    def is_excessive(self) -> bool:
+        return self.value > self.times * self.usual
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: its {self.title} is {self.value:.3g}, {self.ratio:.3g} times that "
+            f"{self.whose} ({self.usual:.3g})"
+        )
+
+
+def compare_answers(
     answers: Mapping[int, Sequence[Magnitude]],
     initial: Callable[[int], Initial],
     received: Callable[[int], Payload],
-) -> dict[int, str]:
-    """Return the clients whose answer is far larger than its references, and why.
+) -> dict[int, Comparison]:
+    """Compare each answer with its references.
 
     Args:
         answers: Client -> magnitudes of its answer's tensors.
         initial: Client -> peak and root mean square of its network's initial weights, by name;
             empty if the server does not know the network.
         received: Client -> the arguments that the client received.
+
+    Returns:
+        The comparison of each client that comes closest to its limit or exceeds it most. A client
+        without anything that could be compared is left out.
     """
-    found: dict[int, str] = {}
+    found: dict[int, Comparison] = {}
     tables = {k: _Table(magnitudes) for k, magnitudes in answers.items()}
     for k, table in tables.items():
         others = [other for j, other in tables.items() if j != k]
+        largest = table.compare(others, initial(k), {})
         # Received tensors are read only if the answer is too large for all other references.
-        if table.excess(others, initial(k), {}):
-            reason = table.excess(others, initial(k), _sizes_by_name(received(k)))
-            if reason:
-                found[k] = reason
+        if largest is not None and largest.is_excessive:
+            largest = table.compare(others, initial(k), _sizes_by_name(received(k)))
+        if largest is not None:
+            found[k] = largest
     return found
 
 
@@ -143,16 +174,17 @@ class _Table:
         self.members = members
         self.groups = {key: _joint_size(group) for key, group in members.items()}
 
-    def excess(
+    def compare(
         self, others: Sequence[_Table], initial: Initial, received: Mapping[str, _Size]
-    ) -> str:
-        """Describe what is too large in the answer; empty if nothing is.
+    ) -> Comparison | None:
+        """Return the comparison that comes closest to its limit; None if there is none.
 
         Args:
             others: The other clients' answers.
             initial: The client's initial weights.
             received: The sizes of tensors that the client received, by name.
         """
+        found_all: list[Comparison] = []
         usual_weights: dict[str, float] = {}
         for (place, kind), size in self.groups.items():
             same = [other.groups[place, kind] for other in others if (place, kind) in other.groups]
@@ -167,9 +199,7 @@ class _Table:
                 reference = reference.at_least(_Size(USUAL, USUAL))
             else:
                 continue
-            reason = _compare(place, size, reference, alone=not same)
-            if reason:
-                return reason
+            found_all += _compare(place, size, reference, alone=not same)
         for key, found in self.tensors.items():
             same = [_size(other.tensors[key]) for other in others if key in other.tensors]
             reference = _median(same).at_least(*_of(received, found.name))
@@ -180,27 +210,23 @@ class _Table:
             # A tensor may be zero at first, such as a bias: then the others of its network count.
             floor = USUAL if found.kind == "statistic" else usual_weights[found.group]
             reference = reference.at_least(_Size(floor, floor))
-            reason = _compare(found.path, _size(found), reference, alone=not same)
-            if reason:
-                return reason
-        return ""
+            found_all += _compare(found.path, _size(found), reference, alone=not same)
+        return max(found_all, key=lambda one: one.ratio / one.times, default=None)
 
 
-def _compare(path: str, size: _Size, reference: _Size, *, alone: bool) -> str:
-    """Describe how a size exceeds its reference; empty if it does not."""
+def _compare(path: str, size: _Size, reference: _Size, *, alone: bool) -> list[Comparison]:
+    """Compare both numbers of a size with its reference, as far as that is not zero."""
     times = TIMES_ALONE if alone else TIMES
+    whose = "of the initial or received weights" if alone else "of the other clients"
     pairs = (
         ("largest absolute value", size.peak, reference.peak),
         ("root mean square", size.rms, reference.rms),
     )
-    for title, value, usual in pairs:
-        if usual and value > times * usual:
-            whose = "of the initial or received weights" if alone else "of the other clients"
-            return (
-                f"{path}: its {title} is {value:.3g}, {value / usual:.3g} times that {whose} "
-                f"({usual:.3g}); at most {times:g} times are accepted"
-            )
-    return ""
+    return [
+        Comparison(path, title, value, usual, times, whose)
+        for title, value, usual in pairs
+        if usual > 0
+    ]
 
 
 def _size(found: Magnitude) -> _Size:

@@ -8,6 +8,7 @@ and `unpack` converts it back.
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -22,6 +23,7 @@ from barter.core.errors import PayloadError, in_short
 __all__ = [
     "Payload",
     "State",
+    "infinite_leaves",
     "isolate",
     "leaves",
     "mapped",
@@ -134,6 +136,24 @@ def numbers(values: Sequence[Tensor]) -> list[float]:
         stacks = [torch.stack([values[i] for i in group]).double() for group in on_device]
         floats |= zip(chain(*on_device), torch.cat(stacks).tolist(), strict=True)
     return [floats[i] for i in range(len(values))]
+
+
+def infinite_leaves(tree: Payload, path: str = "") -> list[str]:
+    """Return the paths of floats and float tensors that hold NaN or infinity."""
+    found: list[str] = []
+    paths: list[str] = []
+    extremes: list[Tensor] = []
+    for at, value in leaves(tree, path):
+        if isinstance(value, float) and not math.isfinite(value):
+            found.append(at)
+        elif isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+            # Minimum or maximum is not finite if any value is not.
+            paths += [at, at]
+            extremes += torch.aminmax(value.detach())
+    for at, number in zip(paths, numbers(extremes), strict=True):
+        if not math.isfinite(number):
+            found.append(at)
+    return list(dict.fromkeys(at.removeprefix(".") for at in found))
 
 
 def _isolate_leaf(value: Any, device: torch.device | None) -> Any:

@@ -32,6 +32,8 @@ class Round:
     # Clients that answered a call.
     participants: list[int] = dataclasses.field(default_factory=list)
     primary: Primary = "clients"  # The model whose accuracy is the method's headline.
+    # What a reader should know of the round, such as that the accuracy fell to chance.
+    warnings: list[str] = dataclasses.field(default_factory=list)
 
     def values(self, metric: str, clients: Collection[int] | None = None) -> dict[int, float]:
         """Return the value of a metric for each client that reports it.
@@ -132,5 +134,6 @@ class Round:
         return (
             all(isinstance(number, int | float) for number in numbers)
             and isinstance(self.failures, list)
+            and isinstance(self.warnings, list)
             and self.primary in ("server", "clients")
         )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import Literal, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
 
 from barter.core.errors import PayloadError
-from barter.core.payload import isolate, leaves, nbytes, numbers
+from barter.core.payload import infinite_leaves, isolate, nbytes
 
 __all__ = ["Direction", "Wire"]
 
@@ -78,20 +76,5 @@ class Wire:
 
 def _require_finite(tree: object, method: str) -> None:
     """Raise PayloadError if a payload holds NaN or infinity."""
-    plain_paths: list[str] = []
-    plain_values: list[float] = []
-    tensor_paths: list[str] = []
-    extremes: list[Tensor] = []
-    for path, value in leaves(tree, method):
-        if isinstance(value, float):
-            plain_paths.append(path)
-            plain_values.append(value)
-        elif isinstance(value, Tensor) and value.is_floating_point() and value.numel():
-            # Minimum or maximum is not finite if any value is not.
-            tensor_paths += [path, path]
-            extremes += torch.aminmax(value)
-    paths = plain_paths + tensor_paths
-    values = plain_values + numbers(extremes)
-    for path, value in zip(paths, values, strict=True):
-        if not math.isfinite(value):
-            raise PayloadError(f"{path} holds NaN or infinity, which {method!r} does not allow")
+    for path in infinite_leaves(tree, method):
+        raise PayloadError(f"{path} holds NaN or infinity, which {method!r} does not allow")

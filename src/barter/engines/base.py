@@ -24,7 +24,7 @@ from barter.core.errors import PayloadError, in_short
 from barter.core.metrics import Evaluation
 from barter.core.model import Classifier
 from barter.core.nodes import Monitor, Server, Silence
-from barter.core.outliers import find_large_logits, find_outliers, probe
+from barter.core.outliers import Comparison, compare_answers, find_large_logits, probe
 from barter.core.payload import Payload, leaves, mapped, numbers
 from barter.core.wire import Wire
 from barter.privacy.parts import crossed
@@ -33,6 +33,8 @@ from barter.privacy.side_information import RESULTS, measured
 __all__ = ["BaseEngine"]
 
 TIMES = 10  # A client's claimed image count is capped at this multiple of the median.
+# From this multiple of its reference on, an accepted answer is named if a round goes wrong.
+STANDS_OUT = 5.0
 log = logging.getLogger("barter")
 
 
@@ -70,6 +72,8 @@ class BaseEngine:
         self._known: dict[int, Known] = {}
         # Client -> its answer to the current call, as its contract knows it.
         self._valid: dict[int, Valid] = {}
+        # The accepted answer of this round that is largest in comparison: round, client, method.
+        self._largest: tuple[int, int, str, Comparison] | None = None
         # Architecture and width budget -> a network in which uploaded weights are tried out.
         self._networks: dict[tuple[str, int], Classifier] = {}
         # Lane -> fraction of its current call whose progress has not been reported yet.
@@ -231,11 +235,18 @@ class BaseEngine:
         self._valid = {}
         if server is None:
             return {}
-        found = find_outliers(
+        comparisons = compare_answers(
             {k: answer.magnitudes for k, answer in valid.items()},
             lambda k: self.known(server, k).initial,
             lambda k: args[k],
         )
+        found: dict[int, str] = {}
+        for k, comparison in comparisons.items():
+            if comparison.is_excessive:
+                limit = f"; at most {comparison.times:g} times are accepted"
+                found[k] = f"{comparison}{limit}"
+            else:
+                self._note_largest(k, method, comparison)
         if self.algorithm.replicas:
             rest = {k: answer for k, answer in valid.items() if k not in found}
             found |= self._find_unusable(server, rest)
@@ -244,6 +255,21 @@ class BaseEngine:
             del answers[k]
             failures[k] = self.failure(k, method, PayloadError(reason))
         return failures
+
+    def _note_largest(self, client: int, method: str, comparison: Comparison) -> None:
+        """Remember an accepted answer if none of this round is larger in comparison."""
+        largest = self._largest
+        if largest is None or largest[0] != self.round or comparison.ratio > largest[3].ratio:
+            self._largest = (self.round, client, method, comparison)
+
+    def suspect(self) -> str:
+        """Describe the accepted answer of this round that stands out, for messages; or nothing."""
+        if self._largest is None:
+            return ""
+        round, client, method, comparison = self._largest
+        if round != self.round or comparison.ratio < STANDS_OUT:
+            return ""
+        return f"; the answer that stands out is client {client}'s to {method!r}: {comparison}"
 
     def _find_unusable(self, server: Server, answers: Mapping[int, Valid]) -> dict[int, str]:
         """Return the clients whose uploaded network fails on random images, and why."""

@@ -125,7 +125,10 @@ class ComparisonReport:
             [f"{name}, seed {seed}", remark]
             for name, runs in results.items()
             for seed, rounds in runs.items()
-            for remark in configs[name].algorithm.remarks(rounds)
+            for remark in [
+                *(f"round {r.round}: {warning}" for r in rounds for warning in r.warnings),
+                *configs[name].algorithm.remarks(rounds),
+            ]
         ]
         unfinished = [text(f"Not finished: {'; '.join(missing)}.")] if missing else []
         return [

@@ -166,7 +166,9 @@ class RunReport:
             chart(f"Accuracy by client, {TESTS[key]}", charts.gains(rounds, key, self.names))
             for key in tests
         ]
-        remarks = [] if live else [text(remark) for remark in self.config.algorithm.remarks(rounds)]
+        remarks = [text(f"Round {r.round}: {warning}.") for r in rounds for warning in r.warnings]
+        if not live:
+            remarks += [text(remark) for remark in self.config.algorithm.remarks(rounds)]
         missing = "" if tests else "the clients report no accuracy."
         return [
             Section("Remarks", remarks),

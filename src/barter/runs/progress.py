@@ -85,10 +85,12 @@ class Watcher(Monitor):
         self._started = time.monotonic()
 
     def finish(self, record: Round) -> None:
-        """Print a finished round and its failures."""
+        """Print a finished round, its failures and its warnings."""
         self.console.print(self.line(record))
         for failure in record.failures:
             self.console.print(f"  {failure}")
+        for warning in record.warnings:
+            self.console.print(f"  {warning}", style="yellow")
         if self.tell is not None:
             self.tell(record)
         self.round = record.round + 1

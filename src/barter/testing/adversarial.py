@@ -19,7 +19,7 @@ __all__ = ["ATTACKS", "Liar", "lies"]
 
 EVALUATE = Algorithm.evaluate.__name__
 FEW = 3  # number of entries of a dict or a list that are modified
-MOST_ACCEPTED = 3  # number of malformed answers that a contract accepts and that are sent
+MOST_ACCEPTED = 8  # number of malformed answers that a contract accepts and that are sent
 Lie: TypeAlias = tuple[str, Payload]  # description of a malformed answer, and the answer
 # (correct answer, the client's answer of an earlier round) -> an extreme answer of the same form;
 # the correct one if it has nothing that could be extreme.
@@ -240,8 +240,6 @@ class Liar:
         rejected: list[str] = []
         if answer is not None:
             for description, malformed in lies(answer):
-                if len(rejected) and len(accepted) >= MOST_ACCEPTED:
-                    break
                 passes = self.check(malformed, method, sent) is not None
                 (accepted if passes else rejected).append(description)
         attacks = []
