@@ -177,8 +177,8 @@ class DENSE(Algorithm[Archive]):
         return self.student
 
     def round(self, server: Archive, clients: Clients, t: int) -> None:
-        new = [k for k in clients.sample(self.fraction) if k not in server.teachers]
-        server.teachers = {**server.teachers, **clients.only(new).run(self.learn)}
+        new = clients.sample(self.fraction).run_missing(self.learn, server.teachers)
+        server.teachers = {**server.teachers, **new}
         weights = {k: teacher["weights"] for k, teacher in server.teachers.items()}
         ensemble = assembled(server, weights)
         counts = torch.stack([teacher["counts"] for teacher in server.teachers.values()])

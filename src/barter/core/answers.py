@@ -178,8 +178,8 @@ class Valid:
     claims: set[str]  # Paths where the client claims a number of images.
     # Of all float tensors that must be finite and are not empty.
     magnitudes: list[Magnitude] = field(default_factory=list)
-    # The states in the answer that are all weights of the client's network.
-    networks: list[State] = field(default_factory=list)
+    # The states in the answer that are whole networks, and whose: the client's or the server's.
+    networks: list[tuple[str, State]] = field(default_factory=list)
 
 
 def validate(
@@ -281,7 +281,7 @@ class _Checker:
         self.finite = method not in getattr(algorithm, "may_be_infinite", ())
         self.ranges: list[Range] = []
         self.floats: list[tuple[str, str, Kind, Tensor]] = []  # path, group, kind, tensor
-        self.networks: list[State] = []
+        self.networks: list[tuple[str, State]] = []
 
     def resolve(self, size: Size, sizes: Mapping[str, int]) -> int | None:
         """Return a size as a number; None if its name has not occurred yet."""
@@ -452,8 +452,8 @@ class _Checker:
                 f"{_list_some(odd) or 'all'} unexpected or missing"
                 f"{'' if marked else OTHER_STATES}"
             )
-        if network and entries is None and weights == Weights():
-            self.networks.append(tree)
+        if network and entries is None and not weights.parameters_only:
+            self.networks.append((weights.of, tree))
         for key, value in tree.items():
             at = f"{path}.{key}"
             if entries is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
@@ -188,6 +188,22 @@ class Clients(Sequence[int]):
             )
         return self._ask(method, dict.fromkeys(self._ids, bound.args[1:]))
 
+    def run_missing(self, method: Callable[[C], R], answered: Collection[int]) -> Replies[R]:
+        """Run a method on the clients of the group that have not answered it in earlier rounds.
+
+        Earlier answers count towards `min_clients`, so that a client that fails again and again
+        does not stop a run that goes on without it.
+
+        Args:
+            method: A bound method of the algorithm that takes the client.
+            answered: The clients whose earlier answers are still used.
+
+        Raises:
+            ClientError: If fewer than `min_clients` clients have answered now or earlier.
+        """
+        missing = [k for k in self._ids if k not in answered]
+        return self._ask(method, dict.fromkeys(missing, ()), earlier=len(answered))
+
     def scatter(self, method: Callable[[C, T], R], payloads: Mapping[int, T]) -> Replies[R]:
         """Run a method on every client, each with its own payload.
 
@@ -219,8 +235,16 @@ class Clients(Sequence[int]):
         self._require_enough(method.__name__, len(self), failures)
         return payload
 
-    def _ask(self, method: Callable[..., R], args: Mapping[int, tuple[Any, ...]]) -> Replies[R]:
-        """Call the engine, record who took part, and check that enough clients answered."""
+    def _ask(
+        self, method: Callable[..., R], args: Mapping[int, tuple[Any, ...]], earlier: int = 0
+    ) -> Replies[R]:
+        """Call the engine, record who took part, and check that enough clients answered.
+
+        Args:
+            method: The remote method.
+            args: Client -> its arguments.
+            earlier: Number of other clients whose earlier answers count too.
+        """
         if not args:
             return Replies({}, {}, {})
         name = method.__name__
@@ -234,16 +258,18 @@ class Clients(Sequence[int]):
             failures = dict(before)
             for k, error in errors.items():
                 failures[k] = self._engine.failed(k, name, error)
-            self._require_enough(name, len(args), list(failures.values()))
+            self._require_enough(name, len(args), list(failures.values()), earlier)
             return failures
 
         return Replies(replies, replies.num_examples, excuse({}, replies.failures), excuse)
 
-    def _require_enough(self, method: str, asked: int, failures: list[Failure]) -> None:
+    def _require_enough(
+        self, method: str, asked: int, failures: list[Failure], earlier: int = 0
+    ) -> None:
         """Raise ClientError if fewer clients answered than `min_clients` requires."""
         min_clients = self._engine.min_clients
         answered = asked - len(failures)
-        needed = asked if min_clients is None else min(min_clients, asked)
+        needed = asked if min_clients is None else min(min_clients - earlier, asked)
         if answered >= needed:
             return
         more = f"; and {len(failures) - 3} more" if len(failures) > 3 else ""

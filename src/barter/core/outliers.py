@@ -9,9 +9,9 @@ are also bounded relative to what is usual:
 - Statistics of normalisation: tensor by tensor, by the same.
 - Other values (logits, prototypes, gradients): by the other clients' values in the same place.
 
-Numbers alone do not tell what a network computes: with variances of zero, a deep network of usual
-weights multiplies its inputs beyond all numbers. Where the server runs uploaded networks, the
-logits of each for the same random images are compared too.
+Numbers alone do not tell what a network computes: ten times the weights in each of four layers are
+ten thousand times the logits, and with variances of zero a deep network multiplies its inputs
+beyond all numbers. So the logits of uploaded networks for the same random images are compared too.
 
 References are medians, which a minority of the clients cannot move. Limits are wide, because honest
 clients differ in networks, data and training: a confident network's logits are a hundred times
@@ -42,10 +42,8 @@ TIMES = 100.0
 TIMES_ALONE = 1000.0
 # Values and statistics below it are never too large: activations and logits are of this order.
 USUAL = 1.0
-# The same for logits of random images, which differ more between networks.
-LOGIT_TIMES = 1000.0
-USUAL_LOGIT = 10.0
-PROBES = 8  # Number of random images.
+USUAL_LOGIT = 10.0  # The same for logits of random images.
+PROBES = 4  # Number of random images.
 # Indices of lists and integer keys of dicts, which may differ between clients.
 INDEX = re.compile(r"\[\d+\]|\.\d+(?=[.\[]|$)")
 
@@ -147,10 +145,10 @@ def find_large_logits(peaks: Mapping[int, float]) -> dict[int, str]:
     for k, peak in peaks.items():
         finite = [other for j, other in peaks.items() if j != k and math.isfinite(other)]
         reference = max(USUAL_LOGIT, statistics.median_low(finite) if finite else 0.0)
-        usual = f"; at most {LOGIT_TIMES:g} times {reference:.3g} are accepted"
+        usual = f"; at most {TIMES:g} times {reference:.3g} are accepted"
         if not math.isfinite(peak) and (finite or len(peaks) == 1):
             found[k] = f"the uploaded network computes NaN or infinity for random images{usual}"
-        elif finite and peak > LOGIT_TIMES * reference:
+        elif finite and peak > TIMES * reference:
             found[k] = (
                 f"the uploaded network's largest logit for random images is {peak:.3g}{usual}"
             )

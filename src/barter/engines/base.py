@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import statistics
@@ -25,7 +26,7 @@ from barter.core.metrics import Evaluation
 from barter.core.model import Classifier
 from barter.core.nodes import Monitor, Server, Silence
 from barter.core.outliers import Comparison, compare_answers, find_large_logits, probe
-from barter.core.payload import Payload, leaves, mapped, numbers
+from barter.core.payload import Payload, State, leaves, mapped, numbers
 from barter.core.wire import Wire
 from barter.privacy.parts import crossed
 from barter.privacy.side_information import RESULTS, measured
@@ -247,9 +248,8 @@ class BaseEngine:
                 found[k] = f"{comparison}{limit}"
             else:
                 self._note_largest(k, method, comparison)
-        if self.algorithm.replicas:
-            rest = {k: answer for k, answer in valid.items() if k not in found}
-            found |= self._find_unusable(server, rest)
+        rest = {k: answer for k, answer in valid.items() if k not in found}
+        found |= self._find_unusable(server, rest)
         failures = {}
         for k, reason in found.items():
             del answers[k]
@@ -276,19 +276,35 @@ class BaseEngine:
         peaks: dict[int, torch.Tensor] = {}
         errors: dict[int, str] = {}
         for k, answer in answers.items():
-            for weights in answer.networks:
-                size = sum(value.numel() for value in weights.values())
-                key = (server.names.get(k, f"client {k}"), size)
-                if key not in self._networks:
-                    self._networks[key] = server.architectures[k]()
-                device = next(iter(weights.values())).device
-                network = self._networks[key].to(device)
+            for whose, weights in answer.networks:
                 try:
-                    peaks[k] = probe(network, weights, server.spec)
+                    network = self._network(server, k, whose, weights)
+                    if network is not None:
+                        peaks[k] = probe(network, weights, server.spec)
                 except Exception as error:  # Weights may make a network fail in any way.
                     errors[k] = f"the uploaded network fails on random images: {in_short(error)}"
         large = find_large_logits(dict(zip(peaks, numbers(list(peaks.values())), strict=True)))
         return errors | large
+
+    def _network(
+        self, server: Server, client: int, whose: str, weights: State
+    ) -> Classifier | None:
+        """Return a network in which uploaded weights can be tried out; None if they are a part.
+
+        There is one for each architecture and number of weights.
+        """
+        size = sum(value.numel() for value in weights.values())
+        key = ("server" if whose == "server" else server.names.get(client, str(client)), size)
+        if key not in self._networks:
+            build = server.architectures.get(client)
+            if whose == "server":
+                self._networks[key] = copy.deepcopy(server.model)
+            elif build is not None:
+                self._networks[key] = build()
+        network = self._networks.get(key)
+        if network is None or network.state_dict().keys() != weights.keys():
+            return None
+        return network.to(next(iter(weights.values())).device)
 
     def note(self, client: int, parts: Iterable[str]) -> None:
         """Count one more release of these parts by a client."""

@@ -19,7 +19,7 @@ __all__ = ["ATTACKS", "Liar", "lies"]
 
 EVALUATE = Algorithm.evaluate.__name__
 FEW = 3  # number of entries of a dict or a list that are modified
-MOST_ACCEPTED = 8  # number of malformed answers that a contract accepts and that are sent
+MOST_ACCEPTED = 4  # number of malformed answers that a contract accepts and that are sent
 Lie: TypeAlias = tuple[str, Payload]  # description of a malformed answer, and the answer
 # (correct answer, the client's answer of an earlier round) -> an extreme answer of the same form;
 # the correct one if it has nothing that could be extreme.
@@ -124,8 +124,8 @@ def _enlarge(answer: Payload, earlier: Payload, times: float = 1000.0) -> Payloa
 
 
 def _enlarge_less(answer: Payload, earlier: Payload) -> Payload:
-    """Multiply all numbers by as much as may pass."""
-    return _enlarge(answer, earlier, 90.0)
+    """Multiply all numbers by so little that it may pass."""
+    return _enlarge(answer, earlier, 9.0)
 
 
 def _put_at_bound(answer: Payload, earlier: Payload) -> Payload:
@@ -184,25 +184,28 @@ def _replay(answer: Payload, earlier: Payload) -> Payload:
     return earlier
 
 
-# Description -> attack. The first are refused where the numbers are those of a network.
-ATTACKS: Mapping[str, Attack] = {
+# Description -> attack that must be refused if the answer holds the weights of a network.
+REFUSED: Mapping[str, Attack] = {
+    "variances are negative": _negate_variances,
     "numbers are 1000 times as large": _enlarge,
     "numbers are at the bounds of the contract": _put_at_bound,
-    "variances are negative": _negate_variances,
+}
+# Attacks that may pass, because they look honest.
+PLAUSIBLE: Mapping[str, Attack] = {
     "variances are zero": _clear_variances,
     "tensors are swapped": _swap,
-    "answer is that of an earlier round": _replay,
-    "numbers are 90 times as large": _enlarge_less,
+    "answers are those of an earlier round": _replay,
+    "numbers are 9 times as large": _enlarge_less,
 }
-# Attacks that must be refused if the answer holds the weights of a network.
-REFUSED = tuple(ATTACKS)[:3]
+ATTACKS: Mapping[str, Attack] = {**REFUSED, **PLAUSIBLE}
 
 
 class Liar:
     """Replace answers of an engine's last client by malformed or extreme ones.
 
     It does so in every evaluation, and in one other method per round. Of each method, an answer is
-    sent that its contract rejects, then every malformed one that it accepts, then each attack.
+    sent that its contract rejects, then malformed ones that it accepts, then attacks that must be
+    refused. At the end come attacks that may pass, each in all methods of one round.
     """
 
     def __init__(self, engine: BaseEngine) -> None:
@@ -211,6 +214,9 @@ class Liar:
         self.arrive = engine.arrived
         engine.arrived = self.arrived  # type: ignore[method-assign]
         self.plan: dict[str, list[str]] = {}  # method -> descriptions of answers to be sent
+        self.last = list(PLAUSIBLE)  # attacks on all methods, after all plans
+        self.possible: set[str] = set()  # those of them that change some method's answer
+        self.attack = ""  # that of this round, if it is one of the last
         self.earlier: dict[str, Payload] = {}  # method -> the client's first correct answer
         # methods with an answer of this round that must be refused
         self.caught: list[str] = []
@@ -225,13 +231,17 @@ class Liar:
                 self.earlier[method] = correct
             if method == EVALUATE or method == self.target():
                 answer = self.lie(correct, method, sent)
+            elif self.attack:
+                answer = PLAUSIBLE[self.attack](correct, self.earlier[method])
         return self.arrive(answer, method, client, sent)
 
     def target(self) -> str:
         """Return the method whose answer is malformed next: the one with most left; or none."""
         if self.said:
             return ""
-        left = {method: len(plan) for method, plan in self.plan.items() if method != EVALUATE}
+        left = {
+            method: len(plan) for method, plan in self.plan.items() if plan and method != EVALUATE
+        }
         return max(left, key=lambda method: left[method], default="")
 
     def prepare(self, answer: Payload, method: str, sent: tuple[Any, ...]) -> list[str]:
@@ -244,12 +254,18 @@ class Liar:
                 (accepted if passes else rejected).append(description)
         attacks = []
         if method != EVALUATE:
-            for description, attack in ATTACKS.items():
-                # Other rounds' answers differ from this one, although it is the first.
-                is_replay = attack is _replay and any(_is_float(x) for _, x in leaves(answer, ""))
-                if is_replay or _differs(attack(answer, answer), answer):
+            for description, attack in REFUSED.items():
+                if _differs(attack(answer, answer), answer):
                     attacks.append(description)
-        return rejected[:1] + accepted[:MOST_ACCEPTED] + attacks
+            for description, attack in PLAUSIBLE.items():
+                # An earlier round's answer differs if anything was trained.
+                replayed = attack is _replay and any(_is_float(x) for _, x in leaves(answer, ""))
+                if replayed or _differs(attack(answer, answer), answer):
+                    self.possible.add(description)
+        step = max(1, len(accepted) // MOST_ACCEPTED)
+        # Negative variances are rejected by the contract too.
+        first = [] if "variances are negative" in attacks else rejected[:1]
+        return first + accepted[::step][:MOST_ACCEPTED] + attacks
 
     def lie(self, answer: Payload, method: str, sent: tuple[Any, ...]) -> Payload:
         """Return the next malformed answer; the correct one if there is none left."""
@@ -264,7 +280,7 @@ class Liar:
             variants = (tree for name, tree in lies(answer) if name == description)
             malformed = next(variants, answer)
         valid = self.check(malformed, method, sent)
-        if valid is None or (description in REFUSED and valid.networks):
+        if valid is None or (attack is not None and valid.networks):
             self.caught.append(method)
         if method != EVALUATE:
             self.said = f"{description}, to {method!r}"
@@ -287,10 +303,17 @@ class Liar:
 
     def done(self) -> bool:
         """Return whether all malformed answers were sent, and begin the next round."""
-        finished = not self.said
         self.said = ""
         self.caught = []
-        return finished
+        self.attack = ""
+        if self.target():
+            return False
+        self.last = [description for description in self.last if description in self.possible]
+        if not self.last:
+            return True
+        self.attack = self.last.pop(0)
+        self.said = self.attack
+        return False
 
 
 def _differs(answer: Payload, other: Payload) -> bool:
