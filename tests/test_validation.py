@@ -63,7 +63,7 @@ class Scripted(Algorithm[Server, Actor]):
         if not self.script:
             return {}
         client.acts += 1
-        return {"global": 1 / client.acts, "val": float(self.script.split()[client.acts - 1])}
+        return {"global": 1 - client.acts / 20, "val": float(self.script.split()[client.acts - 1])}
 
 
 RISES = (0.1, 0.5, 0.4, 0.5, 0.3, 0.2, 0.6, 0.1, 0.1, 0.1)  # best in round 2, and later in round 7
@@ -366,10 +366,10 @@ def test_a_comparison_counts_a_stopped_run_as_finished(
     table = (folder / "table.md").read_text().splitlines()
     cells = dict(zip(*(map(str.strip, table[i].split("|")) for i in (0, 2)), strict=True))
     assert cells["validation"] == "**30.0**", "after the last round"
-    assert cells["clients: global test"] == "**20.0**"
-    assert (cells["best round on validation"], cells["accuracy in it"]) == ("2", "50.0")
+    assert cells["clients: global test"] == "**75.0**"
+    assert (cells["best round on validation"], cells["accuracy in it"]) == ("2", "90.0")
     (row,) = csv.DictReader(io.StringIO((folder / "table.csv").read_text()))
-    assert (float(row["best_round_mean"]), float(row["best_mean"])) == (2.0, 0.5)
+    assert (float(row["best_round_mean"]), float(row["best_mean"])) == (2.0, 0.9)
     rounds = list(csv.DictReader(io.StringIO((folder / "rounds.csv").read_text())))
     assert [float(row["val"]) for row in rounds] == list(RISES[:5])
     with pytest.raises(CheckpointError, match="compares runs with another patience"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from barter.core.answers import Known, most_bytes, require, shapes_of
+from barter.core.answers import Known, most_bytes, require, shapes_of, validate
 from barter.core.contracts import (
     Classes,
     Counts,
@@ -430,3 +430,35 @@ def test_a_state_may_be_of_parameters_alone_and_a_message_says_how() -> None:
     with pytest.raises(PayloadError, match=r"Annotated\[State, Weights\(parameters_only=True\)\]"):
         require(trained, Variates(), "plain", (), known)
     assert most_bytes(Variates(), "trained", (), known) == 4 * (6 + 3 + 3 + 3)
+
+
+@pytest.mark.parametrize("whose", ["known", "unknown"])
+def test_statistics_of_normalisation_have_ranges_of_their_own(whose: str) -> None:
+    state = {
+        "norm.weight": torch.tensor([-1.0, 1.0]),
+        "norm.running_mean": torch.tensor([-1.0, 1.0]),
+        "norm.running_var": torch.tensor([0.0, 1.0]),
+        "norm.num_batches_tracked": torch.tensor(7),
+    }
+    parameters = frozenset({"norm.weight"})
+    weights = shapes_of(state) if whose == "known" else {}
+    known = Known(SPEC, 1, weights=weights, parameters=parameters)
+    require(state, Methods(), "state", (), known)
+    for name, value, said in (
+        ("norm.running_var", torch.tensor([1.0, -1e-3]), "minimum of its values is -0.001"),
+        ("norm.num_batches_tracked", torch.tensor(-1), "minimum of its values is -1"),
+        ("norm.num_batches_tracked", torch.tensor(2**40), "expected 0 to 1e\\+09"),
+    ):
+        with pytest.raises(PayloadError, match=f"state.{name}: .*{said}"):
+            require({**state, name: value}, Methods(), "state", (), known)
+    assert not {
+        found.kind for found in validate(state, Methods(), "state", (), known).magnitudes
+    } ^ ({"weight", "statistic"} if whose == "known" else {"value"})
+
+
+def test_an_index_of_a_network_stays_in_its_range() -> None:
+    state = {"places": torch.tensor([0, 1, 5]), "counter": torch.tensor([3, 4])}
+    known = Known(SPEC, 1, weights=shapes_of(state), tables={"places": (0, 5)})
+    require(state, Methods(), "state", (), known)
+    with pytest.raises(PayloadError, match="state.places: the maximum of its values is 6"):
+        require({**state, "places": torch.tensor([0, 1, 6])}, Methods(), "state", (), known)

@@ -74,7 +74,7 @@ class BaseEngine:
         # Client -> its answer to the current call, as its contract knows it.
         self._valid: dict[int, Valid] = {}
         # The accepted answer of this round that is largest in comparison: round, client, method.
-        self._largest: tuple[int, int, str, Comparison] | None = None
+        self._extreme: tuple[int, int, str, Comparison] | None = None
         # Architecture and width budget -> a network in which uploaded weights are tried out.
         self._networks: dict[tuple[str, int], Classifier] = {}
         # Lane -> fraction of its current call whose progress has not been reported yet.
@@ -247,7 +247,7 @@ class BaseEngine:
                 limit = f"; at most {comparison.times:g} times are accepted"
                 found[k] = f"{comparison}{limit}"
             else:
-                self._note_largest(k, method, comparison)
+                self._note_extreme(k, method, comparison)
         rest = {k: answer for k, answer in valid.items() if k not in found}
         found |= self._find_unusable(server, rest)
         failures = {}
@@ -256,17 +256,17 @@ class BaseEngine:
             failures[k] = self.failure(k, method, PayloadError(reason))
         return failures
 
-    def _note_largest(self, client: int, method: str, comparison: Comparison) -> None:
+    def _note_extreme(self, client: int, method: str, comparison: Comparison) -> None:
         """Remember an accepted answer if none of this round is larger in comparison."""
-        largest = self._largest
-        if largest is None or largest[0] != self.round or comparison.ratio > largest[3].ratio:
-            self._largest = (self.round, client, method, comparison)
+        extreme = self._extreme
+        if extreme is None or extreme[0] != self.round or comparison.ratio > extreme[3].ratio:
+            self._extreme = (self.round, client, method, comparison)
 
     def suspect(self) -> str:
         """Describe the accepted answer of this round that stands out, for messages; or nothing."""
-        if self._largest is None:
+        if self._extreme is None:
             return ""
-        round, client, method, comparison = self._largest
+        round, client, method, comparison = self._extreme
         if round != self.round or comparison.ratio < STANDS_OUT:
             return ""
         return f"; the answer that stands out is client {client}'s to {method!r}: {comparison}"
