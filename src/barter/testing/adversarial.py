@@ -19,7 +19,7 @@ __all__ = ["ATTACKS", "Liar", "lies"]
 
 EVALUATE = Algorithm.evaluate.__name__
 FEW = 3  # number of entries of a dict or a list that are modified
-MOST_ACCEPTED = 4  # number of malformed answers that a contract accepts and that are sent
+MOST_ACCEPTED = 3  # number of malformed answers that a contract accepts and that are sent
 Lie: TypeAlias = tuple[str, Payload]  # description of a malformed answer, and the answer
 # (correct answer, the client's answer of an earlier round) -> an extreme answer of the same form;
 # the correct one if it has nothing that could be extreme.
@@ -108,6 +108,10 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0
+
+
+def _paths(answer: Payload) -> list[str]:
+    return [path for path, _ in leaves(answer, "")]
 
 
 def _is_variance(path: str) -> bool:
@@ -260,7 +264,9 @@ class Liar:
             for description, attack in PLAUSIBLE.items():
                 # An earlier round's answer differs if anything was trained.
                 replayed = attack is _replay and any(_is_float(x) for _, x in leaves(answer, ""))
-                if replayed or _differs(attack(answer, answer), answer):
+                # Of other values, nine times as much is within the usual.
+                usual = attack is _enlarge_less and not any(map(_is_variance, _paths(answer)))
+                if replayed or (not usual and _differs(attack(answer, answer), answer)):
                     self.possible.add(description)
         step = max(1, len(accepted) // MOST_ACCEPTED)
         # Negative variances are rejected by the contract too.
