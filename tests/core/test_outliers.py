@@ -160,14 +160,18 @@ def test_what_a_network_computes_is_compared() -> None:
     trained = {
         k: float(probe(network("small-vgg"), scale(net.state_dict(), 1 + k), SPEC)) for k in (0, 1)
     }
-    assert find_large_logits(trained) == {}
+    start = dict.fromkeys(range(4), trained[0])
+    assert find_large_logits(trained, start) == {}
     clear = scale(net.state_dict(), 0, only="running_var")
-    found = find_large_logits({**trained, 2: float(probe(net, clear, SPEC))})
+    large = float(probe(net, clear, SPEC))
+    found = find_large_logits({**trained, 2: large}, start)
     assert list(found) == [2]
     assert "largest logit for random images" in found[2]
-    assert list(find_large_logits({**trained, 3: math.nan})) == [3]
-    assert list(find_large_logits({3: math.inf})) == [3]
-    assert find_large_logits({1: math.nan, 2: math.nan}) == {}, "nobody can say whose fault it is"
+    assert find_large_logits({**trained, 2: large}, {**start, 2: large}) == {}, "a deep network"
+    assert list(find_large_logits({**trained, 3: math.nan}, start)) == [3]
+    assert find_large_logits({**trained, 3: math.nan}, {**start, 3: math.inf}) == {}
+    assert list(find_large_logits({3: math.inf}, start)) == [3]
+    assert find_large_logits(dict.fromkeys((1, 2), math.nan), start) == {}, "whose fault is it?"
     assert net.training is False
     before = torch.get_rng_state()
     probe(net, clear, SPEC)
@@ -182,4 +186,4 @@ def test_every_family_member_is_unlike_the_others_and_accepted() -> None:
     for k, name in enumerate(names):
         net: nn.Module = zoo.build(name, spec)
         peaks[k] = float(probe(net, net.state_dict(), spec))  # type: ignore[arg-type]
-    assert find_large_logits(peaks) == {}
+    assert find_large_logits(peaks, dict.fromkeys(peaks, 0.0)) == {}

@@ -135,16 +135,21 @@ def probe(network: Classifier, weights: State, spec: Spec) -> Tensor:
     return network.eval()(images).float().abs().amax()
 
 
-def find_large_logits(peaks: Mapping[int, float]) -> dict[int, str]:
-    """Return the clients whose network's logits are far larger than the others', and why.
+def find_large_logits(peaks: Mapping[int, float], initial: Mapping[int, float]) -> dict[int, str]:
+    """Return the clients whose network's logits are far larger than usual, and why.
 
     Args:
         peaks: Client -> the largest absolute logit that `probe` found.
+        initial: Client -> the same of its network with initial weights. Of a very deep network it
+            is large, as long as its statistics of normalisation are not those of its inputs.
     """
     found: dict[int, str] = {}
     for k, peak in peaks.items():
+        if not math.isfinite(initial[k]):
+            continue
         finite = [other for j, other in peaks.items() if j != k and math.isfinite(other)]
-        reference = max(USUAL_LOGIT, statistics.median_low(finite) if finite else 0.0)
+        usual_peak = statistics.median_low(finite) if finite else 0.0
+        reference = max(USUAL_LOGIT, initial[k], usual_peak)
         usual = f"; at most {TIMES:g} times {reference:.3g} are accepted"
         if not math.isfinite(peak) and (finite or len(peaks) == 1):
             found[k] = f"the uploaded network computes NaN or infinity for random images{usual}"
@@ -203,7 +208,7 @@ class _Table:
             reference = _median(same).at_least(*_of(received, found.name))
             if found.name in initial:
                 reference = reference.at_least(_Size(*initial[found.name]))
-            if reference == _Size() and not same:
+            if not same and (reference == _Size() or found.kind == "statistic"):
                 continue
             # A tensor may be zero at first, such as a bias: then the others of its network count.
             floor = USUAL if found.kind == "statistic" else usual_weights[found.group]

@@ -75,8 +75,9 @@ class BaseEngine:
         self._valid: dict[int, Valid] = {}
         # The accepted answer of this round that is largest in comparison: round, client, method.
         self._extreme: tuple[int, int, str, Comparison] | None = None
-        # Architecture and width budget -> a network in which uploaded weights are tried out.
-        self._networks: dict[tuple[str, int], Classifier] = {}
+        # Architecture and number of weights -> a network in which uploaded weights are tried out,
+        # and its largest logit for random images before that.
+        self._networks: dict[tuple[str, int], tuple[Classifier, torch.Tensor]] = {}
         # Lane -> fraction of its current call whose progress has not been reported yet.
         self._credit: dict[int, float] = {}
 
@@ -170,8 +171,9 @@ class BaseEngine:
                 tables: dict[str, tuple[int, int]] = {}
                 for name, value in outgoing.items():
                     if value.is_floating_point() and value.numel():
-                        rms = value.double().square().mean().sqrt()
-                        initial[name] = (float(value.abs().amax()), float(rms))
+                        peak = torch.linalg.vector_norm(value, math.inf)
+                        rms = torch.linalg.vector_norm(value) / math.sqrt(value.numel())
+                        initial[name] = (float(peak), float(rms))
                     elif value.dtype == torch.int64 and value.numel() > 1:
                         smallest, largest = int(value.amin()), int(value.amax())
                         # Counters start from equal numbers and may grow.
@@ -274,37 +276,42 @@ class BaseEngine:
     def _find_unusable(self, server: Server, answers: Mapping[int, Valid]) -> dict[int, str]:
         """Return the clients whose uploaded network fails on random images, and why."""
         peaks: dict[int, torch.Tensor] = {}
+        initial: dict[int, torch.Tensor] = {}
         errors: dict[int, str] = {}
         for k, answer in answers.items():
             for whose, weights in answer.networks:
+                network = self._network(server, k, whose, weights)
+                if network is None:
+                    continue
                 try:
-                    network = self._network(server, k, whose, weights)
-                    if network is not None:
-                        peaks[k] = probe(network, weights, server.spec)
+                    peaks[k] = probe(network[0], weights, server.spec)
+                    initial[k] = network[1]
                 except Exception as error:  # Weights may make a network fail in any way.
                     errors[k] = f"the uploaded network fails on random images: {in_short(error)}"
-        large = find_large_logits(dict(zip(peaks, numbers(list(peaks.values())), strict=True)))
-        return errors | large
+        found = numbers([*peaks.values(), *initial.values()])
+        of_peaks = dict(zip(peaks, found, strict=False))
+        of_initial = dict(zip(initial, found[len(peaks) :], strict=True))
+        return errors | find_large_logits(of_peaks, of_initial)
 
     def _network(
         self, server: Server, client: int, whose: str, weights: State
-    ) -> Classifier | None:
-        """Return a network in which uploaded weights can be tried out; None if they are a part.
+    ) -> tuple[Classifier, torch.Tensor] | None:
+        """Return a network in which uploaded weights can be tried out, and its initial logit.
 
-        There is one for each architecture and number of weights.
+        There is one for each architecture and number of weights. None if the weights are only a
+        part of a network.
         """
         size = sum(value.numel() for value in weights.values())
         key = ("server" if whose == "server" else server.names.get(client, str(client)), size)
         if key not in self._networks:
-            build = server.architectures.get(client)
-            if whose == "server":
-                self._networks[key] = copy.deepcopy(server.model)
-            elif build is not None:
-                self._networks[key] = build()
-        network = self._networks.get(key)
-        if network is None or network.state_dict().keys() != weights.keys():
-            return None
-        return network.to(next(iter(weights.values())).device)
+            is_server = whose == "server"
+            network = copy.deepcopy(server.model) if is_server else server.architectures[client]()
+            state = network.state_dict()
+            if state.keys() != weights.keys():
+                return None
+            network.to(next(iter(weights.values())).device)
+            self._networks[key] = network, probe(network, network.state_dict(), server.spec)
+        return self._networks[key]
 
     def note(self, client: int, parts: Iterable[str]) -> None:
         """Count one more release of these parts by a client."""
