@@ -640,7 +640,8 @@ class _Checker:
         self.ranges.append(Range(path, "minimum", minimum, least, most, sizes))
         self.ranges.append(Range(path, "maximum", maximum, least, most, sizes))
         if value.is_floating_point():
-            group, kind = (path, "value") if origin is None else origin
+            value_of_its_own: tuple[str, Kind] = (path, "value")
+            group, kind = origin or value_of_its_own
             self.floats.append((path, group, kind, value.detach()))
         if isinstance(mark, Classes) and len(value) > 1:
             step = value.diff().amin()

@@ -132,7 +132,8 @@ def probe(network: Classifier, weights: State, spec: Spec) -> Tensor:
     device = next(iter(weights.values())).device
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(PROBES, *spec.shape, generator=generator).to(device)
-    return network.eval()(images).float().abs().amax()
+    logits: Tensor = network.eval()(images)
+    return logits.float().abs().amax()
 
 
 def find_large_logits(peaks: Mapping[int, float], initial: Mapping[int, float]) -> dict[int, str]:
