@@ -37,6 +37,7 @@ class Broadcast(Algorithm[S, C]):
     """Average the weights that some clients trained, and send the average to all clients."""
 
     one_architecture = True
+    aggregates = ("states",)
     crosses = {
         "client_update": "up: the client's weights (a client that missed the last average receives "
         "it first)",

@@ -145,6 +145,7 @@ def as_averaged(server: Distiller) -> Iterator[None]:
 class DFRD(PartialTraining[Distiller]):
     """Distil the clients' models into the server's on generated images, with or without averaging."""
 
+    aggregates = ("states", "logits")
     global_model = True
     presets = {
         "paper": {

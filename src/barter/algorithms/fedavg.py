@@ -37,6 +37,7 @@ class FedAvg(Algorithm):
 
     primary: ClassVar[Primary] = "server"
     one_architecture = True
+    aggregates = ("states",)
     crosses = {"client_update": "down: the server's weights; up: the client's weights"}
 
     fraction: Fraction = 1.0  # C: fraction of clients sampled per round

@@ -76,6 +76,7 @@ class FedDyn(Algorithm[Cloud, Drifter]):
 
     primary = "server"
     one_architecture = True
+    aggregates = ("states",)
     crosses = {
         "present": "nothing",
         "client_update": "down: the server's weights, α_i; up: the client's weights",

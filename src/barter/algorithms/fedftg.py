@@ -65,6 +65,7 @@ from barter.ops.synthesis import (
     duel,
     exhibited,
     fidelity_by_label,
+    joint_prediction,
     label_weights,
     named,
     painted,
@@ -134,7 +135,7 @@ def global_loss(
     with torch.no_grad():
         x = painted(generator, named(z, y, spec.classes), spec)
         predictions = ensemble.said(x).float().softmax(2)
-        target = (weights[:, :, None] * predictions).sum(0)
+        target = joint_prediction(predictions, weights)
     return soft_loss(model(x).float(), target)
 
 
@@ -143,6 +144,7 @@ class FedFTG(FedAvg):
     """FedAvg whose server fine-tunes the average on generated images that it finds hard."""
 
     replicas = True
+    aggregates = ("states", "logits")
     crosses = {
         "learn": "down: the server's weights; up: the client's weights, the number of images of "
         "each class"

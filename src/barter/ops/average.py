@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from barter.core import robust
 from barter.core.clients import Replies
 from barter.core.payload import State
 
-__all__ = ["Average", "average", "median", "trimmed"]
+__all__ = ["Average", "average", "is_statistic", "median", "trimmed"]
 
 Average: TypeAlias = Literal["mean", "median", "trimmed"]
 TRIM = 5  # The trimmed mean drops one in TRIM clients at each end.
+
+
+def is_statistic(name: str) -> bool:
+    """Return whether a tensor of a state is a statistic of batch normalisation, by its name."""
+    return name.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
 
 
 def average(states: Replies[State], *, alike: bool = False, by: Average = "mean") -> State:
@@ -29,11 +35,15 @@ def average(states: Replies[State], *, alike: bool = False, by: Average = "mean"
             "trimmed" are robust: a few clients cannot move the result far. They ignore the numbers
             of examples.
 
+    The run's defence (`robust`) replaces the mean, with equal weights for all clients.
+
     Returns:
         The aggregated state, with the data types of the first client's.
     """
     first = next(iter(states.values()))
-    if by == "mean":
+    if by == "mean" and robust.active().defends("states"):
+        means = _defended(states)
+    elif by == "mean":
         counts = dict.fromkeys(states, 1) if alike else states.num_examples
         weights = {k: counts[k] / sum(counts.values()) for k in states}
         means = {
@@ -41,15 +51,28 @@ def average(states: Replies[State], *, alike: bool = False, by: Average = "mean"
             for name in first
         }
     else:
-        robust = ROBUST[by]
+        rule = ROBUST[by]
         means = {
-            name: robust(torch.stack([w[name].double() for w in states.values()])) for name in first
+            name: rule(torch.stack([w[name].double() for w in states.values()])) for name in first
         }
     result: State = {}
     for name, mean in means.items():
         like = first[name]
         result[name] = (mean if like.is_floating_point() else mean.round()).to(like.dtype)
     return result
+
+
+def _defended(states: Mapping[int, State]) -> dict[str, Tensor]:
+    """Aggregate states by the run's defence, with equal weights for all clients.
+
+    Norms and distances are those of the weights; the statistics of batch normalisation, whose scale
+    is another, follow the clients that the weights select.
+    """
+    names = list(next(iter(states.values())))
+    rows = [torch.stack([w[name].double() for w in states.values()]) for name in names]
+    decides = [not is_statistic(name) for name in names]
+    combined = robust.active().combine(rows, "states", decides=decides)
+    return dict(zip(names, combined, strict=True))
 
 
 def median(rows: Tensor) -> Tensor:
