@@ -169,7 +169,9 @@ class FedFTG(FedAvg):
     def round(self, server: Server, clients: Clients, t: int) -> None:
         updates = clients.sample(self.fraction).run(self.learn, server.model.state_dict())
         weights = updates.each(lambda _, update: update["weights"])
-        server.model.load_state_dict(average(weights, by=self.average))
+        server.model.load_state_dict(
+            average(weights, by=self.average, since=server.model.state_dict())
+        )
         counts = torch.stack([update["counts"] for update in updates.values()])
         shares, frequencies = label_weights(counts.float(), 0.0)
         self.tune(server, assembled(server, weights), shares, frequencies)

@@ -50,14 +50,22 @@ __all__ = [
 
 Aggregate: TypeAlias = Literal["states", "logits", "prototypes", "sets"]
 Rule: TypeAlias = Literal[
-    "none", "auto", "median", "trimmed-mean", "clip", "krum", "multi-krum", "geometric-median"
+    "none",
+    "auto",
+    "median",
+    "trimmed-mean",
+    "clip",
+    "krum",
+    "multi-krum",
+    "geometric-median",
+    "cosine",
 ]
 # Defences recommended for each kind of aggregate; docs/adversaries.md has the measurements.
 RECOMMENDED: dict[Aggregate, Rule] = {
-    "states": "multi-krum",
-    "logits": "median",
-    "prototypes": "median",
-    "sets": "median",
+    "states": "cosine",
+    "logits": "cosine",
+    "prototypes": "cosine",
+    "sets": "cosine",
 }
 FAR = 3.0  # A set is left out if its distance exceeds this multiple of the median distance.
 ITERATIONS = 20  # Weiszfeld steps of the geometric median.
@@ -92,6 +100,7 @@ class Defence:
         kind: Aggregate,
         weights: Sequence[Tensor] | None = None,
         decides: Sequence[bool] | None = None,
+        since: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
         """Aggregate the clients' answers entry by entry.
 
@@ -102,6 +111,9 @@ class Defence:
             weights: For each block the clients' weights, of a shape that broadcasts to the block's;
                 0 where a client has no value. None gives all clients the same weight.
             decides: For each block, whether it counts in norms and distances; None for all.
+            since: For each block, the value that all clients started from, such as the weights that
+                the server sent. Norms and directions are those of the difference; None takes the
+                differences from the median of all clients.
 
         Returns:
             One tensor per block, without the clients' axis. Entries that no client has are 0.
@@ -117,12 +129,29 @@ class Defence:
             return [trimmed_mean(rows, share, self.share) for rows, share in pairs]
         centres = [median(rows, share) for rows, share in pairs]
         chosen = [i for i in range(len(blocks)) if decides is None or decides[i]]
-        view = [[part[i] for i in chosen] for part in (blocks, shares, centres)]
+        starts = centres if since is None else list(since)
+        scale = torch.ones(len(blocks[0]), dtype=torch.double, device=blocks[0].device)
+        votes = scale
         if rule == "clip":
+            centres = starts
+            view = [[part[i] for i in chosen] for part in (blocks, shares, starts)]
             scale = clip_factors(*view)
-            votes = torch.ones_like(scale)
+        elif rule == "cosine":
+            if kind == "logits":
+                # A softmax ignores what all classes share.
+                pairs = [(rows - rows.mean(-1, keepdim=True), share) for rows, share in pairs]
+                starts = [torch.zeros_like(rows[0]) for rows, _ in pairs]
+            compared = [rows for rows, _ in pairs]
+            view = [[part[i] for i in chosen] for part in (compared, shares, starts)]
+            by: Literal["norm", "update", "content"] = "update"
+            if kind != "states":
+                by = "content"
+            elif since is None:
+                by = "norm"
+            votes = self.agreeing(*view, by).double()
+            pairs = list(zip(blocks, shares, strict=True))
         else:
-            scale = torch.ones(len(blocks[0]), dtype=torch.double, device=blocks[0].device)
+            view = [[part[i] for i in chosen] for part in (blocks, shares, centres)]
             votes = self._votes(rule, *view)
         result = []
         for (rows, share), centre in zip(pairs, centres, strict=True):
@@ -149,12 +178,47 @@ class Defence:
         chosen = 1 if rule == "krum" else n - self.assumed(n)
         votes = torch.zeros_like(scores)
         # A stable order breaks ties by the client's position.
-        votes[scores.sort(stable=True).indices[:chosen]] = 1.0
+        votes[scores.sort(dim=0, stable=True).indices[:chosen]] = 1.0
         return votes
 
     def assumed(self, n: int) -> int:
         """Return the assumed number of adversarial clients among n, fewer than half of them."""
         return min(math.ceil(self.share * n - 1e-9), (n - 1) // 2)
+
+    def agreeing(
+        self,
+        blocks: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        starts: Sequence[Tensor],
+        by: Literal["norm", "update", "content"],
+    ) -> Tensor:
+        """Return for each client whether its answer points where those of the others do.
+
+        A client is left out if its norm exceeds three times the median norm, or if its cosine
+        similarity (`similarities`) is low in comparison with U, the upper quartile over clients.
+        At most the assumed number of adversarial clients is left out: norms first, then the lowest
+        similarities. FLAME (Nguyen et al., USENIX Security 2022) selects by cosines and bounds
+        norms too.
+
+        Args:
+            blocks: As in `combine`.
+            weights: As in `combine`.
+            starts: For each block, the value from which differences are taken.
+            by: "norm" compares norms alone. "update": updates of honest clients can be orthogonal,
+                so only those below -U / 2 (and -0.05) are left out. "content": predictions or
+                features of honest clients resemble each other, so those below U / 4 are left out,
+                unless nobody's do (U < 0.2).
+        """
+        norms = distances(blocks, weights, starts)
+        left_out = norms > FAR * median(norms)
+        scores = similarities(blocks, weights, starts) - 10 * left_out.double()
+        upper = scores.sort().values[(3 * len(scores)) // 4]
+        if by == "update":
+            left_out = left_out | (scores < (-upper / 2).clamp_max(-0.05))
+        elif by == "content":
+            left_out = left_out | ((scores < upper / 4) & (upper >= 0.2))
+        rank = scores.sort(dim=0, stable=True).indices.argsort()
+        return ~(left_out & (rank < self.assumed(len(norms))))
 
     def keep(self, blocks: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> Tensor:
         """Return for each client whether its set counts, given a summary of each set.
@@ -172,9 +236,15 @@ class Defence:
         if rule == "none" or n < 3:
             return torch.ones(n, dtype=torch.bool, device=blocks[0].device)
         shares = _broadcast(blocks, weights)
+        if rule == "cosine":
+            # Without a common start: from the median of all classes and clients.
+            flat = [rows.flatten(0, -2) for rows in blocks]
+            held = [share.flatten(0, -2) for share in shares]
+            starts = [median(rows, share) for rows, share in zip(flat, held, strict=True)]
+            return self.agreeing(blocks, shares, starts, "content")
         if rule in ("krum", "multi-krum"):
             scores = krum_scores(pairwise(blocks, shares), self.assumed(n))
-            left_out = scores.sort(descending=True, stable=True).indices[: self.assumed(n)]
+            left_out = scores.sort(dim=0, descending=True, stable=True).indices[: self.assumed(n)]
             mask = torch.ones(n, dtype=torch.bool, device=blocks[0].device)
             mask[left_out] = False
             return mask
@@ -207,7 +277,7 @@ def _ordered(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     take part in nothing.
     """
     finite = torch.where(weights > 0, rows, torch.full_like(rows, -torch.inf))
-    values, order = finite.sort(0, stable=True)
+    values, order = finite.sort(dim=0, stable=True)
     sorted_weights = weights.gather(0, order)
     total = sorted_weights.sum(0).clamp_min(TINY)
     upto = sorted_weights.cumsum(0) / total
@@ -283,9 +353,30 @@ def pairwise(blocks: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     mean = squares / entries.clamp_min(1)
     alone = torch.eye(n, dtype=torch.bool, device=mean.device)
     known = (entries > 0) & ~alone
-    usual = median(mean[known]) if bool(known.any()) else mean.new_zeros(())
+    usual = median(mean.flatten(), known.flatten().double())
     mean = torch.where(entries > 0, mean, usual)
     return mean.masked_fill(alone, torch.inf)
+
+
+def similarities(
+    blocks: Sequence[Tensor], weights: Sequence[Tensor], starts: Sequence[Tensor]
+) -> Tensor:
+    """Return each client's median cosine similarity with the other clients.
+
+    Cosines are those of the differences from `starts`, over the entries that both clients have.
+    Pairs without a common entry do not count.
+    """
+    n = len(blocks[0])
+    dots = torch.zeros(n, n, dtype=torch.double, device=blocks[0].device)
+    squares = torch.zeros_like(dots)
+    for rows, share, start in zip(blocks, weights, starts, strict=True):
+        held = (share > 0).double().flatten(1)
+        values = (rows - start).double().flatten(1) * held
+        dots = dots + values @ values.T
+        squares = squares + values.square() @ held.T
+    cosines = dots / (squares * squares.T).sqrt().clamp_min(TINY)
+    others = (squares * squares.T > 0).double() * (1 - torch.eye(n).to(dots))
+    return median(cosines, others)
 
 
 def krum_scores(squared: Tensor, adversaries: int) -> Tensor:

@@ -23,7 +23,13 @@ def is_statistic(name: str) -> bool:
     return name.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
 
 
-def average(states: Replies[State], *, alike: bool = False, by: Average = "mean") -> State:
+def average(
+    states: Replies[State],
+    *,
+    alike: bool = False,
+    by: Average = "mean",
+    since: Mapping[str, Tensor] | None = None,
+) -> State:
     """Aggregate the clients' states entry by entry.
 
     Integer entries, such as the step counters of batch normalisation, are averaged and rounded.
@@ -35,14 +41,17 @@ def average(states: Replies[State], *, alike: bool = False, by: Average = "mean"
             "trimmed" are robust: a few clients cannot move the result far. They ignore the numbers
             of examples.
 
-    The run's defence (`robust`) replaces the mean, with equal weights for all clients.
+        since: The weights that all clients started from, for robust aggregation; none if they
+            started from different ones.
+
+    The run's defence (`robust`) replaces the mean.
 
     Returns:
         The aggregated state, with the data types of the first client's.
     """
     first = next(iter(states.values()))
     if by == "mean" and robust.active().defends("states"):
-        means = _defended(states)
+        means = _defended(states, since, alike=alike)
     elif by == "mean":
         counts = dict.fromkeys(states, 1) if alike else states.num_examples
         weights = {k: counts[k] / sum(counts.values()) for k in states}
@@ -62,16 +71,28 @@ def average(states: Replies[State], *, alike: bool = False, by: Average = "mean"
     return result
 
 
-def _defended(states: Mapping[int, State]) -> dict[str, Tensor]:
-    """Aggregate states by the run's defence, with equal weights for all clients.
+def _defended(
+    states: Replies[State], since: Mapping[str, Tensor] | None, *, alike: bool
+) -> dict[str, Tensor]:
+    """Aggregate states by the run's defence.
 
     Norms and distances are those of the weights; the statistics of batch normalisation, whose scale
-    is another, follow the clients that the weights select.
+    is another, follow the clients that the weights select. Clients have equal weights unless the
+    rule is a mean over selected clients.
     """
     names = list(next(iter(states.values())))
     rows = [torch.stack([w[name].double() for w in states.values()]) for name in names]
     decides = [not is_statistic(name) for name in names]
-    combined = robust.active().combine(rows, "states", decides=decides)
+    starts = None if not since else [since[name].double() for name in names]
+    defence = robust.active()
+    weights = None
+    if defence.rule_for("states") == "cosine" and not alike:
+        counts = torch.tensor([float(states.num_examples[k]) for k in states]).double()
+        weights = [
+            counts.to(block.device).view(-1, *[1] * (block.ndim - 1)).expand(block.shape)
+            for block in rows
+        ]
+    combined = defence.combine(rows, "states", weights, decides, starts)
     return dict(zip(names, combined, strict=True))
 
 

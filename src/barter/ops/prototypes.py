@@ -59,23 +59,32 @@ def mean_of(tables: Iterable[ByClass]) -> ByClass:
 
     All tables have the same weight. The run's defence replaces the mean.
     """
-    table = joined(tables)
+    tables = list(tables)
+    if robust.active().rule_for("prototypes") == "cosine":
+        return _class_means_of(trusted(dict(enumerate(tables)), "prototypes"))
     if robust.active().defends("prototypes"):
+        table = joined(tables)
         classes = torch.unique(table["classes"])
         members = [table["vectors"][table["classes"] == c] for c in classes]
         vectors = [robust.aggregate(rows, "prototypes") for rows in members]
         return {"classes": classes, "vectors": torch.stack(vectors)}
+    return _class_means_of(tables)
+
+
+def _class_means_of(tables: Sequence[ByClass]) -> ByClass:
+    """Return the mean vector of every class, over the tables that have one."""
+    table = joined(tables)
     return class_means(table["vectors"], table["classes"])
 
 
-def trusted(tables: Mapping[int, ByClass]) -> list[ByClass]:
+def trusted(tables: Mapping[int, ByClass], kind: robust.Aggregate = "sets") -> list[ByClass]:
     """Return the clients' tables without those that the run's defence leaves out.
 
     A client is judged by all of its vectors: by their distances from those of other clients for the
     same classes.
     """
     kept = list(tables.values())
-    if not robust.active().defends("sets"):
+    if not robust.active().defends(kind):
         return kept
     classes = int(max(int(table["classes"].max()) for table in kept if len(table["classes"]))) + 1
     width = kept[0]["vectors"].shape[1]

@@ -183,7 +183,8 @@ def _defended(
         all_rows.append(rows)
         all_weights.append(weights)
     decides = [not is_statistic(name) for name in full]
-    combined = robust.active().combine(all_rows, "states", all_weights, decides)
+    starts = [old.double() for old in full.values()]
+    combined = robust.active().combine(all_rows, "states", all_weights, decides, starts)
     result: State = {}
     for (name, old), weights, value in zip(full.items(), all_weights, combined, strict=True):
         mean = torch.where(weights.sum(0) > 0, value, old.double())
