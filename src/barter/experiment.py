@@ -31,8 +31,11 @@ from barter.core.nodes import Monitor, Silence, as_numbers
 from barter.core.params import BY_PYTHON
 from barter.core.payload import Payload, infinite_leaves
 from barter.core.record import Round
+from barter.core.robust import Defence, Rule
+from barter.core.robust import using as defend
 from barter.data.partition import Partition
 from barter.data.task import Data
+from barter.engines.adversaries import Adversaries
 from barter.engines.local import LocalEngine
 from barter.models import zoo
 from barter.models.zoo import Own
@@ -116,6 +119,9 @@ class Experiment:
         timeout: float | None = None,
         privacy: Privacy | None = None,
         evaluate: Evaluation | None = None,
+        robust: Rule = "none",
+        robust_share: float = 0.3,
+        adversaries: Adversaries | None = None,
         start: str | Path = "",
         rounds: int = 5,
         keep: str = "last",
@@ -146,6 +152,9 @@ class Experiment:
             timeout=timeout,
             privacy=privacy or Privacy(),
             evaluate=evaluate or Evaluation(),
+            robust=robust,
+            robust_share=robust_share,
+            adversaries=adversaries or Adversaries(),
             start=str(start),
             keep=keep,  # type: ignore[arg-type]
             keep_rounds=keep_rounds,
@@ -393,7 +402,8 @@ class Experiment:
             with seeds.scope(self.config.seed, 0, "server", device=self.device):
                 self.algorithm.setup(self.server, all_clients)
         self.engine.round = t
-        with seeds.scope(self.config.seed, t, "server", device=self.device):
+        defence = Defence(self.config.robust, self.config.robust_share)
+        with seeds.scope(self.config.seed, t, "server", device=self.device), defend(defence):
             self.algorithm.round(self.server, all_clients, t)
         self._require_finite(t)
         record = self._record(t, all_clients, start)
@@ -489,7 +499,10 @@ class Experiment:
         """Evaluate clients and server where evaluation is due, and return the record of round t."""
         participants = sorted(self.engine.participants)
         tested = [k for k in all_clients if self.engine.tests_due(k, EVALUATION)]
-        metrics = all_clients.only({*tested, *participants}).run(self.algorithm.evaluate)
+        adversarial = self.engine.adversarial
+        # Adversarial clients are not evaluated: means are those of honest clients.
+        evaluated = {*tested, *participants} - set(adversarial)
+        metrics = all_clients.only(evaluated).run(self.algorithm.evaluate)
         server = as_numbers(self.server.report)
         self.server.report = {}
         evaluate = self.config.evaluate
@@ -516,6 +529,8 @@ class Experiment:
                 by_method.setdefault(method, {"up": 0, "down": 0})[direction] += count
                 by_client[client][f"bytes_{direction}"] += count
         clients = {k: {**metrics.get(k, {}), **by_client[k]} for k in all_clients}
+        for k in adversarial:
+            clients[k]["adversarial"] = 1.0
         return Round(
             t,
             clients,
