@@ -1,8 +1,8 @@
 """Run a fuzzer for longer than the tests do.
 
-    python -m tests.fuzz answers --count 20000 --seed 0 --jobs 15 --minutes 8
-    python -m tests.fuzz answers --case fedavg:17
-    python -m tests.fuzz files --seconds 600 --seed 7
+python -m tests.fuzz answers --count 20000 --seed 0 --jobs 15 --minutes 8
+python -m tests.fuzz answers --case fedavg:17
+python -m tests.fuzz files --seconds 600 --seed 7
 """
 
 from __future__ import annotations

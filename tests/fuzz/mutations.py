@@ -45,7 +45,9 @@ def mutate(rng: random.Random, answer: Any, others: Sequence[Any] = ()) -> Mutat
     if chance < 0.3 and sum(_is_real(leaf) for _, leaf in _leaves(answer)) > 1:
         return _every_tensor(rng, answer)
     if chance < 0.45:
-        containers = [path for path, part in _parts(answer) if isinstance(part, dict | list | tuple)]
+        containers = [
+            path for path, part in _parts(answer) if isinstance(part, dict | list | tuple)
+        ]
         if containers:
             path = rng.choice(containers)
             kind, part = _container(rng, _get(answer, path))

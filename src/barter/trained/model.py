@@ -20,8 +20,8 @@ from barter.core.payload import Payload
 from barter.data.dataset import Dataset
 from barter.models.zoo import Own
 from barter.runs.folder import Which, finished
-from barter.setup.config import read, resolve
 from barter.setup.participants import cut, initial
+from barter.setup.trust import read_run, require_consent, trusting
 from barter.trained.pixels import to_pixels
 
 __all__ = ["TrainedModel", "judged", "load", "load_all"]
@@ -83,6 +83,7 @@ def load(
     *,
     round: Which = "last",
     network: Own | None = None,
+    trust: bool = False,
 ) -> TrainedModel:
     """Load a trained network of a run, which may still be going on.
 
@@ -92,10 +93,12 @@ def load(
         round: A round whose checkpoint is kept, "last", or "best": the one with the highest
             validation accuracy.
         network: The module or factory of the network, if it was given in Python.
+        trust: Consent to run the code that the folder names, such as a network's `module:name`. A
+            run that this user started in this folder needs none.
 
     Raises:
         CheckpointError: That round is not kept; the message names those that are.
-        ConfigError: There is no such network in the run's folder.
+        ConfigError: There is no such network in the run's folder, or it names code without consent.
 
     >>> import tempfile, torch
     >>> from barter import Experiment, Local, load
@@ -105,7 +108,8 @@ def load(
     >>> trained.architecture, trained(torch.zeros(5, 1, 8, 8, dtype=torch.uint8)).shape
     ('small-vgg', torch.Size([5, 10]))
     """
-    return _restore(Path(run), finished(Path(run), round), client, network)
+    with trusting(trust):
+        return _restore(Path(run), finished(Path(run), round), client, network)
 
 
 def load_all(run: Path, round: Which = "last") -> list[TrainedModel]:
@@ -122,7 +126,7 @@ def _restore(
     run: Path, checkpoint: tuple[int, Payload], client: int | None, own: Own | None
 ) -> TrainedModel:
     """Restore a client's network, or the server's, from a checkpoint."""
-    config = resolve(read(run / "config.toml"))
+    config = read_run(run)
     round, state = checkpoint
     if "networks" not in state:
         raise CheckpointError(
@@ -148,6 +152,8 @@ def _restore(
         raise ConfigError(
             f"{name} was given in Python: load it there, barter.load(run, client, network=...)"
         )
+    if own is None and ":" in name:
+        require_consent(run, [name])
     parts = cut(config, {k: name}, {k: initial(name, spec, config.seed, own)}, spec)
     network = parts.full if client is None else parts.own[k]
     memory = state["server"] if client is None else clients[k]
