@@ -64,11 +64,11 @@ from barter.setup.config import (
     first_difference,
     plain,
     read,
-    resolve,
     to_toml,
     with_defaults,
 )
 from barter.setup.hardware import precision_named, with_threads
+from barter.setup.trust import code_names, note_consent, read_run, trusting
 
 __all__ = ["Experiment"]
 
@@ -190,7 +190,7 @@ class Experiment:
         return cls.of(federation, out, resume=resume, behind=behind, overrule=overrule)
 
     @classmethod
-    def revisited(cls, run: Path, *, unlimited: bool = False) -> Experiment:
+    def revisited(cls, run: Path, *, unlimited: bool = False, trust: bool = False) -> Experiment:
         """Restore a run after its last round, on the CPU and for inspection only.
 
         Nothing is written or downloaded.
@@ -198,12 +198,15 @@ class Experiment:
         Args:
             run: The run's folder.
             unlimited: Lift the clients' privacy budget; their answers stay protected.
+            trust: Consent to run the code that the folder names.
 
         Raises:
-            ConfigError: The run was on Flower, so its clients' images are not here.
+            ConfigError: The run was on Flower, so its clients' images are not here; or the folder
+                names code without consent.
             CheckpointError: The checkpoint does not belong to this configuration.
         """
-        config = resolve(read(run / "config.toml"))
+        with trusting(trust):
+            config = read_run(run)
         if config.engine == "flower":
             raise ConfigError(
                 f"{run} ran on Flower: its clients' images are at their sites, not here"
@@ -626,8 +629,9 @@ class Experiment:
 
     def _open(self, path: Path, resume: bool, behind: Which) -> RunFolder:
         """Create the run's folder, or open it and restore the checkpoint to continue from."""
+        code = code_names(plain(self.config))
         if not resume:
-            return RunFolder.create(path, to_toml(self.config))
+            return RunFolder.create(path, to_toml(self.config), lambda: note_consent(path, code))
         folder = RunFolder.existing(path)
         begun = self._begun_with(read(folder.config))
         key = first_difference(plain(self.config), begun, but=RESULT_FREE)
@@ -643,6 +647,7 @@ class Experiment:
                 raise CheckpointError(
                     f"{path} holds the checkpoint of another experiment: {in_short(error)}"
                 ) from error
+        note_consent(path, code)
         folder.go_on_after(self.round)
         threads = self.config.threads
         threads_before = begun.get("threads")
