@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers share two cores
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,14 @@ TINY: dict[str, dict[str, Any]] = {
 
 # What has no default that could work.
 NEEDED: dict[str, dict[str, Any]] = {"fedktl": {"generator": "tests.conftest:blots"}}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What barter remembers of its user is not written to the home of whoever runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
 
 
 def tiny(name: str, **changes: Any) -> Algorithm[Any, Any]:

@@ -31,8 +31,11 @@ from barter.core.nodes import Monitor, Silence, as_numbers
 from barter.core.params import BY_PYTHON
 from barter.core.payload import Payload, infinite_leaves
 from barter.core.record import Round
+from barter.core.robust import Defence, Rule
+from barter.core.robust import using as defend
 from barter.data.partition import Partition
 from barter.data.task import Data
+from barter.engines.adversaries import Adversaries
 from barter.engines.local import LocalEngine
 from barter.models import zoo
 from barter.models.zoo import Own
@@ -61,11 +64,11 @@ from barter.setup.config import (
     first_difference,
     plain,
     read,
-    resolve,
     to_toml,
     with_defaults,
 )
 from barter.setup.hardware import precision_named, with_threads
+from barter.setup.trust import code_names, note_consent, read_run, trusting
 
 __all__ = ["Experiment"]
 
@@ -116,6 +119,9 @@ class Experiment:
         timeout: float | None = None,
         privacy: Privacy | None = None,
         evaluate: Evaluation | None = None,
+        robust: Rule = "none",
+        robust_share: float = 0.3,
+        adversaries: Adversaries | None = None,
         start: str | Path = "",
         rounds: int = 5,
         keep: str = "last",
@@ -146,6 +152,9 @@ class Experiment:
             timeout=timeout,
             privacy=privacy or Privacy(),
             evaluate=evaluate or Evaluation(),
+            robust=robust,
+            robust_share=robust_share,
+            adversaries=adversaries or Adversaries(),
             start=str(start),
             keep=keep,  # type: ignore[arg-type]
             keep_rounds=keep_rounds,
@@ -181,7 +190,7 @@ class Experiment:
         return cls.of(federation, out, resume=resume, behind=behind, overrule=overrule)
 
     @classmethod
-    def revisited(cls, run: Path, *, unlimited: bool = False) -> Experiment:
+    def revisited(cls, run: Path, *, unlimited: bool = False, trust: bool = False) -> Experiment:
         """Restore a run after its last round, on the CPU and for inspection only.
 
         Nothing is written or downloaded.
@@ -189,12 +198,15 @@ class Experiment:
         Args:
             run: The run's folder.
             unlimited: Lift the clients' privacy budget; their answers stay protected.
+            trust: Consent to run the code that the folder names.
 
         Raises:
-            ConfigError: The run was on Flower, so its clients' images are not here.
+            ConfigError: The run was on Flower, so its clients' images are not here; or the folder
+                names code without consent.
             CheckpointError: The checkpoint does not belong to this configuration.
         """
-        config = resolve(read(run / "config.toml"))
+        with trusting(trust):
+            config = read_run(run)
         if config.engine == "flower":
             raise ConfigError(
                 f"{run} ran on Flower: its clients' images are at their sites, not here"
@@ -393,7 +405,8 @@ class Experiment:
             with seeds.scope(self.config.seed, 0, "server", device=self.device):
                 self.algorithm.setup(self.server, all_clients)
         self.engine.round = t
-        with seeds.scope(self.config.seed, t, "server", device=self.device):
+        defence = Defence(self.config.robust, self.config.robust_share)
+        with seeds.scope(self.config.seed, t, "server", device=self.device), defend(defence):
             self.algorithm.round(self.server, all_clients, t)
         self._require_finite(t)
         record = self._record(t, all_clients, start)
@@ -489,7 +502,10 @@ class Experiment:
         """Evaluate clients and server where evaluation is due, and return the record of round t."""
         participants = sorted(self.engine.participants)
         tested = [k for k in all_clients if self.engine.tests_due(k, EVALUATION)]
-        metrics = all_clients.only({*tested, *participants}).run(self.algorithm.evaluate)
+        adversarial = self.engine.adversarial
+        # Adversarial clients are not evaluated: means are those of honest clients.
+        evaluated = {*tested, *participants} - set(adversarial)
+        metrics = all_clients.only(evaluated).run(self.algorithm.evaluate)
         server = as_numbers(self.server.report)
         self.server.report = {}
         evaluate = self.config.evaluate
@@ -516,6 +532,8 @@ class Experiment:
                 by_method.setdefault(method, {"up": 0, "down": 0})[direction] += count
                 by_client[client][f"bytes_{direction}"] += count
         clients = {k: {**metrics.get(k, {}), **by_client[k]} for k in all_clients}
+        for k in adversarial:
+            clients[k]["adversarial"] = 1.0
         return Round(
             t,
             clients,
@@ -611,8 +629,9 @@ class Experiment:
 
     def _open(self, path: Path, resume: bool, behind: Which) -> RunFolder:
         """Create the run's folder, or open it and restore the checkpoint to continue from."""
+        code = code_names(plain(self.config))
         if not resume:
-            return RunFolder.create(path, to_toml(self.config))
+            return RunFolder.create(path, to_toml(self.config), lambda: note_consent(path, code))
         folder = RunFolder.existing(path)
         begun = self._begun_with(read(folder.config))
         key = first_difference(plain(self.config), begun, but=RESULT_FREE)
@@ -628,6 +647,7 @@ class Experiment:
                 raise CheckpointError(
                     f"{path} holds the checkpoint of another experiment: {in_short(error)}"
                 ) from error
+        note_consent(path, code)
         folder.go_on_after(self.round)
         threads = self.config.threads
         threads_before = begun.get("threads")

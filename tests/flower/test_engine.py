@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("flwr")
 
@@ -21,6 +22,7 @@ from barter.experiment import Experiment
 from barter.flower import deploy, engine
 from barter.flower.client_app import in_bulk
 from barter.flower.deploy import conduct
+from barter.flower.frames import Frame
 from barter.runs.journal import Journal
 from barter.setup.config import Config
 from tests.conftest import same, tiny
@@ -300,7 +302,7 @@ def test_how_large_answers_can_be_is_said_before_they_are_asked_for(
 def test_an_answer_that_is_larger_than_it_can_be_is_a_failure(grid: LoopbackGrid, run: Run) -> None:
     def longer(answer: Callable[[], Any]) -> Any:
         reply = answer()
-        return {**reply, "answer": 20 * reply["answer"]}
+        return {**reply, "answer": 8 * reply["answer"]}
 
     once(grid, 101, longer)
     experiment = run(2, algorithm=tiny("fedfree"), min_clients=2)
@@ -310,6 +312,47 @@ def test_an_answer_that_is_larger_than_it_can_be_is_a_failure(grid: LoopbackGrid
     named = r"client 1 failed in 'learn', round 1: site site-1: learn has \d+ bytes, expected at most \d+"
     assert re.fullmatch(named, failure)
     assert two.failures == []
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        (torch.zeros(2_000_000), r"an answer of 8\.\d MB, expected at most \d\.\d"),
+        ([0] * 2_000_000, r"an answer whose structure has 6\.\d MB, expected at most 4; .*"),
+    ],
+)
+def test_an_answer_that_is_much_too_large_is_not_even_decoded(
+    grid: LoopbackGrid, run: Run, monkeypatch: pytest.MonkeyPatch, extra: Any, reason: str
+) -> None:
+    decoded: list[int] = []
+    plain_decode = engine.decode
+
+    def decode(frame: Frame) -> Any:
+        decoded.append(len(frame.header) + sum(len(blob.data) for blob in frame.blobs.values()))
+        return plain_decode(frame)
+
+    monkeypatch.setattr(engine, "decode", decode)
+    once(grid, 101, lambda answer: {**answer(), "answer": {"more": extra}})
+    experiment = run(2, min_clients=2)
+    assert experiment.folder is not None
+    one, two = experiment.folder.records()
+    (failure,) = one.failures
+    named = "client 1 failed in 'client_update', round 1: site site-1: "
+    assert re.fullmatch(named + reason, failure)
+    assert two.failures == []
+    assert decoded
+    assert max(decoded) < 2_000_000
+
+
+def test_a_hello_that_is_much_too_large_is_not_even_decoded(
+    grid: LoopbackGrid, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deliver(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
+        return {"hello": torch.zeros(2_000_000)} if node == 102 else answer()
+
+    grid.deliver = deliver
+    with pytest.raises(ConfigError, match=r"an answer of 8\.0 MB, expected at most 1\.0"):
+        run()
 
 
 def test_too_few_answers_end_the_run_and_lose_nothing(grid: LoopbackGrid, run: Run) -> None:

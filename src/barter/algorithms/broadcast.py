@@ -37,6 +37,7 @@ class Broadcast(Algorithm[S, C]):
     """Average the weights that some clients trained, and send the average to all clients."""
 
     one_architecture = True
+    aggregates = ("states",)
     crosses = {
         "client_update": "up: the client's weights (a client that missed the last average receives "
         "it first)",
@@ -55,8 +56,14 @@ class Broadcast(Algorithm[S, C]):
         # Clients that have the last average already are sent nothing.
         starts = {k: {} if k in server.heard else server.average for k in active}
         updates = active.scatter(self.client_update, starts)
-        server.average = average(updates, by=self.average)
+        server.average = average(updates, by=self.average, since=self.common_start(server, active))
         server.heard = list(clients.run(self.receive, server.average))
+
+    def common_start(self, server: S, active: Clients) -> State:
+        """Return the weights that all clients started this round from."""
+        if server.average:
+            return server.average
+        return self.outgoing(server.architectures[active[0]]())
 
     def client_update(self, client: C, w: State) -> State:
         """Train the client's network and return the weights to be averaged.

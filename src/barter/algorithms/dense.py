@@ -135,6 +135,7 @@ class DENSE(Algorithm[Archive]):
     primary = "server"
     global_model = True
     replicas = True
+    aggregates = ("logits",)
     crosses = {"learn": "up: the client's weights, the number of images of each class"}
     presets = {
         "paper": {

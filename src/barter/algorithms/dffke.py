@@ -47,7 +47,7 @@ of each field):
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal, NotRequired, TypeAlias, TypedDict
@@ -56,6 +56,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from barter.core import robust
 from barter.core.algorithm import Algorithm
 from barter.core.answers import WORD, Known
 from barter.core.clients import Clients, Replies
@@ -67,6 +68,7 @@ from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive, Whole
 from barter.core.payload import State, nbytes
+from barter.core.robust import Aggregate
 from barter.models.generators import drawn_side, resized
 from barter.ops.distill import kl
 from barter.ops.docking import unify
@@ -74,6 +76,7 @@ from barter.ops.fit import Subject, adam, alternate, epoch_length, fit, joint
 from barter.ops.inversion import Discrepancy, Schedule, Terms, Viewer, fit_decoder
 from barter.ops.shares import log_shares
 from barter.ops.transfer import Entry, Lesson, depicted, draw, heard, lesson, newest, sound, taught
+from barter.ops.trust import confirmed_teachers, consistent_clients
 from barter.ops.views import cut, embeddings, number
 
 __all__ = ["DFFKE", "Hub", "Trader"]
@@ -255,6 +258,11 @@ class DFFKE(Algorithm[Hub, Trader]):
         return self.transfer == "public"
 
     @property
+    def aggregates(self) -> tuple[Aggregate, ...]:
+        # Without the clients' networks the server cannot confirm what a teacher says.
+        return ("sets",) if self.inverts else ()
+
+    @property
     def inverts(self) -> bool:
         """Return whether the server decodes embeddings to images, using the clients' networks."""
         return self.transfer != "public"
@@ -287,7 +295,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         federation = clients.only(clients[: max(1, round(self.collaboration * len(clients)))])
         clients.only(set(clients) - set(federation)).run(self.train)
         traders = federation.sample(self.participation)
-        offers = traders.run(self.learn)  # Eq. 9
+        offers = self.trusted(server, traders.run(self.learn))  # Eq. 9
         if len(offers) < 2:
             return
         codes, decoder = self.make_transfer_data(server, offers)  # Eqs. 10-12
@@ -298,7 +306,56 @@ class DFFKE(Algorithm[Hub, Trader]):
         server.held |= dict.fromkeys(lessons, t)
         if len(lessons) < 2:
             return
-        traders.only(lessons).scatter(self.exchange, heard(lessons, self.peers))  # Eqs. 13-14
+        teachers = self.confirmed(server, entry, offers, lessons)
+        received = {
+            k: {i: taught for i, taught in others.items() if i in teachers}
+            for k, others in heard(lessons, self.peers).items()
+        }
+        received = {k: others for k, others in received.items() if others}
+        traders.only(received).scatter(self.exchange, received)  # Eqs. 13-14
+
+    def trusted(self, server: Hub, offers: Replies[Offer]) -> Replies[Offer]:
+        """Return the offers whose embeddings the uploaded network classifies as labelled.
+
+        This is for robust aggregation: without it, and of noise, all offers are returned.
+        """
+        if not robust.active().defends("sets") or not self.embeds:
+            return offers
+        scores = {}
+        for k, offer in offers.items():
+            model = server.replica(k, offer["weights"])
+            predicted = model.logits(offer["embeddings"][:, 0]).argmax(1)
+            scores[k] = float((predicted == offer["labels"]).double().mean())
+        chosen = consistent_clients(scores)
+        server.report["left_out"] = len(offers) - len(chosen)
+        return Replies(
+            {k: offers[k] for k in chosen}, offers.num_examples, offers.failures, offers.excuse
+        )
+
+    def confirmed(
+        self, server: Hub, entry: Entry, offers: Replies[Offer], lessons: Mapping[int, Lesson]
+    ) -> list[int]:
+        """Return the teachers whose logits the clients' networks confirm; all without a defence."""
+        if not robust.active().defends("sets"):
+            return list(lessons)
+
+        def images(k: int) -> Tensor:
+            codes = entry["codes"][k]
+            decodes = bool(entry["decoder"])
+            x = depicted(entry["decoder"], server.spec, codes) if decodes else codes.float()
+            return resized(x, server.spec)
+
+        logits = {}
+        for k, taught_by in lessons.items():
+            (newest_targets,) = [
+                targets for targets in taught_by if targets["round"] == entry["round"]
+            ]
+            logits[k] = newest_targets["logits"]
+        replicas = {k: server.replica(k, offers[k]["weights"]) for k in lessons}
+        teachers = confirmed_teachers(logits, images, replicas)
+        left_out = server.report.get("left_out", 0.0)
+        server.report["left_out"] = left_out + len(lessons) - len(teachers)
+        return teachers
 
     def train(self, client: Trader) -> None:
         """Train on private images until the accuracy reaches τ or the last epoch ends (Eq. 9)."""

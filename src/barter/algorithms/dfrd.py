@@ -145,6 +145,7 @@ def as_averaged(server: Distiller) -> Iterator[None]:
 class DFRD(PartialTraining[Distiller]):
     """Distil the clients' models into the server's on generated images, with or without averaging."""
 
+    aggregates = ("states", "logits")
     global_model = True
     presets = {
         "paper": {
@@ -235,7 +236,7 @@ class DFRD(PartialTraining[Distiller]):
         if self.base != "fedavg":
             return super().averaged(server, updates, where)
         weights = updates.each(lambda _, update: update["weights"])
-        return average(weights)
+        return average(weights, since=server.model.state_dict())
 
     def round(self, server: Distiller, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)

@@ -59,6 +59,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from barter.algorithms.condensation import Condensation, Condenser
+from barter.core import robust
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Classes, Floats
 from barter.core.evaluation import predict
@@ -67,6 +68,8 @@ from barter.core.model import Classifier
 from barter.core.nodes import Server
 from barter.core.params import Count, Fraction, NonNegative, Positive
 from barter.ops.condense import Collaboration, Lot, averaging, gathered, redrawn
+from barter.ops.prototypes import ByClass, lookup, mean_of
+from barter.ops.trust import trusted_sets
 
 __all__ = ["FedAF"]
 
@@ -141,6 +144,13 @@ def mean_by_class(
     Returns:
         For every class the mean over the clients that hold it, and 1 if a client does, else 0.
     """
+    if robust.active().defends("prototypes"):
+        tables: list[ByClass] = [
+            {"classes": held, "vectors": rows} for held, rows in parts.values()
+        ]
+        table = mean_of(tables)
+        width = table["vectors"].shape[1]
+        return lookup([table], classes, width, table["vectors"].device)
     all_rows = torch.cat([rows for _, rows in parts.values()])
     labels = torch.cat([held for held, _ in parts.values()])
     mean = averaging(labels, torch.arange(classes, device=labels.device))
@@ -151,6 +161,7 @@ def mean_by_class(
 class FedAF(Condensation):
     """Clients upload condensed images and soft labels; the server trains one model on them."""
 
+    aggregates = ("prototypes", "sets")
     crosses = {
         "summarise": "up: the mean logits of the client's classes",
         "condense": "down: the mean logits over all clients; "
@@ -229,6 +240,8 @@ class FedAF(Condensation):
 
     def train(self, server: Server, lots: Replies[Labelled]) -> None:
         """Train the global model on all condensed images and the soft labels of the originals."""
+        trusted = trusted_sets(server, lots)
+        lots = Replies({k: lots[k] for k in trusted}, lots.num_examples, lots.failures)
         images, labels = gathered(lots.values())
         server.report["condensed"] = len(labels)
         if not len(labels):

@@ -37,6 +37,7 @@ class FedAvg(Algorithm):
 
     primary: ClassVar[Primary] = "server"
     one_architecture = True
+    aggregates = ("states",)
     crosses = {"client_update": "down: the server's weights; up: the client's weights"}
 
     fraction: Fraction = 1.0  # C: fraction of clients sampled per round
@@ -49,7 +50,7 @@ class FedAvg(Algorithm):
     def round(self, server: Server, clients: Clients, t: int) -> None:
         w = server.model.state_dict()
         updates = clients.sample(self.fraction).run(self.client_update, w)
-        server.model.load_state_dict(average(updates, by=self.average))
+        server.model.load_state_dict(average(updates, by=self.average, since=w))
 
     def client_update(self, client: Client, w: State) -> State:
         """Train the server's weights on the client's data and return them."""

@@ -52,6 +52,7 @@ class FedDF(Algorithm):
     """Average models per architecture, then distil the ensemble of all on public images."""
 
     replicas = True
+    aggregates = ("states", "logits")
     crosses = {
         "learn": "up: the client's weights",
         "receive": "down: the fused weights of the client's architecture",

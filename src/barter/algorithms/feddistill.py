@@ -83,6 +83,7 @@ def loss(
 class FedDistill(Algorithm[Register]):
     """Exchange the mean prediction of each class; every client learns from the others'."""
 
+    aggregates = ("prototypes",)
     crosses = {"learn": "down: the others' mean predictions by class; up: the client's own"}
 
     gamma: NonNegative = 1.0  # γ: weight of the others' predictions; not given in the paper

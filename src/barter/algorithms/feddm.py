@@ -33,6 +33,7 @@ from barter.core.nodes import Server
 from barter.core.params import NonNegative, Positive
 from barter.ops.condense import Lot, gathered
 from barter.ops.fit import classification
+from barter.ops.trust import trusted_sets
 
 __all__ = ["FedDM"]
 
@@ -50,6 +51,7 @@ def at_distance(rho: float, model: Classifier) -> None:
 class FedDM(Condensation):
     """Clients upload condensed images; the server trains one model on them and sends it back."""
 
+    aggregates = ("sets",)
     crosses = {
         "condense": "up: condensed images of the client's classes",
         "receive": "down: the server's weights",
@@ -73,7 +75,7 @@ class FedDM(Condensation):
 
     def train(self, server: Server, lots: Replies[Lot]) -> None:
         """Train the global model on all clients' condensed images."""
-        images, labels = gathered(lots.values())
+        images, labels = gathered(lots[k] for k in trusted_sets(server, lots))
         server.report["condensed"] = len(labels)
         if len(labels):
             loss = partial(classification, server.model, server.spec, Augment())

@@ -76,6 +76,7 @@ class FedDyn(Algorithm[Cloud, Drifter]):
 
     primary = "server"
     one_architecture = True
+    aggregates = ("states",)
     crosses = {
         "present": "nothing",
         "client_update": "down: the server's weights, α_i; up: the client's weights",
@@ -100,7 +101,7 @@ class FedDyn(Algorithm[Cloud, Drifter]):
         for k in active:
             tasks[k] = {"weights": w, "alpha": self.alpha * mean_size / server.sizes[k]}
         updates = active.scatter(self.client_update, tasks)
-        server.average = average(updates, alike=True)
+        server.average = average(updates, alike=True, since=w)
         server.h = drifted(server.model, server.h, w, server.average, len(updates) / len(clients))
         shifted = {name: server.average[name] + h for name, h in server.h.items()}
         server.model.load_state_dict(server.average | shifted)

@@ -65,6 +65,7 @@ from barter.ops.synthesis import (
     duel,
     exhibited,
     fidelity_by_label,
+    joint_prediction,
     label_weights,
     named,
     painted,
@@ -134,7 +135,7 @@ def global_loss(
     with torch.no_grad():
         x = painted(generator, named(z, y, spec.classes), spec)
         predictions = ensemble.said(x).float().softmax(2)
-        target = (weights[:, :, None] * predictions).sum(0)
+        target = joint_prediction(predictions, weights)
     return soft_loss(model(x).float(), target)
 
 
@@ -143,6 +144,7 @@ class FedFTG(FedAvg):
     """FedAvg whose server fine-tunes the average on generated images that it finds hard."""
 
     replicas = True
+    aggregates = ("states", "logits")
     crosses = {
         "learn": "down: the server's weights; up: the client's weights, the number of images of "
         "each class"
@@ -167,7 +169,9 @@ class FedFTG(FedAvg):
     def round(self, server: Server, clients: Clients, t: int) -> None:
         updates = clients.sample(self.fraction).run(self.learn, server.model.state_dict())
         weights = updates.each(lambda _, update: update["weights"])
-        server.model.load_state_dict(average(weights, by=self.average))
+        server.model.load_state_dict(
+            average(weights, by=self.average, since=server.model.state_dict())
+        )
         counts = torch.stack([update["counts"] for update in updates.values()])
         shares, frequencies = label_weights(counts.float(), 0.0)
         self.tune(server, assembled(server, weights), shares, frequencies)

@@ -146,6 +146,7 @@ def loss(
 class FedGen(SharedHead[Source]):
     """Average the heads, and train a generator of features from which all clients learn."""
 
+    aggregates = ("states",)
     crosses = {
         "learn": "down: the initial head, the generator, the classes it was trained for; up: the "
         "head, the number of images of each class",

@@ -37,7 +37,7 @@ from barter.core.contracts import Named
 from barter.core.params import Count, Positive
 from barter.core.payload import State, isolate
 from barter.ops.fit import fit_rows, sgd
-from barter.ops.prototypes import ByClass, joined, prototypes_of
+from barter.ops.prototypes import ByClass, joined, prototypes_of, trusted
 
 __all__ = ["FedGH", "loss"]
 
@@ -51,6 +51,7 @@ def loss(head: nn.Linear, vectors: Tensor, classes: Tensor) -> Tensor:
 class FedGH(SharedHead):
     """Train a shared head on the class prototypes of all clients."""
 
+    aggregates = ("sets",)
     crosses = {
         "learn": "up: mean features of the client's classes (a client that missed the head "
         "receives it first)",
@@ -66,7 +67,7 @@ class FedGH(SharedHead):
     def round(self, server: HeadServer, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)
         prototypes = active.run(self.learn, self.missing_head(server, active))
-        head = self.generalised(server, joined(prototypes.values()))
+        head = self.generalised(server, joined(trusted(prototypes)))
         self.share_head(server, clients, head)
 
     def learn(

@@ -160,6 +160,7 @@ class FedIOD(Algorithm[Curator, Judge]):
 
     primary = "server"
     global_model = True
+    aggregates = ("logits",)
     crosses = {
         "learn": "up: the number of images of each class",
         "judge": "down: generated images; up: logits on them",

@@ -133,6 +133,7 @@ class FedKD(Algorithm[Broker, Mentor]):
     """Average compressed changes of a small shared model, a partner of each client's own."""
 
     global_model = True
+    aggregates = ("states",)
     crosses = {
         "learn": "down: the shared model's weights, if the client lacks them; up: their change, of "
         "low rank",

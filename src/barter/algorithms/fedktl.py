@@ -56,7 +56,7 @@ from barter.models.framed import frame_of, framed
 from barter.models.pooled import pooled
 from barter.models.pretrained import drawn, latent_dim, latents, pretrained
 from barter.ops.fit import Recipe, adam, by_name, fit_rows, index_batches
-from barter.ops.prototypes import ByClass, class_means, joined
+from barter.ops.prototypes import ByClass, class_means, joined, trusted
 
 __all__ = [
     "Aligner",
@@ -226,6 +226,7 @@ def places_of(model: Classifier, data: Images) -> ByClass:
 class FedKTL(OneWidth[Teacher]):
     """Transfer a pre-trained generator's knowledge by an image and a latent vector per class."""
 
+    aggregates = ("sets",)
     crosses = {
         "learn": "down: an image and a latent vector for each class, a projection; up: prototypes "
         "of the client's classes in the space of the frame"
@@ -256,7 +257,7 @@ class FedKTL(OneWidth[Teacher]):
 
     def round(self, server: Teacher, clients: Clients, t: int) -> None:
         prototypes = clients.sample(self.fraction).run(self.learn, server.lessons)
-        codes = self.align(server, joined(prototypes.values()))
+        codes = self.align(server, joined(trusted(prototypes)))
         server.lessons = [self.lesson(server, codes)]
 
     def learn(

@@ -97,6 +97,7 @@ def loss(
 class FedProto(OneWidth[S, Follower]):
     """Average class prototypes, and keep every client's features near the averages."""
 
+    aggregates = ("prototypes",)
     crosses = {
         "learn": "up: mean features of the client's classes",
         "receive": "down: their means over clients",

@@ -40,7 +40,7 @@ from barter.core.nodes import Server
 from barter.core.params import Count, NonNegative, Positive
 from barter.core.payload import State, isolate
 from barter.ops.fit import fit_rows, sgd
-from barter.ops.prototypes import ByClass, joined, mean_of
+from barter.ops.prototypes import ByClass, joined, mean_of, trusted
 
 __all__ = ["FedTGP", "Prototypist", "TrainablePrototypes", "loss", "margin"]
 
@@ -90,6 +90,7 @@ def loss(
 class FedTGP(FedProto[Prototypist]):
     """FedProto with global prototypes that the server trains to lie apart."""
 
+    aggregates = ("prototypes", "sets")
     crosses = {
         "learn": "up: mean features of the client's classes",
         "receive": "down: the trained prototypes",
@@ -105,7 +106,7 @@ class FedTGP(FedProto[Prototypist]):
         trainable = lanes.keep("prototypes", new)
         if server.prototypes:
             trainable.load_state_dict(server.prototypes)
-        rows = joined(prototypes.values())
+        rows = joined(trusted(prototypes))
         delta = margin(mean_of(prototypes.values()), self.tau)
         fit_rows(
             server,

@@ -190,6 +190,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
 
     primary = "server"
     global_model = True
+    aggregates = ("logits",)
     crosses = {
         "learn": "up: number of images of each class; "
         "mean and deviation of each frequency over all images",

@@ -56,6 +56,7 @@ from barter.core.params import Count, NonNegative, Positive
 from barter.core.payload import State, isolate
 from barter.core.record import Round
 from barter.models.generators import Decoder
+from barter.ops.ensemble import consensus
 from barter.ops.fit import Trainer, adam, sgd
 from barter.ops.synthesis import (
     Artist,
@@ -94,7 +95,7 @@ def disagreement(
     """
     with torch.set_grad_enabled(sign < 0):
         x = painted(generator, z, spec)
-        ensemble_logits = ensemble.said(x).float().mean(0)
+        ensemble_logits = consensus(list(ensemble.said(x).float()))
     return sign * sl_loss(ensemble_logits, model(x).float())
 
 
@@ -116,6 +117,7 @@ class FedZKT(FedProx):
     one_architecture = False
     global_model = True
     replicas = True
+    aggregates = ("logits",)
     crosses = {
         "learn": "up: the client's weights",
         "receive": "down: the client's weights, after distillation on the server",

@@ -36,6 +36,7 @@ __all__ = ["LGFedAvg"]
 class LGFedAvg(SharedHead):
     """Average the heads; every client keeps its own feature extractor."""
 
+    aggregates = ("states",)
     crosses = {
         "learn": "down: the initial head; up: the trained head",
         "receive": "down: the averaged head",

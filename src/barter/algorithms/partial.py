@@ -78,6 +78,7 @@ class PartialTraining(Algorithm[S, Client]):
 
     primary = "server"
     replicas = True
+    aggregates = ("states",)
     crosses = {
         "train": "down: the weights of the client's channels; "
         "up: the trained weights, and how many images of each class they were trained on",

@@ -43,6 +43,7 @@ class Answer(TypedDict):
 class PublicDistillation(Algorithm[S, C]):
     """Base of methods in which clients learn from their joint predictions on public images."""
 
+    aggregates = ("logits",)
     crosses = {
         "answer": "down: which public images; up: predictions on them, and class counts if "
         "weighting asks for them",

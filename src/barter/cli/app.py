@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -32,6 +32,7 @@ from barter.cli.options import (
     RoundOf,
     Settings,
     TensorBoard,
+    Trust,
     real_number,
     whole_number,
 )
@@ -69,6 +70,13 @@ def _options(
     ] = False,
 ) -> None:
     pass
+
+
+def _trusting(trust: bool) -> AbstractContextManager[None]:
+    """Consent to the code that run folders name, if the command line says so."""
+    from barter.setup.trust import trusting
+
+    return trusting(trust)
 
 
 @app.command()
@@ -169,6 +177,7 @@ def resume(
         ),
     ] = "last",
     tensorboard: TensorBoard = False,
+    trust: Trust = False,
 ) -> None:
     """Resume the run in the folder RUN after its last finished round.
 
@@ -177,7 +186,8 @@ def resume(
     """
     from barter.cli import running
 
-    running.resume(run, rounds, threads, patience, behind, tensorboard=tensorboard)
+    with _trusting(trust):
+        running.resume(run, rounds, threads, patience, behind, tensorboard=tensorboard)
 
 
 @app.command()
@@ -235,6 +245,7 @@ def compare(
     out: Annotated[
         Path | None, typer.Option(help="The comparison's folder; by default a new one under runs/.")
     ] = None,
+    trust: Trust = False,
 ) -> None:
     """Run every method with every seed, and write a table and curves.
 
@@ -243,7 +254,8 @@ def compare(
     from barter.cli import running
 
     question = {"baseline": baseline, "metric": metric, "target": target}
-    running.compare(what, algorithms, seeds, settings, vary, only, out, question, jobs)
+    with _trusting(trust):
+        running.compare(what, algorithms, seeds, settings, vary, only, out, question, jobs)
 
 
 @app.command()
@@ -265,11 +277,13 @@ def report(
             "--images/--no-images", help="Show private images and those synthesised from them."
         ),
     ] = True,
+    trust: Trust = False,
 ) -> None:
     """Write an HTML report: curves, clients, split, images, traffic, time and configuration."""
     from barter.cli import inspecting
 
-    inspecting.report(what, to, live=live, images=images)
+    with _trusting(trust):
+        inspecting.report(what, to, live=live, images=images)
 
 
 @app.command()
@@ -291,11 +305,13 @@ def attack(
             help="Even number of shadow runs: like RUN, on half of the images each.",
         ),
     ] = 4,
+    trust: Trust = False,
 ) -> None:
     """Attack RUN as a curious server: reconstruct images, infer membership and classes."""
     from barter.cli import inspecting
 
-    inspecting.attack(run, shadows)
+    with _trusting(trust):
+        inspecting.attack(run, shadows)
 
 
 @app.command()
@@ -309,6 +325,7 @@ def evaluate(
         typer.Option(parser=whole_number(0), metavar="N", help="Only this client's network."),
     ] = None,
     round: RoundOf = "last",
+    trust: Trust = False,
 ) -> None:
     """Measure the accuracy of RUN's networks on other data.
 
@@ -316,7 +333,8 @@ def evaluate(
     """
     from barter.cli import inspecting
 
-    inspecting.evaluate(run, data, client, round)
+    with _trusting(trust):
+        inspecting.evaluate(run, data, client, round)
 
 
 @app.command()
@@ -334,11 +352,13 @@ def export(
         ),
     ] = None,
     round: RoundOf = "last",
+    trust: Trust = False,
 ) -> None:
     """Export a network of RUN to a file, with a description of the input it expects."""
     from barter.cli import inspecting
 
-    inspecting.export(run, to, client, round)
+    with _trusting(trust):
+        inspecting.export(run, to, client, round)
 
 
 @app.command()
@@ -489,6 +509,7 @@ def show_images(
             parser=whole_number(1, 100), metavar="N", help="Number of images of each client."
         ),
     ] = 10,
+    trust: Trust = False,
 ) -> None:
     """Save a sheet for each round of RUN: private images beside those synthesised from them.
 
@@ -496,7 +517,8 @@ def show_images(
     """
     from barter.cli import inspecting
 
-    inspecting.show_images(run, out, columns)
+    with _trusting(trust):
+        inspecting.show_images(run, out, columns)
 
 
 # The exit status of an interrupted process. Newer versions of typer return it after Ctrl-C; older

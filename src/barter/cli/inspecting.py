@@ -23,8 +23,9 @@ from barter.runs.folder import PRIVACY, begun
 from barter.runs.picture import Kinds, bubbles
 from barter.runs.progress import Work
 from barter.runs.tables import accuracy_table, count_table
-from barter.setup.config import COMPARISON, read, resolve
+from barter.setup.config import COMPARISON, resolve
 from barter.setup.hardware import device_named
+from barter.setup.trust import read_run
 from barter.testing.conformance import CHECKS, examined
 from barter.trained.export import export as write_network
 from barter.trained.model import judged, load, load_all
@@ -87,7 +88,7 @@ def evaluate(run: Path, source: str, client: int | None, round: str) -> None:
     folder = begun(run)
     models = load_all(folder, which) if client is None else [load(folder, client, round=which)]
     spec = models[0].spec
-    run_data = resolve(read(run / "config.toml")).data
+    run_data = read_run(run).data
     size = spec.height if spec.height == spec.width else None
     dataset = load_data(source, root=run_data.root, size=size)
     new = anchored(replace(run_data, source=source)).source != anchored(run_data).source

@@ -20,6 +20,7 @@ __all__ = [
     "RoundOf",
     "Settings",
     "TensorBoard",
+    "Trust",
     "real_number",
     "whole_number",
 ]
@@ -94,6 +95,12 @@ def _device_name(name: str | None) -> str | None:
 Device = Annotated[
     str | None,
     typer.Option(callback=_device_name, metavar="auto|cpu|cuda|cuda:N", help="Where to compute."),
+]
+
+
+Trust = Annotated[
+    bool,
+    typer.Option("--trust", help="Run code that the folder names, though it was not started here."),
 ]
 
 

@@ -52,6 +52,7 @@ from barter.runs.tables import closing_table
 from barter.setup.config import Config, read, resolve, with_settings
 from barter.setup.hardware import device_named
 from barter.setup.participants import names_of
+from barter.setup.trust import DEPLOYMENT, read_run, require_consent
 
 __all__ = ["compare", "flower_init", "flower_start", "resume", "run", "site"]
 
@@ -95,7 +96,9 @@ def resume(
             "again"
         )
     simulated = (run / "flower").is_dir() and not (run / "flower" / "sites").exists()
-    config = resolve(read(begun(run) / "config.toml"))
+    config = read_run(begun(run))
+    if config.engine == "flower":
+        require_consent(run, [DEPLOYMENT])
     which = chosen_round(behind)
     if which == "last" and rounds is not None and rounds < (done := len(records(run))):
         raise ConfigError(f"--rounds {rounds}: {run} has done {done} already")

@@ -55,6 +55,7 @@ from barter.setup.config import (
     with_defaults,
     with_settings,
 )
+from barter.setup.trust import code_names, read_run
 
 __all__ = ["Comparison", "Job", "View", "run_all"]
 
@@ -192,7 +193,7 @@ class Comparison:
         """Raise if existing runs of a variant have another configuration, apart from the seed."""
         for path in sorted((self.folder / self.variants[name]).glob("seed-*/config.toml")):
             requested = plain(_anchored(config))
-            existing = plain(_anchored(resolve(read(path))))
+            existing = plain(_anchored(read_run(path.parent, code_names(requested))))
             differing = first_difference(requested, existing, ("seed", *MAY_DIFFER))
             if differing is not None:
                 raise CheckpointError(
@@ -259,7 +260,7 @@ class Comparison:
         for name in self.variants:
             begun = (self.run(name, seed) / "config.toml" for seed in self.seeds)
             path = next((path for path in begun if path.is_file()), None)
-            found = [] if path is None else differences_from_paper(resolve(read(path)).algorithm)
+            found = [] if path is None else differences_from_paper(read_run(path.parent).algorithm)
             if found:
                 fields = ", ".join(difference.field for difference in found)
                 notes.append(f"{name}: not as published, other values of {fields} (preset={PAPER})")
@@ -376,7 +377,11 @@ def _start(job: Job, launcher: Launcher) -> Started:
     command = ["run", str(config_file), "--out", str(job.folder)]
     if begun:
         command = ["resume", str(job.folder)]
-        if resolve(read(job.folder / "config.toml")).rounds < job.config.rounds:
+        # The user has named this code, and the folder has been checked to name no other.
+        code = code_names(plain(job.config))
+        if code:
+            command.append("--trust")
+        if read_run(job.folder, code).rounds < job.config.rounds:
             command += ["--rounds", str(job.config.rounds)]
     return launcher.start(command, _log(job))
 

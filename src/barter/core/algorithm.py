@@ -19,6 +19,7 @@ from barter.core.nodes import Client, Server, as_numbers
 from barter.core.params import build, check, did_you_mean
 from barter.core.payload import State
 from barter.core.record import Primary, Round
+from barter.core.robust import Aggregate
 
 __all__ = ["Algorithm", "Tells"]
 
@@ -74,6 +75,14 @@ class Algorithm(Generic[S, C]):
     def one_architecture(self) -> bool:
         """Return whether all clients must have the same architecture."""
         return False
+
+    @property
+    def aggregates(self) -> tuple[Aggregate, ...]:
+        """Return the kinds of aggregates that the server computes of the clients' answers.
+
+        Robust aggregation (`robust`) applies to these.
+        """
+        return ()
 
     @property
     def feature_width(self) -> int | None:

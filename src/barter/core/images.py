@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -25,6 +26,10 @@ __all__ = [
     "prepared",
     "statistics",
 ]
+
+
+# Largest sizes of a spec that comes from a file or another party.
+LIMITS = {"channels": 4096, "height": 4096, "width": 4096, "classes": 2**20}
 
 
 @dataclass(frozen=True)
@@ -52,11 +57,29 @@ class Spec:
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> Self:
-        """Build a spec from the dict that `plain` returned."""
+        """Build a spec from the dict that `plain` returned.
+
+        Raises:
+            ValueError: A value is not what a spec has; networks of that size are not built.
+            TypeError: A field is missing or unknown.
+        """
         fields: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in tree.items()
         }
-        return cls(**fields)
+        spec = cls(**fields)
+        for name, most in LIMITS.items():
+            value = getattr(spec, name)
+            if type(value) is not int or not 1 <= value <= most:
+                raise ValueError(f"{name} is {str(value)[:40]}, expected a number from 1 to {most}")
+        for name in ("mean", "std"):
+            value = getattr(spec, name)
+            if (
+                not isinstance(value, tuple)
+                or len(value) != spec.channels
+                or not all(type(item) in (int, float) and math.isfinite(item) for item in value)
+            ):
+                raise ValueError(f"{name} is not a finite number for each of the channels")
+        return spec
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,7 @@ class BaseEngine:
         self.crossed: dict[int, dict[str, int]] = {}
         # Client -> ε of everything it has released, as it reports with its answers.
         self.told: dict[int, float] = {}
+        self.adversarial: Sequence[int] = ()  # Simulated adversarial clients.
         self.server: Server | None = None  # None in the engine of a single site.
         self._capped: set[int] = set()  # Clients whose claimed image count was capped.
         self._known: dict[int, Known] = {}

@@ -24,8 +24,9 @@ from barter.core.algorithm import Algorithm
 from barter.core.clients import Failure, Replies
 from barter.core.evaluation import knowing_alone
 from barter.core.nodes import Client, Monitor
-from barter.core.payload import Payload, leaves
+from barter.core.payload import Payload, State, isolate, leaves
 from barter.engines import forks
+from barter.engines.adversaries import Adversaries, poison, states_in
 from barter.engines.base import BaseEngine
 from barter.engines.forks import Job
 from barter.privacy.guard import Guard
@@ -68,6 +69,7 @@ class LocalEngine(BaseEngine):
         threads: The number of CPU cores; None for torch's number of threads.
         guard: Protects answers as the run's privacy settings require; None for no protection.
         timeout: Seconds that a client has for one call; None for no limit.
+        adversaries: What simulated adversarial clients do, and their ids.
     """
 
     def __init__(
@@ -84,10 +86,13 @@ class LocalEngine(BaseEngine):
         threads: int | None = None,
         guard: Guard | None = None,
         timeout: float | None = None,
+        adversaries: tuple[Adversaries, Sequence[int]] = (Adversaries(), ()),
     ) -> None:
         super().__init__(algorithm, seed=seed, min_clients=min_clients, monitor=monitor)
         self.clients = clients
         self.guard = guard
+        self.adversaries, self.adversarial = adversaries
+        self._before: dict[int, State] = {}  # Adversarial client -> its weights before the call.
         self.timeout = timeout
         # At a site, which knows no other client: whether the server wants an evaluation in this
         # round. None lets this engine decide.
@@ -161,6 +166,8 @@ class LocalEngine(BaseEngine):
         self._alone = self.alone() if alone is None else alone
         answers: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
+        for k in set(self.adversarial) & set(args):
+            self._before[k] = isolate(dict(self.clients[k].model.state_dict()))
 
         def settle(k: int, get_answer: Callable[[], Any]) -> None:
             """Store a client's answer or its failure."""
@@ -191,6 +198,13 @@ class LocalEngine(BaseEngine):
         failures |= self.drop_outliers(method, answers, args)
         self.failures += [failures[k] for k in sorted(failures)]
         return Replies(answers, self.counting(answers), failures)
+
+    def arrived(self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]) -> Payload:
+        if client in self.adversarial and method != Algorithm.evaluate.__name__:
+            references = [*states_in(sent), self._before[client]]
+            stream = self.stream(f"attack {method} {client}")
+            answer = poison(answer, self.adversaries, self.algorithm, method, references, stream)
+        return super().arrived(answer, method, client, sent)
 
     def _call_here(self, method: str, k: int, args: tuple[Any, ...]) -> Any:
         """Run a client's call in this process and return the checked answer."""

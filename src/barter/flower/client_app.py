@@ -15,7 +15,7 @@ from flwr.clientapp import ClientApp
 from barter.core.errors import PayloadError, in_short
 from barter.flower.frames import DONE, Blob, Frame, ask
 
-__all__ = ["app", "from_records", "in_bulk", "to_records"]
+__all__ = ["app", "from_records", "in_bulk", "record_sizes", "to_records"]
 
 RAW = "barter.raw"  # the array format: raw bytes as in memory
 # Payloads of fewer bytes travel as one value; Flower's chunks are not much larger.
@@ -51,6 +51,30 @@ def to_records(frame: Frame, bulk: ArrayRecord | ConfigRecord | None = None) -> 
     if any(blob.data for blob in frame.blobs.values()):
         records["bulk"] = in_bulk(frame.blobs) if bulk is None else bulk
     return records
+
+
+def record_sizes(records: RecordDict) -> tuple[int, int]:
+    """Return the bytes of a message's structure and of its tensors, without parsing either."""
+    structure = 0
+    tensors = 0
+    for record in records.values():
+        if isinstance(record, ArrayRecord):
+            tensors += sum(len(array.data) for array in record.values())
+        else:
+            for value in record.values():
+                if isinstance(value, bytes):
+                    tensors += len(value)
+                else:
+                    structure += _length(value)
+    return structure, tensors
+
+
+def _length(value: object) -> int:
+    """Return the bytes of a value of a record: a number, a string, or a list of these."""
+    if isinstance(value, list):
+        texts = value[:1] and isinstance(value[0], str | bytes)
+        return sum(map(len, value)) if texts else 8 * len(value)
+    return len(value) if isinstance(value, str | bytes) else 8
 
 
 def from_records(records: RecordDict) -> Frame:

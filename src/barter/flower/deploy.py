@@ -33,7 +33,7 @@ from barter.core.images import Spec
 from barter.core.payload import Payload
 from barter.experiment import Experiment
 from barter.flower.address import Address, require_name
-from barter.flower.engine import POLL_SECONDS, FlowerEngine, Hellos, Member
+from barter.flower.engine import POLL_SECONDS, SPARE, FlowerEngine, Hellos, Member
 from barter.flower.flwr_internals import hurry
 from barter.flower.handshake import Hello, agree, federation, new_attempt
 from barter.flower.heartbeat import pause
@@ -49,7 +49,6 @@ __all__ = ["Coordinator", "app", "conduct", "init", "init_simulation", "site_fol
 
 ROSTER = "sites.json"
 LARGEST = "largest"  # file with the largest size of the next answers, which the gateway reads
-SPARE = 10**6  # bytes that Flower and an evaluation may add to an answer
 PRIVATE = 0o700  # mode of folders with keys and with answers of sites
 HOUR = 3600.0  # default seconds that a site has for a call
 ORPHAN = 5.0  # seconds that a server has to end in order after its SuperLink ended
@@ -118,6 +117,8 @@ def conduct(
     timeout = config.timeout or HOUR
     hellos = Hellos(grid, toml, max(timeout, PATIENCE))
     roster = Roster.read(out)
+    if largest is not None:
+        _expect(largest, 0)  # for hellos
     present = _wait_for_sites(hellos, config, journal, roster)
     if roster is None:
         spec, ids = agree(config, list(present.values()))

@@ -16,11 +16,11 @@ from flwr.serverapp import Grid
 from barter.core.algorithm import Algorithm
 from barter.core.answers import most_bytes
 from barter.core.clients import Failure, Replies
-from barter.core.errors import BarterError
+from barter.core.errors import BarterError, PayloadError
 from barter.core.nodes import Monitor
 from barter.core.payload import Payload
 from barter.engines.base import BaseEngine
-from barter.flower.client_app import from_records, in_bulk, to_records
+from barter.flower.client_app import from_records, in_bulk, record_sizes, to_records
 from barter.flower.codec import decode, encode
 from barter.flower.flwr_internals import names
 from barter.flower.frames import Frame
@@ -28,7 +28,7 @@ from barter.flower.heartbeat import pause
 from barter.flower.site import EVALUATE
 from barter.privacy.side_information import EPSILON, ERRORS
 
-__all__ = ["POLL_SECONDS", "FlowerEngine", "Hellos", "Member"]
+__all__ = ["POLL_SECONDS", "SPARE", "FlowerEngine", "Hellos", "Member"]
 
 PROGRESS = "query.progress"
 # Seconds between two questions for progress, times the number of sites asked: each question
@@ -36,6 +36,10 @@ PROGRESS = "query.progress"
 PROGRESS_SECONDS = 2.0
 POLL_SECONDS = 0.05  # shortest interval between two polls of the SuperLink
 TRIES = 3  # how often a call is sent to a site whose message or reply Flower lost
+# Largest size in bytes of an answer's structure: names, shapes, and values outside of tensors.
+# Parsing takes seconds for every few megabytes; the largest states have 0.2.
+STRUCTURE = 4_000_000
+SPARE = 10**6  # bytes that Flower and an evaluation may add to an answer
 LATE = "no answer in time"
 LOST = {  # Flower's own error codes: there is no answer of the site
     3: LATE,
@@ -80,12 +84,16 @@ def ask(grid: Grid, requests: Mapping[int, RecordDict], action: str, ttl: float)
     return {node: id for node, id in zip(requests, ids, strict=False) if id}
 
 
-def replies(grid: Grid, pending: dict[str, int]) -> Iterator[Reply]:
+def replies(
+    grid: Grid, pending: dict[str, int], most: Mapping[int, int | None] | None = None
+) -> Iterator[Reply]:
     """Yield the answers that have arrived, and remove their messages from `pending`.
 
     Args:
         grid: Flower's grid.
         pending: Message id -> client (or node) that the message was sent to.
+        most: Client -> largest size of its answer's tensors in bytes, none if unknown; by default
+            answers have none.
 
     Yields:
         The client (or node), and a function that returns its answer or raises why there is none.
@@ -95,17 +103,23 @@ def replies(grid: Grid, pending: dict[str, int]) -> Iterator[Reply]:
     for reply in grid.pull_messages(list(pending)) if pending else ():
         sender = pending.pop(reply.metadata.reply_to_message_id, None)
         if sender is not None:
-            yield sender, partial(_content, reply)
+            yield sender, partial(_content, reply, (most or {}).get(sender, 0))
 
 
-def _content(reply: Message) -> Payload:
-    """Decode a reply.
+def _content(reply: Message, most: int | None) -> Payload:
+    """Decode a reply, unless it is larger than any valid one.
+
+    Args:
+        reply: The reply.
+        most: Largest size of its tensors in bytes; none: unknown.
 
     Raises:
+        PayloadError: If it is too large; it is not parsed then.
         Lost: If Flower reports that there is no answer of the site.
         BarterError: If Flower reports another error.
     """
     if not reply.has_error():
+        _require_size(reply.content, most)
         return decode(from_records(reply.content))
     code = reply.error.code
     if code in LOST:
@@ -114,6 +128,24 @@ def _content(reply: Message) -> Payload:
     raise BarterError(
         f"Flower's error {code}: {reason.splitlines()[-1] if reason else 'no reason'}"
     )
+
+
+def _require_size(records: RecordDict, most: int | None) -> None:
+    """Raise if records are larger than those of a valid answer.
+
+    Raises:
+        PayloadError: If they are.
+    """
+    structure, tensors = record_sizes(records)
+    if structure > STRUCTURE:
+        raise PayloadError(
+            f"an answer whose structure has {structure / 1e6:.1f} MB, expected at most "
+            f"{STRUCTURE / 1e6:g}; many numbers must be sent as a tensor"
+        )
+    if most is not None and tensors > most + SPARE:
+        raise PayloadError(
+            f"an answer of {tensors / 1e6:.1f} MB, expected at most {(most + SPARE) / 1e6:.1f}"
+        )
 
 
 class Hellos:
@@ -246,12 +278,13 @@ class FlowerEngine(BaseEngine):
         with self.phase(method, len(args)):
             to_ask = {k: args[k] for k in sorted(args.keys() - received.keys())}
             requests = self._requests(method, to_ask, failures)
-            self.expect(self._largest(method, {k: args[k] for k in requests}))
+            most = self._largest(method, {k: args[k] for k in requests})
+            self.expect(_most_of_all(most))
             enough = len(args) if self.min_clients is None else min(self.min_clients, len(args))
             earlier: Iterator[Reply] = (
                 (k, partial(dict, answer=evaluation)) for k, evaluation in received.items()
             )
-            later = self._gather(requests, lambda: len(answers) >= enough)
+            later = self._gather(requests, most, lambda: len(answers) >= enough)
             for k, answer in chain(earlier, later):
                 try:
                     answers[k] = self._checked(method, k, answer(), args[k], counted=k in received)
@@ -307,17 +340,16 @@ class FlowerEngine(BaseEngine):
             requests[k] = to_records(frame, bulk)
         return requests
 
-    def _largest(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> int | None:
-        """Return the largest size in bytes of a valid answer; none if the contract has no limit."""
+    def _largest(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> dict[int, int | None]:
+        """Return each client's largest valid answer in bytes; none if the contract has no limit."""
         if self.server is None:
-            return None
+            return dict.fromkeys(args)
         if method == EVALUATE:  # a few numbers by name
-            return 0
-        sizes = [
-            most_bytes(self.algorithm, method, sent, self.known(self.server, k))
+            return dict.fromkeys(args, 0)
+        return {
+            k: most_bytes(self.algorithm, method, sent, self.known(self.server, k))
             for k, sent in args.items()
-        ]
-        return None if None in sizes else max(filter(None, sizes), default=0)
+        }
 
     def _checked(
         self, method: str, k: int, reply: Payload, args: tuple[Any, ...], *, counted: bool
@@ -361,7 +393,10 @@ class FlowerEngine(BaseEngine):
         return Failure(client, method, self.round, f"{where}: {reason}", notes)
 
     def _gather(
-        self, requests: Mapping[int, RecordDict], enough: Callable[[], bool]
+        self,
+        requests: Mapping[int, RecordDict],
+        most: Mapping[int, int | None],
+        enough: Callable[[], bool],
     ) -> Iterator[Reply]:
         """Send requests and yield every site's answer, or why there is none.
 
@@ -392,7 +427,7 @@ class FlowerEngine(BaseEngine):
                 pending[message] = k
                 tries[k] += 1
                 del waiting[k]
-            for k, answer in replies(self.grid, pending):
+            for k, answer in replies(self.grid, pending, most):
                 last = time.monotonic()
                 try:
                     tree = answer()
@@ -480,6 +515,12 @@ class Progress:
                 continue
             if node in nodes and isinstance(done, float) and 0 <= done <= 1:
                 yield node, done
+
+
+def _most_of_all(most: Mapping[int, int | None]) -> int | None:
+    """Return the largest of the clients' sizes; none if one is unknown."""
+    sizes = [size for size in most.values() if size is not None]
+    return None if len(sizes) < len(most) else max(sizes, default=0)
 
 
 def _raise(error: Exception) -> Payload:

@@ -129,7 +129,7 @@ class Hello:
         try:
             classes = tuple(tree["classes"])
             hello = cls(**{**tree, "classes": classes, "spec": Spec.of(tree["spec"])})
-        except (TypeError, KeyError, AttributeError) as error:
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ConfigError(f"a site's hello is malformed: {error}") from error
         if not hello._is_valid():
             raise ConfigError(f"a site's hello has impossible values: {tree}")

@@ -22,7 +22,8 @@ from barter.flower.supervise import FLOWER, Child, free_port
 from barter.runs.folder import SETUP, RunFolder, records
 from barter.runs.journal import follow
 from barter.runs.progress import Watcher
-from barter.setup.config import Config, read, to_toml
+from barter.setup.config import Config, plain, read, to_toml
+from barter.setup.trust import DEPLOYMENT, code_names, note_consent
 
 __all__ = ["coordinate", "run_here", "simulate"]
 
@@ -158,6 +159,7 @@ def _begin(out: Path, config: Config, prepare: Callable[[], None]) -> None:
     """
 
     def prepare_anew() -> None:
+        note_consent(out, [*code_names(plain(config)), DEPLOYMENT])
         shutil.rmtree(out / SETUP, ignore_errors=True)
         prepare()
 

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from barter.core import robust
 from barter.core.clients import Replies
 from barter.core.payload import State
 
-__all__ = ["Average", "average", "median", "trimmed"]
+__all__ = ["Average", "average", "is_statistic", "median", "trimmed"]
 
 Average: TypeAlias = Literal["mean", "median", "trimmed"]
 TRIM = 5  # The trimmed mean drops one in TRIM clients at each end.
 
 
-def average(states: Replies[State], *, alike: bool = False, by: Average = "mean") -> State:
+def is_statistic(name: str) -> bool:
+    """Return whether a tensor of a state is a statistic of batch normalisation, by its name."""
+    return name.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
+
+
+def average(
+    states: Replies[State],
+    *,
+    alike: bool = False,
+    by: Average = "mean",
+    since: Mapping[str, Tensor] | None = None,
+) -> State:
     """Aggregate the clients' states entry by entry.
 
     Integer entries, such as the step counters of batch normalisation, are averaged and rounded.
@@ -29,11 +41,18 @@ def average(states: Replies[State], *, alike: bool = False, by: Average = "mean"
             "trimmed" are robust: a few clients cannot move the result far. They ignore the numbers
             of examples.
 
+        since: The weights that all clients started from, for robust aggregation; none if they
+            started from different ones.
+
+    The run's defence (`robust`) replaces the mean.
+
     Returns:
         The aggregated state, with the data types of the first client's.
     """
     first = next(iter(states.values()))
-    if by == "mean":
+    if by == "mean" and robust.active().defends("states"):
+        means = _defended(states, since, alike=alike)
+    elif by == "mean":
         counts = dict.fromkeys(states, 1) if alike else states.num_examples
         weights = {k: counts[k] / sum(counts.values()) for k in states}
         means = {
@@ -41,15 +60,40 @@ def average(states: Replies[State], *, alike: bool = False, by: Average = "mean"
             for name in first
         }
     else:
-        robust = ROBUST[by]
+        rule = ROBUST[by]
         means = {
-            name: robust(torch.stack([w[name].double() for w in states.values()])) for name in first
+            name: rule(torch.stack([w[name].double() for w in states.values()])) for name in first
         }
     result: State = {}
     for name, mean in means.items():
         like = first[name]
         result[name] = (mean if like.is_floating_point() else mean.round()).to(like.dtype)
     return result
+
+
+def _defended(
+    states: Replies[State], since: Mapping[str, Tensor] | None, *, alike: bool
+) -> dict[str, Tensor]:
+    """Aggregate states by the run's defence.
+
+    Norms and distances are those of the weights; the statistics of batch normalisation, whose scale
+    is another, follow the clients that the weights select. Clients have equal weights unless the
+    rule is a mean over selected clients.
+    """
+    names = list(next(iter(states.values())))
+    rows = [torch.stack([w[name].double() for w in states.values()]) for name in names]
+    decides = [not is_statistic(name) for name in names]
+    starts = None if not since else [since[name].double() for name in names]
+    defence = robust.active()
+    weights = None
+    if defence.rule_for("states") == "cosine" and not alike:
+        counts = torch.tensor([float(states.num_examples[k]) for k in states]).double()
+        weights = [
+            counts.to(block.device).view(-1, *[1] * (block.ndim - 1)).expand(block.shape)
+            for block in rows
+        ]
+    combined = defence.combine(rows, "states", weights, decides, starts)
+    return dict(zip(names, combined, strict=True))
 
 
 def median(rows: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from barter.core import robust
 from barter.core.errors import ConfigError
 from barter.core.images import Augment, Images, Spec, prepared
 from barter.core.model import Classifier
@@ -78,13 +79,16 @@ def class_shares(counts: Tensor, smoothing: float = 0.0) -> Tensor:
 
 
 def consensus(answers: Sequence[Tensor], shares: Tensor | None = None) -> Tensor:
-    """Return the mean of several networks' predictions (images, classes).
+    """Return the mean of several networks' predictions (images, classes), or a robust aggregate.
 
     Args:
         answers: One prediction per network.
         shares: Weight of each network for each class (networks, classes); equal weights if None.
     """
     predictions = torch.stack(list(answers))
+    if robust.active().defends("logits"):
+        weights = None if shares is None else shares[:, None]
+        return robust.aggregate(predictions, "logits", weights)
     if shares is None:
         return predictions.mean(0)
     return (shares[:, None] * predictions).sum(0)
@@ -97,7 +101,13 @@ def mixed(said: Tensor, shares: Tensor) -> Tensor:
     share of each class. Probabilities are averaged because logits of different networks have
     different scales. Small probabilities are raised, so that their logarithms stay near the others.
     """
-    p = (shares[:, None] * said.softmax(-1)).sum(-3)
+    if robust.active().defends("logits"):
+        predictions = said.softmax(-1).movedim(-3, 0)
+        weights = shares.view(len(shares), *[1] * (said.ndim - 2), -1)
+        p = robust.aggregate(predictions, "logits", weights)
+        p = p / p.sum(-1, keepdim=True).clamp_min(1e-12)
+    else:
+        p = (shares[:, None] * said.softmax(-1)).sum(-3)
     return (p + 1e-6).log()
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, TypedDict
 
 import torch
 from torch import Tensor
 
 from barter.compute.precision import exact
+from barter.core import robust
 from barter.core.contracts import Classes, Floats
 from barter.core.evaluation import predict
 from barter.core.images import Images
@@ -24,6 +25,7 @@ __all__ = [
     "nearest",
     "prototypes_of",
     "renewed",
+    "trusted",
 ]
 
 
@@ -55,10 +57,44 @@ def joined(tables: Iterable[ByClass]) -> ByClass:
 def mean_of(tables: Iterable[ByClass]) -> ByClass:
     """Return the mean vector of every class, over the tables that have one.
 
-    All tables have the same weight.
+    All tables have the same weight. The run's defence replaces the mean.
     """
+    tables = list(tables)
+    if robust.active().rule_for("prototypes") == "cosine":
+        return _class_means_of(trusted(dict(enumerate(tables)), "prototypes"))
+    if robust.active().defends("prototypes"):
+        table = joined(tables)
+        classes = torch.unique(table["classes"])
+        members = [table["vectors"][table["classes"] == c] for c in classes]
+        vectors = [robust.aggregate(rows, "prototypes") for rows in members]
+        return {"classes": classes, "vectors": torch.stack(vectors)}
+    return _class_means_of(tables)
+
+
+def _class_means_of(tables: Sequence[ByClass]) -> ByClass:
+    """Return the mean vector of every class, over the tables that have one."""
     table = joined(tables)
     return class_means(table["vectors"], table["classes"])
+
+
+def trusted(tables: Mapping[int, ByClass], kind: robust.Aggregate = "sets") -> list[ByClass]:
+    """Return the clients' tables without those that the run's defence leaves out.
+
+    A client is judged by all of its vectors: by their distances from those of other clients for the
+    same classes.
+    """
+    kept = list(tables.values())
+    if not robust.active().defends(kind):
+        return kept
+    classes = int(max(int(table["classes"].max()) for table in kept if len(table["classes"]))) + 1
+    width = kept[0]["vectors"].shape[1]
+    vectors = torch.zeros(len(kept), classes, width, device=kept[0]["vectors"].device)
+    held = torch.zeros(len(kept), classes, 1, device=vectors.device)
+    for i, table in enumerate(kept):
+        vectors[i, table["classes"]] = table["vectors"]
+        held[i, table["classes"]] = 1.0
+    mask = robust.select([vectors], [held])
+    return [table for table, keep in zip(kept, mask.tolist(), strict=True) if keep]
 
 
 def features_of(model: Classifier, data: Images) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from barter.compute import lanes, precision
+from barter.core import robust
 from barter.core.contracts import Floats, NonNegatives
 from barter.core.images import Images
 from barter.core.model import Classifier
@@ -167,6 +168,8 @@ def combine_statistics(parts: Sequence[Statistics], batches: Sequence[int]) -> S
 
     def mean(rows: list[Tensor]) -> Tensor:
         stacked = torch.stack(rows)
+        if robust.active().defends("states"):
+            return robust.aggregate(stacked, "states")
         return (weights.to(stacked.device) @ stacked.double()).to(stacked.dtype)
 
     return {

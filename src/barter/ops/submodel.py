@@ -13,11 +13,12 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from barter.core import seeds
+from barter.core import robust, seeds
 from barter.core.errors import ConfigError
 from barter.core.images import Spec
 from barter.core.model import Classifier
 from barter.core.payload import State
+from barter.ops.average import is_statistic
 
 __all__ = [
     "Extraction",
@@ -141,6 +142,8 @@ def combined(
         head: Names of tensors with one row per class. A client counts only in the rows of classes
             of which it owns images.
     """
+    if robust.active().defends("states"):
+        return _defended(full, parts, where, owned, head)
     result: State = {}
     for name, old in full.items():
         total = torch.zeros(old.shape, dtype=torch.double, device=old.device)
@@ -153,6 +156,38 @@ def combined(
             total[block] += share * state[name]
             cover[block] += share
         mean = torch.where(cover > 0, total / cover.clamp_min(1e-300), old.double())
+        result[name] = (mean if old.is_floating_point() else mean.round()).to(old.dtype)
+    return result
+
+
+def _defended(
+    full: Mapping[str, Tensor],
+    parts: Mapping[int, State],
+    where: Mapping[int, Places],
+    owned: Mapping[int, Tensor] | None,
+    head: frozenset[str],
+) -> State:
+    """Aggregate submodels by the run's defence, entry by entry over the clients that hold it."""
+    all_rows = []
+    all_weights = []
+    for name, old in full.items():
+        rows = torch.zeros(len(parts), *old.shape, dtype=torch.double, device=old.device)
+        weights = torch.zeros_like(rows)
+        for i, (k, state) in enumerate(parts.items()):
+            block = _grid(where[k][name], old.device)
+            share = torch.ones(state[name].shape, dtype=torch.double, device=old.device)
+            if owned is not None and name in head:
+                share = share * (owned[k] > 0).to(share).view(-1, *[1] * (share.ndim - 1))
+            rows[i][block] = state[name].double()
+            weights[i][block] = share
+        all_rows.append(rows)
+        all_weights.append(weights)
+    decides = [not is_statistic(name) for name in full]
+    starts = [old.double() for old in full.values()]
+    combined = robust.active().combine(all_rows, "states", all_weights, decides, starts)
+    result: State = {}
+    for (name, old), weights, value in zip(full.items(), all_weights, combined, strict=True):
+        mean = torch.where(weights.sum(0) > 0, value, old.double())
         result[name] = (mean if old.is_floating_point() else mean.round()).to(old.dtype)
     return result
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from barter.compute import lanes
+from barter.core import robust
 from barter.core.contracts import Counts
 from barter.core.images import Spec, statistics
 from barter.core.model import Classifier
@@ -39,6 +40,7 @@ __all__ = [
     "exhibited",
     "fidelity",
     "fidelity_by_label",
+    "joint_prediction",
     "label_weights",
     "named",
     "painted",
@@ -62,6 +64,18 @@ class Artist(Server):
     generator: State = {}  # the generator of the last round; empty before the first
 
 
+def joint_prediction(predictions: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of predictions, or their aggregate by the run's defence.
+
+    Args:
+        predictions: Logits or probabilities (clients, images, classes).
+        weights: Weight of each client for each image (clients, images).
+    """
+    if robust.active().defends("logits"):
+        return robust.aggregate(predictions, "logits", weights[:, :, None])
+    return (weights[:, :, None] * predictions).sum(0)
+
+
 class Ensemble(nn.Module):
     """The clients' models as one: the mean of their logits, weighted for each image."""
 
@@ -74,8 +88,11 @@ class Ensemble(nn.Module):
         return torch.stack(lanes.abreast([partial(model, x) for model in self.models]))
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of the models' logits; weights are (clients, images)."""
-        return (weights[:, :, None] * self.said(x)).sum(0)
+        """Return the weighted sum of the models' logits; weights are (clients, images).
+
+        The run's defence replaces the sum.
+        """
+        return joint_prediction(self.said(x), weights)
 
     def inspected(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ensemble's logits, and how far images are from the models' running statistics.
@@ -91,15 +108,16 @@ class Ensemble(nn.Module):
 
         def inspect(model: nn.Module, image_weights: Tensor) -> tuple[Tensor, Tensor]:
             with compared(model, image_weights) as distances:
-                weighted = image_weights[:, None] * model(x).float()
-            return weighted, image_weights.mean() * sum(distances)
+                logits = model(x).float()
+            return logits, image_weights.mean() * sum(distances)
 
         jobs = [
             partial(inspect, model, image_weights)
             for model, image_weights in zip(self.models, weights, strict=True)
         ]
         logits, distances = zip(*lanes.abreast(jobs), strict=True)
-        return torch.stack(logits).sum(0), torch.stack(distances).sum()
+        joint = joint_prediction(torch.stack(logits), weights)
+        return joint, robust.without_outliers(torch.stack(distances), "logits").sum()
 
 
 class Teacher(TypedDict):

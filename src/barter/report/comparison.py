@@ -17,7 +17,8 @@ from barter.runs.folder import ended, rounds_done
 from barter.runs.picture import Curve
 from barter.runs.progress import pluralise
 from barter.runs.summary import ALWAYS, Comparative, Results, cells, heading, is_share, lines
-from barter.setup.config import Config, read, resolve, to_toml
+from barter.setup.config import Config, to_toml
+from barter.setup.trust import read_run
 
 __all__ = ["ComparisonReport"]
 
@@ -94,7 +95,7 @@ class ComparisonReport:
             folders = [self._run(name, seed) for seed in self.comparison.seeds]
             folder = next(filter(_started, folders), None)
             if folder is not None:
-                started.append(resolve(read(folder / "config.toml")))
+                started.append(read_run(folder))
         kinds = list(dict.fromkeys(type(config.algorithm).__name__ for config in started))
         if len(started) < variants:  # The methods of the others are known when they start.
             return f"{pluralise(variants, 'variant')} on {source}"
@@ -150,7 +151,7 @@ class ComparisonReport:
         return self.comparison.run(name, seed)
 
     def _config(self, name: str, seed: int) -> Config:
-        return resolve(read(self._run(name, seed) / "config.toml"))
+        return read_run(self._run(name, seed))
 
 
 def _started(run: Path) -> bool:

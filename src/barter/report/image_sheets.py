@@ -17,7 +17,7 @@ from barter.core.nodes import Client, Server
 from barter.engines.local import LocalEngine
 from barter.experiment import Experiment
 from barter.runs.picture import Row, sheet
-from barter.setup.config import read, resolve
+from barter.setup.trust import read_run
 
 __all__ = ["pictures", "sheets"]
 
@@ -30,7 +30,7 @@ def sheets(run: Path, out: Path, columns: int) -> Iterator[Path]:
         out: The folder for the sheets.
         columns: The number of images of each client.
     """
-    name = type(resolve(read(run / "config.toml")).algorithm).__name__
+    name = type(read_run(run).algorithm).__name__
     for t, rows in pictures(run, columns):
         private = any(real is not None for _, real, _, _ in rows)
         contents = (
@@ -52,7 +52,7 @@ def pictures(run: Path, columns: int) -> Iterator[tuple[int, list[Row]]]:
     Raises:
         ConfigError: There are no such images.
     """
-    config = resolve(read(run / "config.toml"))
+    config = read_run(run)
     kind = type(config.algorithm)
     no_images = ConfigError(
         f"{run}: {kind.__name__} as configured made no images, or remembers none"

@@ -356,15 +356,24 @@ def _checked_round(path: Path, state: Payload, notes: Mapping[str, str]) -> int:
 
 def _is_state(state: Payload) -> bool:
     """Return whether a tree has the structure of a run's state."""
-    if not isinstance(state, dict):
+    if not isinstance(state, dict) or not {"server", "clients"} <= state.keys():
         return False
     tables = [state.get(key, {}) for key in ("server", "clients", "crossed", "told", "networks")]
     if not all(isinstance(table, dict) for table in tables):
         return False
-    _, clients, crossed, _, networks = tables
+    _, clients, crossed, told, networks = tables
     parts = [*clients.values(), *crossed.values()]
     parts += [networks[key] for key in ("spec", "architectures") if key in networks]
-    return all(isinstance(part, dict) for part in parts)
+    if not all(isinstance(part, dict) for part in parts):
+        return False
+    counts = [count for seen in crossed.values() for count in seen.values()]
+    names = [part for seen in crossed.values() for part in seen]
+    return (
+        all(type(k) is int for k in (*clients, *crossed, *told))
+        and all(type(count) is int and count >= 0 for count in counts)
+        and all(isinstance(name, str) for name in names)
+        and all(type(epsilon) in (int, float) and epsilon >= 0 for epsilon in told.values())
+    )
 
 
 def begun(run: Path) -> Path:

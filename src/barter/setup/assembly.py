@@ -16,6 +16,7 @@ from barter.core.payload import Payload
 from barter.data.partition import Dirichlet, Domains, Listed, Partition
 from barter.data.splits import clients_in
 from barter.data.task import Data, Task, make_task
+from barter.engines.adversaries import choose, flip_labels
 from barter.engines.base import BaseEngine
 from barter.engines.local import LocalEngine
 from barter.models.zoo import Own
@@ -107,6 +108,13 @@ def assemble(
     clients = {
         k: make_client(config, k, parts.own[k], parts.names[k], task, device) for k in parts.own
     }
+    adversarial = choose(config.adversaries, config.clients, config.seed)
+    if adversarial:
+        listed = ", ".join(map(str, adversarial))
+        log.info("adversarial clients (%s): %s", config.adversaries.attack, listed)
+    if config.adversaries.attack == "flipped-labels":
+        for k in adversarial:
+            clients[k].data = flip_labels(clients[k].data)
     server = make_server(config, names, parts, task.spec, task.public, device)
     engine = LocalEngine(
         config.algorithm,
@@ -120,6 +128,7 @@ def assemble(
         threads=config.threads,
         guard=Guard(config.privacy, config.algorithm),
         timeout=config.timeout,
+        adversaries=(config.adversaries, adversarial),
     )
     if config.timeout is not None and (why := engine.timeout_gap()):
         log.warning(

@@ -24,6 +24,7 @@ CHOICES = {
     "data": "data.source",
     "privacy": "privacy.epsilon",
     "evaluate": "evaluate.every",
+    "adversaries": "adversaries.fraction",
 }
 
 
@@ -127,6 +128,7 @@ def known_keys() -> frozenset[str]:
         "data.": [_class(_source("data", "task"), "Data")],
         "privacy.": [_class(_source("privacy", "settings"), "Privacy")],
         "evaluate.": [_class(_source("core", "metrics"), "Evaluation")],
+        "adversaries.": [_class(_source("engines", "adversaries"), "Adversaries")],
     }
     found = {
         table + name

@@ -18,6 +18,7 @@ from barter.core.metrics import Evaluation
 from barter.core.params import (
     Count,
     DeviceName,
+    Fraction,
     Positive,
     Whole,
     build,
@@ -26,9 +27,11 @@ from barter.core.params import (
     imported,
     nearest,
 )
+from barter.core.robust import Rule
 from barter.data.partition import PARTITIONS, Dirichlet, Partition
 from barter.data.splits import clients_in
 from barter.data.task import Data
+from barter.engines.adversaries import Adversaries
 from barter.privacy import Privacy
 from barter.setup.catalogue import CHOICES, known_keys
 
@@ -79,6 +82,7 @@ TABLES: dict[str, dict[str, str]] = {
     "data": {},
     "privacy": {},
     "evaluate": {},
+    "adversaries": {},
 }
 
 
@@ -110,6 +114,12 @@ class Config:
     privacy: Privacy = dataclasses.field(default_factory=Privacy)
     # which tests are run, how often and on which clients, and what they measure
     evaluate: Evaluation = dataclasses.field(default_factory=Evaluation)
+    # robust aggregation against adversarial clients, in every average and ensemble of the method;
+    # auto is the recommended rule for what the method aggregates
+    robust: Rule = "none"
+    robust_share: Fraction = 0.3  # share of adversarial clients that robust aggregation assumes
+    # simulated adversarial clients, for research
+    adversaries: Adversaries = dataclasses.field(default_factory=Adversaries)
     # the folder of a run whose trained networks are the initial ones; empty: start from the seed
     start: str = ""
     # checkpoint to keep beside those of the last rounds: none, or that of the best one on validation
@@ -137,6 +147,7 @@ class Config:
                 "are none; set "
                 "data.validation to a share of the training images, such as 0.1"
             )
+        self._require_defence()
         object.__setattr__(self, "privacy", self.privacy.settled(self.algorithm, self.rounds))
         if self.start and self.privacy.training:
             raise ConfigError(
@@ -148,6 +159,32 @@ class Config:
                 f"start={self.start!r}: sites of a run on Flower start from the seed; use "
                 "engine=local"
             )
+
+    def _require_defence(self) -> None:
+        """Raise if robust aggregation or the adversaries mean nothing to the algorithm."""
+        title = type(self.algorithm).__name__
+        if self.robust != "none" and not self.algorithm.aggregates:
+            raise ConfigError(
+                f"robust={self.robust!r}: {title} neither averages nor ensembles its clients' "
+                "answers, so there is nothing to make robust; set robust=none"
+            )
+        average = getattr(self.algorithm, "average", "mean")
+        if self.robust != "none" and average != "mean":
+            raise ConfigError(
+                f"robust={self.robust!r}: algorithm.average={average!r} is a robust rule already; "
+                "set one of the two"
+            )
+        if self.robust_share >= 0.5:
+            raise ConfigError(
+                f"robust_share={self.robust_share:g}: must be below 0.5, the share at which no "
+                "aggregate can be robust"
+            )
+        if self.adversaries.fraction and self.engine == "flower":
+            raise ConfigError(
+                f"adversaries.fraction={self.adversaries.fraction:g}: adversarial clients are "
+                "simulated; use engine=local"
+            )
+        self.adversaries.require(self.algorithm)
 
 
 def algorithm_named(name: str) -> type[Algorithm[Any, Any]]:
@@ -225,6 +262,7 @@ def resolve(tree: Mapping[str, Any]) -> Config:
     values["data"] = build(Data, values["data"], "data.")
     values["privacy"] = build(Privacy, values["privacy"], "privacy.")
     values["evaluate"] = build(Evaluation, values["evaluate"], "evaluate.")
+    values["adversaries"] = build(Adversaries, values["adversaries"], "adversaries.")
     return build(Config, values)
 
 
@@ -391,7 +429,7 @@ def plain(config: Config) -> dict[str, Any]:
         names = {known: name for name, known in registry.items()}
         name = names.get(kind, f"{kind.__module__}:{kind.__qualname__}")
         tree[section] = {"name": name, **fields(tree[section])}
-    for section in ("data", "privacy", "evaluate"):
+    for section in ("data", "privacy", "evaluate", "adversaries"):
         tree[section] = fields(tree[section])
     return tree
 
@@ -420,7 +458,8 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
         }
 
     filled = {**defaults(Config), **tree}
-    for section, kind in (("data", Data), ("evaluate", Evaluation)):
+    sections = (("data", Data), ("evaluate", Evaluation), ("adversaries", Adversaries))
+    for section, kind in sections:
         filled[section] = {**defaults(kind), **tree.get(section, {})}
     return filled
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from barter.core.errors import CheckpointError, ConfigError
+from barter.core.errors import CheckpointError, ConfigError, in_short
 from barter.core.evaluation import accuracy
 from barter.core.images import Augment, Images, Spec, prepared
 from barter.core.model import Classifier
@@ -20,8 +20,8 @@ from barter.core.payload import Payload
 from barter.data.dataset import Dataset
 from barter.models.zoo import Own
 from barter.runs.folder import Which, finished
-from barter.setup.config import read, resolve
-from barter.setup.participants import cut, initial
+from barter.setup.participants import cut, initial, narrowed
+from barter.setup.trust import read_run, require_consent, trusting
 from barter.trained.pixels import to_pixels
 
 __all__ = ["TrainedModel", "judged", "load", "load_all"]
@@ -83,6 +83,7 @@ def load(
     *,
     round: Which = "last",
     network: Own | None = None,
+    trust: bool = False,
 ) -> TrainedModel:
     """Load a trained network of a run, which may still be going on.
 
@@ -92,10 +93,12 @@ def load(
         round: A round whose checkpoint is kept, "last", or "best": the one with the highest
             validation accuracy.
         network: The module or factory of the network, if it was given in Python.
+        trust: Consent to run the code that the folder names, such as a network's `module:name`. A
+            run that this user started in this folder needs none.
 
     Raises:
         CheckpointError: That round is not kept; the message names those that are.
-        ConfigError: There is no such network in the run's folder.
+        ConfigError: There is no such network in the run's folder, or it names code without consent.
 
     >>> import tempfile, torch
     >>> from barter import Experiment, Local, load
@@ -105,7 +108,8 @@ def load(
     >>> trained.architecture, trained(torch.zeros(5, 1, 8, 8, dtype=torch.uint8)).shape
     ('small-vgg', torch.Size([5, 10]))
     """
-    return _restore(Path(run), finished(Path(run), round), client, network)
+    with trusting(trust):
+        return _restore(Path(run), finished(Path(run), round), client, network)
 
 
 def load_all(run: Path, round: Which = "last") -> list[TrainedModel]:
@@ -122,13 +126,13 @@ def _restore(
     run: Path, checkpoint: tuple[int, Payload], client: int | None, own: Own | None
 ) -> TrainedModel:
     """Restore a client's network, or the server's, from a checkpoint."""
-    config = resolve(read(run / "config.toml"))
+    config = read_run(run)
     round, state = checkpoint
     if "networks" not in state:
         raise CheckpointError(
             f"{run} was written by an older version, which did not record its networks"
         )
-    names = state["networks"]["architectures"]
+    names, spec, classes = _described(run, state["networks"])
     clients = state["clients"]
     if client is None and "model" not in state["server"]:
         raise ConfigError(
@@ -142,30 +146,78 @@ def _restore(
             f"{run} ran on Flower: the network of client {client} is at its site, not here"
         )
     k = client or 0
-    spec = Spec.of(state["networks"]["spec"])
     name = names[k]
     if config.models == BY_PYTHON and own is None and ":" not in name:
         raise ConfigError(
             f"{name} was given in Python: load it there, barter.load(run, client, network=...)"
         )
-    parts = cut(config, {k: name}, {k: initial(name, spec, config.seed, own)}, spec)
-    network = parts.full if client is None else parts.own[k]
+    if own is None and ":" in name:
+        require_consent(run, [name])
     memory = state["server"] if client is None else clients[k]
-    assert network is not None
+
+    def build() -> Classifier:
+        parts = cut(config, {k: name}, {k: initial(name, spec, config.seed, own)}, spec)
+        network = parts.full if client is None else parts.own[k]
+        assert network is not None
+        return network
+
     try:
+        if own is None and ":" not in name:
+            _require_shapes(build, memory["model"])
+        network = build()
         network.load_state_dict(memory["model"])
-    except RuntimeError as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
-            f"{run} holds the weights of another network than {name}: {error}"
+            f"{run} holds the weights of another network than {name}: "
+            f"{' '.join(str(error).split())}"
         ) from error
     if client is None:
         owner = "server"
         architecture = config.algorithm.server_network or name
     else:
         owner = f"client {client}"
-        architecture = parts.names[k]
-    classes = tuple(state["networks"]["classes"])
+        architecture = narrowed(name, config.algorithm.budget(k, config.clients))
     return TrainedModel(network.eval(), spec, classes, architecture, owner, round)
+
+
+def _described(run: Path, networks: Payload) -> tuple[dict[int, str], Spec, tuple[str, ...]]:
+    """Return what a checkpoint says of its networks: architectures, input format and classes.
+
+    Raises:
+        CheckpointError: It is not what a run writes.
+    """
+    try:
+        names = dict(networks["architectures"])
+        spec = Spec.of(networks["spec"])
+        classes = tuple(networks["classes"])
+        if not all(isinstance(name, str) for name in (*names.values(), *classes)):
+            raise TypeError("a name is not text")
+        if not names or not all(isinstance(k, int) for k in names):
+            raise TypeError("a client is not a number")
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{run} is damaged: its description of networks: {in_short(error)}"
+        ) from error
+    return names, spec, classes
+
+
+def _require_shapes(build: Callable[[], Classifier], weights: Mapping[str, Tensor]) -> None:
+    """Raise if weights are not of the shapes of a network, before memory for it is allocated.
+
+    Raises:
+        ValueError: A tensor is missing, unknown, or has another shape.
+    """
+    try:
+        with torch.device("meta"):
+            wanted = {name: tensor.shape for name, tensor in build().state_dict().items()}
+    except (NotImplementedError, RuntimeError):
+        return  # Building it needs values, as where a network is narrowed.
+    found = {name: tensor.shape for name, tensor in weights.items()}
+    if found != wanted:
+        differing = [
+            name for name in dict.fromkeys([*wanted, *found]) if wanted.get(name) != found.get(name)
+        ]
+        raise ValueError(f"shapes differ at {', '.join(map(str, differing[:3]))}")
 
 
 def judged(

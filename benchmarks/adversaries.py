@@ -1,0 +1,245 @@
+"""Accuracy of honest clients beside adversarial ones, with and without robust aggregation.
+
+    python benchmarks/adversaries.py --data digits --jobs 15
+    python benchmarks/adversaries.py --data fashion --source fashion-mnist.npz --jobs 15
+    python benchmarks/adversaries.py --table
+
+Ten clients, Dirichlet alpha 1, ten methods, every attack that applies to a method, 0, 10, 20 and 30 % adversarial
+clients, robust = none and auto, three seeds. One process per run, with one thread. Each run is one line of the results
+(JSON) as soon as it is finished; runs that have a line are skipped, so the command can be repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "adversaries.jsonl"
+CLIENTS = 10
+PERCENT = (10, 20, 30)
+ATTACKS = ("scaled-weights", "flipped-labels", "random-logits", "extreme-prototypes")
+# The method's class, its fields, the number of rounds, whether it learns from public images, and
+# the attacks that apply to what its clients upload.
+METHODS: dict[str, dict[str, Any]] = {
+    "fedavg": {"fields": {"epochs": 2}, "rounds": 10, "attacks": ATTACKS[:2]},
+    "fedprox": {"fields": {"epochs": 2}, "rounds": 10, "attacks": ATTACKS[:2]},
+    "heterofl": {"fields": {"epochs": 2}, "rounds": 10, "attacks": ATTACKS[:2]},
+    "feddf": {
+        "fields": {"epochs": 5, "distil_steps": 50},
+        "rounds": 5,
+        "attacks": ATTACKS[:2],
+        "public": True,
+    },
+    "fedmd": {"fields": {}, "rounds": 5, "attacks": ATTACKS[1:3], "public": True},
+    "fedproto": {"fields": {}, "rounds": 10, "attacks": (ATTACKS[1], ATTACKS[3])},
+    "fedgh": {"fields": {}, "rounds": 10, "attacks": (ATTACKS[1], ATTACKS[3])},
+    "fedaf": {"fields": {"server_epochs": 50}, "rounds": 3, "attacks": ATTACKS[1:]},
+    "dfrd": {"fields": {"epochs": 2}, "rounds": 8, "attacks": ATTACKS[:2]},
+    "dffke": {"fields": {"max_epochs": 10}, "rounds": 3, "attacks": ATTACKS},
+}
+
+
+def prepare(data: str, source: Path | None, folder: Path) -> None:
+    """Write the images of a data set, and public images that no client has, as npz files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    private = folder / f"{data}.npz"
+    public = folder / f"{data}-public.npz"
+    if private.exists() and public.exists():
+        return
+    if data == "digits":
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        x = (digits.images * (255 / 16)).round().astype(np.uint8)[..., None]
+        y = digits.target.astype(np.int64)
+        order = np.random.default_rng(0).permutation(len(y))
+        parts = np.split(order, [1200, 1440])
+    else:
+        if source is None:
+            raise SystemExit("--data fashion needs --source fashion-mnist.npz")
+        with np.load(source) as archive:
+            x, y = archive["x_train"], archive["y_train"].astype(np.int64)
+        order = np.random.default_rng(0).permutation(len(y))
+        parts = np.split(order[:14000], [10000, 12000])
+    train, public_part, test = parts
+    arrays = {"x_test": x[test], "y_test": y[test]}
+    np.savez_compressed(private, x_train=x[train], y_train=y[train], **arrays)
+    np.savez_compressed(public, x_train=x[public_part], y_train=y[public_part], **arrays)
+
+
+def plan(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return all runs of a data set, those of the first seed first."""
+    runs = []
+    for seed in args.seeds:
+        for method in args.methods:
+            for robust in args.robust:
+                shared = {"data": args.data, "method": method, "robust": robust, "seed": seed}
+                if 0 in args.percent:
+                    runs.append({**shared, "attack": "none", "percent": 0})
+                for attack in METHODS[method]["attacks"]:
+                    if attack not in args.attacks:
+                        continue
+                    for percent in args.percent:
+                        if percent:
+                            runs.append({**shared, "attack": attack, "percent": percent})
+    return runs
+
+
+def settings(run: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a run's configuration as a TOML file holds it."""
+    method = METHODS[run["method"]]
+    fields = dict(method["fields"])
+    if run["data"] == "fashion":
+        fields |= method.get("fashion", {})
+    data = {"source": f"npz:{folder / run['data']}.npz"}
+    if method.get("public"):
+        data["public"] = f"npz:{folder / run['data']}-public.npz"
+    adversaries: dict[str, Any] = {"fraction": run["percent"] / 100}
+    if run["percent"]:
+        adversaries["attack"] = run["attack"]
+    return {
+        "algorithm": {"name": run["method"], **fields},
+        "data": data,
+        "partition": {"name": "dirichlet", "alpha": 1.0},
+        "clients": CLIENTS,
+        "rounds": method["rounds"],
+        "seed": run["seed"],
+        "device": "cpu",
+        "threads": 1,
+        "robust": run["robust"],
+        "adversaries": adversaries,
+        "min_clients": 1,
+    }
+
+
+def measure(run: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Run one experiment in this process and return its accuracies."""
+    import torch
+
+    from barter import Experiment
+    from barter.core.errors import BarterError
+    from barter.setup.config import resolve
+
+    torch.set_num_threads(1)
+    start = time.process_time()
+    config = resolve(settings(run, folder))
+    experiment = Experiment.from_config(config)
+    rounds = [0.0]  # A run whose first round fails is worth nothing.
+    failures = 0
+    ended = ""
+    try:
+        for record in experiment.rounds(config.rounds, progress=False):
+            rounds.append(record.headline("global") or 0.0)
+            failures += len(record.failures)
+    except BarterError as error:
+        ended = str(error)[:200]  # The attack has stopped the run: its last round counts.
+    result = {"accuracy": rounds[-1], "rounds": rounds[1:], "failures": failures, "ended": ended}
+    return {**run, **result, "seconds": round(time.process_time() - start, 1)}
+
+
+def key(run: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what tells one run from another."""
+    return tuple(run[name] for name in ("data", "method", "robust", "attack", "percent", "seed"))
+
+
+def launch(run: dict[str, Any], args: argparse.Namespace, until: float) -> None:
+    """Run one experiment in a process of its own and append its line to the results."""
+    if time.time() > until:
+        return
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, "--folder", str(args.folder), "--one", json.dumps(run)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.stderr.write(f"{key(run)} failed: {done.stderr[-2000:]}\n")
+        return
+    line = done.stdout.strip().splitlines()[-1]
+    with args.out.open("a") as file:
+        file.write(line + "\n")
+    result = json.loads(line)
+    words = [*map(str, key(run)), f"{result['accuracy']:.3f}", f"{result['seconds']} s"]
+    sys.stdout.write(" ".join(words) + "\n")
+    sys.stdout.flush()
+
+
+def finished(path: Path) -> list[dict[str, Any]]:
+    """Return the runs in a file of results."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def table(results: list[dict[str, Any]], data: str) -> str:
+    """Return a Markdown table of a data set's results, in per cent."""
+    values: dict[tuple[Any, ...], list[float]] = {}
+    for run in results:
+        if run["data"] == data:
+            where = (run["method"], run["robust"], run["attack"], run["percent"])
+            values.setdefault(where, []).append(100 * run["accuracy"])
+
+    def cell(where: tuple[Any, ...], base: float) -> str:
+        if where not in values:
+            return ""
+        mean = statistics.fmean(values[where])
+        return f"{mean:.1f} ({mean - base:+.1f})"
+
+    header = "| method | attack | robust | 0 % | 10 % | 20 % | 30 % |"
+    lines = [header, "|---|---|---|--:|--:|--:|--:|"]
+    for method, about in METHODS.items():
+        honest = values.get((method, "none", "none", 0))
+        if honest is None:
+            continue
+        base = statistics.fmean(honest)
+        for attack in about["attacks"]:
+            for robust in ("none", "auto"):
+                clean = cell((method, robust, "none", 0), base)
+                cells = [cell((method, robust, attack, p), base) for p in PERCENT]
+                if any(cells):
+                    lines.append(
+                        f"| {method} | {attack} | {robust} | {' | '.join([clean, *cells])} |"
+                    )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--data", choices=("digits", "fashion"), default="digits")
+    parser.add_argument("--source", type=Path, help="fashion-mnist.npz")
+    parser.add_argument("--folder", type=Path, default=Path("adversaries-data"))
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--attacks", nargs="+", default=list(ATTACKS))
+    parser.add_argument("--percent", type=int, nargs="+", default=[0, *PERCENT])
+    parser.add_argument("--robust", nargs="+", default=["none", "auto"])
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no run after this long")
+    parser.add_argument("--table", action="store_true", help="print the table of finished runs")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        sys.stdout.write(json.dumps(measure(json.loads(args.one), args.folder)) + "\n")
+        return
+    if not args.table:
+        prepare(args.data, args.source, args.folder)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        known = {key(run) for run in finished(args.out)}
+        runs = [run for run in plan(args) if key(run) not in known]
+        until = time.time() + args.seconds
+        with ThreadPoolExecutor(args.jobs) as pool:
+            list(pool.map(lambda run: launch(run, args, until), runs))
+    results = finished(args.out)
+    for data in sorted({run["data"] for run in results}):
+        sys.stdout.write(f"\n{data}\n\n{table(results, data)}\n")
+
+
+if __name__ == "__main__":
+    main()

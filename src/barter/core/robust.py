@@ -1,0 +1,466 @@
+"""Robust aggregation: combine clients' answers so that a minority cannot move the result far.
+
+The run's configuration names one defence (`robust`) and the assumed share of adversarial clients
+(`robust_share`). `Experiment` activates it with `using` for the rounds of a run. The ops that
+average or ensemble answers then call it; with "none" they compute what their method defines.
+
+Aggregates come in four kinds, and "auto" is the recommended defence of each (`RECOMMENDED`):
+
+- "states": weights of networks, of heads, or of submodels.
+- "logits": predictions of several teachers.
+- "prototypes": vectors by class.
+- "sets": anything that is not averaged, such as condensed images. Here a defence selects clients:
+  an answer too far from the aggregate of all answers is left out.
+
+Defences that look at single entries are the coordinate-wise median and the trimmed mean (Yin et
+al., ICML 2018). Those that look at a client's answer as one vector are norm clipping (to the median
+norm), Krum and multi-Krum (Blanchard et al., NeurIPS 2017) and the geometric median (Pillutla et
+al., IEEE TSP 2022).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "RECOMMENDED",
+    "Aggregate",
+    "Defence",
+    "Rule",
+    "active",
+    "aggregate",
+    "clip_factors",
+    "distances",
+    "krum_scores",
+    "median",
+    "pairwise",
+    "select",
+    "trimmed_mean",
+    "using",
+    "weiszfeld",
+    "without_outliers",
+]
+
+Aggregate: TypeAlias = Literal["states", "logits", "prototypes", "sets"]
+Rule: TypeAlias = Literal[
+    "none",
+    "auto",
+    "median",
+    "trimmed-mean",
+    "clip",
+    "krum",
+    "multi-krum",
+    "geometric-median",
+    "cosine",
+]
+# Defences recommended for each kind of aggregate; docs/adversaries.md has the measurements.
+RECOMMENDED: dict[Aggregate, Rule] = {
+    "states": "cosine",
+    "logits": "cosine",
+    "prototypes": "cosine",
+    "sets": "cosine",
+}
+FAR = 3.0  # A set is left out if its distance exceeds this multiple of the median distance.
+ITERATIONS = 20  # Weiszfeld steps of the geometric median.
+TINY = 1e-12
+
+
+@dataclass(frozen=True)
+class Defence:
+    """A rule of aggregation, and the share of clients that it assumes to be adversarial.
+
+    >>> import torch
+    >>> from barter.core.robust import Defence
+    >>> rows = torch.tensor([[1.0], [2.0], [3.0], [1000.0]])
+    >>> Defence("median").combine([rows], "states")[0].tolist()
+    [2.5]
+    """
+
+    rule: Rule = "none"
+    share: float = 0.3
+
+    def rule_for(self, kind: Aggregate) -> Rule:
+        """Return the rule for a kind of aggregate; "auto" is resolved."""
+        return RECOMMENDED[kind] if self.rule == "auto" else self.rule
+
+    def defends(self, kind: Aggregate) -> bool:
+        """Return whether aggregates of this kind are computed by a robust rule."""
+        return self.rule_for(kind) != "none"
+
+    def combine(
+        self,
+        blocks: Sequence[Tensor],
+        kind: Aggregate,
+        weights: Sequence[Tensor] | None = None,
+        decides: Sequence[bool] | None = None,
+        since: Sequence[Tensor] | None = None,
+    ) -> list[Tensor]:
+        """Aggregate the clients' answers entry by entry.
+
+        Args:
+            blocks: The parts of an answer, such as the tensors of a state; each has one row per
+                client (clients, ...).
+            kind: The kind of aggregate.
+            weights: For each block the clients' weights, of a shape that broadcasts to the block's;
+                0 where a client has no value. None gives all clients the same weight.
+            decides: For each block, whether it counts in norms and distances; None for all.
+            since: For each block, the value that all clients started from, such as the weights that
+                the server sent. Norms and directions are those of the difference; None takes the
+                differences from the median of all clients.
+
+        Returns:
+            One tensor per block, without the clients' axis. Entries that no client has are 0.
+        """
+        rule = self.rule_for(kind)
+        shares = _broadcast(blocks, weights)
+        pairs = list(zip(blocks, shares, strict=True))
+        if rule == "none":
+            return [_mean(rows, share) for rows, share in pairs]
+        if rule == "median":
+            return [median(rows, share) for rows, share in pairs]
+        if rule == "trimmed-mean":
+            return [trimmed_mean(rows, share, self.share) for rows, share in pairs]
+        centres = [median(rows, share) for rows, share in pairs]
+        chosen = [i for i in range(len(blocks)) if decides is None or decides[i]]
+        starts = centres if since is None else list(since)
+        scale = torch.ones(len(blocks[0]), dtype=torch.double, device=blocks[0].device)
+        votes = scale
+        if rule == "clip":
+            centres = starts
+            view = [[part[i] for i in chosen] for part in (blocks, shares, starts)]
+            scale = clip_factors(*view)
+        elif rule == "cosine":
+            if kind == "logits":
+                # A softmax ignores what all classes share.
+                pairs = [(rows - rows.mean(-1, keepdim=True), share) for rows, share in pairs]
+                starts = [torch.zeros_like(rows[0]) for rows, _ in pairs]
+            compared = [rows for rows, _ in pairs]
+            view = [[part[i] for i in chosen] for part in (compared, shares, starts)]
+            by: Literal["norm", "update", "content"] = "update"
+            if kind != "states":
+                by = "content"
+            elif since is None:
+                by = "norm"
+            votes = self.agreeing(*view, by).double()
+            pairs = list(zip(blocks, shares, strict=True))
+        else:
+            view = [[part[i] for i in chosen] for part in (blocks, shares, centres)]
+            votes = self._votes(rule, *view)
+        result = []
+        for (rows, share), centre in zip(pairs, centres, strict=True):
+            moved = centre + _along(scale, rows) * (rows - centre)
+            voted = _along(votes, rows) * share
+            total = voted.sum(0)
+            mean = (voted * moved).sum(0) / total.clamp_min(TINY)
+            # Entries that only clients without a vote have keep the median of these clients.
+            result.append(torch.where(total > 0, mean, centre))
+        return result
+
+    def _votes(
+        self,
+        rule: Rule,
+        blocks: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        centres: Sequence[Tensor],
+    ) -> Tensor:
+        """Return each client's weight in the mean by a rule that looks at whole answers."""
+        if rule == "geometric-median":
+            return weiszfeld(blocks, weights, centres)
+        n = len(blocks[0])
+        scores = krum_scores(pairwise(blocks, weights), self.assumed(n))
+        chosen = 1 if rule == "krum" else n - self.assumed(n)
+        votes = torch.zeros_like(scores)
+        # A stable order breaks ties by the client's position.
+        votes[scores.sort(dim=0, stable=True).indices[:chosen]] = 1.0
+        return votes
+
+    def assumed(self, n: int) -> int:
+        """Return the assumed number of adversarial clients among n, fewer than half of them."""
+        return min(math.ceil(self.share * n - 1e-9), (n - 1) // 2)
+
+    def agreeing(
+        self,
+        blocks: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        starts: Sequence[Tensor],
+        by: Literal["norm", "update", "content"],
+    ) -> Tensor:
+        """Return for each client whether its answer points where those of the others do.
+
+        A client is left out if its norm exceeds three times the median norm, or if its cosine
+        similarity (`similarities`) is low in comparison with U, the upper quartile over clients.
+        At most the assumed number of adversarial clients is left out: norms first, then the lowest
+        similarities. FLAME (Nguyen et al., USENIX Security 2022) selects by cosines and bounds
+        norms too.
+
+        Args:
+            blocks: As in `combine`.
+            weights: As in `combine`.
+            starts: For each block, the value from which differences are taken.
+            by: "norm" compares norms alone. "update": updates of honest clients can be orthogonal,
+                so only those below -U / 2 (and -0.05) are left out. "content": predictions or
+                features of honest clients resemble each other, so those below U / 4 are left out,
+                unless nobody's do (U < 0.2).
+        """
+        norms = distances(blocks, weights, starts)
+        left_out = norms > FAR * median(norms)
+        scores = similarities(blocks, weights, starts) - 10 * left_out.double()
+        upper = scores.sort().values[(3 * len(scores)) // 4]
+        if by == "update":
+            left_out = left_out | (scores < (-upper / 2).clamp_max(-0.05))
+        elif by == "content":
+            left_out = left_out | ((scores < upper / 4) & (upper >= 0.2))
+        rank = scores.sort(dim=0, stable=True).indices.argsort()
+        return ~(left_out & (rank < self.assumed(len(norms))))
+
+    def keep(self, blocks: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> Tensor:
+        """Return for each client whether its set counts, given a summary of each set.
+
+        Krum and multi-Krum leave out the clients with the worst scores. The other rules leave out
+        clients whose distance from the aggregate exceeds three times the median distance. Of fewer
+        than three clients none is left out.
+
+        Args:
+            blocks: Summaries (clients, ...), such as the mean features of each class.
+            weights: As in `combine`.
+        """
+        n = len(blocks[0])
+        rule = self.rule_for("sets")
+        if rule == "none" or n < 3:
+            return torch.ones(n, dtype=torch.bool, device=blocks[0].device)
+        shares = _broadcast(blocks, weights)
+        if rule == "cosine":
+            # Without a common start: from the median of all classes and clients.
+            flat = [rows.flatten(0, -2) for rows in blocks]
+            held = [share.flatten(0, -2) for share in shares]
+            starts = [median(rows, share) for rows, share in zip(flat, held, strict=True)]
+            return self.agreeing(blocks, shares, starts, "content")
+        if rule in ("krum", "multi-krum"):
+            scores = krum_scores(pairwise(blocks, shares), self.assumed(n))
+            left_out = scores.sort(dim=0, descending=True, stable=True).indices[: self.assumed(n)]
+            mask = torch.ones(n, dtype=torch.bool, device=blocks[0].device)
+            mask[left_out] = False
+            return mask
+        centres = self.combine(blocks, "sets", shares)
+        far = distances(blocks, shares, centres)
+        return far <= FAR * median(far).clamp_min(TINY)
+
+
+def _broadcast(blocks: Sequence[Tensor], weights: Sequence[Tensor] | None) -> list[Tensor]:
+    """Return the weights in double precision, of the blocks' shapes."""
+    if weights is None:
+        return [torch.ones(rows.shape, dtype=torch.double, device=rows.device) for rows in blocks]
+    return [share.double().expand(rows.shape) for share, rows in zip(weights, blocks, strict=True)]
+
+
+def _along(values: Tensor, rows: Tensor) -> Tensor:
+    """Return one value per client, shaped to multiply rows."""
+    return values.view(-1, *[1] * (rows.ndim - 1))
+
+
+def _mean(rows: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted mean over clients."""
+    return (weights * rows).sum(0) / weights.sum(0).clamp_min(TINY)
+
+
+def _ordered(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort each entry over clients; return values, and the mass up to and before each of them.
+
+    Masses are shares of an entry's total weight. Values without weight come first, so that they
+    take part in nothing.
+    """
+    finite = torch.where(weights > 0, rows, torch.full_like(rows, -torch.inf))
+    values, order = finite.sort(dim=0, stable=True)
+    sorted_weights = weights.gather(0, order)
+    total = sorted_weights.sum(0).clamp_min(TINY)
+    upto = sorted_weights.cumsum(0) / total
+    before = upto - sorted_weights / total
+    return torch.where(sorted_weights > 0, values, torch.zeros_like(values)), upto, before
+
+
+def median(rows: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the (weighted) median of each entry over clients (Yin et al., ICML 2018).
+
+    Half of the weight lies on either side. Of two values with this property it is the mean, as of
+    the two middle values of an even number of rows.
+
+    Args:
+        rows: One row per client (clients, ...).
+        weights: The clients' weights, of the same shape; None for equal weights.
+    """
+    if weights is None:
+        weights = torch.ones(rows.shape, dtype=torch.double, device=rows.device)
+    values, upto, before = _ordered(rows, weights)
+    middle = ((upto >= 0.5 - 1e-9) & (before <= 0.5 + 1e-9) & (upto > before)).to(values)
+    return (values * middle).sum(0) / middle.sum(0).clamp_min(TINY)
+
+
+def trimmed_mean(rows: Tensor, weights: Tensor | None, share: float) -> Tensor:
+    """Return the mean of each entry without the lowest and the highest share of its weight.
+
+    The trimmed mean of Yin et al., ICML 2018. A share of a half or more is the median.
+    """
+    if weights is None:
+        weights = torch.ones(rows.shape, dtype=torch.double, device=rows.device)
+    if share >= 0.5:
+        return median(rows, weights)
+    values, upto, before = _ordered(rows, weights)
+    inside = upto.clamp(share, 1 - share) - before.clamp(share, 1 - share)
+    return (values * inside).sum(0) / inside.sum(0).clamp_min(TINY)
+
+
+def distances(
+    blocks: Sequence[Tensor], weights: Sequence[Tensor], centres: Sequence[Tensor]
+) -> Tensor:
+    """Return each client's distance from a centre.
+
+    It is the root of the mean squared difference of the entries that the client has, so that
+    clients with submodels of different sizes can be compared.
+    """
+    squares = torch.zeros(len(blocks[0]), dtype=torch.double, device=blocks[0].device)
+    entries = torch.zeros_like(squares)
+    for rows, share, centre in zip(blocks, weights, centres, strict=True):
+        held = (share > 0).double()
+        squares = squares + ((rows - centre).double().square() * held).flatten(1).sum(1)
+        entries = entries + held.flatten(1).sum(1)
+    return (squares / entries.clamp_min(1)).sqrt()
+
+
+def pairwise(blocks: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Return the squared distance of every two clients (clients, clients).
+
+    It is the mean over the entries that both have; infinite for a client and itself. Two clients
+    without a common entry get the median of all other distances.
+    """
+    n = len(blocks[0])
+    squares = torch.zeros(n, n, dtype=torch.double, device=blocks[0].device)
+    entries = torch.zeros_like(squares)
+    for rows, share in zip(blocks, weights, strict=True):
+        held = (share > 0).double().flatten(1)
+        values = rows.double().flatten(1) * held
+        # Client by client: n rows at a time bound the memory.
+        squares = squares + torch.stack(
+            [((values[k] - values).square() * held[k] * held).sum(1) for k in range(n)]
+        )
+        entries = entries + held @ held.T
+    mean = squares / entries.clamp_min(1)
+    alone = torch.eye(n, dtype=torch.bool, device=mean.device)
+    known = (entries > 0) & ~alone
+    usual = median(mean.flatten(), known.flatten().double())
+    mean = torch.where(entries > 0, mean, usual)
+    return mean.masked_fill(alone, torch.inf)
+
+
+def similarities(
+    blocks: Sequence[Tensor], weights: Sequence[Tensor], starts: Sequence[Tensor]
+) -> Tensor:
+    """Return each client's median cosine similarity with the other clients.
+
+    Cosines are those of the differences from `starts`, over the entries that both clients have.
+    Pairs without a common entry do not count.
+    """
+    n = len(blocks[0])
+    dots = torch.zeros(n, n, dtype=torch.double, device=blocks[0].device)
+    squares = torch.zeros_like(dots)
+    for rows, share, start in zip(blocks, weights, starts, strict=True):
+        held = (share > 0).double().flatten(1)
+        values = (rows - start).double().flatten(1) * held
+        dots = dots + values @ values.T
+        squares = squares + values.square() @ held.T
+    cosines = dots / (squares * squares.T).sqrt().clamp_min(TINY)
+    others = (squares * squares.T > 0).double() * (1 - torch.eye(n).to(dots))
+    return median(cosines, others)
+
+
+def krum_scores(squared: Tensor, adversaries: int) -> Tensor:
+    """Return each client's Krum score: the sum of its smallest squared distances to others.
+
+    Args:
+        squared: Squared distances of every two clients, infinite for a client and itself.
+        adversaries: f, the assumed number of adversarial clients; n - f - 2 distances count.
+    """
+    n = len(squared)
+    neighbours = min(max(n - adversaries - 2, 1), n - 1)
+    if neighbours < 1:
+        return squared.new_zeros(n)
+    return squared.sort(1).values[:, :neighbours].sum(1)
+
+
+def clip_factors(
+    blocks: Sequence[Tensor], weights: Sequence[Tensor], centres: Sequence[Tensor]
+) -> Tensor:
+    """Return the factor by which each client's difference from the centre is scaled down.
+
+    Differences are clipped to the median norm of all clients' differences.
+    """
+    norms = distances(blocks, weights, centres)
+    return (median(norms) / norms.clamp_min(TINY)).clamp_max(1.0)
+
+
+def weiszfeld(
+    blocks: Sequence[Tensor], weights: Sequence[Tensor], start: Sequence[Tensor]
+) -> Tensor:
+    """Return the clients' weights in the geometric median, by Weiszfeld's algorithm.
+
+    Distances are smoothed: those below a millionth of the median count as that.
+    """
+    centres = list(start)
+    votes = torch.ones(len(blocks[0]), dtype=torch.double, device=blocks[0].device)
+    for _ in range(ITERATIONS):
+        far = distances(blocks, weights, centres)
+        votes = 1 / far.clamp_min(TINY).maximum(1e-6 * median(far))
+        votes = votes / votes.sum()
+        centres = []
+        for rows, share in zip(blocks, weights, strict=True):
+            voted = _along(votes, rows) * share
+            centres.append((voted * rows).sum(0) / voted.sum(0).clamp_min(TINY))
+    return votes
+
+
+_active = Defence()
+
+
+def active() -> Defence:
+    """Return the defence of the current run."""
+    return _active
+
+
+@contextmanager
+def using(defence: Defence) -> Iterator[None]:
+    """Aggregate by this defence inside."""
+    global _active
+    before = _active
+    _active = defence
+    try:
+        yield
+    finally:
+        _active = before
+
+
+def aggregate(rows: Tensor, kind: Aggregate, weights: Tensor | None = None) -> Tensor:
+    """Aggregate rows (clients, ...) by the run's defence; see `Defence.combine`."""
+    shares = None if weights is None else [weights]
+    return _active.combine([rows], kind, shares)[0].to(rows.dtype)
+
+
+def without_outliers(values: Tensor, kind: Aggregate) -> Tensor:
+    """Set non-negative values (clients,) to 0 that exceed three times their median.
+
+    Without a defence of this kind of aggregate, all values stay.
+    """
+    if not _active.defends(kind):
+        return values
+    usual = median(values.detach().double())
+    return torch.where(values <= FAR * usual, values, torch.zeros_like(values))
+
+
+def select(blocks: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> Tensor:
+    """Return for each client whether its set counts by the run's defence; see `Defence.keep`."""
+    return _active.keep(blocks, weights)

@@ -1,0 +1,110 @@
+"""Leave out answers that no other client confirms: condensed sets, and teachers of synthetic images.
+
+These answers are not averaged, so robust aggregation selects whole clients here. Every function
+returns all answers unless the run has a defence (`robust`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from barter.core import robust
+from barter.core.evaluation import predict
+from barter.core.images import Images
+from barter.core.model import Classifier
+from barter.core.nodes import Server
+from barter.ops.condense import Lot
+
+__all__ = ["class_summaries", "confirmed_teachers", "consistent_clients", "trusted_sets"]
+
+LEAST = 0.5  # A client is left out if its score is below this multiple of the median score.
+
+
+def class_summaries(
+    model: Classifier, lots: Sequence[Lot], server: Server
+) -> tuple[Tensor, Tensor]:
+    """Return the mean features of each class in each set, and which classes a set has.
+
+    Args:
+        model: The network that computes features.
+        lots: Condensed sets.
+        server: The server, for the format of images.
+
+    Returns:
+        The means (sets, classes, features), and 1 where a set has images of a class
+        (sets, classes, 1).
+    """
+    spec = server.spec
+    means = torch.zeros(len(lots), spec.classes, model.feature_dim, device=server.device)
+    held = torch.zeros(len(lots), spec.classes, 1, device=server.device)
+    model.eval()
+    for i, lot in enumerate(lots):
+        labels = lot["classes"].repeat_interleave(lot["sizes"])
+        if not len(labels):
+            continue
+        images = Images(lot["images"], labels, spec)
+        index = torch.arange(len(labels), device=server.device)
+        features = predict(model.features, images.batch, index)
+        for c in lot["classes"].tolist():
+            members = labels == c
+            if bool(members.any()):
+                means[i, c] = features[members].mean(0)
+                held[i, c] = 1.0
+    return means, held
+
+
+def trusted_sets(server: Server, lots: Mapping[int, Lot]) -> list[int]:
+    """Return the clients whose condensed images resemble those of others for the same classes.
+
+    A set is judged by the mean features of its classes in the server's model.
+    """
+    clients = list(lots)
+    if not robust.active().defends("sets"):
+        return clients
+    means, held = class_summaries(server.model, list(lots.values()), server)
+    mask = robust.select([means], [held])
+    return [k for k, keep in zip(clients, mask.tolist(), strict=True) if keep]
+
+
+def consistent_clients(scores: Mapping[int, float]) -> list[int]:
+    """Return the clients whose score is at least half of the median score.
+
+    Without a defence, and of fewer than three clients, all are returned.
+    """
+    if not robust.active().defends("sets") or len(scores) < 3:
+        return list(scores)
+    usual = float(robust.median(torch.tensor(list(scores.values()), dtype=torch.double)))
+    return [k for k, score in scores.items() if score >= LEAST * usual]
+
+
+def confirmed_teachers(
+    logits: Mapping[int, Tensor],
+    images: Callable[[int], Tensor],
+    replicas: Mapping[int, Classifier],
+) -> list[int]:
+    """Return the teachers whose logits agree with the networks that clients uploaded.
+
+    The score of a teacher on its own images is the product of two agreements: the probability that
+    the other clients' networks together give to the classes it predicts, and the overlap of its
+    predictions with those of the network it uploaded itself.
+
+    Args:
+        logits: Each teacher's logits on its own images.
+        images: Returns a teacher's images, as networks take them.
+        replicas: The network that each teacher uploaded.
+    """
+    scores: dict[int, float] = {}
+    for k, said in logits.items():
+        x = images(k)
+        index = torch.arange(len(x), device=x.device)
+        predictions = {
+            j: predict(replica, x.__getitem__, index).softmax(1) for j, replica in replicas.items()
+        }
+        others = torch.stack([p for j, p in predictions.items() if j != k]).mean(0)
+        support = others.gather(1, said.argmax(1, keepdim=True)).mean()
+        overlap = torch.minimum(said.softmax(1), predictions[k]).sum(1).mean()
+        scores[k] = float(support * overlap)
+    return consistent_clients(scores)
