@@ -248,7 +248,7 @@ def test_the_command_line_stops_and_goes_on(
     assert main(["run", "--out", str(run), *COMMAND, *place, "--patience", "3"]) == 0
     printed = capsys.readouterr().out
     assert "\nstopped early after round 5: validation accuracy was best in round 2" in printed
-    assert re.search(r"best on val, round 2 +50\.0", printed), "its accuracy on test images"
+    assert re.search(r"best on val, round 2 +90\.0", printed), "its accuracy on test images"
     assert main(["resume", str(run)]) == 0
     assert "; --rounds or a larger --patience continues" in capsys.readouterr().out
     assert done(run) == [1, 2, 3, 4, 5]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from barter.core.answers import Valid
 from barter.engines import base
 from tests.fuzz.answers import FINDINGS, KNOWN_OPEN, Case, Subject, scratch
 from tests.fuzz.limits import Cases
@@ -36,5 +37,5 @@ def test_the_fuzzer_finds_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     other[name] = torch.zeros(3)
     case = Case(method, 0, Mutation("another shape", name, other), 1, always_run=True)
     assert subject.run(case).verdict == "refused"
-    monkeypatch.setattr(base, "require", lambda *_: set())
+    monkeypatch.setattr(base, "validate", lambda *_: Valid(set()))
     assert subject.run(case).verdict == "ended"
