@@ -633,6 +633,17 @@ class Experiment:
         if not resume:
             return RunFolder.create(path, to_toml(self.config), lambda: note_consent(path, code))
         folder = RunFolder.existing(path)
+        try:
+            self._continue(folder, behind, code)
+        except BaseException:
+            # The traceback keeps the folder alive, and with it the lock.
+            folder.release()
+            raise
+        return folder
+
+    def _continue(self, folder: RunFolder, behind: Which, code: list[str]) -> None:
+        """Restore the checkpoint of an opened folder, and write to it what changes."""
+        path = folder.path
         begun = self._begun_with(read(folder.config))
         key = first_difference(plain(self.config), begun, but=RESULT_FREE)
         if key is not None:
@@ -664,7 +675,6 @@ class Experiment:
         if threads is not None:
             changes["threads"] = threads
         folder.change(changes)
-        return folder
 
     def _restore(self, state: Payload, records: Sequence[Round]) -> None:
         """Restore all parties and the account of what was released."""
