@@ -29,24 +29,82 @@ RESULTS = HERE / "results" / "adversaries.jsonl"
 CLIENTS = 10
 PERCENT = (10, 20, 30)
 ATTACKS = ("scaled-weights", "flipped-labels", "random-logits", "extreme-prototypes")
-# The method's class, its fields, the number of rounds, whether it learns from public images, and
-# the attacks that apply to what its clients upload.
+TWO = "small-mlp,small-cnn"  # clients have one of two architectures, in turn
+AVERAGES: dict[str, Any] = {
+    "fields": {"epochs": 2},
+    "fashion": {"epochs": 1, "batch_size": 32},
+    "rounds": 8,
+    "attacks": ATTACKS[:2],
+    "models": "small-cnn",
+}
+# Of each method its fields (on Fashion-MNIST with changes), number of rounds, the attacks that apply
+# to what its clients upload, the networks, and whether it learns from public images.
 METHODS: dict[str, dict[str, Any]] = {
-    "fedavg": {"fields": {"epochs": 2}, "rounds": 10, "attacks": ATTACKS[:2]},
-    "fedprox": {"fields": {"epochs": 2}, "rounds": 10, "attacks": ATTACKS[:2]},
-    "heterofl": {"fields": {"epochs": 2}, "rounds": 10, "attacks": ATTACKS[:2]},
+    "fedavg": AVERAGES,
+    "fedprox": AVERAGES,
+    "heterofl": AVERAGES,
     "feddf": {
         "fields": {"epochs": 5, "distil_steps": 50},
-        "rounds": 5,
+        "fashion": {"epochs": 1, "batch_size": 32},
+        "rounds": 6,
         "attacks": ATTACKS[:2],
+        "models": TWO,
         "public": True,
     },
-    "fedmd": {"fields": {}, "rounds": 5, "attacks": ATTACKS[1:3], "public": True},
-    "fedproto": {"fields": {}, "rounds": 10, "attacks": (ATTACKS[1], ATTACKS[3])},
-    "fedgh": {"fields": {}, "rounds": 10, "attacks": (ATTACKS[1], ATTACKS[3])},
-    "fedaf": {"fields": {"server_epochs": 50}, "rounds": 3, "attacks": ATTACKS[1:]},
-    "dfrd": {"fields": {"epochs": 2}, "rounds": 8, "attacks": ATTACKS[:2]},
-    "dffke": {"fields": {"max_epochs": 10}, "rounds": 3, "attacks": ATTACKS},
+    "fedmd": {
+        "fields": {"public_epochs": 5, "private_epochs": 10, "epochs": 2, "distil_epochs": 5},
+        "fashion": {"public_epochs": 2, "private_epochs": 3, "epochs": 1, "distil_epochs": 1},
+        "rounds": 5,
+        "attacks": ATTACKS[1:3],
+        "models": TWO,
+        "public": True,
+    },
+    "fedproto": {
+        "fields": {"epochs": 2},
+        "fashion": {"epochs": 1, "batch_size": 32},
+        "rounds": 8,
+        "attacks": (ATTACKS[1], ATTACKS[3]),
+        "models": TWO,
+    },
+    "fedgh": {
+        "fields": {"epochs": 2},
+        "fashion": {"epochs": 1, "batch_size": 32, "server_epochs": 50},
+        "rounds": 8,
+        "attacks": (ATTACKS[1], ATTACKS[3]),
+        "models": TWO,
+    },
+    "fedaf": {
+        "fields": {"steps": 30, "server_epochs": 50, "batch_size": 64},
+        "fashion": {"server_epochs": 20},
+        "rounds": 4,
+        "attacks": ATTACKS[1:],
+        "models": "small-cnn",
+    },
+    "dfrd": {
+        "fields": {"epochs": 2, "base": "fedavg", "iterations": 5},
+        "fashion": {"epochs": 1, "batch_size": 32},
+        "rounds": 8,
+        "attacks": ATTACKS[:2],
+        "models": "small-cnn",
+    },
+    "dffke": {
+        "fields": {
+            "max_epochs": 10,
+            "decoder_epochs": 1,
+            "decoder_steps": 30,
+            "decoder_batch": 5,
+            "code_dim": 64,
+            "docking_epochs": 30,
+            "exchange_steps": 20,
+            "batch_size": 40,
+            "parts": 2,
+            "share": 0.2,
+        },
+        "fashion": {"max_epochs": 3, "share": 0.03},
+        "rounds": 3,
+        "attacks": ATTACKS,
+        "models": TWO,
+    },
 }
 
 
@@ -113,6 +171,7 @@ def settings(run: dict[str, Any], folder: Path) -> dict[str, Any]:
         "data": data,
         "partition": {"name": "dirichlet", "alpha": 1.0},
         "clients": CLIENTS,
+        "models": method["models"],
         "rounds": method["rounds"],
         "seed": run["seed"],
         "device": "cpu",

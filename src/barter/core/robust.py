@@ -220,7 +220,12 @@ class Defence:
         rank = scores.sort(dim=0, stable=True).indices.argsort()
         return ~(left_out & (rank < self.assumed(len(norms))))
 
-    def keep(self, blocks: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> Tensor:
+    def keep(
+        self,
+        blocks: Sequence[Tensor],
+        weights: Sequence[Tensor] | None = None,
+        kind: Aggregate = "sets",
+    ) -> Tensor:
         """Return for each client whether its set counts, given a summary of each set.
 
         Krum and multi-Krum leave out the clients with the worst scores. The other rules leave out
@@ -230,9 +235,10 @@ class Defence:
         Args:
             blocks: Summaries (clients, ...), such as the mean features of each class.
             weights: As in `combine`.
+            kind: The kind of aggregate whose rule applies.
         """
         n = len(blocks[0])
-        rule = self.rule_for("sets")
+        rule = self.rule_for(kind)
         if rule == "none" or n < 3:
             return torch.ones(n, dtype=torch.bool, device=blocks[0].device)
         shares = _broadcast(blocks, weights)
@@ -248,7 +254,7 @@ class Defence:
             mask = torch.ones(n, dtype=torch.bool, device=blocks[0].device)
             mask[left_out] = False
             return mask
-        centres = self.combine(blocks, "sets", shares)
+        centres = self.combine(blocks, kind, shares)
         far = distances(blocks, shares, centres)
         return far <= FAR * median(far).clamp_min(TINY)
 
@@ -461,6 +467,10 @@ def without_outliers(values: Tensor, kind: Aggregate) -> Tensor:
     return torch.where(values <= FAR * usual, values, torch.zeros_like(values))
 
 
-def select(blocks: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> Tensor:
+def select(
+    blocks: Sequence[Tensor],
+    weights: Sequence[Tensor] | None = None,
+    kind: Aggregate = "sets",
+) -> Tensor:
     """Return for each client whether its set counts by the run's defence; see `Defence.keep`."""
-    return _active.keep(blocks, weights)
+    return _active.keep(blocks, weights, kind)

@@ -93,7 +93,7 @@ def trusted(tables: Mapping[int, ByClass], kind: robust.Aggregate = "sets") -> l
     for i, table in enumerate(kept):
         vectors[i, table["classes"]] = table["vectors"]
         held[i, table["classes"]] = 1.0
-    mask = robust.select([vectors], [held])
+    mask = robust.select([vectors], [held], kind)
     return [table for table, keep in zip(kept, mask.tolist(), strict=True) if keep]
 
 

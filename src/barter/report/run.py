@@ -252,7 +252,9 @@ def _clients_card(rounds: Sequence[Round], test: str) -> Tile | None:
     if last is None:
         return None
     after = last.values(test)
-    notes = [f"{TESTS[test]}, mean of {pluralise(len(after), 'client')}, round {last.round}"]
+    adversarial = any("adversarial" in metrics for metrics in last.clients.values())
+    whom = pluralise(len(after), "honest client" if adversarial else "client")
+    notes = [f"{TESTS[test]}, mean of {whom}, round {last.round}"]
     change = gain(rounds, test)
     if change.points is not None:
         everybody = change.before.keys() == after.keys()

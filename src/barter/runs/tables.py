@@ -111,7 +111,10 @@ def closing_cells(
         listed = " ".join(map(str, held)) if len(held) <= 10 else f"{len(held)} classes"
         images = "-" if samples is None else f"{samples[k]:,}"
         amounts = map(size, traffic[k])
-        rows.append([names[k], images, listed or "-", *map(_percent, values), *amounts])
+        adversarial = " (adversarial)" if "adversarial" in records[-1].clients[k] else ""
+        rows.append(
+            [names[k] + adversarial, images, listed or "-", *map(_percent, values), *amounts]
+        )
     return rows, _together(records, after, samples, list(traffic.values()))
 
 
@@ -144,6 +147,10 @@ def _together(
         together.append([count, "", "", *unknown, *means(active), "", ""])
     idle = len(everyone) - len(active)
     count = f"mean of {len(everyone)} ({idle} idle)" if idle else f"mean of {len(everyone)}, or sum"
+    adversarial = sum("adversarial" in metrics for metrics in records[-1].clients.values())
+    if adversarial:
+        # Adversarial clients are not evaluated.
+        count = f"mean of {len(everyone) - adversarial} honest ({adversarial} adversarial)"
     together.append([count, images, "", *before, *means(everyone), *totals])
     server = next((r.server["global"] for r in reversed(records) if "global" in r.server), None)
     if server is not None:
