@@ -63,6 +63,17 @@ def test_links_lead_somewhere(document: Path) -> None:
         )
 
 
+def test_the_promises_of_security_have_their_tests() -> None:
+    text = (ROOT / "SECURITY.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ") and "| promise" not in line]
+    assert rows
+    for row in rows:
+        assert "`tests/" in row, f"no test holds: {row}"
+    for path, name in re.findall(r"`(tests/[\w/.]+)(?:::(\w+))?`", text):
+        assert (ROOT / path).is_file(), path
+        assert not name or f"def {name}(" in (ROOT / path).read_text(), f"{path} has no {name}"
+
+
 def test_the_changelog_counts_architectures_rightly() -> None:
     assert f"{len(ZOO)} architectures" in (ROOT / "CHANGELOG.md").read_text()
 

@@ -16,12 +16,13 @@ import torch
 from barter import ALGORITHMS, load
 from barter.cli.app import main
 from barter.compare.comparison import PLAN
-from barter.core.errors import ConfigError
+from barter.core.errors import CheckpointError, ConfigError
 from barter.runs import checkpoint
 from barter.runs.folder import _file
 from barter.setup.config import plain, resolve
 from barter.setup.trust import code_names, note_consent, require_consent
 from tests.conftest import NEEDED, digits_file, federation, perceptrons, tiny
+from tests.fuzz.limits import within_limits
 
 COMMANDS: dict[str, list[str]] = {
     "resume": ["--rounds", "2"],
@@ -118,6 +119,25 @@ def test_a_checkpoint_that_names_a_network_needs_consent(foreign: Path, tmp_path
     with pytest.raises(Exception, match="another network than foreigncode:make"):
         load(foreign, client=0, trust=True)
     assert (tmp_path / "foreigncode.ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("side", "reason"),
+    [
+        (4096, "holds the weights of another network than small-mlp: shapes differ at body"),
+        (10**9, "height is 1000000000, expected a number from 1 to 4096"),
+    ],
+)
+def test_a_network_is_not_built_larger_than_its_weights(
+    foreign: Path, side: int, reason: str
+) -> None:
+    """It would take 16 GB and more."""
+    path = _file(foreign, 1)
+    state, notes = checkpoint.read(path, torch.device("cpu"))
+    state["networks"]["spec"] |= {"height": side, "width": side}
+    checkpoint.write(path, state, {key: notes[key] for key in ("round", "config", "data")})
+    with pytest.raises(CheckpointError, match=reason), within_limits():
+        load(foreign, client=0)
 
 
 def test_an_own_run_needs_no_consent(

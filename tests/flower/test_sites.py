@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 import torch
 from torch import nn
 
@@ -246,6 +247,19 @@ def test_nothing_is_imported_of_what_is_not_consented_to() -> None:
         introduce(picky, toml)
     with pytest.raises(ConfigError, match="cannot be imported"):
         introduce(Setup(name="a", data="digits"), toml)
+    code = "tests.flower.never_imported:make"
+    trees: list[dict[str, Any]] = [
+        {"models": code},
+        {"data": {"source": "sites", "public": code}},
+        {"partition": {"name": code}},
+    ]
+    for tree in trees:
+        text = tomli_w.dumps({"algorithm": {"name": "fedavg"}, **tree})
+        with pytest.raises(ConfigError, match=f"site a does not import {code}, which the run"):
+            introduce(picky, text)
+    own = Consent(algorithms=("fedavg",))
+    own.require_code("a", tomli_w.dumps({"models": code}), own=(code,))
+    Consent(algorithms=("fedavg", code)).require_code("a", tomli_w.dumps({"models": code}))
 
 
 def test_how_much_a_site_does() -> None:
@@ -314,6 +328,11 @@ def test_a_site_holds_on_to_its_consent_when_it_is_asked(tmp_path: Path) -> None
         "evaluate": False,
         "alone": True,
     }
+    elsewhere = {**session, "architecture": "tests.flower.never_imported:make"}
+    said = member.answer({**call, "session": elsewhere, "method": "client_update", "args": ({},)})
+    assert said["error"] == (
+        "site a has the network small-mlp, and is asked for tests.flower.never_imported:make"
+    )
     large = {"w": torch.zeros(10**5)}
     said = member.answer({**call, "method": "client_update", "args": (large,)})["error"]
     assert said == "site a was sent 0.4 MB in a call, and accepts 0.1 (consent.megabytes)"

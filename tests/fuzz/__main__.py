@@ -103,7 +103,7 @@ def fuzz_answers(arguments: argparse.Namespace) -> int:
     print(f"{time.time() - start:.0f} s with {arguments.jobs} processes, seed {arguments.seed}")
     if arguments.out:
         arguments.out.write_text(answers.to_json(list(tallies.values())))
-    bad = answers.FINDINGS + ("fuzzer failed",)
+    bad = (*answers.FINDINGS, "fuzzer failed")
     return int(any(tally.verdicts[verdict] for tally in tallies.values() for verdict in bad))
 
 

@@ -276,6 +276,8 @@ def examine(
     torch.set_num_threads(1)
     tally = Tally(name)
     start = time.perf_counter()
+    if end is not None and time.time() > end:
+        return tally
     with scratch() as folder:
         subject = Subject(name, folder)
         for index in indices:

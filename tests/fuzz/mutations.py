@@ -38,6 +38,24 @@ def mutate(rng: random.Random, answer: Any, others: Sequence[Any] = ()) -> Mutat
         answer: The correct answer; it is not modified.
         others: Other correct answers of the same method: of earlier rounds and other clients.
     """
+    mutation = _mutation(rng, answer, others)
+    if mutation.kind != "nested" and _has_negative_variance(mutation.answer):
+        return mutation._replace(kind="variance below zero")
+    return mutation
+
+
+def _has_negative_variance(answer: Any) -> bool:
+    return any(
+        _is_real(leaf)
+        and not leaf.is_meta
+        and leaf.layout is torch.strided
+        and bool((leaf.reshape(-1)[:1000] < 0).any())
+        for path, leaf in _leaves(answer)
+        if path and str(path[-1]).rpartition(".")[2] == "running_var"
+    )
+
+
+def _mutation(rng: random.Random, answer: Any, others: Sequence[Any]) -> Mutation:
     chance = rng.random()
     if chance < 0.08:
         kind, changed = _whole(rng, answer, others)

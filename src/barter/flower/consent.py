@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from barter.core.errors import ConfigError
 from barter.core.params import Positive, check
 from barter.core.payload import Payload, nbytes
 from barter.setup.config import Config, parsed, plain
+from barter.setup.trust import code_names
 
 __all__ = ["Consent"]
 
@@ -29,16 +30,31 @@ class Consent:
     def __post_init__(self) -> None:
         check(self, "consent.")
 
-    def require_code(self, site: str, toml: str) -> None:
-        """Refuse a run whose algorithm is foreign code without consent, before it is imported.
+    def require_code(self, site: str, toml: str, own: Collection[str] = ()) -> None:
+        """Refuse a run that names code without consent, before anything is imported.
+
+        Args:
+            site: The site's name, for messages.
+            toml: The run's configuration.
+            own: Code that the site itself names, such as its network.
 
         Raises:
-            ConfigError: If the algorithm is given as package.module:Class and not allowed.
+            ConfigError: If `algorithms` is given, and the run names code as package.module:name
+                that is neither there nor the site's own.
         """
-        section = parsed(toml).get("algorithm", "")
+        tree = parsed(toml)
+        section = tree.get("algorithm", "")
         name = str(section.get("name", "") if isinstance(section, Mapping) else section)
-        if ":" in name and self.algorithms and name not in self.algorithms:
+        if not self.algorithms:
+            return
+        if ":" in name and name not in self.algorithms:
             raise self._refusal(site, name)
+        for code in code_names(tree):
+            if code not in (*self.algorithms, *own):
+                raise ConfigError(
+                    f"site {site} does not import {code[:200]}, which the run names: "
+                    f"consent.algorithms has {', '.join(self.algorithms)}"
+                )
 
     def require(self, site: str, config: Config, *, own_data: bool) -> None:
         """Refuse a run whose algorithm or client methods exceed the consent.

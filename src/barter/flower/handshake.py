@@ -129,7 +129,9 @@ class Hello:
         try:
             classes = tuple(tree["classes"])
             hello = cls(**{**tree, "classes": classes, "spec": Spec.of(tree["spec"])})
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except ValueError as error:
+            raise ConfigError(f"a site's hello has impossible values: {error}") from error
+        except (TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"a site's hello is malformed: {error}") from error
         if not hello._is_valid():
             raise ConfigError(f"a site's hello has impossible values: {tree}")
@@ -164,7 +166,7 @@ def _consented(setup: Setup, toml: str) -> Config:
     Raises:
         ConfigError: If the run asks for more than the site allows.
     """
-    setup.consent.require_code(setup.name, toml)
+    setup.consent.require_code(setup.name, toml, own=(setup.model, setup.data))
     config = _config(toml)
     setup.consent.require(setup.name, config, own_data=setup.share is None)
     _require_guarantee(setup, config)
@@ -184,9 +186,7 @@ def introduce(setup: Setup, toml: str) -> Payload:
     config = _consented(setup, toml)
     if setup.share is not None:
         _require_share(setup, config)
-    architecture = (
-        setup.model or names_of(config.algorithm, config.models, config.clients)[setup.share or 0]
-    )
+    architecture = _architecture(setup, config)
     data = _data(setup, config)
     if setup.share is not None:
         task = make_task(data, config.partition, config.clients, config.seed, torch.device("cpu"))
@@ -211,6 +211,12 @@ def introduce(setup: Setup, toml: str) -> Payload:
     classes = tuple(dataset.classes)
     examples = n_images - n_validation
     return Hello(setup.name, None, spec, classes, examples, architecture, careful).payload()
+
+
+def _architecture(setup: Setup, config: Config) -> str:
+    """Return the site's network: its own, or the run's for its share."""
+    share = setup.share or 0
+    return setup.model or names_of(config.algorithm, config.models, config.clients)[share]
 
 
 def _data(setup: Setup, config: Config) -> Data:
@@ -270,7 +276,12 @@ def settle(setup: Setup, session: Payload) -> tuple[LocalEngine, Precision]:
     spec = Spec.of(session["spec"])
     k = int(session["client"])
     device = device_named(setup.device)
-    names = {k: str(session["architecture"])}
+    names = {k: _architecture(setup, config)}
+    if session["architecture"] != names[k]:
+        raise ConfigError(
+            f"site {setup.name} has the network {names[k]}, and is asked for "
+            f"{str(session['architecture'])[:200]}"
+        )
     parts = cut(config, names, {k: initial(names[k], spec, config.seed)}, spec)
     network = parts.own[k]
     name = parts.names[k]

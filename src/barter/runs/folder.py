@@ -356,7 +356,7 @@ def _checked_round(path: Path, state: Payload, notes: Mapping[str, str]) -> int:
 
 def _is_state(state: Payload) -> bool:
     """Return whether a tree has the structure of a run's state."""
-    if not isinstance(state, dict) or not {"server", "clients"} <= state.keys():
+    if not isinstance(state, dict):
         return False
     tables = [state.get(key, {}) for key in ("server", "clients", "crossed", "told", "networks")]
     if not all(isinstance(table, dict) for table in tables):
@@ -397,7 +397,10 @@ def finished(run: Path, which: Which = "last") -> tuple[int, Payload]:
     Raises:
         CheckpointError: It is not the folder of a run, or that round is not kept.
     """
-    return checkpoint_of(begun(run), which)[:2]
+    round, state, _ = checkpoint_of(begun(run), which)
+    if not {"server", "clients"} <= state.keys():
+        raise CheckpointError(f"{run}: the checkpoint of round {round} does not hold all parties")
+    return round, state
 
 
 def has_checkpoint(run: Path) -> bool:
