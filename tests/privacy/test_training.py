@@ -22,6 +22,7 @@ from barter.ops.private import clipped_sum
 from barter.privacy import Privacy
 from barter.privacy.account import Sampled, spent
 from barter.privacy.noise import Seeded
+from barter.privacy.prices import Description
 from barter.setup.participants import initial
 from tests.conftest import same, small_federation, state, tiny
 
@@ -115,7 +116,7 @@ def test_a_private_run_learns_and_is_accounted_for() -> None:
     client = experiment.engine.clients[1]  # type: ignore[attr-defined]
     n = len(client.data)
     steps = 2 * -(-n // 50)
-    assert client.released == {f"training {50 / n!r} 0.7": steps}
+    assert client.released == {f"training: dp-sgd clip=1.0 noise=0.7 rate={50 / n!r}": steps}
     cost = spent({Sampled(0.7, 50 / n): steps}, 1e-5)
     assert second.clients[1]["epsilon"] == pytest.approx(cost)
     statement = experiment.privacy()
@@ -148,11 +149,10 @@ def test_noise_is_found_for_all_rounds_of_each_client() -> None:
     noises = set()
     for k, client in experiment.engine.clients.items():  # type: ignore[attr-defined]
         ((name, steps),) = client.released.items()
-        _, rate, noise = name.split(" ")
-        noises.add(noise)
-        assert last.clients[k]["epsilon"] == spent(
-            {Sampled(float(noise), float(rate)): steps}, 1e-5
-        )
+        price = Description.read(name).price()
+        assert isinstance(price, Sampled)
+        noises.add(price.noise)
+        assert last.clients[k]["epsilon"] == spent({price: steps}, 1e-5)
         assert 6 - 1e-3 < last.clients[k]["epsilon"] <= 6
     assert len(noises) > 1, "clients with fewer images need more"
     with pytest.raises(PrivacyError, match="spent after round 2"):
@@ -166,7 +166,7 @@ def test_a_client_keeps_the_noise_it_has_found() -> None:
     with guard.sealing(client, "client_update", 0):
         noise = client.data.training.count(0.5, 4)
         assert client.data.training.count(0.5, 2) == noise
-    assert client.released == {f"training 0.5 {noise!r}": 6}
+    assert client.released == {f"training: dp-sgd clip=1.0 noise={noise!r} rate=0.5": 6}
 
 
 def test_private_runs_are_the_same_again() -> None:
