@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from barter.cli.app import main
 from barter.core.errors import CheckpointError, PrivacyError
 from barter.core.images import Spec
 from barter.privacy import Privacy
@@ -156,7 +157,8 @@ def test_a_server_cannot_change_the_settings_of_a_run(
     for t, privacy in enumerate(settings[1:], 2):
         refused = caller.ask(privacy, t)
         assert "answer" not in refused
-        assert "the server changed privacy." in refused["error"]
+        change = "the server changed privacy.parts.client_update of run 0000000000000000 from "
+        assert f"{change}'gaussian clip=5 noise={NOISES[0]!r}' to " in refused["error"]
         assert "start a new run" in refused["error"]
     assert "it would have spent epsilon" in caller.ask(settings[0], 2)["error"]
     assert "answer" not in caller.ask(settings[0], 2, algorithm=tiny("fedavg", lr=0.5))
@@ -253,3 +255,24 @@ def test_a_line_that_was_not_finished_is_written_over(tmp_path: Path) -> None:
         file.write(b'{"run": "run", "releases": {"m: withhold": -3}}\n')
     with pytest.raises(CheckpointError, match=r"ledger.jsonl is damaged in line 3"):
         Ledger(ledger.path).runs()
+
+
+def test_the_ledger_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    caller = Caller(tmp_path, budget=20.0)
+    for round, run in ((1, "1" * 16), (2, "1" * 16), (1, "2" * 16)):
+        assert "answer" in caller.ask(noisy(4.0, delta=1e-6), round, run)
+    assert main(["privacy", "--ledger", str(tmp_path)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    two, three = (f"{spent({Gaussian(4.0): n}, 1e-6):.3g}" for n in (2, 3))
+    assert f"client_update gaussian clip=5.0 noise=4.0 2 {two}" in text
+    assert f"the run as a whole {two}" in text
+    assert f"All 2 runs together: ε = {three} with δ = 1e-06" in text
+    former = tmp_path / "memory" / ("3" * 16) / "released.json"
+    former.parent.mkdir()
+    former.write_text('{"client_update": 2}')
+    assert main(["privacy", "--ledger", str(tmp_path / "memory" / "ledger.jsonl")]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "client_update unknown: counted by an older version 2 ∞" in text
+    assert "All 3 runs together: ε = ∞" in text
+    for arguments in ([], ["run", "--ledger", "site"], ["--ledger", str(tmp_path / "none")]):
+        assert main(["privacy", *arguments]) == 2

@@ -273,11 +273,20 @@ def report(
 
 
 @app.command()
-def privacy(run: Annotated[Path, typer.Argument(metavar="RUN")]) -> None:
+def privacy(
+    run: Annotated[Path | None, typer.Argument(metavar="RUN")] = None,
+    ledger: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="SITE",
+            help="Show what a site released in all of its runs: its folder, or its ledger.jsonl.",
+        ),
+    ] = None,
+) -> None:
     """Show what the clients of RUN released, how it was protected, and the resulting guarantee."""
     from barter.cli import inspecting
 
-    inspecting.privacy(run)
+    inspecting.privacy(run, ledger)
 
 
 @app.command()

@@ -16,7 +16,8 @@ from barter.core.params import describe
 from barter.data.sources import load as load_data
 from barter.data.splits import write_split
 from barter.data.task import anchored, make_task
-from barter.privacy.show import shown
+from barter.privacy.ledger import Ledger, ledger_file
+from barter.privacy.show import ledger_lines, shown
 from barter.privacy.statement import Statement
 from barter.report.image_sheets import sheets
 from barter.runs.folder import PRIVACY, begun
@@ -65,8 +66,16 @@ def report(what: Path, to: Path | None, *, live: bool, images: bool) -> None:
     console.print(f"report: {target}")
 
 
-def privacy(run: Path) -> None:
+def privacy(run: Path | None, ledger: Path | None) -> None:
     """Run `barter privacy`."""
+    if (run is None) == (ledger is None):
+        raise ConfigError("give either the folder of a run, or --ledger and the folder of a site")
+    if ledger is not None:
+        file = ledger_file(ledger)
+        for line in ledger_lines(Ledger(file, file.parent)):
+            screen(wide=True).print(line)
+        return
+    assert run is not None
     if not (begun(run) / PRIVACY).is_file():
         raise CheckpointError(
             f"{run} has no privacy statement: there is no {PRIVACY} in it, which every round writes"

@@ -405,8 +405,10 @@ class Site:
 
 
 def _value(tree: Mapping[str, Any], key: str) -> str:
-    """Return a value of a configuration as text; a dot in its key leads into a table."""
-    value: Any = tree
-    for name in re.split(r"\.", key, maxsplit=1):
-        value = value.get(name) if isinstance(value, Mapping) else value
-    return repr(value)
+    """Return a value of a configuration as text; dots in its key lead into tables."""
+    if key in tree:
+        return repr(tree[key])
+    for name, table in tree.items():
+        if isinstance(table, Mapping) and key.startswith(f"{name}."):
+            return _value(table, key.removeprefix(f"{name}."))
+    return "no value"
