@@ -19,8 +19,8 @@ from barter.experiment import Experiment
 from barter.models.grouped import grouped
 from barter.ops.fit import fit, sgd
 from barter.ops.private import clipped_sum
-from barter.privacy import Privacy
-from barter.privacy.account import Sampled, spent
+from barter.privacy import Privacy, account
+from barter.privacy.account import Sampled, calibrated_steps, spent
 from barter.privacy.noise import Seeded
 from barter.privacy.prices import Description
 from barter.setup.participants import initial
@@ -157,6 +157,35 @@ def test_noise_is_found_for_all_rounds_of_each_client() -> None:
     assert len(noises) > 1, "clients with fewer images need more"
     with pytest.raises(PrivacyError, match="spent after round 2"):
         experiment.step()
+
+
+@pytest.mark.parametrize(
+    "privacy",
+    [
+        {"epsilon": 5000, "training": "clip=1"},
+        {"training": "clip=1 epsilon=5000 rounds=2"},
+        {"epsilon": 5000, "parts": {"client_update": "gaussian clip=1"}},
+    ],
+)
+def test_no_noise_is_found_for_an_epsilon_that_protects_nothing(
+    privacy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took more than half a minute, in which the accountant was asked again and again."""
+    asked: list[Any] = []
+    monkeypatch.setattr(account, "_spent", lambda *args: asked.append(args) or 1e9)
+    with pytest.raises(ConfigError, match="epsilon=5000: such an epsilon protects nothing"):
+        Privacy(**privacy).settled(tiny("fedavg"), 20)
+    assert not asked
+    given = Privacy(epsilon=5000, training="clip=1 noise=0.2").settled(tiny("fedavg"), 20)
+    assert given.training == "clip=1 noise=0.2"
+
+
+def test_noise_is_found_with_few_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    answer = account._spent
+    monkeypatch.setattr(account, "_spent", lambda *args: asked.append(args) or answer(*args))
+    assert calibrated_steps(9.0, 1e-5, 1.0, 10) > 1
+    assert len(asked) <= 16
 
 
 def test_a_client_keeps_the_noise_it_has_found() -> None:

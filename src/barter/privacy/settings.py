@@ -29,6 +29,11 @@ from barter.privacy.registry import mechanism_of
 __all__ = ["Plan", "Privacy", "Training"]
 
 
+# Largest ε for which noise is found. Composing steps with as little noise as a larger one allows
+# takes minutes, and the result protects nothing.
+LARGEST_EPSILON = 100.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """Options of DP-SGD, whose results are private whatever is released of them."""
@@ -65,7 +70,7 @@ class Training:
             rounds: The run's number of rounds, used if the options have none.
 
         Raises:
-            ConfigError: If the noise is given twice or not at all.
+            ConfigError: If the noise is given twice or not at all, or ε protects nothing.
         """
         if self.noise is not None:
             if self.epsilon is not None or self.rounds is not None:
@@ -77,7 +82,10 @@ class Training:
             raise ConfigError(
                 "privacy.training: it needs noise=..., or privacy.epsilon for the run"
             )
-        return replace(self, epsilon=self.epsilon or epsilon, rounds=self.rounds or rounds)
+        target = self.epsilon or epsilon
+        assert target is not None
+        _require_protection(target)
+        return replace(self, epsilon=target, rounds=self.rounds or rounds)
 
     def noise_for(self, rate: float, steps: int, delta: float) -> float:
         """Return a client's noise multiplier.
@@ -125,7 +133,8 @@ class Privacy:
             rounds: The number of rounds that the budget is meant for.
 
         Raises:
-            ConfigError: If the settings do not fit the algorithm or leave the noise open.
+            ConfigError: If the settings do not fit the algorithm or leave the noise open, or if
+                noise is to be found for an ε that protects nothing.
         """
         plan = Plan(self, algorithm)
         if plan.training is not None:
@@ -146,6 +155,7 @@ class Privacy:
             if any(not isinstance(release, Gaussian) for release in others):
                 require_accountant()
             return self
+        _require_protection(self.epsilon)
         noise = _tidy(calibrated(self.epsilon, self.delta, rounds * len(free), others))
         parts = {}
         for part, text in self.parts.items():
@@ -168,6 +178,15 @@ def _training(text: str) -> Training:
         return build(Training, values)
     except ConfigError as error:
         raise ConfigError(f"privacy.training={text!r}: {error}") from None
+
+
+def _require_protection(epsilon: float) -> None:
+    """Raise ConfigError if noise is to be found for an ε that protects nothing."""
+    if epsilon > LARGEST_EPSILON:
+        raise ConfigError(
+            f"privacy.epsilon={epsilon:g}: such an epsilon protects nothing, so no noise is found "
+            f"for it; use at most {LARGEST_EPSILON:g} (8 is common), or give noise=... yourself"
+        )
 
 
 def _tidy(noise: float) -> float:
