@@ -300,11 +300,35 @@ def attack(
             help="Even number of shadow runs: like RUN, on half of the images each.",
         ),
     ] = 4,
+    canary: Annotated[
+        bool,
+        typer.Option(
+            "--canary",
+            help="Check the stated ε instead: replace one image in many rounds, and bound ε from "
+            "below. RUN may be a configuration, too.",
+        ),
+    ] = False,
+    tries: Annotated[
+        int,
+        typer.Option(
+            parser=whole_number(20),
+            metavar="N",
+            help="Rounds with either image for --canary; N tries prove an ε of log(N / 11) at most.",
+        ),
+    ] = 1000,
+    images: Annotated[
+        int,
+        typer.Option(
+            parser=whole_number(1),
+            metavar="N",
+            help="Images that each client keeps for --canary; one among few matters most.",
+        ),
+    ] = 20,
 ) -> None:
     """Attack RUN as a curious server: reconstruct images, infer membership and classes."""
     from barter.cli import inspecting
 
-    inspecting.attack(run, shadows)
+    inspecting.attack(run, shadows, canary=canary, tries=tries, images=images)
 
 
 @app.command()

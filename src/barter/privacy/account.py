@@ -98,10 +98,14 @@ def _spent(releases: frozenset[tuple[Release, int]], delta: float) -> float:
     gaussian_epsilon = _gaussian_epsilon(mu, delta)
     if not others:
         return gaussian_epsilon
+    pure_epsilon = sum(r.epsilon * count for r, count in others.items() if isinstance(r, Pure))
+    if mu > HUGE or pure_epsilon > HUGE**2:
+        # On a grid that spans such losses, dp-accounting's numbers overflow. ε and δ add up.
+        sampled = frozenset((r, n) for r, n in others.items() if isinstance(r, Sampled))
+        return _gaussian_epsilon(mu, delta / 2) + _spent(sampled, delta / 2) + pure_epsilon
     composed = _by_distribution(mu, others, delta)
     if any(isinstance(release, Sampled) for release in others):
         return composed
-    pure_epsilon = sum(r.epsilon * count for r, count in others.items() if isinstance(r, Pure))
     return min(composed, gaussian_epsilon + pure_epsilon)
 
 
