@@ -25,7 +25,7 @@ from typing import Any
 
 import dp_accounting
 from dp_accounting.pld import PLDAccountant
-from opacus.accountants import PRVAccountant, RDPAccountant
+from opacus.accountants import PRVAccountant, RDPAccountant  # type: ignore[import-untyped]
 
 from barter.privacy.account import STEP, Gaussian, Pure, Releases, Sampled, spent
 

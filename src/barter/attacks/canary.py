@@ -43,7 +43,7 @@ from barter.core.payload import Payload, isolate, leaves
 from barter.core.wire import Direction, Wire
 from barter.experiment import Experiment
 from barter.privacy.guard import Guard
-from barter.privacy.mechanisms import Response
+from barter.privacy.mechanisms import Additive, ClassMeans, Response
 from barter.privacy.parts import take
 from barter.privacy.prices import TRAINING, Account, Description, protected_epsilon, step_noise
 
@@ -272,7 +272,7 @@ class Game:
         for name, mechanism in plan.mechanisms.items():
             if isinstance(mechanism, Response):
                 plan.mechanisms[name] = replace(mechanism, epsilon=CERTAIN)
-            elif hasattr(mechanism, "noise"):
+            elif isinstance(mechanism, Additive | ClassMeans):
                 plan.mechanisms[name] = replace(mechanism, noise=QUIET)
         if plan.training is not None:
             plan.training = replace(plan.training, noise=QUIET, epsilon=None, rounds=None)
