@@ -204,6 +204,13 @@ def test_steps_with_hardly_any_noise_are_counted_at_once_and_cost_no_less() -> N
     assert costs == sorted(costs, reverse=True)
 
 
+def test_mixtures_without_noise_are_counted_all_the_same() -> None:
+    tiny = {Gaussian(1e-9): 1, Pure(0.5): 2}
+    alone = spent({Gaussian(1e-9): 1}, DELTA)
+    assert alone < spent(tiny, DELTA) < 1.01 * alone
+    assert math.isfinite(spent({Gaussian(1.0): 1, Pure(1e9): 1}, DELTA))
+
+
 def test_without_the_accountant_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting.pld", None)
     assert spent({Gaussian(5.5): 1}, DELTA) > 0, "Gaussians need none"

@@ -88,7 +88,7 @@ def true_costs(experiment: Experiment) -> dict[int, float]:
     engine = experiment.engine
     assert isinstance(engine, LocalEngine)
     assert engine.guard is not None
-    return {k: engine.guard.plan.cost(client.released) for k, client in engine.clients.items()}
+    return {k: engine.guard.cost(client.released) for k, client in engine.clients.items()}
 
 
 def test_training_counts_in_a_round_that_breaks_off(tmp_path: Path) -> None:

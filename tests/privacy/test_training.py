@@ -19,9 +19,10 @@ from barter.experiment import Experiment
 from barter.models.grouped import grouped
 from barter.ops.fit import fit, sgd
 from barter.ops.private import clipped_sum
-from barter.privacy import Privacy
-from barter.privacy.account import Sampled, spent
+from barter.privacy import Privacy, account
+from barter.privacy.account import Sampled, calibrated_steps, spent
 from barter.privacy.noise import Seeded
+from barter.privacy.prices import Description
 from barter.setup.participants import initial
 from tests.conftest import same, small_federation, state, tiny
 
@@ -115,7 +116,7 @@ def test_a_private_run_learns_and_is_accounted_for() -> None:
     client = experiment.engine.clients[1]  # type: ignore[attr-defined]
     n = len(client.data)
     steps = 2 * -(-n // 50)
-    assert client.released == {f"training {50 / n!r} 0.7": steps}
+    assert client.released == {f"training: dp-sgd clip=1.0 noise=0.7 rate={50 / n!r}": steps}
     cost = spent({Sampled(0.7, 50 / n): steps}, 1e-5)
     assert second.clients[1]["epsilon"] == pytest.approx(cost)
     statement = experiment.privacy()
@@ -148,15 +149,43 @@ def test_noise_is_found_for_all_rounds_of_each_client() -> None:
     noises = set()
     for k, client in experiment.engine.clients.items():  # type: ignore[attr-defined]
         ((name, steps),) = client.released.items()
-        _, rate, noise = name.split(" ")
-        noises.add(noise)
-        assert last.clients[k]["epsilon"] == spent(
-            {Sampled(float(noise), float(rate)): steps}, 1e-5
-        )
+        price = Description.read(name).price()
+        assert isinstance(price, Sampled)
+        noises.add(price.noise)
+        assert last.clients[k]["epsilon"] == spent({price: steps}, 1e-5)
         assert 6 - 1e-3 < last.clients[k]["epsilon"] <= 6
     assert len(noises) > 1, "clients with fewer images need more"
     with pytest.raises(PrivacyError, match="spent after round 2"):
         experiment.step()
+
+
+@pytest.mark.parametrize(
+    "privacy",
+    [
+        {"epsilon": 5000, "training": "clip=1"},
+        {"training": "clip=1 epsilon=5000 rounds=2"},
+        {"epsilon": 5000, "parts": {"client_update": "gaussian clip=1"}},
+    ],
+)
+def test_no_noise_is_found_for_an_epsilon_that_protects_nothing(
+    privacy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took more than half a minute, in which the accountant was asked again and again."""
+    asked: list[Any] = []
+    monkeypatch.setattr(account, "_spent", lambda *args: asked.append(args) or 1e9)
+    with pytest.raises(ConfigError, match="epsilon=5000: such an epsilon protects nothing"):
+        Privacy(**privacy).settled(tiny("fedavg"), 20)
+    assert not asked
+    given = Privacy(epsilon=5000, training="clip=1 noise=0.2").settled(tiny("fedavg"), 20)
+    assert given.training == "clip=1 noise=0.2"
+
+
+def test_noise_is_found_with_few_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    answer = account._spent
+    monkeypatch.setattr(account, "_spent", lambda *args: asked.append(args) or answer(*args))
+    assert calibrated_steps(9.0, 1e-5, 1.0, 10) > 1
+    assert len(asked) <= 16
 
 
 def test_a_client_keeps_the_noise_it_has_found() -> None:
@@ -166,7 +195,7 @@ def test_a_client_keeps_the_noise_it_has_found() -> None:
     with guard.sealing(client, "client_update", 0):
         noise = client.data.training.count(0.5, 4)
         assert client.data.training.count(0.5, 2) == noise
-    assert client.released == {f"training 0.5 {noise!r}": 6}
+    assert client.released == {f"training: dp-sgd clip=1.0 noise={noise!r} rate=0.5": 6}
 
 
 def test_private_runs_are_the_same_again() -> None:

@@ -287,11 +287,20 @@ def report(
 
 
 @app.command()
-def privacy(run: Annotated[Path, typer.Argument(metavar="RUN")]) -> None:
+def privacy(
+    run: Annotated[Path | None, typer.Argument(metavar="RUN")] = None,
+    ledger: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="SITE",
+            help="Show what a site released in all of its runs: its folder, or its ledger.jsonl.",
+        ),
+    ] = None,
+) -> None:
     """Show what the clients of RUN released, how it was protected, and the resulting guarantee."""
     from barter.cli import inspecting
 
-    inspecting.privacy(run)
+    inspecting.privacy(run, ledger)
 
 
 @app.command()
@@ -305,13 +314,37 @@ def attack(
             help="Even number of shadow runs: like RUN, on half of the images each.",
         ),
     ] = 4,
+    canary: Annotated[
+        bool,
+        typer.Option(
+            "--canary",
+            help="Check the stated ε instead: replace one image in many rounds, and bound ε from "
+            "below. RUN may be a configuration, too.",
+        ),
+    ] = False,
+    tries: Annotated[
+        int,
+        typer.Option(
+            parser=whole_number(20),
+            metavar="N",
+            help="Rounds with either image for --canary; N tries prove an ε of log(N / 11) at most.",
+        ),
+    ] = 1000,
+    images: Annotated[
+        int,
+        typer.Option(
+            parser=whole_number(1),
+            metavar="N",
+            help="Images that each client keeps for --canary; one among few matters most.",
+        ),
+    ] = 20,
     trust: Trust = False,
 ) -> None:
     """Attack RUN as a curious server: reconstruct images, infer membership and classes."""
     from barter.cli import inspecting
 
     with _trusting(trust):
-        inspecting.attack(run, shadows)
+        inspecting.attack(run, shadows, canary=canary, tries=tries, images=images)
 
 
 @app.command()

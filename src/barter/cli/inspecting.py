@@ -9,14 +9,17 @@ from pathlib import Path
 import torch
 
 from barter.attacks.attack import attacked
-from barter.cli.common import Settings, asked, chosen_round, optional, screen
+from barter.attacks.canary import canary_lines
+from barter.cli.common import Settings, asked, chosen_round, opened, optional, screen
 from barter.cli.describing import print_fields
 from barter.core.errors import BarterError, CheckpointError, ConfigError, Interrupted
 from barter.core.params import describe
 from barter.data.sources import load as load_data
 from barter.data.splits import write_split
 from barter.data.task import anchored, make_task
-from barter.privacy.show import shown
+from barter.experiment import Experiment
+from barter.privacy.ledger import Ledger, ledger_file
+from barter.privacy.show import ledger_lines, shown
 from barter.privacy.statement import Statement
 from barter.report.image_sheets import sheets
 from barter.runs.folder import PRIVACY, begun
@@ -66,8 +69,16 @@ def report(what: Path, to: Path | None, *, live: bool, images: bool) -> None:
     console.print(f"report: {target}")
 
 
-def privacy(run: Path) -> None:
+def privacy(run: Path | None, ledger: Path | None = None) -> None:
     """Run `barter privacy`."""
+    if (run is None) == (ledger is None):
+        raise ConfigError("give either the folder of a run, or --ledger and the folder of a site")
+    if ledger is not None:
+        file = ledger_file(ledger)
+        for line in ledger_lines(Ledger(file, file.parent)):
+            screen(wide=True).print(line)
+        return
+    assert run is not None
     if not (begun(run) / PRIVACY).is_file():
         raise CheckpointError(
             f"{run} has no privacy statement: there is no {PRIVACY} in it, which every round writes"
@@ -76,8 +87,20 @@ def privacy(run: Path) -> None:
         screen(wide=True).print(line)
 
 
-def attack(run: Path, shadows: int) -> None:
+def attack(run: Path, shadows: int, *, canary: bool, tries: int, images: int) -> None:
     """Run `barter attack`."""
+    if canary:
+        is_file = run.suffix == ".toml"
+        config = resolve(opened(run) if is_file else read(begun(run) / "config.toml"))
+        if config.engine == "flower":
+            raise ConfigError(f"{run} is for Flower: its clients' images are at their sites")
+        # Uploads of a GPU and of the CPU have the same noise; here a round is played thousands of
+        # times, in one process.
+        experiment = Experiment.from_config(replace(config, device="cpu", start="", timeout=None))
+        folder = None if is_file else run
+        for line in canary_lines(experiment, folder, tries, images, Work(screen())):
+            screen(wide=True).print(line)
+        return
     for line in attacked(begun(run), shadows, Work(screen())):
         screen(wide=True).print(line)
 

@@ -34,7 +34,7 @@ from barter.engines.local import LocalEngine
 from barter.flower.address import Address, require_name
 from barter.flower.consent import Consent
 from barter.flower.site import Site
-from barter.privacy.guard import Guard
+from barter.privacy.guard import Guard, TotalBudget
 from barter.privacy.settings import Plan
 from barter.privacy.side_information import said_of_itself
 from barter.setup.config import Config, parsed, resolve
@@ -79,6 +79,12 @@ class Setup:
     epsilon: Positive | None = None
     # δ: largest probability with which that guarantee may fail
     delta: Annotated[float, Range(gt=0, le=0.01)] = 1e-5
+    # ε of all runs together, by the ledger; no answer leaves that would exceed it; none: no limit.
+    # Without `epsilon`, a single run may spend all of it
+    budget: Positive | None = None
+    # the file of all releases, a path relative to site.toml; sites that hold the same images share
+    # one; empty: memory/ledger.jsonl
+    ledger: str = ""
     # limits on the algorithms, methods, sizes and times of calls
     consent: Consent = field(default_factory=Consent)
     # use Flower's own SuperNode, which starts a process for every call, instead of barter's node
@@ -89,6 +95,8 @@ class Setup:
         check(self)
         require_name(self.name)
         Address.read(self.superlink)
+        if self.epsilon is None and self.budget is not None:
+            object.__setattr__(self, "epsilon", self.budget)
         if bool(self.data) == (self.share is not None):
             raise ConfigError(
                 f"site {self.name}: set either data (its own) or share (the index of its share of "
@@ -322,12 +330,17 @@ def settle(setup: Setup, session: Payload) -> tuple[LocalEngine, Precision]:
 def make_site(setup: Setup, memory: Path) -> Site:
     """Build a site that saves its memory in the folder `memory`."""
     quiet = setup.epsilon is not None
+    budget = None
+    if setup.budget is not None:
+        budget = TotalBudget(setup.budget, setup.delta)
     return Site(
         setup.name,
         memory,
         partial(introduce, setup),
         partial(settle, setup),
         setup.consent,
+        ledger=Path(setup.ledger) if setup.ledger else None,
+        budget=budget,
         quiet=quiet,
     )
 

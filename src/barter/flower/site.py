@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,17 @@ import torch
 from barter.compute.precision import Precision, using
 from barter.core.clients import Failure
 from barter.core.errors import BarterError, CheckpointError, PrivacyError
-from barter.core.files import replace_text, replacing, understood
+from barter.core.files import replacing
 from barter.core.nodes import Client, Monitor, Silence
 from barter.core.payload import Payload
 from barter.engines.local import LocalEngine
 from barter.flower.consent import Consent
-from barter.privacy.side_information import EPSILON
+from barter.privacy.guard import TotalBudget
+from barter.privacy.ledger import LEDGER, Ledger, RunAccount
+from barter.privacy.prices import NOTHING, Description, describe_part, merge_accounts, total_epsilon
+from barter.privacy.side_information import EPSILON, ERRORS, PIXELS, RESULTS, measured
 from barter.runs import checkpoint
+from barter.setup.config import RESULT_FREE, first_difference, parsed, with_defaults
 
 __all__ = ["Site"]
 
@@ -42,6 +46,8 @@ class Site:
         introduce: Returns the site's hello for a run's configuration (TOML).
         settle: Builds the engine of one client, and its precision, for a session.
         consent: The site's limits; none: no limits beyond the defaults.
+        ledger: The file of what all runs released; none: in the folder `memory`.
+        budget: The total ε of all runs in the ledger, and its δ; none: no limit.
         quiet: Send nothing but the spent privacy budget in evaluations, and no details of errors.
             Accuracies and messages reveal something about the images, and the privacy account
             does not include them.
@@ -55,10 +61,14 @@ class Site:
         settle: Callable[[Payload], tuple[LocalEngine, Precision]],
         consent: Consent | None = None,
         *,
+        ledger: Path | None = None,
+        budget: TotalBudget | None = None,
         quiet: bool = False,
     ) -> None:
         self.name = name
         self.memory = memory
+        self.ledger = Ledger(ledger or memory / LEDGER, memory)
+        self.budget = budget
         self.introduce = introduce
         self.settle = settle
         self.consent = consent or Consent()
@@ -77,7 +87,10 @@ class Site:
         """Return the reply to a request; an error here becomes a reply with the key "error"."""
         if request["ask"] == "hello":
             try:
-                return {"hello": self.introduce(request["config"])}
+                self._require_budget()
+                hello = self.introduce(request["config"])
+                self._note_hello(hello)
+                return {"hello": hello}
             except Exception as error:
                 return self._error_reply(error, f"site {self.name} cannot take part: ")
         try:
@@ -113,8 +126,7 @@ class Site:
         self.engine.round = round
         self.engine.tested = request.get("tested", True)
         self.engine.repeat(method, k, request["before"])
-        for part, count in self._read_account().items():
-            client.released[part] = max(count, client.released.get(part, 0))
+        before = self._load_account(client)
         with using(self.precision):
             replies = self.engine.call(method, {k: request["args"]}, alone=request["alone"])
             if k in replies:
@@ -131,7 +143,7 @@ class Site:
         self.round = round
         self.key = key
         self.reply = reply
-        self._write_account(client.released)
+        self._write_account(before, method)
         self._save()
         return reply
 
@@ -198,6 +210,7 @@ class Site:
         if not RUN.fullmatch(str(session["run"])):
             raise CheckpointError(f"{session['run']!r} is not the id of a run")
         self.engine, self.precision = self.settle(session)
+        self._require_same_settings(session)
         self.engine.watched = self.monitor
         self.data = self.client.data.fingerprint()
         self.session = session
@@ -267,25 +280,101 @@ class Site:
         """The file of the state at the start of the current round."""
         return self._now.with_name("start.safetensors")
 
-    @property
-    def _account(self) -> Path:
-        """The file of the number of releases of each protected part."""
-        return self._now.with_name("released.json")
+    def _require_budget(self) -> None:
+        """Raise PrivacyError if the budget over all runs is spent."""
+        if self.budget is None:
+            return
+        spent = total_epsilon(self.ledger.account(), self.budget.delta)
+        if spent < self.budget.epsilon:
+            return
+        message = (
+            f"it has spent epsilon = {spent:.4g} of its total budget of {self.budget.epsilon:g}"
+        )
+        former = ", ".join(map(str, self.ledger.former_accounts()))
+        if former:
+            message += (
+                f"; {former} counts releases without their noise, so that their cost is unknown"
+            )
+        raise PrivacyError(message)
 
-    def _read_account(self) -> dict[str, int]:
-        """Return how often each protected part was released.
+    def _note_hello(self, hello: Payload) -> None:
+        """Note in the ledger, once, that a hello reveals the mean of the site's own pixels."""
+        told = describe_part(PIXELS, None)
+        is_known = told in self.ledger.runs().get("", RunAccount()).released
+        if hello["careful"] or hello["share"] is not None or is_known:
+            return
+        about = {"method": "hello", "images": hello["examples"], "data": "", "delta": 1.0}
+        self.ledger.add("", {told: 1}, about)
+
+    def _require_same_settings(self, session: Payload) -> None:
+        """Refuse a session whose configuration is not the one that the run began with.
+
+        Each release would have its right price all the same. But a run whose settings change is
+        not the run that this site agreed to.
+
+        Raises:
+            PrivacyError: If a setting differs that a run cannot change when it is resumed.
+        """
+        config = parsed(session["config"])
+        kept = {key: value for key, value in config.items() if key not in RESULT_FREE}
+        began_with = self.ledger.bind(session["run"], kept)
+        key = first_difference(with_defaults(config), with_defaults(began_with), but=RESULT_FREE)
+        if key is not None:
+            raise PrivacyError(
+                f"site {self.name} does not answer: the server changed {key} of run "
+                f"{session['run']} from {_value(began_with, key)} to {_value(config, key)}, and "
+                "settings are fixed when a run begins; start a new run"
+            )
+
+    def _load_account(self, client: Client) -> dict[str, int]:
+        """Set a client's releases to those of the ledger, and return them.
 
         A release cannot be undone: a round that the server rolls back is repeated with new noise,
         and counts twice.
         """
-        if not self._account.exists():
-            return {}
-        return understood(self._account, lambda text: dict(json.loads(text)))
+        runs = dict(self.ledger.runs())
+        account = runs.pop(str(self.session["run"]), RunAccount())
+        for text, count in account.released.items():
+            if Description.read(text).mechanism != NOTHING:
+                client.released[text] = max(count, client.released.get(text, 0))
+        guard = self.engine.guard
+        assert guard is not None
+        guard.open_releases = {}
+        if self.budget is not None:
+            elsewhere = merge_accounts(*(other.released for other in runs.values()))
+            guard.total = replace(self.budget, elsewhere=elsewhere)
+        return dict(client.released)
 
-    def _write_account(self, released: dict[str, int]) -> None:
-        if released and released != self._read_account():
-            self._account.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(self._account, json.dumps(released))
+    def _write_account(self, before: dict[str, int], method: str) -> None:
+        """Append what this call released to the ledger; the reply leaves after that.
+
+        Args:
+            before: The client's releases before the call.
+            method: The method that was called.
+        """
+        guard = self.engine.guard
+        assert guard is not None
+        more = dict(guard.open_releases)
+        for text, count in self.client.released.items():
+            if count > before.get(text, 0):
+                more[text] = count - before.get(text, 0)
+        results = [self.reply.get("evaluation")]
+        if method == EVALUATE:
+            results.append(self.reply.get("answer"))
+        if any(result is not None and measured(result) for result in results):
+            more[describe_part(RESULTS, None)] = 1
+        if self.reply.get("traceback"):
+            more[describe_part(ERRORS, None)] = 1
+        if more:
+            about = {
+                "round": self.round,
+                "method": method,
+                "images": len(self.client.data),
+                "data": self.data,
+                "delta": guard.plan.privacy.delta,
+            }
+            budget = None if self.budget is None else (self.budget.epsilon, self.budget.delta)
+            self.ledger.add(str(self.session["run"]), more, about, budget)
 
     def _keep_start(self) -> None:
         """Keep the current state as the one that the new round started from."""
@@ -313,3 +402,13 @@ class Site:
     def _written(self) -> int:
         """Return when the memory was last written; in a simulation, another process may do so."""
         return self._now.stat().st_mtime_ns if self._now.exists() else 0
+
+
+def _value(tree: Mapping[str, Any], key: str) -> str:
+    """Return a value of a configuration as text; dots in its key lead into tables."""
+    if key in tree:
+        return repr(tree[key])
+    for name, table in tree.items():
+        if isinstance(table, Mapping) and key.startswith(f"{name}."):
+            return _value(table, key.removeprefix(f"{name}."))
+    return "no value"

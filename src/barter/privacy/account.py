@@ -23,6 +23,7 @@ __all__ = [
     "Release",
     "Releases",
     "Sampled",
+    "Unbounded",
     "calibrated",
     "calibrated_steps",
     "require_accountant",
@@ -60,7 +61,12 @@ class Sampled:
     rate: float
 
 
-Release: TypeAlias = Gaussian | Pure | Sampled
+@dataclass(frozen=True)
+class Unbounded:
+    """A release without a guarantee: its ε is infinite."""
+
+
+Release: TypeAlias = Gaussian | Pure | Sampled | Unbounded
 Releases: TypeAlias = Mapping[Release, int]
 
 
@@ -73,6 +79,8 @@ def spent(releases: Releases, delta: float) -> float:
     """
     counts: dict[Release, int] = {}
     for release, count in releases.items():
+        if isinstance(release, Unbounded) and count:
+            return math.inf
         if isinstance(release, Sampled) and release.noise < SLIGHT:
             release = Gaussian(release.noise)
         counts[release] = counts.get(release, 0) + count
@@ -90,10 +98,14 @@ def _spent(releases: frozenset[tuple[Release, int]], delta: float) -> float:
     gaussian_epsilon = _gaussian_epsilon(mu, delta)
     if not others:
         return gaussian_epsilon
+    pure_epsilon = sum(r.epsilon * count for r, count in others.items() if isinstance(r, Pure))
+    if mu > HUGE or pure_epsilon > HUGE**2:
+        # On a grid that spans such losses, dp-accounting's numbers overflow. ε and δ add up.
+        sampled = frozenset((r, n) for r, n in others.items() if isinstance(r, Sampled))
+        return _gaussian_epsilon(mu, delta / 2) + _spent(sampled, delta / 2) + pure_epsilon
     composed = _by_distribution(mu, others, delta)
     if any(isinstance(release, Sampled) for release in others):
         return composed
-    pure_epsilon = sum(r.epsilon * count for r, count in others.items() if isinstance(r, Pure))
     return min(composed, gaussian_epsilon + pure_epsilon)
 
 
@@ -206,26 +218,39 @@ def _by_distribution(mu: float, others: Releases, delta: float) -> float:
         delta: δ, the probability that ε does not hold.
     """
     pld = require_accountant()
-    relation = pld.NeighborRel.REPLACE_ONE
     most = mu * (mu / 2 + 6) + sum(r.epsilon * n for r, n in others.items() if isinstance(r, Pure))
     step = max(STEP, most / POINTS)
     distribution = pld.identity(value_discretization_interval=step)
     if mu:
         distribution = pld.from_gaussian_mechanism(1 / mu, value_discretization_interval=step)
     for release, count in others.items():
-        if isinstance(release, Sampled):
-            one = pld.from_gaussian_mechanism(
-                release.noise,
-                value_discretization_interval=step,
-                sampling_prob=release.rate,
-                neighboring_relation=relation,
-            )
-        else:
-            assert isinstance(release, Pure)
-            parameters = pld.common.DifferentialPrivacyParameters(release.epsilon, 0.0)
-            one = pld.from_privacy_parameters(parameters, value_discretization_interval=step)
-        distribution = distribution.compose(one.self_compose(count))
+        distribution = distribution.compose(_distribution(release, count, step))
     return float(distribution.get_epsilon_for_delta(delta))
+
+
+# A site that composes the releases of all its runs finds those of earlier runs here.
+@lru_cache(maxsize=64)
+def _distribution(release: Release, count: int, step: float) -> Any:
+    """Return the privacy loss distribution of several releases of one kind.
+
+    Args:
+        release: The release, which is not Gaussian.
+        count: The number of times it happens.
+        step: The grid of privacy losses.
+    """
+    pld = require_accountant()
+    if isinstance(release, Sampled):
+        one = pld.from_gaussian_mechanism(
+            release.noise,
+            value_discretization_interval=step,
+            sampling_prob=release.rate,
+            neighboring_relation=pld.NeighborRel.REPLACE_ONE,
+        )
+    else:
+        assert isinstance(release, Pure)
+        parameters = pld.common.DifferentialPrivacyParameters(release.epsilon, 0.0)
+        one = pld.from_privacy_parameters(parameters, value_discretization_interval=step)
+    return one.self_compose(count)
 
 
 def require_accountant() -> Any:

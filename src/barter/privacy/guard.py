@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from barter.core.algorithm import Algorithm
@@ -14,11 +15,30 @@ from barter.core.nodes import Client
 from barter.core.payload import Payload, isolate
 from barter.privacy.mechanisms import Mechanism, Turn
 from barter.privacy.noise import Seeded, Source, System
-from barter.privacy.parts import put, take
-from barter.privacy.settings import TRAINING, Plan, Privacy
+from barter.privacy.parts import crossed, put, take
+from barter.privacy.prices import (
+    ROUNDING,
+    Account,
+    describe_part,
+    describe_step,
+    merge_accounts,
+    protected_epsilon,
+    step_noise,
+    total_epsilon,
+)
+from barter.privacy.settings import Plan, Privacy
 from barter.privacy.side_information import EPSILON
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "TotalBudget"]
+
+
+@dataclass(frozen=True)
+class TotalBudget:
+    """A site's budget over all runs, and what its other runs have released."""
+
+    epsilon: float
+    delta: float
+    elsewhere: Account = field(default_factory=dict)
 
 
 class Guard:
@@ -35,7 +55,11 @@ class Guard:
         self, privacy: Privacy, algorithm: Algorithm[Any, Any], *, secret: bool = False
     ) -> None:
         self.plan = Plan(privacy, algorithm)
+        self.algorithm = algorithm
         self.secret = secret
+        self.total: TotalBudget | None = None  # set by a site that has one
+        # Unprotected parts of answers, which a site moves to its ledger after each call.
+        self.open_releases: dict[str, int] = {}
         self.promised = self.plan.training is not None or bool(self.plan.mechanisms)
 
     def seed(self, known: int) -> int:
@@ -84,14 +108,10 @@ class Guard:
 
             All trainings of a client use the noise of its first one.
             """
-            earlier = [name for name in client.released if name.startswith(TRAINING)]
-            if earlier:
-                noise = float(earlier[0].split(" ")[2])
-            else:
+            noise = step_noise(client.released)
+            if noise is None:
                 noise = training.noise_for(rate, steps, self.plan.privacy.delta)
-            name = f"{TRAINING} {rate!r} {noise!r}"
-            total = client.released.get(name, 0) + steps
-            self._spend(client, {**client.released, name: total}, method)
+            self._spend(client, {describe_step(training.clip, noise, rate): steps}, method)
             return noise
 
         source = self._source(stream)
@@ -103,21 +123,64 @@ class Guard:
         finally:
             client.data = images
             # Set after the method, which may have changed its report.
-            client.report[EPSILON] = self.plan.cost(client.released)
+            client.report[EPSILON] = self.cost(client.released)
+
+    def cost(self, released: Account) -> float:
+        """Return ε of a client's releases, each priced by what it was.
+
+        At a site whose run promises a guarantee for all answers, a release without one is infinite.
+        Otherwise this is the ε of the protected parts; the statement names the others.
+
+        Args:
+            released: The releases.
+        """
+        epsilon = total_epsilon if self.secret and self.plan.promised else protected_epsilon
+        return epsilon(self._described(released), self.plan.privacy.delta)
+
+    def _described(self, released: Account) -> dict[str, int]:
+        """Return an account in which releases that were counted by name have their description.
+
+        Checkpoints of older versions count by name. The settings of a run in one process cannot
+        change, so its own mechanism is the one that was used. A site cannot know that: there, such
+        a release stays as it is and has no bound.
+        """
+        described: dict[str, int] = {}
+        for name, count in released.items():
+            known = name in self.plan.mechanisms and not self.secret
+            text = self.plan.describe(name) if known else name
+            described[text] = described.get(text, 0) + count
+        return described
 
     def _source(self, stream: int) -> Source:
         """Return the source of noise."""
         return System() if self.secret else Seeded(stream)
 
-    def _spend(self, client: Client, released: dict[str, int], method: str) -> None:
-        """Replace a client's count of releases, unless it exceeds the budget."""
-        if not self.plan.allows(released):
+    def _spend(self, client: Client, more: Account, method: str) -> None:
+        """Add releases to a client's account, unless they exceed a budget.
+
+        Raises:
+            PrivacyError: If they exceed the run's budget, or the site's over all runs.
+        """
+        released = merge_accounts(self._described(client.released), more)
+        cost = self.cost(released)
+        budget = self.plan.privacy.epsilon
+        if budget is not None and cost > budget * ROUNDING:
             raise PrivacyError(
                 f"client {client.id} does not answer {method!r}: it would have spent epsilon = "
-                f"{self.plan.cost(released):.4g} then, of {self.plan.privacy.epsilon:g}"
+                f"{cost:.4g} then, of {budget:g}"
             )
+        if self.total is not None:
+            all_runs = merge_accounts(self.total.elsewhere, released)
+            overall = total_epsilon(all_runs, self.total.delta)
+            if overall > self.total.epsilon * ROUNDING:
+                raise PrivacyError(
+                    f"client {client.id} does not answer {method!r}: over all runs it would have "
+                    f"spent epsilon = {overall:.4g} then, of its total budget of "
+                    f"{self.total.epsilon:g}"
+                )
         client.released = released
-        client.report[EPSILON] = self.plan.cost(released)
+        if self.promised:
+            client.report[EPSILON] = cost
 
     def protect(
         self, client: Client, method: str, answer: Payload, came: Payload, stream: int
@@ -136,15 +199,32 @@ class Guard:
             ConfigError: If a mechanism does not fit the answer.
         """
         mechanisms = self.plan.of(method)
+        if self.secret and method != Algorithm.evaluate.__name__:
+            self._note_unprotected(method, answer)
         if not mechanisms:
             return answer
-        more = {name: client.released.get(name, 0) + 1 for name in mechanisms}
-        self._spend(client, {**client.released, **more}, method)
+        self._spend(client, {self.plan.describe(name): 1 for name in mechanisms}, method)
         source = self._source(stream)
         for name, mechanism in mechanisms.items():
             turn = Turn(client, self.plan.each(name), source, came)
             answer = self._apply(name, mechanism, answer, turn)
         return answer
+
+    def _note_unprotected(self, method: str, answer: Payload) -> None:
+        """Note the unprotected parts of a site's answer.
+
+        In one process the engine counts them.
+
+        Raises:
+            PrivacyError: If there are any although the run promises to protect all answers.
+        """
+        parts = self.plan.unprotected(crossed(self.algorithm, method, answer))
+        if parts and (self.plan.promised or self.total is not None):
+            raise PrivacyError(
+                f"{method!r} is not answered: {', '.join(parts)} would leave without protection"
+            )
+        more = {describe_part(part, None): 1 for part in parts}
+        self.open_releases = merge_accounts(self.open_releases, more)
 
     def _apply(self, name: str, mechanism: Mechanism, answer: Payload, turn: Turn) -> Payload:
         """Apply a mechanism to one part of an answer."""

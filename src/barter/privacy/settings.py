@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
@@ -14,7 +14,7 @@ from barter.core.params import Count, Positive, Range, build, check, did_you_mea
 from barter.privacy.account import (
     Gaussian,
     Release,
-    Sampled,
+    Unbounded,
     calibrated,
     calibrated_steps,
     require_accountant,
@@ -23,13 +23,15 @@ from barter.privacy.account import (
 from barter.privacy.answer_shapes import decimals, decimals_come, shaped_by_images, unsent
 from barter.privacy.mechanisms import Additive, ClassMeans, Each, Laplace, Mechanism
 from barter.privacy.parts import covered, parts_of
+from barter.privacy.prices import TRAINING, describe_part
 from barter.privacy.registry import mechanism_of
 
-__all__ = ["TRAINING", "Plan", "Privacy", "Training"]
+__all__ = ["Plan", "Privacy", "Training"]
 
 
-# Steps of private training are counted under this name, followed by sampling rate and noise.
-TRAINING = "training"
+# Largest ε for which noise is found. Composing steps with as little noise as a larger one allows
+# takes minutes, and the result protects nothing.
+LARGEST_EPSILON = 100.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,7 @@ class Training:
             rounds: The run's number of rounds, used if the options have none.
 
         Raises:
-            ConfigError: If the noise is given twice or not at all.
+            ConfigError: If the noise is given twice or not at all, or ε protects nothing.
         """
         if self.noise is not None:
             if self.epsilon is not None or self.rounds is not None:
@@ -80,7 +82,10 @@ class Training:
             raise ConfigError(
                 "privacy.training: it needs noise=..., or privacy.epsilon for the run"
             )
-        return replace(self, epsilon=self.epsilon or epsilon, rounds=self.rounds or rounds)
+        target = self.epsilon or epsilon
+        assert target is not None
+        _require_protection(target)
+        return replace(self, epsilon=target, rounds=self.rounds or rounds)
 
     def noise_for(self, rate: float, steps: int, delta: float) -> float:
         """Return a client's noise multiplier.
@@ -128,7 +133,8 @@ class Privacy:
             rounds: The number of rounds that the budget is meant for.
 
         Raises:
-            ConfigError: If the settings do not fit the algorithm or leave the noise open.
+            ConfigError: If the settings do not fit the algorithm or leave the noise open, or if
+                noise is to be found for an ε that protects nothing.
         """
         plan = Plan(self, algorithm)
         if plan.training is not None:
@@ -149,6 +155,7 @@ class Privacy:
             if any(not isinstance(release, Gaussian) for release in others):
                 require_accountant()
             return self
+        _require_protection(self.epsilon)
         noise = _tidy(calibrated(self.epsilon, self.delta, rounds * len(free), others))
         parts = {}
         for part, text in self.parts.items():
@@ -171,6 +178,15 @@ def _training(text: str) -> Training:
         return build(Training, values)
     except ConfigError as error:
         raise ConfigError(f"privacy.training={text!r}: {error}") from None
+
+
+def _require_protection(epsilon: float) -> None:
+    """Raise ConfigError if noise is to be found for an ε that protects nothing."""
+    if epsilon > LARGEST_EPSILON:
+        raise ConfigError(
+            f"privacy.epsilon={epsilon:g}: such an epsilon protects nothing, so no noise is found "
+            f"for it; use at most {LARGEST_EPSILON:g} (8 is common), or give noise=... yourself"
+        )
 
 
 def _tidy(noise: float) -> float:
@@ -311,30 +327,36 @@ class Plan:
                     open_parts.append(part)
         return open_parts
 
+    def describe(self, name: str) -> str:
+        """Return the description of a release under a protected name, see `prices`."""
+        assumptions = [self.given(part) for part, cover in self.covers.items() if cover == name]
+        return describe_part(name, self.mechanisms[name], next(filter(None, assumptions), ""))
+
+    def unprotected(self, parts: Iterable[str]) -> list[str]:
+        """Return those of an answer's parts that no mechanism covers and that reveal something."""
+        if self.training is not None:
+            return []
+        return [
+            part for part in parts if part not in self.covers and self.tells.get(part) != "nothing"
+        ]
+
     def of(self, method: str) -> dict[str, Mechanism]:
         """Return the mechanisms for a method's answers, by part."""
         return {part: m for part, m in self.mechanisms.items() if part.partition(".")[0] == method}
 
     def cost(self, released: Mapping[str, int]) -> float:
-        """Return ε of all releases together.
+        """Return ε of all releases together; what the settings do not name has no bound.
 
         Args:
             released: The number of releases by name.
         """
         releases: Counter[Release] = Counter()
         for name, count in released.items():
-            release = self._release(name)
+            known = name in self.mechanisms
+            release = self.mechanisms[name].release() if known else Unbounded()
             if release is not None:
                 releases[release] += count
         return spent(releases, self.privacy.delta)
-
-    def _release(self, name: str) -> Release | None:
-        """Return the cost of one release; None if it costs nothing."""
-        kind, *numbers = name.split(" ")
-        if kind == TRAINING and self.training is not None:
-            rate, noise = map(float, numbers)
-            return Sampled(noise, rate)
-        return self.mechanisms[name].release() if name in self.mechanisms else None
 
     def allows(self, released: Mapping[str, int]) -> bool:
         """Return whether these releases are within the budget, up to rounding.

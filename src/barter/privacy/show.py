@@ -1,4 +1,4 @@
-"""Format a privacy statement as a table and sentences."""
+"""Format a privacy statement, and the ledger of a site, as tables and sentences."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from rich import box
 from rich.table import Table
 
+from barter.privacy.ledger import Ledger
+from barter.privacy.prices import Description, total_epsilon
 from barter.privacy.side_information import BESIDE
 from barter.privacy.statement import Row, Statement
 
-__all__ = ["cells", "conclusion", "shown"]
+__all__ = ["cells", "conclusion", "ledger_lines", "shown"]
 
 HEADINGS = ("what left the clients", "of", "protected by", "times", "ε")
 
@@ -78,3 +80,38 @@ def shown(statement: Statement) -> Iterator[Table | str]:
             table.add_row(*row)
         yield table
     yield from conclusion(statement)
+
+
+def ledger_lines(ledger: Ledger) -> Iterator[Table | str]:
+    """Yield a table of what each run of a site released, and sentences on all runs together.
+
+    ε of a run, and of all runs, is that of their releases composed, not a sum.
+    """
+    runs = ledger.runs()
+    deltas = [account.delta for account in runs.values() if account.delta]
+    delta = min(deltas, default=1e-5)
+    table = Table("run", "since", "what left", "protected by", "times", "ε", box=box.SIMPLE_HEAD)
+    for run, account in runs.items():
+        title = run or "hello"
+        for text, count in account.released.items():
+            part, mechanism, given = Description.read(text)
+            protection = mechanism or "unknown: counted by an older version"
+            cost = _epsilon(total_epsilon({text: count}, delta))
+            if given:
+                cost = f"{_epsilon(math.inf)} ({given} is not protected)"
+            table.add_row(title, account.began, part, protection, str(count), cost)
+            title = ""
+        whole = _epsilon(total_epsilon(account.released, delta))
+        table.add_row(title, "", "the run as a whole", "", "", whole, end_section=True)
+    yield table
+    total = _epsilon(total_epsilon(ledger.account(), delta))
+    data = {fingerprint for account in runs.values() for fingerprint in account.data if fingerprint}
+    yield (
+        f"All {len(runs)} runs together: ε = {total} with δ = {delta:g}, for each training image, "
+        f"as if it had been in all of them. Sets of images by their hash: {len(data)}."
+    )
+    for path in ledger.former_accounts():
+        yield (
+            f"{path} was written by an older version, which did not note the noise: releases of "
+            "unknown price count as ε = ∞."
+        )
