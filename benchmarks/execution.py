@@ -133,6 +133,7 @@ def classify_compiled(
     augment: Augment,
     pixels: Tensor,
     labels: Tensor,
+    by_class: None = None,
     *,
     loss: object = None,
     adjust: object = None,

@@ -52,7 +52,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,6 +95,14 @@ EXTRACTION: Mapping[str, Extraction] = {
     "feddropout": "random",
     "fedrolex": "rolling",
 }
+
+
+class Codes(NamedTuple):
+    """What a batch of images is generated from, and each client's weight for each image."""
+
+    z: Tensor  # noise
+    y: Tensor  # labels
+    weights: Tensor  # (clients, images)
 
 
 class Distiller(Server):
@@ -291,13 +299,13 @@ class DFRD(PartialTraining[Distiller]):
         model = server.model
         spec = server.spec
 
-        def sample() -> list[Tensor]:
+        def sample() -> Codes:
             z = torch.randn(self.samples, self.noise, device=server.device)
             y = torch.multinomial(p, self.samples, replacement=True)
-            return [z, y, tau[:, y]]
+            return Codes(z, y, tau[:, y])
 
-        def sample_for_both() -> list[Tensor]:
-            return sample() if slow is None else [*sample(), *sample()]
+        def sample_for_both() -> tuple[Codes, Codes | None]:
+            return sample(), None if slow is None else sample()
 
         rate = self.global_lr or (0.01 if self.base == "none" else 0.0025)
         artist = Player(
@@ -361,25 +369,23 @@ class DFRD(PartialTraining[Distiller]):
         ensemble: Ensemble,
         model: Classifier,
         spec: Spec,
-        z: Tensor,
-        y: Tensor,
-        weights: Tensor,
-        *again: Tensor,
+        codes: Codes,
+        slow_codes: Codes | None,
     ) -> Tensor:
         """Return L_md (Eq. 7): KL(ensemble ‖ global model) on generated images.
 
-        `z`, `y` and `weights` are for the generator; `again` has the same for its slow copy.
+        `codes` are for the generator, `slow_codes` for its slow copy, if there is one.
         """
 
-        def divergence(source: MergeGenerator, z: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+        def divergence(source: MergeGenerator, codes: Codes) -> Tensor:
             with torch.no_grad():
-                s = shown(source(z, y), spec, self.output)
-                e = ensemble(s, weights).float()
+                s = shown(source(codes.z, codes.y), spec, self.output)
+                e = ensemble(s, codes.weights).float()
             return kl(e / self.temperature, model(s).float() / self.temperature)
 
-        loss = divergence(generator, z, y, weights)
-        if slow is not None:
-            loss = loss + self.alpha * divergence(slow, *again)
+        loss = divergence(generator, codes)
+        if slow is not None and slow_codes is not None:
+            loss = loss + self.alpha * divergence(slow, slow_codes)
         return loss * self.temperature**2 if self.square_temperature else loss
 
     def remember(self, server: Distiller, generator: MergeGenerator) -> None:

@@ -60,7 +60,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal, TypeAlias, TypedDict
@@ -84,7 +84,7 @@ from barter.models.generators import LabelGenerator
 from barter.models.width import without_running_statistics
 from barter.ops.distill import kl, tempered
 from barter.ops.ensemble import class_shares, mixed
-from barter.ops.fit import Trainer, adam, epoch_length, fit, index_batches
+from barter.ops.fit import LabelledBatch, Trainer, adam, epoch_length, fit, index_batches
 from barter.ops.shares import log_shares
 from barter.ops.statistics import by_batch, renew
 from barter.ops.synthesis import (
@@ -155,8 +155,7 @@ def rehearsal(
     augment: Augment,
     x: Tensor,
     ensemble: Tensor,
-    pixels: Tensor,
-    labels: Tensor,
+    own: LabelledBatch,
     home: Tensor | None = None,
 ) -> Tensor:
     """Return the distillation loss plus the cross entropy on private images, in one batch.
@@ -164,13 +163,12 @@ def rehearsal(
     Args:
         x: Generated images.
         ensemble: The ensemble's logits on them.
-        pixels: Private images.
-        labels: Their labels.
+        own: Private images.
         home: Log class prior of the private images, added to their logits.
     """
-    inputs = torch.cat([prepared(pixels, spec, augment), x])
-    private, generated = model(inputs).split([len(pixels), len(x)])
-    return F.cross_entropy(adjusted(private, home), labels) + tempered(tau, generated, ensemble)
+    inputs = torch.cat([prepared(own.pixels, spec, augment), x])
+    private, generated = model(inputs).split([len(own.pixels), len(x)])
+    return F.cross_entropy(adjusted(private, home), own.labels) + tempered(tau, generated, ensemble)
 
 
 def accuracy_by_batch(model: Classifier, test: Images) -> float:
@@ -555,20 +553,18 @@ class FedZGE(Algorithm[Asked, Oracle]):
         images, ensemble = (torch.cat(column) for column in zip(*lessons, strict=True))
         trainer = Trainer.of(model, adam(lr, cosine=True))
         batches = index_batches(len(images), self.distil_batch or len(images), images.device)
-        loss: Callable[..., Tensor] = partial(distillation, model, self.tau)
-        private_batches: Iterator[Tensor] = iter(())
-        home: list[Tensor] = []
         if own is not None:
-            loss = partial(rehearsal, model, self.tau, own.spec, own.augment)
+            rehearse = partial(rehearsal, model, self.tau, own.spec, own.augment)
             private_batches = index_batches(len(own), size, own.device)
-            home = [log_shares(own)] if self.balanced else []
+            home = log_shares(own) if self.balanced else None
         for step in range(steps):
             index = next(batches)
-            batch = [images[index], ensemble[index]]
-            if own is not None:
+            if own is None:
+                trainer.step(partial(distillation, model, self.tau), images[index], ensemble[index])
+            else:
                 private = next(private_batches)
-                batch += [own.pixels[private], own.labels[private], *home]
-            trainer.step(loss, *batch)
+                batch = LabelledBatch(own.pixels[private], own.labels[private])
+                trainer.step(rehearse, images[index], ensemble[index], batch, home)
             trainer.anneal((step + 1) / steps)
 
     def evaluate_server(self, server: Asked, test: Images) -> dict[str, float]:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from barter.compute import lanes
+from barter.compute.batches import Batch
 from barter.core.contracts import Counts
 from barter.core.images import Spec, statistics
 from barter.core.model import Classifier
@@ -368,7 +369,7 @@ class Player:
     module: nn.Module
     recipe: Recipe
     loss: Callable[..., Tensor]
-    draw: Callable[[], Sequence[Tensor]]  # samples a batch, the arguments of the loss
+    draw: Callable[[], Sequence[Batch]]  # samples a batch, the arguments of the loss
     steps: int  # consecutive steps in each turn
 
 
