@@ -209,10 +209,9 @@ def test_moons_contrast_by_hand() -> None:
 
 
 def test_moons_loss_by_hand() -> None:
-    white = torch.full((1, 1, 1, 2), 255, dtype=torch.uint8)  # pixels (1, 1)
+    x = torch.ones(1, 1, 1, 2)
     model, glob, prev = Pixels((1.0, 0.0)), Pixels((1.0, 1.0)), Pixels((0.0, 1.0))
-    spec = Spec(1, 1, 2, 2, (0.0,), (1.0,))
-    value = moon.loss(model, glob, prev, 3.0, 0.5, spec, Augment(), white, torch.tensor([0]))
+    value = moon.loss(model, glob, prev, 3.0, 0.5, x, torch.tensor([0]))
     assert float(value.detach()) == pytest.approx(
         math.log(2) + 3 * math.log(1 + math.exp(-math.sqrt(0.5) / 0.5))
     )

@@ -96,7 +96,9 @@ def test_others_are_trained_along_with_the_clients_network_and_every_step_is_giv
     along, given = nn.Linear(1, 1, bias=False), []
     before = along.weight.item()
 
-    def loss(pixels: torch.Tensor, labels: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    def loss(x: torch.Tensor, labels: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        assert x.is_floating_point(), "images, not bytes"
+        assert x.shape[1:] == client.data.spec.shape
         given.append(int(number))
         return along.weight.sum()
 

@@ -54,6 +54,7 @@ from barter.ops.condense import quantised
 from barter.ops.distill import kl_each, tempered
 from barter.ops.ensemble import class_shares, consensus, distil
 from barter.ops.fit import Trainer, adam, epoch_length, fit, sgd
+from barter.ops.modules import stack_field
 from barter.ops.statistics import compared
 from barter.ops.synthesis import (
     Ensemble,
@@ -181,7 +182,7 @@ class DENSE(Algorithm[Archive]):
         server.teachers = {**server.teachers, **clients.only(new).run(self.learn)}
         weights = {k: teacher["weights"] for k, teacher in server.teachers.items()}
         ensemble = assembled(server, weights)
-        counts = torch.stack([teacher["counts"] for teacher in server.teachers.values()])
+        counts = stack_field(server.teachers, "counts")
         shares = class_shares(counts if self.weighting == "classes" else torch.ones_like(counts))
         classes = counts.sum(0).nonzero().flatten()
         for _ in server.track("distil", range(self.passes)):

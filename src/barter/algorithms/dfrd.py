@@ -58,19 +58,19 @@ import torch
 from torch import Tensor
 
 from barter.algorithms.partial import PartialTraining, Update
-from barter.compute import lanes
 from barter.core.clients import Clients, Replies
 from barter.core.evaluation import accuracy
 from barter.core.images import Images, Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive
-from barter.core.payload import State, isolate
+from barter.core.payload import State
 from barter.core.record import Round
 from barter.models.generators import Merge, MergeGenerator
 from barter.ops.average import average
 from barter.ops.distill import kl, kl_each
 from barter.ops.fit import adam, sgd
+from barter.ops.modules import copy_state, restore_module, stack_field
 from barter.ops.submodel import Extraction, Places
 from barter.ops.synthesis import (
     Ensemble,
@@ -143,7 +143,7 @@ def moved(slow: State, now: State, momentum: float) -> State:
 @contextmanager
 def as_averaged(server: Distiller) -> Iterator[None]:
     """Set the server's model to its averaged weights before fine-tuning, within the context."""
-    tuned = isolate(dict(server.model.state_dict()))
+    tuned = copy_state(server.model)
     server.model.load_state_dict(server.averaged)
     yield
     server.model.load_state_dict(tuned)
@@ -252,9 +252,9 @@ class DFRD(PartialTraining[Distiller]):
         else:
             updates = self.exchange(server, active, t)  # Eq. 1
         ensemble = assembled(server, {k: update["weights"] for k, update in updates.items()})
-        counts = torch.stack([update["counts"] for update in updates.values()]).float()
+        counts = stack_field(updates, "counts").float()
         tau, p = label_weights(counts, self.smoothing)
-        server.averaged = isolate(dict(server.model.state_dict())) if self.one_architecture else {}
+        server.averaged = copy_state(server.model) if self.one_architecture else {}
         generator, slow = self.recalled(server)
         self.play(server, generator, slow, ensemble, tau, p)  # Eqs. 2 to 5 and 7
         self.remember(server, generator)  # Eq. 6
@@ -266,17 +266,13 @@ class DFRD(PartialTraining[Distiller]):
         The slow copy is None in the first round, and if its weight α is zero.
         """
 
-        def build(name: str) -> MergeGenerator:
-            module = MergeGenerator(server.spec, self.noise, self.merge).to(server.device)
-            return lanes.keep(name, module)
+        def restore(name: str, state: State) -> MergeGenerator:
+            new = MergeGenerator(server.spec, self.noise, self.merge)
+            return restore_module(server, name, new, state)
 
-        generator = build("generator")
-        slow = build("slow generator")
-        if not server.generator:
-            return generator, None
-        generator.load_state_dict(server.generator)
-        slow.load_state_dict(server.slow)
-        return generator, slow if self.alpha else None
+        generator = restore("generator", server.generator)
+        slow = restore("slow generator", server.slow)
+        return generator, slow if server.generator and self.alpha else None
 
     def play(
         self,
@@ -390,7 +386,7 @@ class DFRD(PartialTraining[Distiller]):
 
     def remember(self, server: Distiller, generator: MergeGenerator) -> None:
         """Store the generator and move its slow copy towards it (Eq. 6)."""
-        now = isolate(dict(generator.state_dict()))
+        now = copy_state(generator)
         if server.slow:
             slow = server.slow
         elif self.slow_start == "copy":

@@ -54,6 +54,7 @@ from barter.models.generators import Decoder
 from barter.ops.average import average
 from barter.ops.ensemble import soft_loss
 from barter.ops.fit import adam, sgd
+from barter.ops.modules import stack_field
 from barter.ops.synthesis import (
     Artist,
     Ensemble,
@@ -168,7 +169,7 @@ class FedFTG(FedAvg):
         updates = clients.sample(self.fraction).run(self.learn, server.model.state_dict())
         weights = updates.each(lambda _, update: update["weights"])
         server.model.load_state_dict(average(weights, by=self.average))
-        counts = torch.stack([update["counts"] for update in updates.values()])
+        counts = stack_field(updates, "counts")
         shares, frequencies = label_weights(counts.float(), 0.0)
         self.tune(server, assembled(server, weights), shares, frequencies)
 

@@ -47,7 +47,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from barter.compute import lanes
 from barter.compute.precision import exact
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients, Replies
@@ -56,12 +55,13 @@ from barter.core.images import Augment, Spec, prepared
 from barter.core.model import Classifier
 from barter.core.nodes import Client
 from barter.core.params import Count, Fraction, NonNegative, Positive
-from barter.core.payload import State, isolate
+from barter.core.payload import State
 from barter.core.record import Round
 from barter.models.generators import Decoder, PatchDiscriminator
 from barter.ops.distill import tempered
 from barter.ops.ensemble import class_shares, consensus
 from barter.ops.fit import Trainer, adam, fit, sgd
+from barter.ops.modules import copy_state, restore_module
 from barter.ops.synthesis import Artist, collapsed, exhibited, painted, painter, put_away
 
 __all__ = ["Curator", "FedIOD", "Judge", "discrimination", "realism", "wishes"]
@@ -248,7 +248,7 @@ class FedIOD(Algorithm[Curator, Judge]):
         trainer.recall(client.moments)
         chosen = torch.randint(len(data), (len(batches[0]),), device=client.device)
         trainer.step(partial(discrimination, judge, data.spec), data.pixels[chosen], batches[0])
-        client.discriminator = isolate(dict(judge.state_dict()))
+        client.discriminator = copy_state(judge)
         client.moments = trainer.moments()
         client.batch = [batches[0].clone()]
         client.model.eval()
@@ -258,10 +258,7 @@ class FedIOD(Algorithm[Curator, Judge]):
     def discriminator(self, client: Judge) -> PatchDiscriminator:
         """Return the client's discriminator, with the weights of its last step."""
         new = PatchDiscriminator(client.data.spec, self.discriminator_width)
-        judge = lanes.keep("discriminator", new.to(client.device))
-        if client.discriminator:
-            judge.load_state_dict(client.discriminator)
-        return judge
+        return restore_module(client, "discriminator", new, client.discriminator)
 
     def slope(
         self, server: Curator, active: Clients, x: Tensor, answers: Replies[Tensor]

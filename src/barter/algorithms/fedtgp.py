@@ -34,12 +34,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from barter.algorithms.fedproto import FedProto
-from barter.compute import lanes
 from barter.core.clients import Replies
 from barter.core.nodes import Server
 from barter.core.params import Count, NonNegative, Positive
-from barter.core.payload import State, isolate
+from barter.core.payload import State
 from barter.ops.fit import fit_rows, sgd
+from barter.ops.modules import copy_state, restore_module
 from barter.ops.prototypes import ByClass, joined, mean_of
 
 __all__ = ["FedTGP", "Prototypist", "TrainablePrototypes", "loss", "margin"]
@@ -101,10 +101,8 @@ class FedTGP(FedProto[Prototypist]):
 
     def gathered(self, server: Prototypist, prototypes: Replies[ByClass]) -> ByClass:
         """Train the global prototypes on those of the clients and return them."""
-        new = TrainablePrototypes(server.spec.classes, self.features).to(server.device)
-        trainable = lanes.keep("prototypes", new)
-        if server.prototypes:
-            trainable.load_state_dict(server.prototypes)
+        new = TrainablePrototypes(server.spec.classes, self.features)
+        trainable = restore_module(server, "prototypes", new, server.prototypes)
         rows = joined(prototypes.values())
         delta = margin(mean_of(prototypes.values()), self.tau)
         fit_rows(
@@ -118,7 +116,7 @@ class FedTGP(FedProto[Prototypist]):
             recipe=sgd(self.server_lr),
             beside=repeat((delta,)),
         )
-        server.prototypes = isolate(dict(trainable.state_dict()))
+        server.prototypes = copy_state(trainable)
         server.report["margin"] = float(delta)
         with torch.no_grad():
             return {

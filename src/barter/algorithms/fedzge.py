@@ -85,6 +85,7 @@ from barter.models.width import without_running_statistics
 from barter.ops.distill import kl, tempered
 from barter.ops.ensemble import class_shares, mixed
 from barter.ops.fit import LabelledBatch, Trainer, adam, epoch_length, fit, index_batches
+from barter.ops.modules import stack_field
 from barter.ops.shares import log_shares
 from barter.ops.statistics import by_batch, renew
 from barter.ops.synthesis import (
@@ -390,7 +391,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
     def shares(self, answers: Replies[Tensor], told: Replies[Told]) -> Tensor:
         """Return the weight of each answering client for each class (clients, classes or 1)."""
         if self.by_class:
-            return class_shares(torch.stack([told[k]["counts"] for k in answers]).float())
+            return class_shares(stack_field({k: told[k] for k in answers}, "counts").float())
         device = next(iter(answers.values())).device
         sizes = torch.tensor([answers.num_examples[k] for k in answers], device=device)
         return (sizes / sizes.sum())[:, None]

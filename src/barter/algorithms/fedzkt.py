@@ -53,10 +53,11 @@ from barter.core.images import Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, NonNegative, Positive
-from barter.core.payload import State, isolate
+from barter.core.payload import State
 from barter.core.record import Round
 from barter.models.generators import Decoder
 from barter.ops.fit import Trainer, adam, sgd
+from barter.ops.modules import copy_state
 from barter.ops.synthesis import (
     Artist,
     Ensemble,
@@ -212,7 +213,7 @@ class FedZKT(FedProx):
         trainer = Trainer.of(model, sgd(self.global_lr, self.momentum))
         for _ in server.track(f"teach {name}", range(self.client_steps)):
             trainer.step(learn, self.codes(server))
-        return isolate(dict(model.state_dict()))
+        return copy_state(model)
 
     def receive(self, client: Client, w: State) -> None:
         """Load the weights after distillation."""

@@ -36,7 +36,6 @@ from torch import Tensor
 
 from barter.algorithms.fedavg import FedAvg
 from barter.core.contracts import Weights
-from barter.core.images import Augment, Spec, prepared
 from barter.core.model import Classifier
 from barter.core.nodes import Client
 from barter.core.params import Count, Fraction, NonNegative, Positive
@@ -54,9 +53,7 @@ def loss(
     shared: Classifier,
     alpha: float,
     beta: float,
-    spec: Spec,
-    augment: Augment,
-    pixels: Tensor,
+    x: Tensor,
     labels: Tensor,
 ) -> Tensor:
     """Return the sum of both networks' losses: cross entropy and KL(other network ‖ network).
@@ -66,12 +63,9 @@ def loss(
         shared: The shared network.
         alpha: α, the weight of the labels for the client's network; KL has 1 - α.
         beta: β, the same for the shared network.
-        spec: The format of the images.
-        augment: The augmentation of the images.
-        pixels: Images as bytes.
+        x: Images.
         labels: Their classes.
     """
-    x = prepared(pixels, spec, augment)
     p = own(x).float()
     q = shared(x).float()
     own_loss = alpha * F.cross_entropy(p, labels) + (1 - alpha) * kl(q.detach(), p)
@@ -103,11 +97,10 @@ class FML(FedAvg):
 
     def client_update(self, client: Client, w: State) -> Annotated[State, Weights("server")]:
         """Train both networks on the client's data and return the shared one's weights."""
-        data = client.data
         shared = companion(client, self.shared, w)
         fit_by(
             client,
-            partial(loss, client.model, shared, self.alpha, self.beta, data.spec, data.augment),
+            partial(loss, client.model, shared, self.alpha, self.beta),
             epochs=self.epochs,
             batch_size=self.batch_size,
             recipe=by_name(self.optimizer, self.lr, self.momentum),

@@ -24,6 +24,7 @@ from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
 from barter.ops.ensemble import class_shares, consensus, distil, drawn, public_images, soft_loss
 from barter.ops.fit import Recipe, adam, epoch_length, fit
+from barter.ops.modules import stack_field
 
 __all__ = ["Answer", "PublicDistillation"]
 
@@ -109,7 +110,7 @@ class PublicDistillation(Algorithm[S, C]):
         predictions = [answer["said"] for answer in answers.values()]
         if not self.by_class:
             return consensus(predictions)
-        counts = torch.stack([answer["counts"] for answer in answers.values()])
+        counts = stack_field(answers, "counts")
         return consensus(predictions, class_shares(counts))
 
     def decided(self, server: S, places: Tensor, mean: Tensor) -> Tensor:

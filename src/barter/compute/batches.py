@@ -63,5 +63,6 @@ def _refill_item(item: Batch, remaining: Iterator[Tensor]) -> Batch:
         return None
     if isinstance(item, Tensor):
         return next(remaining)
-    parts = [_refill_item(part, remaining) for part in item]
-    return type(item)(*parts) if hasattr(item, "_fields") else tuple(parts)
+    parts = tuple(_refill_item(part, remaining) for part in item)
+    # A NamedTuple's class takes its fields one by one.
+    return item._make(parts) if hasattr(item, "_make") else parts

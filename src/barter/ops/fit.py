@@ -36,7 +36,9 @@ __all__ = [
     "anchored",
     "batches",
     "by_name",
+    "call_on_images",
     "classification",
+    "cross_entropy",
     "epoch_length",
     "fit",
     "fit_by",
@@ -244,11 +246,12 @@ def fit_by(
     beside: Sequence[Tensor] | Iterator[Sequence[Tensor]] = (),
     also: Sequence[nn.Module] = (),
 ) -> None:
-    """Train the client's model, and further modules, by a loss of bytes and labels.
+    """Train the client's model, and further modules, by a loss of its images and labels.
 
     Args:
         client: The client, whose model is trained in place.
-        loss: Called with bytes, labels and the tensors of `beside`.
+        loss: Called with images as model input, augmented and normalised, with their labels, and
+            with the tensors of `beside`.
         epochs: Passes over the client's images.
         batch_size: Images in a step.
         recipe: Optimizer and learning rate.
@@ -263,7 +266,26 @@ def fit_by(
         [data.pixels[chosen], data.labels[chosen], *more]
         for chosen, more in zip(index, extra, strict=False)
     )
-    alternate(client, [(loss, batches)], epochs * epoch_length(len(data), batch_size), recipe, also)
+    on_bytes = partial(call_on_images, loss, data.spec, data.augment)
+    steps = epochs * epoch_length(len(data), batch_size)
+    alternate(client, [(on_bytes, batches)], steps, recipe, also)
+
+
+def call_on_images(
+    loss: Callable[..., Any],
+    spec: Spec,
+    augment: Augment,
+    pixels: Tensor,
+    labels: Tensor,
+    *beside: Tensor,
+) -> Any:
+    """Call a loss of images, labels and further tensors with images that are given as bytes."""
+    return loss(prepared(pixels, spec, augment), labels, *beside)
+
+
+def cross_entropy(model: Classifier, x: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross entropy of a model's predictions, as a loss for `fit_by`."""
+    return F.cross_entropy(model(x), labels)
 
 
 def alternate(
