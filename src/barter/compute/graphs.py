@@ -166,9 +166,9 @@ class Forward(Graphs):
         return forward
 
     @torch.no_grad()
-    def eager(self, work: Callable[..., Tensor], batch: Sequence[Tensor]) -> Tensor:
+    def eager(self, work: Callable[..., Tensor], batch: Sequence[Batch]) -> Tensor:
         """Run the work without a graph."""
-        with precision.autocast(batch[0].device):
+        with precision.autocast(flatten(batch)[0].device):
             return work(*batch)
 
 
