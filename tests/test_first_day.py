@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 import barter
-from barter import ALGORITHMS, Algorithm, Client, Clients, Experiment, Server
+from barter import ALGORITHMS, Algorithm, Client, Clients, Crossing, Experiment, Server
 from barter.cli.app import main
 from barter.core.errors import ConfigError
 from barter.core.images import Spec
@@ -116,7 +116,7 @@ def test_a_run_says_what_it_read(
 class Broken(Algorithm[Any, Any]):
     """Fails before anything is exchanged, or after."""
 
-    crosses = {"count": "down: nothing; up: how many images the client has"}
+    crosses = {"count": Crossing(up="how many images the client has")}
     late: bool = False  # whether clients answer first
 
     def round(self, server: Server, clients: Clients, t: int) -> None:

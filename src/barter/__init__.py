@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from barter.algorithms import PerFedAvg as PerFedAvg
     from barter.algorithms import PFedLA as PFedLA
     from barter.core.algorithm import Algorithm
+    from barter.core.algorithm import Crossing as Crossing
     from barter.core.clients import Clients, Replies
     from barter.core.errors import BarterError
     from barter.core.model import Classifier, split
@@ -148,7 +149,7 @@ _METHODS = frozenset(
 
 # Names are imported on first use: the process that a site starts per message must not load torch.
 _MODULES = {
-    "core.algorithm": {"Algorithm"},
+    "core.algorithm": {"Algorithm", "Crossing"},
     "core.clients": {"Clients", "Replies"},
     "core.errors": {"BarterError"},
     "core.model": {"Classifier", "split"},

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from barter.compute import lanes
-from barter.core.algorithm import Algorithm
+from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.clients import Clients
 from barter.core.evaluation import predict
 from barter.core.images import Images, Spec
@@ -134,9 +134,7 @@ class DENSE(Algorithm[Archive]):
     """Clients upload models once; the server's model learns from them on synthetic images."""
 
     primary = "server"
-    global_model = True
-    replicas = True
-    crosses = {"learn": "up: the client's weights, the number of images of each class"}
+    crosses = {"learn": Crossing(up="the client's weights, the number of images of each class")}
     presets = {
         "paper": {
             "epochs": 400,
@@ -174,8 +172,8 @@ class DENSE(Algorithm[Archive]):
     weighting: Literal["clients", "classes"] = "clients"
 
     @property
-    def server_network(self) -> str | None:
-        return self.student
+    def server_model(self) -> ServerModel:
+        return ServerModel("own", self.student)
 
     def round(self, server: Archive, clients: Clients, t: int) -> None:
         new = [k for k in clients.sample(self.fraction) if k not in server.teachers]

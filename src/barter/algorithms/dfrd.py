@@ -58,6 +58,7 @@ import torch
 from torch import Tensor
 
 from barter.algorithms.partial import PartialTraining, Update
+from barter.core.algorithm import ServerModel
 from barter.core.clients import Clients, Replies
 from barter.core.evaluation import accuracy
 from barter.core.images import Images, Spec
@@ -153,7 +154,6 @@ def as_averaged(server: Distiller) -> Iterator[None]:
 class DFRD(PartialTraining[Distiller]):
     """Distil the clients' models into the server's on generated images, with or without averaging."""
 
-    global_model = True
     presets = {
         "paper": {
             "rho": 5,
@@ -223,8 +223,8 @@ class DFRD(PartialTraining[Distiller]):
     student_norm: Literal["kept", "trained"] = "kept"
 
     @property
-    def one_architecture(self) -> bool:
-        return self.base != "none"
+    def server_model(self) -> ServerModel:
+        return ServerModel("own" if self.base == "none" else "shared")
 
     @property
     def extraction(self) -> Extraction:
@@ -254,7 +254,7 @@ class DFRD(PartialTraining[Distiller]):
         ensemble = assembled(server, {k: update["weights"] for k, update in updates.items()})
         counts = stack_field(updates, "counts").float()
         tau, p = label_weights(counts, self.smoothing)
-        server.averaged = copy_state(server.model) if self.one_architecture else {}
+        server.averaged = copy_state(server.model) if self.base != "none" else {}
         generator, slow = self.recalled(server)
         self.play(server, generator, slow, ensemble, tau, p)  # Eqs. 2 to 5 and 7
         self.remember(server, generator)  # Eq. 6

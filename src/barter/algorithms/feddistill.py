@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from barter.core.algorithm import Algorithm
+from barter.core.algorithm import Algorithm, Crossing
 from barter.core.clients import Clients
 from barter.core.contracts import Named
 from barter.core.evaluation import predict
@@ -78,7 +78,9 @@ def loss(
 class FedDistill(Algorithm[Register]):
     """Exchange the mean prediction of each class; every client learns from the others'."""
 
-    crosses = {"learn": "down: the others' mean predictions by class; up: the client's own"}
+    crosses = {
+        "learn": Crossing(down="the others' mean predictions by class", up="the client's own"),
+    }
 
     gamma: NonNegative = 1.0  # γ: weight of the others' predictions; not given in the paper
     epochs: Count = 1  # local epochs

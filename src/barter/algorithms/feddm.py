@@ -26,6 +26,7 @@ from functools import partial
 import torch
 
 from barter.algorithms.condensation import Condensation, Condenser
+from barter.core.algorithm import Crossing
 from barter.core.clients import Clients, Replies
 from barter.core.images import Augment
 from barter.core.model import Classifier
@@ -51,8 +52,8 @@ class FedDM(Condensation):
     """Clients upload condensed images; the server trains one model on them and sends it back."""
 
     crosses = {
-        "condense": "up: condensed images of the client's classes",
-        "receive": "down: the server's weights",
+        "condense": Crossing(up="condensed images of the client's classes"),
+        "receive": Crossing(down="the server's weights"),
     }
     presets = {"paper": {"steps": 1000, "server_epochs": 500}}
 

@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 
 from barter.algorithms.fedavg import FedAvg
+from barter.core.algorithm import Crossing
 from barter.core.clients import Clients
 from barter.core.images import Spec
 from barter.core.model import Classifier
@@ -143,10 +144,11 @@ def global_loss(
 class FedFTG(FedAvg):
     """FedAvg whose server fine-tunes the average on generated images that it finds hard."""
 
-    replicas = True
     crosses = {
-        "learn": "down: the server's weights; up: the client's weights, the number of images of "
-        "each class"
+        "learn": Crossing(
+            down="the server's weights",
+            up="the client's weights, the number of images of each class",
+        ),
     }
 
     iterations: Count = 10  # I: times that generator and model take turns in a round

@@ -47,6 +47,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from barter.algorithms.one_width import HeadClient, HeadServer, SharedHead
+from barter.core.algorithm import Crossing
 from barter.core.clients import Clients
 from barter.core.contracts import Counts
 from barter.core.model import Classifier
@@ -142,9 +143,11 @@ class FedGen(SharedHead[Source]):
     """Average the heads, and train a generator of features from which all clients learn."""
 
     crosses = {
-        "learn": "down: the initial head, the generator, the classes it was trained for; up: the "
-        "head, the number of images of each class",
-        "receive": "down: the averaged head",
+        "learn": Crossing(
+            down="the initial head, the generator, the classes it was trained for",
+            up="the head, the number of images of each class",
+        ),
+        "receive": Crossing(down="the averaged head"),
     }
 
     alpha: NonNegative = 10.0  # α: weight of the cross entropy on generated features

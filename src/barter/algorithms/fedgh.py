@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from barter.algorithms.one_width import HeadClient, HeadServer, SharedHead
+from barter.core.algorithm import Crossing
 from barter.core.clients import Clients
 from barter.core.contracts import Named
 from barter.core.params import Count, Positive
@@ -52,9 +53,11 @@ class FedGH(SharedHead):
     """Train a shared head on the class prototypes of all clients."""
 
     crosses = {
-        "learn": "up: mean features of the client's classes (a client that missed the head "
-        "receives it first)",
-        "receive": "down: the head, trained on all clients' mean features",
+        "learn": Crossing(
+            up="mean features of the client's classes (a client that missed the head "
+            "receives it first)",
+        ),
+        "receive": Crossing(down="the head, trained on all clients' mean features"),
     }
 
     server_epochs: Count = 100  # passes of the server over the prototypes; one in the paper

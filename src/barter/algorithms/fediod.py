@@ -48,7 +48,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from barter.compute.precision import exact
-from barter.core.algorithm import Algorithm
+from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Counts, Floats
 from barter.core.images import Augment, Spec, prepared
@@ -159,11 +159,13 @@ class FedIOD(Algorithm[Curator, Judge]):
     """Distil clients into the server's model by generated images, logits and gradients."""
 
     primary = "server"
-    global_model = True
     crosses = {
-        "learn": "up: the number of images of each class",
-        "judge": "down: generated images; up: logits on them",
-        "criticise": "down: gradients of the generator's loss by logits; up: gradients by images",
+        "learn": Crossing(up="the number of images of each class"),
+        "judge": Crossing(down="generated images", up="logits on them"),
+        "criticise": Crossing(
+            down="gradients of the generator's loss by logits",
+            up="gradients by images",
+        ),
     }
     presets = {"paper": {"epochs": 500, "batch_size": 256, "lr": 0.0025, "generator_lr": 1e-4}}
 
@@ -192,8 +194,8 @@ class FedIOD(Algorithm[Curator, Judge]):
     w_agree: NonNegative = 1.0  # weight of clients agreeing
 
     @property
-    def server_network(self) -> str | None:
-        return self.student
+    def server_model(self) -> ServerModel:
+        return ServerModel("own", self.student)
 
     def round(self, server: Curator, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)

@@ -56,7 +56,7 @@ from typing import Annotated
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from barter.core.algorithm import Algorithm
+from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.answers import Known
 from barter.core.clients import Clients
 from barter.core.contracts import Room
@@ -123,11 +123,12 @@ def moved(w: State, change: State) -> State:
 class FedKD(Algorithm[Broker, Mentor]):
     """Average compressed changes of a small shared model, a partner of each client's own."""
 
-    global_model = True
     crosses = {
-        "learn": "down: the shared model's weights, if the client lacks them; up: their change, of "
-        "low rank",
-        "receive": "down: the mean change, of low rank",
+        "learn": Crossing(
+            down="the shared model's weights, if the client lacks them",
+            up="their change, of low rank",
+        ),
+        "receive": Crossing(down="the mean change, of low rank"),
     }
 
     shared: str = "small-cnn"  # the shared network: a name of the zoo, or package.module:function
@@ -146,8 +147,8 @@ class FedKD(Algorithm[Broker, Mentor]):
     average: Average = "mean"
 
     @property
-    def server_network(self) -> str:
-        return self.shared
+    def server_model(self) -> ServerModel:
+        return ServerModel("own", self.shared)
 
     def energy(self, t: int) -> float:
         """Return the share of the sum of squared singular values that is sent in round t."""

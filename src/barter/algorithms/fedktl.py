@@ -43,6 +43,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from barter.algorithms.one_width import OneWidth
+from barter.core.algorithm import Crossing
 from barter.core.clients import Clients
 from barter.core.contracts import Named
 from barter.core.evaluation import predict
@@ -217,8 +218,10 @@ class FedKTL(OneWidth[Teacher]):
     """Transfer a pre-trained generator's knowledge by an image and a latent vector per class."""
 
     crosses = {
-        "learn": "down: an image and a latent vector for each class, a projection; up: prototypes "
-        "of the client's classes in the space of the frame"
+        "learn": Crossing(
+            down="an image and a latent vector for each class, a projection",
+            up="prototypes of the client's classes in the space of the frame",
+        ),
     }
 
     # G: the server's generator: a TorchScript file, or package.module:function returning a module

@@ -38,6 +38,7 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from barter.algorithms.one_width import OneWidth
+from barter.core.algorithm import Crossing
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Named
 from barter.core.evaluation import evaluate, tests_due
@@ -93,8 +94,8 @@ class FedProto(OneWidth[S, Follower]):
     """Average class prototypes, and keep every client's features near the averages."""
 
     crosses = {
-        "learn": "up: mean features of the client's classes",
-        "receive": "down: their means over clients",
+        "learn": Crossing(up="mean features of the client's classes"),
+        "receive": Crossing(down="their means over clients"),
     }
 
     lam: NonNegative = 1.0  # λ: weight of the distance to prototypes

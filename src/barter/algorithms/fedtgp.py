@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from barter.algorithms.fedproto import FedProto
+from barter.core.algorithm import Crossing
 from barter.core.clients import Replies
 from barter.core.nodes import Server
 from barter.core.params import Count, NonNegative, Positive
@@ -91,8 +92,8 @@ class FedTGP(FedProto[Prototypist]):
     """FedProto with global prototypes that the server trains to lie apart."""
 
     crosses = {
-        "learn": "up: mean features of the client's classes",
-        "receive": "down: the trained prototypes",
+        "learn": Crossing(up="mean features of the client's classes"),
+        "receive": Crossing(down="the trained prototypes"),
     }
 
     tau: NonNegative = 100.0  # τ: upper limit of the margin

@@ -70,7 +70,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from barter.compute.precision import exact
-from barter.core.algorithm import Algorithm
+from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Counts, Floats, When
 from barter.core.evaluation import adjusted, note_before, predict
@@ -188,13 +188,17 @@ class FedZGE(Algorithm[Asked, Oracle]):
     """Black-box clients: the server sends generated images, clients answer with logits."""
 
     primary = "server"
-    global_model = True
+    server_model = ServerModel("own")
     crosses = {
-        "learn": "up: number of images of each class; "
-        "mean and deviation of each frequency over all images",
-        "answer": "down: generated images and slightly perturbed copies of them; "
-        "up: logits on all of them",
-        "distil": "down: the ensemble's logits on the round's images",
+        "learn": Crossing(
+            up="number of images of each class; mean and deviation of each frequency over "
+            "all images",
+        ),
+        "answer": Crossing(
+            down="generated images and slightly perturbed copies of them",
+            up="logits on all of them",
+        ),
+        "distil": Crossing(down="the ensemble's logits on the round's images"),
     }
     presets = {
         "paper": {

@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 
 from barter.compute import lanes
-from barter.core.algorithm import Algorithm
+from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.clients import Clients
 from barter.core.evaluation import note_before
 from barter.core.images import Spec
@@ -112,11 +112,9 @@ def lesson(
 class FedZKT(Algorithm[Artist, Client]):
     """Distil clients into the server's model and back, on generated images."""
 
-    global_model = True
-    replicas = True
     crosses = {
-        "learn": "up: the client's weights",
-        "receive": "down: the client's weights, after distillation on the server",
+        "learn": Crossing(up="the client's weights"),
+        "receive": Crossing(down="the client's weights, after distillation on the server"),
     }
     presets = {
         "paper": {
@@ -149,8 +147,8 @@ class FedZKT(Algorithm[Artist, Client]):
     momentum: NonNegative = 0.9  # momentum of that SGD
 
     @property
-    def server_network(self) -> str | None:
-        return self.global_network
+    def server_model(self) -> ServerModel:
+        return ServerModel("own", self.global_network)
 
     def round(self, server: Artist, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)

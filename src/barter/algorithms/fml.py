@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from barter.algorithms.fedavg import FedAvg
+from barter.core.algorithm import Crossing, ServerModel
 from barter.core.contracts import Weights
 from barter.core.model import Classifier
 from barter.core.nodes import Client
@@ -77,9 +78,9 @@ class FML(FedAvg):
     """Average a small shared model; each client's own network and its copy teach each other."""
 
     primary = "clients"
-    one_architecture = False
-    global_model = True
-    crosses = {"client_update": "down: the shared model's weights; up: the trained weights"}
+    crosses = {
+        "client_update": Crossing(down="the shared model's weights", up="the trained weights"),
+    }
 
     shared: str = "small-cnn"  # the shared network: a name of the zoo, or package.module:function
     # α: weight of the labels for the client's own network; the shared one's predictions have 1 - α
@@ -92,8 +93,8 @@ class FML(FedAvg):
     momentum: NonNegative = 0.9  # momentum of SGD
 
     @property
-    def server_network(self) -> str:
-        return self.shared
+    def server_model(self) -> ServerModel:  # type: ignore[override]  # FedAvg's is a constant
+        return ServerModel("own", self.shared)
 
     def client_update(self, client: Client, w: State) -> Annotated[State, Weights("server")]:
         """Train both networks on the client's data and return the shared one's weights."""

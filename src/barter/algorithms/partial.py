@@ -27,7 +27,7 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from barter.compute import lanes
-from barter.core.algorithm import Algorithm
+from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.answers import Known
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Counts, When
@@ -77,12 +77,15 @@ class PartialTraining(Algorithm[S, Client]):
     """Each client trains a submodel of the network, as wide as it can afford."""
 
     primary = "server"
-    replicas = True
     crosses = {
-        "train": "down: the weights of the client's channels; "
-        "up: the trained weights, and how many images of each class they were trained on",
-        "measure": "down: the averaged weights at full width; "
-        "up: mean and variance of every normalised channel",
+        "train": Crossing(
+            down="the weights of the client's channels",
+            up="the trained weights, and how many images of each class they were trained on",
+        ),
+        "measure": Crossing(
+            down="the averaged weights at full width",
+            up="mean and variance of every normalised channel",
+        ),
     }
 
     fraction: Fraction = 1.0  # share of clients per round
@@ -106,8 +109,8 @@ class PartialTraining(Algorithm[S, Client]):
     weighting: Literal["clients", "examples"] = "clients"
 
     @property
-    def one_architecture(self) -> bool:
-        return True
+    def server_model(self) -> ServerModel:
+        return ServerModel("shared")
 
     @property
     def extraction(self) -> Extraction:

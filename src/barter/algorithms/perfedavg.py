@@ -42,6 +42,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from barter.algorithms.broadcast import Broadcast, Caster
+from barter.core.algorithm import Crossing
 from barter.core.clients import Clients
 from barter.core.evaluation import evaluate
 from barter.core.images import Augment, Images, Spec, prepared
@@ -125,9 +126,11 @@ class PerFedAvg(Broadcast[Caster, Adapter]):
     """Learn one initialisation for all clients; each adapts it with a step of its own."""
 
     crosses = {
-        "client_update": "down: the server's weights, if the client missed them; up: the client's "
-        "weights",
-        "receive": "down: the average",
+        "client_update": Crossing(
+            down="the server's weights, if the client missed them",
+            up="the client's weights",
+        ),
+        "receive": Crossing(down="the average"),
     }
 
     epochs: Count = 5  # local epochs

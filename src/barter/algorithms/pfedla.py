@@ -38,7 +38,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from barter.core.algorithm import Algorithm
+from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.clients import Clients
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
@@ -139,10 +139,12 @@ def gain(hyper: HyperNetwork, own: Tensor, known: Tensor, dots: Tensor) -> Tenso
 class PFedLA(Algorithm[Mixer]):
     """Give every client its own mix of all models, weighted layer by layer."""
 
-    one_architecture = True
-    personal = True
+    server_model = ServerModel("personal")
     crosses = {
-        "client_update": "down: a mix of all clients' weights; up: the client's trained weights"
+        "client_update": Crossing(
+            down="a mix of all clients' weights",
+            up="the client's trained weights",
+        ),
     }
 
     fraction: Fraction = 1.0  # fraction of clients sampled per round

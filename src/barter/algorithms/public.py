@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from barter.core.algorithm import Algorithm
+from barter.core.algorithm import Algorithm, Crossing
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Counts, Floats, Places, When
 from barter.core.evaluation import note_before, predict
@@ -45,9 +45,11 @@ class PublicDistillation(Algorithm[S, C]):
     """Base of methods in which clients learn from their joint predictions on public images."""
 
     crosses = {
-        "answer": "down: which public images; up: predictions on them, and class counts if "
-        "weighting asks for them",
-        "learn": "down: which public images, and the targets for them",
+        "answer": Crossing(
+            down="which public images",
+            up="predictions on them, and class counts if weighting asks for them",
+        ),
+        "learn": Crossing(down="which public images, and the targets for them"),
     }
     loss = staticmethod(soft_loss)  # of logits and targets
 

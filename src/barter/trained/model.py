@@ -160,7 +160,7 @@ def _restore(
         ) from error
     if client is None:
         owner = "server"
-        architecture = config.algorithm.server_network or name
+        architecture = config.algorithm.server_model.network or name
     else:
         owner = f"client {client}"
         architecture = parts.names[k]
