@@ -12,7 +12,7 @@ from barter.core.errors import ConfigError
 from barter.data.partition import Classes, Dirichlet
 from barter.setup.config import (
     Config,
-    Settings,
+    RunSettings,
     first_difference,
     plain,
     read,
@@ -186,11 +186,11 @@ def test_the_first_difference_is_found() -> None:
 
 
 def test_an_experiment_takes_every_setting_of_a_configuration() -> None:
-    taken = {*Settings.__annotations__, *inspect.signature(Experiment).parameters}
+    taken = {*RunSettings.__annotations__, *inspect.signature(Experiment).parameters}
     here_only = {"engine", "answer_mb"}  # an experiment in this process reaches no Flower site
     fields = {field.name for field in dataclasses.fields(Config)}
     assert fields - taken == here_only
-    assert set(Settings.__annotations__) <= fields
+    assert set(RunSettings.__annotations__) <= fields
     plain_run = Experiment("local", clients=2, privacy=None, evaluate=None, seed=3)
     assert plain_run.config == Config(
         algorithm=Local(), clients=2, seed=3, threads=plain_run.config.threads

@@ -54,7 +54,7 @@ from barter.setup.assembly import Federation, assemble, shared, start_from
 from barter.setup.config import (
     RESULT_FREE,
     Config,
-    Settings,
+    RunSettings,
     as_algorithm,
     configure,
     first_difference,
@@ -87,7 +87,7 @@ class Experiment:
         out: The run's folder; with None, nothing is written.
         resume: Continue the run in the folder `out`.
         monitor: Notified of the run's progress.
-        **settings: Further fields of the configuration, see `barter.setup.config.Settings`.
+        **settings: Further fields of the configuration, see `barter.setup.config.RunSettings`.
 
     >>> from barter import Experiment, Local
     >>> from barter.data.task import Data
@@ -110,7 +110,7 @@ class Experiment:
         out: str | Path | None = None,
         resume: bool = False,
         monitor: Monitor | None = None,
-        **settings: Unpack[Settings],
+        **settings: Unpack[RunSettings],
     ) -> None:
         listed = [(models, None)] if isinstance(models, str) else zoo.listed(models)
         by_name = all(own is None for _, own in listed)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from barter.compute import lanes
-from barter.compute.batches import flatten, outline, refill
+from barter.compute.batches import flatten, refill, shape_key
 from barter.compute.graphs import WARM_UP, Captured
 from barter.compute.trainer import Trainer, sgd
 
@@ -39,14 +39,14 @@ def test_a_batch_is_flattened_and_refilled() -> None:
     assert again[0].pairs[1].y.tolist() == [[1.0]] * 3
     assert again[0].weight == 3
     assert again[1] is None
-    assert outline(again) == outline(batch)
-    assert hash(outline(batch))
+    assert shape_key(again) == shape_key(batch)
+    assert hash(shape_key(batch))
 
 
 def test_batches_of_other_structure_are_other_batches() -> None:
     x = torch.zeros(2)
     others = [[x], [x, x], [(x, x)], [Pair(x, x)], [x, None], [x.long()], [torch.zeros(3)]]
-    assert len({outline(batch) for batch in others}) == len(others)
+    assert len({shape_key(batch) for batch in others}) == len(others)
 
 
 def distance(model: nn.Module, batch: Both) -> Tensor:

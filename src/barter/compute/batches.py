@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-__all__ = ["Batch", "flatten", "outline", "refill"]
+__all__ = ["Batch", "flatten", "refill", "shape_key"]
 
 # A tensor, None for an argument that is left out, or a tuple or NamedTuple of such.
 Batch: TypeAlias = "Tensor | tuple[Batch, ...] | None"
@@ -38,7 +38,7 @@ def flatten(batch: Sequence[Batch]) -> list[Tensor]:
     return tensors
 
 
-def outline(batch: Sequence[Batch]) -> Hashable:
+def shape_key(batch: Sequence[Batch]) -> Hashable:
     """Return a key that is equal for batches of the same structure, shapes and data types."""
     parts: list[Hashable] = []
     for item in batch:
@@ -47,7 +47,7 @@ def outline(batch: Sequence[Batch]) -> Hashable:
         elif item is None:
             parts.append(None)
         else:
-            parts.append((type(item), outline(item)))
+            parts.append((type(item), shape_key(item)))
     return tuple(parts)
 
 

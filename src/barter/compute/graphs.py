@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from barter.compute import lanes, precision
-from barter.compute.batches import Batch, flatten, outline, refill
+from barter.compute.batches import Batch, flatten, refill, shape_key
 from barter.compute.lanes import Lane
 
 __all__ = [
@@ -76,7 +76,7 @@ class Graphs:
             return self.eager(work, batch)
         lane.breathe()
         tensors = flatten(batch)
-        key = (identity(work), self._modes(work), outline(batch), precision.current())
+        key = (identity(work), self._modes(work), shape_key(batch), precision.current())
         try:
             step = self.steps.get(key)
         except TypeError as error:  # The work holds something that cannot be hashed.

@@ -37,7 +37,7 @@ __all__ = [
     "COMPARISON",
     "RESULT_FREE",
     "Config",
-    "Settings",
+    "RunSettings",
     "algorithm_named",
     "as_algorithm",
     "configure",
@@ -153,7 +153,7 @@ class Config:
             )
 
 
-class Settings(TypedDict, total=False):
+class RunSettings(TypedDict, total=False):
     """Fields of `Config` that `Experiment` takes as they are; `Config` has meanings and defaults."""
 
     rounds: int
@@ -174,7 +174,7 @@ class Settings(TypedDict, total=False):
 
 
 def configure(
-    settings: Settings,
+    settings: RunSettings,
     *,
     algorithm: Algorithm[Any, Any],
     data: Data,
@@ -188,9 +188,9 @@ def configure(
         TypeError: If there is no setting of a name.
         ConfigError: If a value is not allowed.
     """
-    for name in settings.keys() - Settings.__annotations__.keys():
+    for name in settings.keys() - RunSettings.__annotations__.keys():
         raise TypeError(
-            f"Experiment has no parameter {name!r}: {did_you_mean(name, Settings.__annotations__)}"
+            f"Experiment has no parameter {name!r}: {did_you_mean(name, RunSettings.__annotations__)}"
         )
     # None stands for the default where a table is expected.
     values: dict[str, Any] = {

@@ -49,16 +49,9 @@ class Listening(Wire):
         super().__init__(may_be_infinite)
         self.methods: list[str] = []
 
-    def carry(
-        self,
-        tree: Any,
-        method: str,
-        client: int,
-        direction: Direction,
-        device: torch.device | None = None,
-    ) -> Any:
+    def deliver(self, received: Any, method: str, client: int, direction: Direction) -> Any:
         self.methods.append(method)
-        return super().carry(tree, method, client, direction, device)
+        return received
 
 
 class Trial:
@@ -220,16 +213,8 @@ def crosses_what_it_says(trial: Trial) -> None:
 class Coded(Wire):
     """A wire that serialises and deserialises every payload."""
 
-    def carry(
-        self,
-        tree: Any,
-        method: str,
-        client: int,
-        direction: Direction,
-        device: torch.device | None = None,
-    ) -> Any:
-        arrived = super().carry(tree, method, client, direction, device)
-        tensors, header = pack(arrived)
+    def deliver(self, received: Any, method: str, client: int, direction: Direction) -> Any:
+        tensors, header = pack(received)
         return unpack({name: tensor.clone() for name, tensor in tensors.items()}, header)
 
 
