@@ -32,7 +32,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from barter import Algorithm, Client, Clients, FedAvg, Server
+from barter import Algorithm, Client, Clients, Crossing, FedAvg, Server
 from barter.experiment import Experiment
 from barter.flower import loopback
 from barter.flower.deploy import init
@@ -44,7 +44,7 @@ from barter.setup.config import Config
 class Echo(Algorithm[Server, Client]):
     """Sends a tensor of the round's size down and gets it back."""
 
-    crosses = {"echo": "down: numbers; up: the same"}
+    crosses = {"echo": Crossing(down="numbers", up="the same")}
     megabytes: str = "0"  # by round
 
     def round(self, server: Server, clients: Clients, t: int) -> None:

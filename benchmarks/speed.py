@@ -3,6 +3,7 @@
     python benchmarks/speed.py                       what this machine can run: all sections on CUDA, or the CPU's
     python benchmarks/speed.py --sections resnet18 htfe round clients
     python benchmarks/speed.py --data npz:cifar100.npz
+    python benchmarks/speed.py --sections execution  torch.compile, CUDA graphs, and barter's kernels (execution.py)
 
 `peers` is how the libraries of this field train: one client after the other, batches sent from the host, fp32, eager,
 PyTorch's defaults. `ceiling` is a bare captured graph per client on streams of its own, on PyTorch's kernels, without
@@ -26,7 +27,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -378,11 +378,31 @@ def cpu(folder: Path, rows: list[Row]) -> None:
         rows.append({**found, "one_after_the_other": serially})
 
 
+def execution(folder: Path, found: Row, args: argparse.Namespace) -> None:
+    """Ways to execute the same steps; the results so far are written after each."""
+    from execution import compare_execution  # type: ignore[import-not-found]
+
+    def save(results: Row) -> None:
+        found["execution"] = results
+        (args.out / "speed-execution.json").write_text(json.dumps(found, indent=1) + "\n")
+
+    compare_execution(
+        folder,
+        save,
+        only=args.only,
+        device=args.device,
+        seconds=args.seconds,
+        small=args.tiny,
+    )
+
+
 def table(rows: list[Row], found: Row) -> str:
-    lines = [
-        "| local training, images per second | as peers | barter | ratio | ceiling | share |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = []
+    if rows:
+        lines = [
+            "| local training, images per second | as peers | barter | ratio | ceiling | share |",
+            "|---|---|---|---|---|---|",
+        ]
     for r in rows:
         top = (
             ("-", "-")
@@ -430,6 +450,10 @@ def table(rows: list[Row], found: Row) -> str:
             f"A step of ResNet-18 (3x3 stem, 32 px) on {name}, microseconds: {kinds}; ten side by side: ",
         ]
         lines[-1] += f"{spent['images_per_second']:,.0f} images a second."
+    if "execution" in found:
+        from execution import execution_table
+
+        lines += ["", execution_table(found["execution"])]
     if "precision" in found:
         lines += [
             "",
@@ -446,6 +470,8 @@ def table(rows: list[Row], found: Row) -> str:
 
 
 def picture(found: Row, path: Path) -> None:
+    import matplotlib as mpl
+
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -470,6 +496,7 @@ def main() -> None:
         "htfe",
         "small",
         "kernels",
+        "execution",
         "round",
         "clients",
         "memory",
@@ -485,16 +512,33 @@ def main() -> None:
     parser.add_argument(
         "--real", help="a source of real images for `precision`, such as npz:fashion-mnist.npz"
     )
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="of `execution`: WORKLOAD or WORKLOAD/VARIANT"
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of `execution`"
+    )
+    parser.add_argument("--seconds", type=float, default=240.0, help="of `execution`")
+    parser.add_argument("--tiny", action="store_true", help="tiny workloads, of `execution`")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
     if "precision" in args.sections and not args.real:
         parser.error("precision is about accuracy: give it --real SOURCE")
+    if "execution" in args.sections:
+        from execution import choose
+
+        try:
+            choose(args.only)
+        except ValueError as error:
+            parser.error(str(error))
     rows: list[Row] = []
     found: Row = {"torch": torch.__version__, "rows": rows}
     if torch.cuda.is_available():
         found["device"] = torch.cuda.get_device_name()
     args.out.mkdir(parents=True, exist_ok=True)
-    name = "speed-cpu" if args.sections == ["cpu"] else "speed"
+    name = {"cpu": "speed-cpu", "execution": "speed-execution"}.get(
+        " ".join(args.sections), "speed"
+    )
     with tempfile.TemporaryDirectory() as folder:
         images = args.data or random_images(Path(folder), 32, 3, 100, 50_000, 10_000)
         few = random_images(Path(folder), 32, 3, 100, 20_000, 1000)
@@ -503,6 +547,7 @@ def main() -> None:
             "htfe": lambda: htfe(few, rows),
             "small": lambda: small(images, rows),
             "kernels": lambda: kernels(few, found),
+            "execution": lambda: execution(Path(folder), found, args),
             "round": lambda: dffke_round(images, found),
             "clients": lambda: by_clients(Path(folder), found),
             "memory": lambda: memory(images, found),

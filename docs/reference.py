@@ -35,8 +35,8 @@ def build(folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.filterwarnings(
-            "ignore", r".* barter\.ops\.inversion\.\w+\.__init__"
-        )  # its NamedTuples puzzle pdoc
+            "ignore", r".* barter\.ops\.(inversion|fit)\.\w+\.__init__"
+        )  # their NamedTuples puzzle pdoc
         pdoc.pdoc(*PARTS, output_directory=folder)
 
 

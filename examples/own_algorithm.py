@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from barter import Algorithm, Client, Clients, Experiment, Server
+from barter import Algorithm, Client, Clients, Crossing, Experiment, Server
 from barter.core.contracts import Counts, Floats
 from barter.core.evaluation import predict
 from barter.core.params import Count, NonNegative, Positive
@@ -36,7 +36,10 @@ class ClassLogits(Algorithm[Board]):
     """Federated distillation by the mean logits of each class."""
 
     crosses = {
-        "learn": "down: the mean logits of every class; up: the client's own, and how many images they come from"
+        "learn": Crossing(
+            down="the mean logits of every class",
+            up="the client's own, and how many images they come from",
+        ),
     }
 
     epochs: Count = 5  # E: local epochs

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from barter import Algorithm, Client, Clients, Experiment, Server
+from barter import Algorithm, Client, Clients, Crossing, Experiment, Server
+from barter.core.algorithm import ServerModel
 from barter.core.contracts import Weights
 from barter.core.params import Count, Positive
 from barter.core.payload import State
@@ -45,9 +46,12 @@ class Participant(Client):
 class Scaffold(Algorithm[Coordinator, Participant]):
     """Averaging of weights, with local steps corrected for the drift that clients' different data cause."""
 
-    one_architecture = True
+    server_model = ServerModel("shared")
     crosses = {
-        "learn": "down: the server's weights and control variate; up: the client's weights and the change of its own"
+        "learn": Crossing(
+            down="the server's weights and control variate",
+            up="the client's weights and the change of its own",
+        ),
     }
 
     epochs: Count = 1  # E: local epochs

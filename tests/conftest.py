@@ -179,7 +179,7 @@ def blots() -> nn.Module:
 def federation(
     algorithm: Algorithm[Any, Any], source: Any = "digits", **options: Any
 ) -> Experiment:
-    models = "small-mlp" if algorithm.one_architecture else "small-cnn,small-mlp"
+    models = "small-mlp" if algorithm.server_model.one_architecture else "small-cnn,small-mlp"
     data = Data(source=source, public="digits" if algorithm.needs_public_data else "")
     return Experiment(
         algorithm, **{"clients": 3, "models": models, "data": data, "device": "cpu", **options}

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from pathlib import Path
 
 import pytest
 
-from barter.algorithms import DFFKE, FedAvg
+from barter import Experiment
+from barter.algorithms import DFFKE, FedAvg, Local
 from barter.core.errors import ConfigError
 from barter.data.partition import Classes, Dirichlet
 from barter.setup.config import (
     Config,
+    RunSettings,
     first_difference,
     plain,
     read,
@@ -179,3 +183,17 @@ def test_the_first_difference_is_found() -> None:
     )
     assert first_difference(one, other, but=("rounds",)) == "algorithm.lr"
     assert first_difference(one, one, but=()) is None
+
+
+def test_an_experiment_takes_every_setting_of_a_configuration() -> None:
+    taken = {*RunSettings.__annotations__, *inspect.signature(Experiment).parameters}
+    here_only = {"engine", "answer_mb"}  # an experiment in this process reaches no Flower site
+    fields = {field.name for field in dataclasses.fields(Config)}
+    assert fields - taken == here_only
+    assert set(RunSettings.__annotations__) <= fields
+    plain_run = Experiment("local", clients=2, privacy=None, evaluate=None, seed=3)
+    assert plain_run.config == Config(
+        algorithm=Local(), clients=2, seed=3, threads=plain_run.config.threads
+    )
+    with pytest.raises(TypeError, match="no parameter 'round': .*rounds"):
+        Experiment("local", round=2)  # type: ignore[call-arg]

@@ -10,7 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from barter import DFFKE, Algorithm, Classifier, Client, Clients, Experiment, Local, Server
+from barter import (
+    DFFKE,
+    Algorithm,
+    Classifier,
+    Client,
+    Clients,
+    Crossing,
+    Experiment,
+    Local,
+    Server,
+)
 from barter.cli.app import main
 from barter.core.errors import CheckpointError, ClientError, ConfigError
 from barter.core.images import Spec
@@ -340,7 +350,7 @@ def test_a_run_longer_than_configured_can_be_resumed(tmp_path: Path) -> None:
 class Counting(Algorithm):
     """Says how many threads the server has."""
 
-    crosses = {"nothing": "nothing"}
+    crosses = {"nothing": Crossing()}
 
     def round(self, server: Server, clients: Clients, t: int) -> None:
         server.report["threads"] = torch.get_num_threads()

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 import barter
+import barter.algorithms
 
 ROOT = Path(__file__).parent.parent
 # their files are the paper's: the package's own example shows those that it exports
-METHODS = barter._MODULES["algorithms"] & set(barter.__all__)
+METHODS = set(barter.algorithms.__all__) & set(barter.__all__)
 SHOWN = {"barter": METHODS, **{name: {name} for name in barter.__all__ if name not in METHODS}}
 
 

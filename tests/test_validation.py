@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from barter import Crossing, load
 from barter import experiment as experiments
-from barter import load
 from barter.cli.app import main
 from barter.compare import comparison as comparisons
 from barter.compare.comparison import Comparison, Job
@@ -49,7 +49,7 @@ class Actor(Client):
 class Scripted(Algorithm[Server, Actor]):
     """Clients whose validation accuracy is written down, round by round; on test images they get worse."""
 
-    crosses = {"act": "down: nothing; up: nothing"}
+    crosses = {"act": Crossing()}
 
     script: str = ""  # empty: they tell nothing
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from barter.version import __version__ as __version__
@@ -42,43 +43,9 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 if TYPE_CHECKING:
-    from barter.algorithms import ALGORITHMS as ALGORITHMS
-    from barter.algorithms import DENSE as DENSE
-    from barter.algorithms import DFFKE as DFFKE
-    from barter.algorithms import DFRD as DFRD
-    from barter.algorithms import DSFL as DSFL
-    from barter.algorithms import FML as FML
-    from barter.algorithms import MHAT as MHAT
-    from barter.algorithms import MOON as MOON
-    from barter.algorithms import Central as Central
-    from barter.algorithms import FedAF as FedAF
-    from barter.algorithms import FedAvg as FedAvg
-    from barter.algorithms import FedBN as FedBN
-    from barter.algorithms import FedDF as FedDF
-    from barter.algorithms import FedDistill as FedDistill
-    from barter.algorithms import FedDM as FedDM
-    from barter.algorithms import FedDropout as FedDropout
-    from barter.algorithms import FedDyn as FedDyn
-    from barter.algorithms import FedFree as FedFree
-    from barter.algorithms import FedFTG as FedFTG
-    from barter.algorithms import FedGen as FedGen
-    from barter.algorithms import FedGH as FedGH
-    from barter.algorithms import FedIOD as FedIOD
-    from barter.algorithms import FedKD as FedKD
-    from barter.algorithms import FedKTL as FedKTL
-    from barter.algorithms import FedMD as FedMD
-    from barter.algorithms import FedProto as FedProto
-    from barter.algorithms import FedProx as FedProx
-    from barter.algorithms import FedRolex as FedRolex
-    from barter.algorithms import FedTGP as FedTGP
-    from barter.algorithms import FedZGE as FedZGE
-    from barter.algorithms import FedZKT as FedZKT
-    from barter.algorithms import HeteroFL as HeteroFL
-    from barter.algorithms import LGFedAvg as LGFedAvg
-    from barter.algorithms import Local as Local
-    from barter.algorithms import PerFedAvg as PerFedAvg
-    from barter.algorithms import PFedLA as PFedLA
+    from barter.algorithms import *  # noqa: F403  # every method, for type checkers
     from barter.core.algorithm import Algorithm
+    from barter.core.algorithm import Crossing as Crossing
     from barter.core.clients import Clients, Replies
     from barter.core.errors import BarterError
     from barter.core.model import Classifier, split
@@ -87,7 +54,7 @@ if TYPE_CHECKING:
     from barter.experiment import Experiment
     from barter.trained.model import load
 
-__all__ = [
+__all__ = [  # noqa: F405
     "ALGORITHMS",
     "DFFKE",
     "Algorithm",
@@ -105,50 +72,9 @@ __all__ = [
     "split",
 ]
 
-# The class names of all methods, which are not in __all__ so that `from barter import *` is small.
-_METHODS = frozenset(
-    {
-        "DENSE",
-        "DFFKE",
-        "DFRD",
-        "DSFL",
-        "FML",
-        "MHAT",
-        "MOON",
-        "Central",
-        "FedAF",
-        "FedAvg",
-        "FedBN",
-        "FedDF",
-        "FedDM",
-        "FedDistill",
-        "FedDropout",
-        "FedDyn",
-        "FedFTG",
-        "FedFree",
-        "FedGH",
-        "FedGen",
-        "FedIOD",
-        "FedKD",
-        "FedKTL",
-        "FedMD",
-        "FedProto",
-        "FedProx",
-        "FedRolex",
-        "FedTGP",
-        "FedZGE",
-        "FedZKT",
-        "HeteroFL",
-        "LGFedAvg",
-        "Local",
-        "PFedLA",
-        "PerFedAvg",
-    }
-)
-
 # Names are imported on first use: the process that a site starts per message must not load torch.
 _MODULES = {
-    "core.algorithm": {"Algorithm"},
+    "core.algorithm": {"Algorithm", "Crossing"},
     "core.clients": {"Clients", "Replies"},
     "core.errors": {"BarterError"},
     "core.model": {"Classifier", "split"},
@@ -156,7 +82,6 @@ _MODULES = {
     "experiment": {"Experiment"},
     "trained.model": {"load"},
     "core.record": {"Round"},
-    "algorithms": {"ALGORITHMS", *_METHODS},
 }
 
 
@@ -164,8 +89,17 @@ def __getattr__(name: str) -> Any:
     for module, names in _MODULES.items():
         if name in names:
             return getattr(importlib.import_module(f"barter.{module}"), name)
+    # The registry of algorithms loads torch. Other attributes that Python itself asks for, such as
+    # submodules, are in lower case.
+    if name[0].isupper() and name in _algorithms().__all__:
+        return getattr(_algorithms(), name)
     raise AttributeError(f"module 'barter' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_METHODS, "__version__"})
+    # All methods can be imported, but `from barter import *` imports those of __all__ only.
+    return sorted({*__all__, *_algorithms().__all__, "Crossing", "__version__"})
+
+
+def _algorithms() -> ModuleType:
+    return importlib.import_module("barter.algorithms")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -26,16 +26,14 @@ from barter.core.errors import (
     StateError,
     in_short,
 )
-from barter.core.metrics import Evaluation
 from barter.core.nodes import Monitor, Silence, as_numbers
 from barter.core.params import BY_PYTHON
 from barter.core.payload import Payload, infinite_leaves
 from barter.core.record import Round
-from barter.core.robust import Defence, Rule
+from barter.core.robust import Defence
 from barter.core.robust import using as defend
 from barter.data.partition import Partition
 from barter.data.task import Data
-from barter.engines.adversaries import Adversaries
 from barter.engines.local import LocalEngine
 from barter.models import zoo
 from barter.models.zoo import Own
@@ -60,7 +58,9 @@ from barter.setup.assembly import Federation, assemble, shared, start_from
 from barter.setup.config import (
     RESULT_FREE,
     Config,
+    RunSettings,
     as_algorithm,
+    configure,
     first_difference,
     plain,
     read,
@@ -80,16 +80,18 @@ EVALUATION = Algorithm.evaluate.__name__
 class Experiment:
     """A federation that is ready to run; the caller loops over its rounds.
 
-    The parameters are the fields of `barter.setup.config.Config`, and four more.
+    All fields of `barter.setup.config.Config` are parameters, such as `seed` and `rounds`.
 
     Args:
         algorithm: A method as an instance or, with its defaults, as a class or a name ("fedavg").
         data: A source's name, a `Data` object, or arrays, tensors or a data set of your own.
         partition: A name, a `Partition`, or a list of image indices for each client.
+        clients: The number of clients; None for the default, or for as many as the data have.
         models: A family, a model's name, or a list of names, modules or factories.
         out: The run's folder; with None, nothing is written.
         resume: Continue the run in the folder `out`.
         monitor: Notified of the run's progress.
+        **settings: Further fields of the configuration, see `barter.setup.config.RunSettings`.
 
     >>> from barter import Experiment, Local
     >>> from barter.data.task import Data
@@ -109,56 +111,22 @@ class Experiment:
         partition: str | Partition | Sequence[Sequence[int]] | None = None,
         clients: int | None = None,
         models: str | Own | Sequence[str | Own] = "auto",
-        seed: int = 0,
-        device: str = "auto",
-        precision: str = "auto",
-        streams: int = 10,
-        device_memory: float | None = None,
-        threads: int | None = None,
-        min_clients: int | None = None,
-        timeout: float | None = None,
-        privacy: Privacy | None = None,
-        evaluate: Evaluation | None = None,
-        robust: Rule = "none",
-        robust_share: float = 0.3,
-        adversaries: Adversaries | None = None,
-        start: str | Path = "",
-        rounds: int = 5,
-        keep: str = "last",
-        keep_rounds: int = 2,
-        patience: int | None = None,
         out: str | Path | None = None,
         resume: bool = False,
         monitor: Monitor | None = None,
+        **settings: Unpack[RunSettings],
     ) -> None:
         listed = [(models, None)] if isinstance(models, str) else zoo.listed(models)
         by_name = all(own is None for _, own in listed)
         data = data if isinstance(data, Data) else Data(source=data)
         partition, clients = shared(data, partition, clients)
-        config = Config(
+        config = configure(
+            settings,
             algorithm=as_algorithm(algorithm),
             data=data,
             partition=partition,
             clients=clients,
             models=",".join(name for name, _ in listed) if by_name else BY_PYTHON,
-            rounds=rounds,
-            seed=seed,
-            device=device,
-            precision=precision,  # type: ignore[arg-type]  # checked by Config
-            streams=streams,
-            device_memory=device_memory,
-            threads=threads,
-            min_clients=min_clients,
-            timeout=timeout,
-            privacy=privacy or Privacy(),
-            evaluate=evaluate or Evaluation(),
-            robust=robust,
-            robust_share=robust_share,
-            adversaries=adversaries or Adversaries(),
-            start=str(start),
-            keep=keep,  # type: ignore[arg-type]
-            keep_rounds=keep_rounds,
-            patience=patience,
         )
         place = None if out is None else Path(out)
         config = with_threads(config, place, resume=resume)

@@ -16,6 +16,7 @@ from barter import ALGORITHMS, Experiment, FedAvg
 from barter.algorithms import FedBN, FedDyn, moon
 from barter.algorithms.broadcast import Caster
 from barter.algorithms.feddyn import Cloud, Drifter
+from barter.algorithms.fedzkt import FedZKT
 from barter.core.errors import ConfigError
 from barter.core.evaluation import accuracy
 from barter.core.images import Augment, Spec
@@ -26,6 +27,7 @@ from barter.models.pooled import projected
 from barter.ops.average import ROBUST, median
 from barter.ops.fit import Anchor
 from barter.ops.statistics import norm_names
+from barter.setup.config import resolve, with_defaults
 from tests.conftest import federation, same, small_federation, state, tiny
 
 SPEC = Spec(1, 8, 8, 10, (0.5,), (0.5,))
@@ -209,10 +211,9 @@ def test_moons_contrast_by_hand() -> None:
 
 
 def test_moons_loss_by_hand() -> None:
-    white = torch.full((1, 1, 1, 2), 255, dtype=torch.uint8)  # pixels (1, 1)
+    x = torch.ones(1, 1, 1, 2)
     model, glob, prev = Pixels((1.0, 0.0)), Pixels((1.0, 1.0)), Pixels((0.0, 1.0))
-    spec = Spec(1, 1, 2, 2, (0.0,), (1.0,))
-    value = moon.loss(model, glob, prev, 3.0, 0.5, spec, Augment(), white, torch.tensor([0]))
+    value = moon.loss(model, glob, prev, 3.0, 0.5, x, torch.tensor([0]))
     assert float(value.detach()) == pytest.approx(
         math.log(2) + 3 * math.log(1 + math.exp(-math.sqrt(0.5) / 0.5))
     )
@@ -446,11 +447,19 @@ def test_methods_that_average_can_name_a_robust_average(
 
 def test_what_averages_nothing_names_no_average() -> None:
     assert set(AVERAGING) == {
-        *("fedavg", "fedprox", "moon", "fml", "fedftg", "fedzkt", "fedbn", "perfedavg"),
+        *("fedavg", "fedprox", "moon", "fml", "fedftg", "fedbn", "perfedavg"),
         *("lgfedavg", "fedgen", "fedkd", "feddf"),
     }
-    with pytest.raises(ConfigError, match="average='median': FedZKT averages nothing"):
-        tiny("fedzkt", average="median")
+
+
+def test_a_field_of_an_older_version_is_dropped_or_refused() -> None:
+    """FedZKT, which averages nothing, once had FedAvg's `average`."""
+    written: dict[str, Any] = {"algorithm": {"name": "fedzkt", "average": "mean", "mu": 0.5}}
+    assert resolve(written).algorithm == FedZKT(mu=0.5)
+    assert with_defaults(written)["algorithm"] == {"name": "fedzkt", "mu": 0.5}
+    written["algorithm"]["average"] = "median"
+    with pytest.raises(ConfigError, match=r"algorithm.average='median': FedZKT has no field"):
+        resolve(written)
 
 
 def test_a_median_is_not_moved_by_one_client() -> None:

@@ -21,7 +21,7 @@ from barter.algorithms.one_width import HeadClient, HeadServer
 from barter.core import seeds
 from barter.core.clients import Replies
 from barter.core.evaluation import accuracy
-from barter.core.images import Augment, Spec
+from barter.core.images import Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Client
 from barter.data.partition import Classes
@@ -47,21 +47,18 @@ class Pixels(Classifier):
 
 
 def test_fedprotos_loss_by_hand() -> None:
-    white = torch.tensor([255, 0], dtype=torch.uint8).view(1, 1, 1, 2)  # features (1, 0)
+    x = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)  # features (1, 0)
     prototypes, known = torch.tensor([[0.0, 2.0], [0.0, 0.0]]), torch.tensor([1.0, 0.0])
     rest = prototypes, known
-    of = [
-        float(fedproto.loss(Pixels(), SPEC, Augment(), 3.0, white, torch.tensor([y]), *rest))
-        for y in (0, 1)
-    ]
+    of = [float(fedproto.loss(Pixels(), 3.0, x, torch.tensor([y]), *rest)) for y in (0, 1)]
     assert of[0] == pytest.approx(math.log(2) + 3 * (1 + 4) / 2)
     assert of[1] == pytest.approx(math.log(2)), "a class without a prototype pulls nowhere"
 
 
 def test_fds_loss_by_hand() -> None:
-    pixels, labels = torch.zeros(2, 1, 1, 2, dtype=torch.uint8), torch.tensor([0, 1])
+    x, labels = torch.zeros(2, 1, 1, 2), torch.tensor([0, 1])
     answers, known = torch.tensor([[0.75, 0.25], [0.0, 0.0]]), torch.tensor([1.0, 0.0])
-    value = distilled(Pixels(), SPEC, Augment(), 2.0, pixels, labels, answers, known)
+    value = distilled(Pixels(), 2.0, x, labels, answers, known)
     assert float(value) == pytest.approx(math.log(2) + 2 * math.log(2) / 2), (
         "half the batch has somebody's answer"
     )
@@ -81,13 +78,10 @@ def test_fds_loss_is_least_where_the_prediction_is_the_target() -> None:
             return said + 0 * features
 
     def apart() -> Tensor:
-        one, none = (
-            distilled(Says(), SPEC, Augment(), g, pixels, labels, answers, known)
-            for g in (1.0, 0.0)
-        )
+        one, none = (distilled(Says(), g, x, labels, answers, known) for g in (1.0, 0.0))
         return one - none
 
-    pixels, labels = torch.zeros(1, 1, 1, 2, dtype=torch.uint8), torch.tensor([0])
+    x, labels = torch.zeros(1, 1, 1, 2), torch.tensor([0])
     answers, known = torch.tensor([[0.75, 0.25], [0.5, 0.5]]), torch.ones(2)
     said = answers[0].log().requires_grad_()
     (slope,) = torch.autograd.grad(apart(), said)

@@ -13,7 +13,7 @@ from barter import DFFKE, Classifier
 from barter.algorithms.dffke import review_loss, shown
 from barter.core.images import Augment, Spec
 from barter.ops.docking import docking_loss
-from barter.ops.inversion import Terms, Viewer, discrepancy, drawn_loss
+from barter.ops.inversion import CodeBatch, Terms, Viewer, discrepancy, drawn_loss
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -85,12 +85,13 @@ EMBEDDINGS = np.array([[0.3, 0.1], [-0.2, 0.7]]), np.array([[1.0, 0.0], [0.4, -0
 
 def decoder_loss(*clients: int, **terms: Any) -> tuple[Tensor, Tensor, Fixed]:
     viewers = tuple(Viewer(Linear(BODIES[k], B), linear(*DOCKS[k])) for k in clients)
-    batch = [
-        torch.tensor(part).float()[:, None] for k in clients for part in (CODES[k], EMBEDDINGS[k])
-    ]
+    batch = tuple(
+        CodeBatch(*(torch.tensor(part).float()[:, None] for part in (CODES[k], EMBEDDINGS[k])))
+        for k in clients
+    )
     decoder: Any = Fixed()
     others = tuple(Linear(OTHER, B) for _ in clients)
-    loss, bare = drawn_loss(decoder, SPEC, viewers, others, Terms(**terms), *batch)
+    loss, bare = drawn_loss(decoder, SPEC, viewers, others, Terms(**terms), batch)
     return loss, bare, decoder
 
 

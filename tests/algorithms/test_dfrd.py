@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from barter.algorithms import dfrd
 from barter.algorithms.dfrd import (
     DFRD,
+    Codes,
     Ensemble,
     as_averaged,
     excess,
@@ -252,16 +253,14 @@ def test_the_generators_loss_is_the_sum_of_its_terms() -> None:
 def test_the_global_loss_by_hand(squared: bool, factor: float) -> None:
     task = spec(8, classes=3)
     algorithm = DFRD(square_temperature=squared, alpha=0.5, noise=4)
-    generator, draw = (
-        MergeGenerator(task, 4),
-        (torch.randn(2, 4), torch.tensor([0, 2]), torch.ones(1, 2)),
-    )
+    generator = MergeGenerator(task, 4)
+    codes = Codes(torch.randn(2, 4), torch.tensor([0, 2]), torch.ones(1, 2))
     given: Any = (Ensemble([Fixed(E)]), Fixed(F), task)  # type: ignore[list-item]
     p, q = softmax(E / 10), softmax(F / 10)  # KL(ensemble ‖ global model)
     divergence = (p * np.log(p / q)).sum(1).mean()
-    first = algorithm.global_loss(generator, None, *given, *draw)
+    first = algorithm.global_loss(generator, None, *given, codes, None)
     assert first.item() == pytest.approx(factor * divergence, rel=1e-4)
-    later = algorithm.global_loss(generator, generator, *given, *draw, *draw)
+    later = algorithm.global_loss(generator, generator, *given, codes, codes)
     assert later.item() == pytest.approx(factor * 1.5 * divergence, rel=1e-4)
     student = given[1]
     later.backward()

@@ -24,7 +24,7 @@ from barter.algorithms.fedktl import (
 )
 from barter.core import seeds
 from barter.core.errors import ConfigError
-from barter.core.images import Augment, Spec
+from barter.core.images import Spec
 from barter.core.model import Classifier, SplitClassifier
 from barter.core.payload import leaves
 from barter.data.partition import Classes
@@ -91,10 +91,10 @@ def test_the_whole_loss_is_the_own_task_and_the_mean_square() -> None:
     white = torch.tensor([255, 0], dtype=torch.uint8).view(
         1, 1, 1, 2
     )  # features (1, 0), projected to 3
-    task = spec, Augment(), 8.0, 0.5
-    own = own_task(model, *task, white, torch.tensor([1]))
+    x = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
+    own = own_task(model, 8.0, 0.5, x, torch.tensor([1]))
     whole = loss(
-        model, projection, 7.0, *task, white, torch.tensor([1]), white, torch.tensor([[1.0]])
+        model, projection, 7.0, spec, 8.0, 0.5, x, torch.tensor([1]), white, torch.tensor([[1.0]])
     )
     assert whole.item() == pytest.approx(own.item() + 7 * 4, rel=1e-5)
 

@@ -13,7 +13,7 @@ from barter.algorithms import FedGen, fedgen
 from barter.algorithms.fedgen import Source
 from barter.algorithms.one_width import HeadServer
 from barter.core import seeds
-from barter.core.images import Augment, Spec
+from barter.core.images import Spec
 from barter.core.model import Classifier
 from barter.core.payload import State
 from barter.data.partition import Classes
@@ -74,10 +74,10 @@ def test_diversity_by_means() -> None:
 
 
 def test_the_clients_loss_by_hand() -> None:
-    white = torch.tensor([255, 0], dtype=torch.uint8).view(1, 1, 1, 2)  # logits (1, 0)
+    x = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)  # logits (1, 0)
     generator, labels = Table((math.log(3), 0.0), (0.0, math.log(7))), torch.tensor([0])
-    rest = white, labels, torch.tensor([1]), torch.tensor(0.5)
-    value = fedgen.loss(Identity(), generator, SPEC, Augment(), 3.0, 5.0, *rest)
+    rest = x, labels, torch.tensor([1]), torch.tensor(0.5)
+    value = fedgen.loss(Identity(), generator, 3.0, 5.0, *rest)
     plain = math.log(1 + math.exp(-1))
     made = math.log(1 + 1 / 7)  # a feature of class 1, the only one that is known
     q = 1 / (1 + math.exp(-1))
@@ -93,12 +93,10 @@ def test_answers_to_features_are_targets_and_do_not_move() -> None:
             return features + tilt
 
     tilt = torch.zeros(2, requires_grad=True)
-    black = torch.zeros(1, 1, 1, 2, dtype=torch.uint8)
+    black = torch.zeros(1, 1, 1, 2)
     rest = black, torch.tensor([0]), torch.tensor([0]), torch.tensor(1.0)
     generator = Table((math.log(3), 0.0), (0.0, 0.0))
-    with_it, without = (
-        fedgen.loss(Tilted(), generator, SPEC, Augment(), 0.0, b, *rest) for b in (1.0, 0.0)
-    )
+    with_it, without = (fedgen.loss(Tilted(), generator, 0.0, b, *rest) for b in (1.0, 0.0))
     (slope,) = torch.autograd.grad(with_it - without, tilt)
     assert torch.allclose(slope, torch.tensor([0.5 - 0.75, 0.5 - 0.25]), atol=1e-6), (
         "its own prediction less the target"

@@ -22,7 +22,7 @@ from barter.core.evaluation import accuracy
 from barter.core.images import Augment, Spec
 from barter.core.model import Classifier, split
 from barter.core.payload import isolate, nbytes
-from barter.ops.fit import Trainer, sgd
+from barter.ops.fit import LabelledBatch, Trainer, sgd
 from tests.conftest import federation, same, tiny
 
 TWO = Spec(1, 1, 1, 2, (0.0,), (1.0,))  # one pixel, two classes
@@ -53,8 +53,8 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
-def white(label: int) -> tuple[Tensor, Tensor]:
-    return torch.full((1, 1, 1, 1), 255, dtype=torch.uint8), torch.tensor([label])
+def white(label: int) -> LabelledBatch:
+    return LabelledBatch(torch.full((1, 1, 1, 1), 255, dtype=torch.uint8), torch.tensor([label]))
 
 
 def test_the_gradient_after_a_step_ahead_by_hand() -> None:
@@ -63,8 +63,8 @@ def test_the_gradient_after_a_step_ahead_by_hand() -> None:
         w + alpha * sigmoid(-w)
     )  # the step is on an image of class 0, the gradient on one of class 1
     for batches, expected in (
-        ((*white(0), *white(1)), v),
-        ((*white(0), *white(1), *white(0)), v - alpha * v * sigmoid(w) * sigmoid(-w)),
+        ((white(0), white(1)), v),
+        ((white(0), white(1), white(0)), v - alpha * v * sigmoid(w) * sigmoid(-w)),
     ):
         model = OneWeight(w)
         value = perfedavg.ahead(model, alpha, 1e-2, TWO, Augment(), *batches)
@@ -76,22 +76,18 @@ def test_the_hessian_is_estimated_rightly() -> None:
     torch.manual_seed(0)
     spec = Spec(1, 8, 8, 10, (0.5,), (0.5,))
     model = split(plain(spec)).double()
-    batches = [
-        part
-        for _ in range(2)
-        for part in (torch.randint(256, (20, 1, 8, 8), dtype=torch.uint8), None)
-    ]
-    batches = [torch.randint(10, (20,)) if part is None else part for part in batches]
-    x1, x2 = (perfedavg.prepared(part, spec, Augment()).double() for part in batches[::2])
+    images = [torch.randint(256, (20, 1, 8, 8), dtype=torch.uint8) for _ in range(2)]
+    batches = [LabelledBatch(pixels, torch.randint(10, (20,))) for pixels in images]
+    x1, x2 = (perfedavg.prepared(pixels, spec, Augment()).double() for pixels in images)
     w = dict(model.named_parameters())
     inner = torch.autograd.grad(
-        F.cross_entropy(model(x1), batches[1]), list(w.values()), create_graph=True
+        F.cross_entropy(model(x1), batches[0].labels), list(w.values()), create_graph=True
     )
     there = {name: p - 0.5 * slope for (name, p), slope in zip(w.items(), inner, strict=True)}
-    after = F.cross_entropy(torch.func.functional_call(model, there, (x2,)), batches[3])
+    after = F.cross_entropy(torch.func.functional_call(model, there, (x2,)), batches[1].labels)
     exact = torch.cat([slope.flatten() for slope in torch.autograd.grad(after, list(w.values()))])
     found = []
-    for given in ([*batches, *batches[:2]], batches):
+    for given in ([*batches, batches[0]], batches):
         value = perfedavg.ahead(model.float(), 0.5, 1e-2, spec, Augment(), *given)
         found.append(
             torch.cat(
@@ -119,7 +115,7 @@ def test_without_a_step_ahead_it_trains_as_fedavg_does_on_every_second_batch() -
     torch.manual_seed(3)
     batches = perfedavg.several(client.data, 100, 2)
     for _ in range(8):  # 15 batches, two at a time
-        _, _, pixels, labels = next(batches)
+        _, (pixels, labels) = next(batches)
         loss = F.cross_entropy(
             model(perfedavg.prepared(pixels, client.data.spec, Augment())), labels
         )
@@ -199,7 +195,7 @@ def test_perfedavg_finds_a_better_start_than_fedavg(monkeypatch: pytest.MonkeyPa
         model = OneWeight(0.0)
         for _ in range(300):
             values = [
-                perfedavg.ahead(model, alpha, 1e-2, TWO, Augment(), *white(k), *white(k))
+                perfedavg.ahead(model, alpha, 1e-2, TWO, Augment(), white(k), white(k))
                 for k in (0, 1)
             ]
             (slope,) = torch.autograd.grad(torch.stack(values).mean(), [model.w])

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from barter import Algorithm, Client, Clients, Server
+from barter import Algorithm, Client, Clients, Crossing, Server
 from barter.cli.app import main
+from barter.core.algorithm import ServerModel
 from barter.core.params import Count
 from barter.core.payload import State
 from barter.ops.fit import fit, sgd
@@ -25,7 +26,7 @@ from tests.conftest import tiny
 class Sound(Algorithm):
     """Clients train, and tell how many they are."""
 
-    crosses = {"learn": "down: a number; up: another"}
+    crosses = {"learn": Crossing(down="a number", up="another")}
 
     epochs: Count = 1  # E: local epochs
 
@@ -81,7 +82,7 @@ class Whispers(Sound):
 class Conceals(Sound):
     """Says that nothing comes up."""
 
-    crosses = {"learn": "down: a number"}
+    crosses = {"learn": Crossing(down="a number")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +123,7 @@ class Trusts(Sound):
     def round(self, server: Server, clients: Clients, t: int) -> None:
         server.report["sum"] = float(torch.stack(list(clients.run(self.rows).values())).sum())
 
-    crosses = {"rows": "up: three numbers"}
+    crosses = {"rows": Crossing(up="three numbers")}
 
     def rows(self, client: Client) -> torch.Tensor:
         self.change(client)
@@ -133,7 +134,10 @@ class Trusts(Sound):
 class Passes(Trusts):
     """Has the others stumble over what one of them says."""
 
-    crosses = {"rows": "up: three numbers", "take": "down: everybody's numbers"}
+    crosses = {
+        "rows": Crossing(up="three numbers"),
+        "take": Crossing(down="everybody's numbers"),
+    }
 
     def round(self, server: Server, clients: Clients, t: int) -> None:
         clients.run(self.take, list(clients.run(self.rows).values()))
@@ -153,7 +157,7 @@ class Poisons(Trusts):
         if server.model_or_none is not None:
             next(server.model.parameters()).data.fill_(total)
 
-    global_model = True
+    server_model = ServerModel("own")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from barter import Local
+from barter import Crossing, Local
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
 from barter.core.errors import ClientError
@@ -204,7 +204,7 @@ def test_a_payload_that_may_not_go_down_is_that_clients_failure(
     class Tell(Algorithm[Server, Client]):
         """The second client is told nonsense."""
 
-        crosses = {"hear": "down: a number"}
+        crosses = {"hear": Crossing(down="a number")}
 
         def round(self, server: Server, clients: Clients, t: int) -> None:
             clients.scatter(
@@ -224,7 +224,7 @@ def test_a_payload_that_may_not_go_down_is_that_clients_failure(
 class Report(Algorithm[Server, Client]):
     """Clients that answer, fail, and answer nonsense."""
 
-    crosses = {"ask": "up: what a client has to say"}
+    crosses = {"ask": Crossing(up="what a client has to say")}
 
     def round(self, server: Server, clients: Clients, t: int) -> None:
         clients.run(self.ask)
@@ -294,7 +294,7 @@ def test_few_clients_have_all_cores() -> None:
 class Hang(Algorithm[Server, Client]):
     """One client does not answer in the second round."""
 
-    crosses: ClassVar = {"ask": "up: who it is"}
+    crosses: ClassVar = {"ask": Crossing(up="who it is")}
     seconds: ClassVar = 60.0
     hanging: int = 1
 

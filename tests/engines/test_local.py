@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from barter import Crossing
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
 from barter.core.errors import PayloadError
@@ -58,7 +59,10 @@ def test_every_phase_is_shown_from_nothing_to_all() -> None:
 class Rumour(Algorithm):
     """Clients train one after the other; what one is worth is told to the next."""
 
-    crosses = {"hear": "nothing", "train": "down: a number; up: a number"}
+    crosses = {
+        "hear": Crossing(),
+        "train": Crossing(down="a number", up="a number"),
+    }
 
     quiet: bool = False  # whether they train before they hear of each other
 
@@ -145,7 +149,7 @@ def test_classes_that_a_client_claims_count_for_no_more_than_its_images(
 class Empty(Algorithm[Server, Client]):
     """One client answers with a tensor that has no values."""
 
-    crosses = {"ask": "up: a number"}
+    crosses = {"ask": Crossing(up="a number")}
 
     def round(self, server: Server, clients: Clients, t: int) -> None:
         clients.run(self.ask)

@@ -127,7 +127,7 @@ import os, signal, time
 import torch
 from dataclasses import dataclass
 from barter.algorithms.fedavg import FedAvg
-from barter.core.algorithm import Algorithm
+from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.nodes import Client, Server
 from barter.core.payload import State
 
@@ -137,8 +137,8 @@ class Clumsy(Client):
 @dataclass(frozen=True, kw_only=True)
 class Faulty(Algorithm[Server, Clumsy]):
     """Averages weights, and does at a site what the file of its name says for a turn."""
-    one_architecture = True
-    crosses = {"update": "down: weights; up: weights"}
+    server_model = ServerModel("shared")
+    crosses = {"update": Crossing(down="weights", up="weights")}
 
     def round(self, server: Server, clients, t: int) -> None:
         replies = clients.run(self.update, dict(server.model.state_dict()))

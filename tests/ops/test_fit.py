@@ -96,7 +96,9 @@ def test_others_are_trained_along_with_the_clients_network_and_every_step_is_giv
     along, given = nn.Linear(1, 1, bias=False), []
     before = along.weight.item()
 
-    def loss(pixels: torch.Tensor, labels: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    def loss(x: torch.Tensor, labels: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        assert x.is_floating_point(), "images, not bytes"
+        assert x.shape[1:] == client.data.spec.shape
         given.append(int(number))
         return along.weight.sum()
 
@@ -147,9 +149,12 @@ def test_a_batch_holds_as_much_of_each_subject() -> None:
         for n in (50, 7, 3)
     ]
     _, batches = joint(model, subjects, 30)
-    assert [len(tensor) for tensor in next(batches)] == [10, 10, 7, 7, 3, 3], (
-        "a small one is there as a whole"
-    )
+    (parts,) = next(batches)
+    assert [(len(part.data), *map(len, part.targets)) for part in parts] == [
+        (10, 10),
+        (7, 7),
+        (3, 3),
+    ], "a small one is there as a whole"
 
 
 def test_the_server_trains_on_rows() -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 import pytest
 from torch import Tensor
 
+from barter import Crossing
 from barter.algorithms import ALGORITHMS
 from barter.algorithms.fedfree import Layer
 from barter.core.algorithm import Algorithm
@@ -107,9 +108,9 @@ class Shapes(Algorithm):
     """Answers of all kinds."""
 
     crosses = {
-        "tell": "up: this and that",
-        "several": "up: rows",
-        "either": "up: a row, or anything",
+        "tell": Crossing(up="this and that"),
+        "several": Crossing(up="rows"),
+        "either": Crossing(up="a row, or anything"),
     }
     depth: int = 3
     wide: bool = False

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from barter import FedAvg
+from barter import Crossing, FedAvg
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
 from barter.core.errors import ClientError
@@ -37,7 +37,7 @@ class Said(TypedDict):
 class Careless(Algorithm):
     """Answers what it does not say."""
 
-    crosses = {"tell": "up: how many images, or all of them"}
+    crosses = {"tell": Crossing(up="how many images, or all of them")}
     tells = {"tell.count": "nothing"}
 
     def round(self, server: Server, clients: Clients, t: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NotRequired, TypedDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from barter import ALGORITHMS, Algorithm, Client
+from barter import ALGORITHMS, Algorithm, Client, Crossing
 from barter.privacy.parts import crossed, parts_of, put, take
 from tests.conftest import tiny
 
@@ -30,11 +30,11 @@ class Odd(Algorithm):
     """Answers of all kinds."""
 
     crosses = {
-        "many": "up: a, b",
-        "maybe": "up: a, b",
-        "whole": "up: all",
-        "none": "nothing",
-        "unknown": "up: what?",
+        "many": Crossing(up="a, b"),
+        "maybe": Crossing(up="a, b"),
+        "whole": Crossing(up="all"),
+        "none": Crossing(),
+        "unknown": Crossing(up="what?"),
     }
 
     def many(self, client: Client) -> list[Entry]:

@@ -13,7 +13,7 @@ import tomli_w
 import torch
 from torch import Tensor
 
-from barter import FedAvg
+from barter import Crossing, FedAvg
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
 from barter.core.errors import CheckpointError, ClientError, ConfigError, PrivacyError
@@ -51,7 +51,7 @@ class Remembering(Server):
 class Telling(Algorithm[Remembering, Client]):
     """Clients tell all that they have."""
 
-    crosses = {"tell": "up: every image, and its label"}
+    crosses = {"tell": Crossing(up="every image, and its label")}
     tells = {"tell.rows": "row", "tell.labels": "label", "tell.count": "nothing"}
 
     fraction: Fraction = 1.0  # of the clients that are asked

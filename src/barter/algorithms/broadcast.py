@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from typing_extensions import TypeVar
 
-from barter.core.algorithm import Algorithm
+from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.clients import Clients
 from barter.core.evaluation import note_before
 from barter.core.nodes import Client, Server
@@ -36,12 +36,13 @@ C = TypeVar("C", bound=Client, default=Client)
 class Broadcast(Algorithm[S, C]):
     """Average the weights that some clients trained, and send the average to all clients."""
 
-    one_architecture = True
+    server_model = ServerModel("shared")
     aggregates = ("states",)
     crosses = {
-        "client_update": "up: the client's weights (a client that missed the last average receives "
-        "it first)",
-        "receive": "down: the average",
+        "client_update": Crossing(
+            up="the client's weights (a client that missed the last average receives it first)",
+        ),
+        "receive": Crossing(down="the average"),
     }
 
     fraction: Fraction = 1.0  # C: fraction of clients that train in a round

@@ -14,7 +14,7 @@ from typing import Annotated, TypeAlias
 import torch
 from torch import Tensor
 
-from barter.core.algorithm import Algorithm
+from barter.core.algorithm import Algorithm, Crossing
 from barter.core.clients import Clients
 from barter.core.contracts import Labels, Pixels, Within
 from barter.core.errors import PayloadError
@@ -54,9 +54,9 @@ class Central(Algorithm):
     """Train on the pooled data of all clients, without any privacy."""
 
     crosses = {
-        "measure": "up: the number of pixels on a side of the images",
-        "give": "down: the most frequent side; up: every private image and label",
-        "learn": "down: all clients' images and labels",
+        "measure": Crossing(up="the number of pixels on a side of the images"),
+        "give": Crossing(down="the most frequent side", up="every private image and label"),
+        "learn": Crossing(down="all clients' images and labels"),
     }
 
     tau: Fraction = 0.98  # τ: training stops when an epoch's training accuracy reaches it

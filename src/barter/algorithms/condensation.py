@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from barter.core.algorithm import Algorithm
+from barter.core.algorithm import Algorithm, ServerModel
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive
@@ -49,7 +49,7 @@ class Condensation(Algorithm[Server, Condenser]):
     """Clients upload condensed images; the server trains one model on them and sends it back."""
 
     primary = "server"
-    one_architecture = True
+    server_model = ServerModel("shared")
 
     fraction: Fraction = 1.0  # share of clients per round
     # IPC: condensed images per class, at most the number of originals; FedAF's paper has 50

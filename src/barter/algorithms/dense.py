@@ -41,7 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from barter.compute import lanes
-from barter.core.algorithm import Algorithm
+from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.clients import Clients
 from barter.core.evaluation import predict
 from barter.core.images import Images, Spec
@@ -54,6 +54,7 @@ from barter.ops.condense import quantised
 from barter.ops.distill import kl_each, tempered
 from barter.ops.ensemble import class_shares, consensus, distil
 from barter.ops.fit import Trainer, adam, epoch_length, fit, sgd
+from barter.ops.modules import stack_field
 from barter.ops.statistics import compared
 from barter.ops.synthesis import (
     Ensemble,
@@ -133,10 +134,8 @@ class DENSE(Algorithm[Archive]):
     """Clients upload models once; the server's model learns from them on synthetic images."""
 
     primary = "server"
-    global_model = True
-    replicas = True
     aggregates = ("logits",)
-    crosses = {"learn": "up: the client's weights, the number of images of each class"}
+    crosses = {"learn": Crossing(up="the client's weights, the number of images of each class")}
     presets = {
         "paper": {
             "epochs": 400,
@@ -174,15 +173,15 @@ class DENSE(Algorithm[Archive]):
     weighting: Literal["clients", "classes"] = "clients"
 
     @property
-    def server_network(self) -> str | None:
-        return self.student
+    def server_model(self) -> ServerModel:
+        return ServerModel("own", self.student)
 
     def round(self, server: Archive, clients: Clients, t: int) -> None:
         new = clients.sample(self.fraction).run_missing(self.learn, server.teachers)
         server.teachers = {**server.teachers, **new}
         weights = {k: teacher["weights"] for k, teacher in server.teachers.items()}
         ensemble = assembled(server, weights)
-        counts = torch.stack([teacher["counts"] for teacher in server.teachers.values()])
+        counts = stack_field(server.teachers, "counts")
         shares = class_shares(counts if self.weighting == "classes" else torch.ones_like(counts))
         classes = counts.sum(0).nonzero().flatten()
         for _ in server.track("distil", range(self.passes)):

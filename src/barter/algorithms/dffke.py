@@ -57,7 +57,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from barter.core import robust
-from barter.core.algorithm import Algorithm
+from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.answers import WORD, Known
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Floats, Labels, Room, When, Within
@@ -162,13 +162,17 @@ CODE = {"share": 1.0, "local_review": True, "embedding_loss": True, "logit_loss"
 class DFFKE(Algorithm[Hub, Trader]):
     """Data-free federated knowledge exchange: clients teach each other on synthetic images."""
 
-    replicas = True
+    server_model = ServerModel("copies")
     crosses = {
-        "learn": "up: weights, embeddings of a share of the images and of their parts, labels",
-        "train": "nothing",
-        "teach": "down: synthetic images of all clients' data; "
-        "up: logits on those of the client's own data",
-        "exchange": "down: the other clients' logits",
+        "learn": Crossing(
+            up="weights, embeddings of a share of the images and of their parts, labels",
+        ),
+        "train": Crossing(),
+        "teach": Crossing(
+            down="synthetic images of all clients' data",
+            up="logits on those of the client's own data",
+        ),
+        "exchange": Crossing(down="the other clients' logits"),
     }
     tells = {
         "learn.examples": "nothing",

@@ -52,25 +52,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from barter.algorithms.partial import PartialTraining, Update
-from barter.compute import lanes
+from barter.core.algorithm import ServerModel
 from barter.core.clients import Clients, Replies
 from barter.core.evaluation import accuracy
 from barter.core.images import Images, Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive
-from barter.core.payload import State, isolate
+from barter.core.payload import State
 from barter.core.record import Round
 from barter.models.generators import Merge, MergeGenerator
 from barter.ops.average import average
 from barter.ops.distill import kl, kl_each
 from barter.ops.fit import adam, sgd
+from barter.ops.modules import copy_state, restore_module, stack_field
 from barter.ops.submodel import Extraction, Places
 from barter.ops.synthesis import (
     Ensemble,
@@ -95,6 +96,14 @@ EXTRACTION: Mapping[str, Extraction] = {
     "feddropout": "random",
     "fedrolex": "rolling",
 }
+
+
+class Codes(NamedTuple):
+    """What a batch of images is generated from, and each client's weight for each image."""
+
+    z: Tensor  # noise
+    y: Tensor  # labels
+    weights: Tensor  # (clients, images)
 
 
 class Distiller(Server):
@@ -135,7 +144,7 @@ def moved(slow: State, now: State, momentum: float) -> State:
 @contextmanager
 def as_averaged(server: Distiller) -> Iterator[None]:
     """Set the server's model to its averaged weights before fine-tuning, within the context."""
-    tuned = isolate(dict(server.model.state_dict()))
+    tuned = copy_state(server.model)
     server.model.load_state_dict(server.averaged)
     yield
     server.model.load_state_dict(tuned)
@@ -146,7 +155,6 @@ class DFRD(PartialTraining[Distiller]):
     """Distil the clients' models into the server's on generated images, with or without averaging."""
 
     aggregates = ("states", "logits")
-    global_model = True
     presets = {
         "paper": {
             "rho": 5,
@@ -216,8 +224,8 @@ class DFRD(PartialTraining[Distiller]):
     student_norm: Literal["kept", "trained"] = "kept"
 
     @property
-    def one_architecture(self) -> bool:
-        return self.base != "none"
+    def server_model(self) -> ServerModel:
+        return ServerModel("own" if self.base == "none" else "shared")
 
     @property
     def extraction(self) -> Extraction:
@@ -245,9 +253,9 @@ class DFRD(PartialTraining[Distiller]):
         else:
             updates = self.exchange(server, active, t)  # Eq. 1
         ensemble = assembled(server, {k: update["weights"] for k, update in updates.items()})
-        counts = torch.stack([update["counts"] for update in updates.values()]).float()
+        counts = stack_field(updates, "counts").float()
         tau, p = label_weights(counts, self.smoothing)
-        server.averaged = isolate(dict(server.model.state_dict())) if self.one_architecture else {}
+        server.averaged = copy_state(server.model) if self.base != "none" else {}
         generator, slow = self.recalled(server)
         self.play(server, generator, slow, ensemble, tau, p)  # Eqs. 2 to 5 and 7
         self.remember(server, generator)  # Eq. 6
@@ -259,17 +267,13 @@ class DFRD(PartialTraining[Distiller]):
         The slow copy is None in the first round, and if its weight α is zero.
         """
 
-        def build(name: str) -> MergeGenerator:
-            module = MergeGenerator(server.spec, self.noise, self.merge).to(server.device)
-            return lanes.keep(name, module)
+        def restore(name: str, state: State) -> MergeGenerator:
+            new = MergeGenerator(server.spec, self.noise, self.merge)
+            return restore_module(server, name, new, state)
 
-        generator = build("generator")
-        slow = build("slow generator")
-        if not server.generator:
-            return generator, None
-        generator.load_state_dict(server.generator)
-        slow.load_state_dict(server.slow)
-        return generator, slow if self.alpha else None
+        generator = restore("generator", server.generator)
+        slow = restore("slow generator", server.slow)
+        return generator, slow if server.generator and self.alpha else None
 
     def play(
         self,
@@ -292,13 +296,13 @@ class DFRD(PartialTraining[Distiller]):
         model = server.model
         spec = server.spec
 
-        def sample() -> list[Tensor]:
+        def sample() -> Codes:
             z = torch.randn(self.samples, self.noise, device=server.device)
             y = torch.multinomial(p, self.samples, replacement=True)
-            return [z, y, tau[:, y]]
+            return Codes(z, y, tau[:, y])
 
-        def sample_for_both() -> list[Tensor]:
-            return sample() if slow is None else [*sample(), *sample()]
+        def sample_for_both() -> tuple[Codes, Codes | None]:
+            return sample(), None if slow is None else sample()
 
         rate = self.global_lr or (0.01 if self.base == "none" else 0.0025)
         artist = Player(
@@ -362,30 +366,28 @@ class DFRD(PartialTraining[Distiller]):
         ensemble: Ensemble,
         model: Classifier,
         spec: Spec,
-        z: Tensor,
-        y: Tensor,
-        weights: Tensor,
-        *again: Tensor,
+        codes: Codes,
+        slow_codes: Codes | None,
     ) -> Tensor:
         """Return L_md (Eq. 7): KL(ensemble ‖ global model) on generated images.
 
-        `z`, `y` and `weights` are for the generator; `again` has the same for its slow copy.
+        `codes` are for the generator, `slow_codes` for its slow copy, if there is one.
         """
 
-        def divergence(source: MergeGenerator, z: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+        def divergence(source: MergeGenerator, codes: Codes) -> Tensor:
             with torch.no_grad():
-                s = shown(source(z, y), spec, self.output)
-                e = ensemble(s, weights).float()
+                s = shown(source(codes.z, codes.y), spec, self.output)
+                e = ensemble(s, codes.weights).float()
             return kl(e / self.temperature, model(s).float() / self.temperature)
 
-        loss = divergence(generator, z, y, weights)
-        if slow is not None:
-            loss = loss + self.alpha * divergence(slow, *again)
+        loss = divergence(generator, codes)
+        if slow is not None and slow_codes is not None:
+            loss = loss + self.alpha * divergence(slow, slow_codes)
         return loss * self.temperature**2 if self.square_temperature else loss
 
     def remember(self, server: Distiller, generator: MergeGenerator) -> None:
         """Store the generator and move its slow copy towards it (Eq. 6)."""
-        now = isolate(dict(generator.state_dict()))
+        now = copy_state(generator)
         if server.slow:
             slow = server.slow
         elif self.slow_start == "copy":

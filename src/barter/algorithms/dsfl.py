@@ -28,6 +28,7 @@ from functools import partial
 from torch import Tensor
 
 from barter.algorithms.public import PublicDistillation
+from barter.core.algorithm import ServerModel
 from barter.core.nodes import Server
 from barter.core.params import Count, Positive
 from barter.ops.ensemble import public_images, sharpened
@@ -40,7 +41,7 @@ __all__ = ["DSFL"]
 class DSFL(PublicDistillation):
     """Clients and server learn a sharpened mean of predictions on public images."""
 
-    global_model = True
+    server_model = ServerModel("own")
 
     # T: temperature of ERA; lower values sharpen the mean more, none leaves it as it is
     temperature: Positive | None = 0.1

@@ -60,6 +60,7 @@ from torch import Tensor
 
 from barter.algorithms.condensation import Condensation, Condenser
 from barter.core import robust
+from barter.core.algorithm import Crossing
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Classes, Floats
 from barter.core.evaluation import predict
@@ -163,10 +164,12 @@ class FedAF(Condensation):
 
     aggregates = ("prototypes", "sets")
     crosses = {
-        "summarise": "up: the mean logits of the client's classes",
-        "condense": "down: the mean logits over all clients; "
-        "up: condensed images of the client's classes, and soft labels",
-        "receive": "down: the server's weights",
+        "summarise": Crossing(up="the mean logits of the client's classes"),
+        "condense": Crossing(
+            down="the mean logits over all clients",
+            up="condensed images of the client's classes, and soft labels",
+        ),
+        "receive": Crossing(down="the server's weights"),
     }
     presets = {
         "paper": {

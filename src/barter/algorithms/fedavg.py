@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from barter.core.algorithm import Algorithm
+from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.clients import Clients
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
@@ -36,9 +36,9 @@ class FedAvg(Algorithm):
     """Train one model for all clients by averaging their locally trained weights."""
 
     primary: ClassVar[Primary] = "server"
-    one_architecture = True
+    server_model = ServerModel("shared")
     aggregates = ("states",)
-    crosses = {"client_update": "down: the server's weights; up: the client's weights"}
+    crosses = {"client_update": Crossing(down="the server's weights", up="the client's weights")}
 
     fraction: Fraction = 1.0  # C: fraction of clients sampled per round
     epochs: Count = 5  # E: local epochs

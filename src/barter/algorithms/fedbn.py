@@ -28,6 +28,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from barter.algorithms.broadcast import Broadcast
+from barter.core.algorithm import Crossing, ServerModel
 from barter.core.model import Classifier
 from barter.core.nodes import Client
 from barter.core.payload import State
@@ -41,11 +42,13 @@ __all__ = ["FedBN"]
 class FedBN(Broadcast):
     """FedAvg in which every client keeps its own batch normalisation."""
 
-    personal = True
+    server_model = ServerModel("personal")
     crosses = {
-        "client_update": "up: all weights except batch normalisation (a client that missed the "
-        "last average receives it first)",
-        "receive": "down: the average of these weights",
+        "client_update": Crossing(
+            up="all weights except batch normalisation (a client that missed the last "
+            "average receives it first)",
+        ),
+        "receive": Crossing(down="the average of these weights"),
     }
 
     def outgoing(self, network: Classifier) -> State:

@@ -33,7 +33,7 @@ from functools import partial
 from torch import Tensor
 
 from barter.compute import lanes
-from barter.core.algorithm import Algorithm
+from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.clients import Clients, Replies
 from barter.core.evaluation import note_before, predict
 from barter.core.model import Classifier
@@ -51,11 +51,11 @@ __all__ = ["FedDF"]
 class FedDF(Algorithm):
     """Average models per architecture, then distil the ensemble of all on public images."""
 
-    replicas = True
+    server_model = ServerModel("copies")
     aggregates = ("states", "logits")
     crosses = {
-        "learn": "up: the client's weights",
-        "receive": "down: the fused weights of the client's architecture",
+        "learn": Crossing(up="the client's weights"),
+        "receive": Crossing(down="the fused weights of the client's architecture"),
     }
     presets = {"paper": {"epochs": 20, "distil_steps": 10_000, "lr": 0.1}}
 

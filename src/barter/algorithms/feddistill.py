@@ -31,11 +31,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from barter.core.algorithm import Algorithm
+from barter.core.algorithm import Algorithm, Crossing
 from barter.core.clients import Clients
 from barter.core.contracts import Named
 from barter.core.evaluation import predict
-from barter.core.images import Augment, Spec, prepared
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, NonNegative, Positive
@@ -54,10 +53,8 @@ class Register(Server):
 
 def loss(
     model: Classifier,
-    spec: Spec,
-    augment: Augment,
     gamma: float,
-    pixels: Tensor,
+    x: Tensor,
     labels: Tensor,
     answers: Tensor,
     known: Tensor,
@@ -66,15 +63,13 @@ def loss(
 
     Args:
         model: The network to train.
-        spec: The format of the images.
-        augment: The augmentation of the images.
         gamma: γ, the weight of the second term.
-        pixels: Images as bytes.
+        x: Images.
         labels: Their classes.
         answers: The others' mean prediction for each class (classes, classes).
         known: 1 for classes with such a prediction, otherwise 0.
     """
-    logits = model(prepared(pixels, spec, augment))
+    logits = model(x)
     distilled = -(answers[labels] * F.log_softmax(logits, 1)).sum(1) * known[labels]
     return F.cross_entropy(logits, labels) + gamma * distilled.mean()
 
@@ -84,7 +79,9 @@ class FedDistill(Algorithm[Register]):
     """Exchange the mean prediction of each class; every client learns from the others'."""
 
     aggregates = ("prototypes",)
-    crosses = {"learn": "down: the others' mean predictions by class; up: the client's own"}
+    crosses = {
+        "learn": Crossing(down="the others' mean predictions by class", up="the client's own"),
+    }
 
     gamma: NonNegative = 1.0  # γ: weight of the others' predictions; not given in the paper
     epochs: Count = 1  # local epochs
@@ -117,7 +114,7 @@ class FedDistill(Algorithm[Register]):
         client.report["heard"] = float(known[data.labels].mean())
         fit_by(
             client,
-            partial(loss, model, data.spec, data.augment, self.gamma),
+            partial(loss, model, self.gamma),
             epochs=self.epochs,
             batch_size=self.batch_size,
             recipe=by_name(self.optimizer, self.lr),

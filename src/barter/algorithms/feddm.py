@@ -26,6 +26,7 @@ from functools import partial
 import torch
 
 from barter.algorithms.condensation import Condensation, Condenser
+from barter.core.algorithm import Crossing
 from barter.core.clients import Clients, Replies
 from barter.core.images import Augment
 from barter.core.model import Classifier
@@ -53,8 +54,8 @@ class FedDM(Condensation):
 
     aggregates = ("sets",)
     crosses = {
-        "condense": "up: condensed images of the client's classes",
-        "receive": "down: the server's weights",
+        "condense": Crossing(up="condensed images of the client's classes"),
+        "receive": Crossing(down="the server's weights"),
     }
     presets = {"paper": {"steps": 1000, "server_epochs": 500}}
 

@@ -36,7 +36,7 @@ from typing import TypedDict
 
 from torch import nn
 
-from barter.core.algorithm import Algorithm
+from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.clients import Clients
 from barter.core.evaluation import accuracy
 from barter.core.images import Images
@@ -75,11 +75,11 @@ class FedDyn(Algorithm[Cloud, Drifter]):
     """FedAvg with a regulariser that compensates the drift of each client."""
 
     primary = "server"
-    one_architecture = True
+    server_model = ServerModel("shared")
     aggregates = ("states",)
     crosses = {
-        "present": "nothing",
-        "client_update": "down: the server's weights, α_i; up: the client's weights",
+        "present": Crossing(),
+        "client_update": Crossing(down="the server's weights, α_i", up="the client's weights"),
     }
 
     fraction: Fraction = 1.0  # fraction of clients sampled per round

@@ -55,7 +55,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from barter.core.algorithm import Algorithm
+from barter.core.algorithm import Algorithm, Crossing
 from barter.core.answers import WORD, Known
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Floats, Room, When, Within
@@ -213,9 +213,11 @@ class FedFree(Algorithm[Bridge, Client]):
     """Clients upload the layers that training changed most, and receive one layer each."""
 
     crosses = {
-        "learn": "up: the weights of the k layers that training changed most, "
-        "and how much it changed each output",
-        "receive": "down: the weights of one of the server's layers, or nothing",
+        "learn": Crossing(
+            up="the weights of the k layers that training changed most, and how much it "
+            "changed each output",
+        ),
+        "receive": Crossing(down="the weights of one of the server's layers, or nothing"),
     }
     presets = {
         "paper": AS_PUBLISHED,

@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 
 from barter.algorithms.fedavg import FedAvg
+from barter.core.algorithm import Crossing
 from barter.core.clients import Clients
 from barter.core.images import Spec
 from barter.core.model import Classifier
@@ -54,6 +55,7 @@ from barter.models.generators import Decoder
 from barter.ops.average import average
 from barter.ops.ensemble import soft_loss
 from barter.ops.fit import adam, sgd
+from barter.ops.modules import stack_field
 from barter.ops.synthesis import (
     Artist,
     Ensemble,
@@ -143,11 +145,12 @@ def global_loss(
 class FedFTG(FedAvg):
     """FedAvg whose server fine-tunes the average on generated images that it finds hard."""
 
-    replicas = True
     aggregates = ("states", "logits")
     crosses = {
-        "learn": "down: the server's weights; up: the client's weights, the number of images of "
-        "each class"
+        "learn": Crossing(
+            down="the server's weights",
+            up="the client's weights, the number of images of each class",
+        ),
     }
 
     iterations: Count = 10  # I: times that generator and model take turns in a round
@@ -172,7 +175,7 @@ class FedFTG(FedAvg):
         server.model.load_state_dict(
             average(weights, by=self.average, since=server.model.state_dict())
         )
-        counts = torch.stack([update["counts"] for update in updates.values()])
+        counts = stack_field(updates, "counts")
         shares, frequencies = label_weights(counts.float(), 0.0)
         self.tune(server, assembled(server, weights), shares, frequencies)
 

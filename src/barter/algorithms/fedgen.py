@@ -47,18 +47,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from barter.algorithms.one_width import HeadClient, HeadServer, SharedHead
-from barter.compute import lanes
+from barter.core.algorithm import Crossing
 from barter.core.clients import Clients
 from barter.core.contracts import Counts
-from barter.core.images import Augment, Spec, prepared
 from barter.core.model import Classifier
 from barter.core.params import Count, Fraction, NonNegative, Positive
-from barter.core.payload import State, isolate
+from barter.core.payload import State
 from barter.models.generators import LatentGenerator
 from barter.ops.average import Average, average
 from barter.ops.distill import kl
 from barter.ops.fit import Trainer, adam
 from barter.ops.heads import Head, head_state
+from barter.ops.modules import copy_state, restore_module, stack_field
 from barter.ops.synthesis import diversity, fidelity_by_label, label_weights
 
 __all__ = ["FedGen", "Source", "Update", "generator_loss", "loss"]
@@ -106,11 +106,9 @@ def generator_loss(
 def loss(
     model: Classifier,
     generator: LatentGenerator,
-    spec: Spec,
-    augment: Augment,
     alpha: float,
     beta: float,
-    pixels: Tensor,
+    x: Tensor,
     labels: Tensor,
     known: Tensor,
     strength: Tensor,
@@ -120,17 +118,15 @@ def loss(
     Args:
         model: The client's network.
         generator: The generator of features.
-        spec: The format of the images.
-        augment: The augmentation of the images.
         alpha: α, the weight of the cross entropy on generated features of all classes.
         beta: β, the weight of the divergence between the predictions for an image and for generated
             features of its class.
-        pixels: Images as bytes.
+        x: Images.
         labels: Their classes.
         known: The classes that the generator was trained for.
         strength: The factor of both terms in this round.
     """
-    logits = model(prepared(pixels, spec, augment))
+    logits = model(x)
     y = known[torch.randint(len(known), labels.shape, device=labels.device)]
     noise = generator.noise(len(y), y.device)
     logits_for_y = model.logits(generator(noise, y))
@@ -148,9 +144,11 @@ class FedGen(SharedHead[Source]):
 
     aggregates = ("states",)
     crosses = {
-        "learn": "down: the initial head, the generator, the classes it was trained for; up: the "
-        "head, the number of images of each class",
-        "receive": "down: the averaged head",
+        "learn": Crossing(
+            down="the initial head, the generator, the classes it was trained for",
+            up="the head, the number of images of each class",
+        ),
+        "receive": Crossing(down="the averaged head"),
     }
 
     alpha: NonNegative = 10.0  # α: weight of the cross entropy on generated features
@@ -172,7 +170,7 @@ class FedGen(SharedHead[Source]):
         strength = self.decay ** (t - 1)
         updates = active.run(self.learn, head, server.generator, server.known, strength)
         heads = updates.each(lambda _, update: update["head"])
-        counts = torch.stack([update["counts"] for update in updates.values()])
+        counts = stack_field(updates, "counts")
         self.improve(server, heads, counts)
         self.share_head(server, clients, average(heads, by=self.average))
 
@@ -193,9 +191,7 @@ class FedGen(SharedHead[Source]):
         self.put_head_on(client, head)
         if generator and (self.alpha or self.beta):
             source = LatentGenerator.restored(generator, data.spec.classes)
-            client_loss = partial(
-                loss, client.model, source, data.spec, data.augment, self.alpha, self.beta
-            )
+            client_loss = partial(loss, client.model, source, self.alpha, self.beta)
             known_classes = torch.tensor(known, device=device)
             factor = torch.tensor(strength, device=device)
             self.train(client, client_loss, (known_classes, factor))
@@ -212,11 +208,9 @@ class FedGen(SharedHead[Source]):
             counts: The number of images of each client and class (clients, classes).
         """
         new = LatentGenerator(server.spec.classes, self.features, self.noise, self.hidden)
-        generator = lanes.keep("latent", new.to(server.device)).train()
-        if server.generator:
-            generator.load_state_dict(server.generator)
-        weight = torch.stack([head["weight"] for head in heads.values()])
-        bias = torch.stack([head["bias"] for head in heads.values()])
+        generator = restore_module(server, "latent", new, server.generator).train()
+        weight = stack_field(heads, "weight")
+        bias = stack_field(heads, "bias")
         shares, frequencies = label_weights(counts.float(), 0.0)
         classes = frequencies.nonzero().flatten()
         trainer = Trainer.of(generator, adam(self.generator_lr, self.generator_weight_decay))
@@ -227,5 +221,5 @@ class FedGen(SharedHead[Source]):
             step_loss = partial(generator_loss, generator, self.eta)
             total += trainer.step(step_loss, noise, y, shares[:, y], weight, bias)
         server.report["generator_loss"] = float(total) / self.generator_steps
-        server.generator = isolate(dict(generator.state_dict()))
+        server.generator = copy_state(generator)
         server.known = sorted({*server.known, *classes.tolist()})

@@ -31,12 +31,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from barter.algorithms.one_width import HeadClient, HeadServer, SharedHead
-from barter.compute import lanes
+from barter.core.algorithm import Crossing
 from barter.core.clients import Clients
 from barter.core.contracts import Named
 from barter.core.params import Count, Positive
-from barter.core.payload import State, isolate
+from barter.core.payload import State
 from barter.ops.fit import fit_rows, sgd
+from barter.ops.modules import copy_state, restore_module
 from barter.ops.prototypes import ByClass, joined, prototypes_of, trusted
 
 __all__ = ["FedGH", "loss"]
@@ -53,9 +54,11 @@ class FedGH(SharedHead):
 
     aggregates = ("sets",)
     crosses = {
-        "learn": "up: mean features of the client's classes (a client that missed the head "
-        "receives it first)",
-        "receive": "down: the head, trained on all clients' mean features",
+        "learn": Crossing(
+            up="mean features of the client's classes (a client that missed the head "
+            "receives it first)",
+        ),
+        "receive": Crossing(down="the head, trained on all clients' mean features"),
     }
 
     server_epochs: Count = 100  # passes of the server over the prototypes; one in the paper
@@ -80,9 +83,8 @@ class FedGH(SharedHead):
 
     def generalised(self, server: HeadServer, prototypes: ByClass) -> State:
         """Train the shared head on all clients' prototypes and return its weights."""
-        head = lanes.keep("head", nn.Linear(self.features, server.spec.classes).to(server.device))
-        if server.head:
-            head.load_state_dict(server.head)
+        new = nn.Linear(self.features, server.spec.classes)
+        head = restore_module(server, "head", new, server.head)
         fit_rows(
             server,
             "head",
@@ -93,4 +95,4 @@ class FedGH(SharedHead):
             batch_size=self.batch_size,
             recipe=sgd(self.server_lr),
         )
-        return isolate(dict(head.state_dict()))
+        return copy_state(head)

@@ -47,21 +47,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from barter.compute import lanes
 from barter.compute.precision import exact
-from barter.core.algorithm import Algorithm
+from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Counts, Floats
 from barter.core.images import Augment, Spec, prepared
 from barter.core.model import Classifier
 from barter.core.nodes import Client
 from barter.core.params import Count, Fraction, NonNegative, Positive
-from barter.core.payload import State, isolate
+from barter.core.payload import State
 from barter.core.record import Round
 from barter.models.generators import Decoder, PatchDiscriminator
 from barter.ops.distill import tempered
 from barter.ops.ensemble import class_shares, consensus
 from barter.ops.fit import Trainer, adam, fit, sgd
+from barter.ops.modules import copy_state, restore_module
 from barter.ops.synthesis import Artist, collapsed, exhibited, painted, painter, put_away
 
 __all__ = ["Curator", "FedIOD", "Judge", "discrimination", "realism", "wishes"]
@@ -159,12 +159,14 @@ class FedIOD(Algorithm[Curator, Judge]):
     """Distil clients into the server's model by generated images, logits and gradients."""
 
     primary = "server"
-    global_model = True
     aggregates = ("logits",)
     crosses = {
-        "learn": "up: the number of images of each class",
-        "judge": "down: generated images; up: logits on them",
-        "criticise": "down: gradients of the generator's loss by logits; up: gradients by images",
+        "learn": Crossing(up="the number of images of each class"),
+        "judge": Crossing(down="generated images", up="logits on them"),
+        "criticise": Crossing(
+            down="gradients of the generator's loss by logits",
+            up="gradients by images",
+        ),
     }
     presets = {"paper": {"epochs": 500, "batch_size": 256, "lr": 0.0025, "generator_lr": 1e-4}}
 
@@ -193,8 +195,8 @@ class FedIOD(Algorithm[Curator, Judge]):
     w_agree: NonNegative = 1.0  # weight of clients agreeing
 
     @property
-    def server_network(self) -> str | None:
-        return self.student
+    def server_model(self) -> ServerModel:
+        return ServerModel("own", self.student)
 
     def round(self, server: Curator, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)
@@ -249,7 +251,7 @@ class FedIOD(Algorithm[Curator, Judge]):
         trainer.recall(client.moments)
         chosen = torch.randint(len(data), (len(batches[0]),), device=client.device)
         trainer.step(partial(discrimination, judge, data.spec), data.pixels[chosen], batches[0])
-        client.discriminator = isolate(dict(judge.state_dict()))
+        client.discriminator = copy_state(judge)
         client.moments = trainer.moments()
         client.batch = [batches[0].clone()]
         client.model.eval()
@@ -259,10 +261,7 @@ class FedIOD(Algorithm[Curator, Judge]):
     def discriminator(self, client: Judge) -> PatchDiscriminator:
         """Return the client's discriminator, with the weights of its last step."""
         new = PatchDiscriminator(client.data.spec, self.discriminator_width)
-        judge = lanes.keep("discriminator", new.to(client.device))
-        if client.discriminator:
-            judge.load_state_dict(client.discriminator)
-        return judge
+        return restore_module(client, "discriminator", new, client.discriminator)
 
     def slope(
         self, server: Curator, active: Clients, x: Tensor, answers: Replies[Tensor]

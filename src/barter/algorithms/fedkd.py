@@ -56,22 +56,21 @@ from typing import Annotated
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from barter.compute import lanes
-from barter.core.algorithm import Algorithm
+from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.answers import Known
 from barter.core.clients import Clients
 from barter.core.contracts import Room
 from barter.core.errors import PayloadError
-from barter.core.images import Augment, Spec, prepared
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
-from barter.core.payload import State, isolate, numbers
+from barter.core.payload import State, numbers
 from barter.ops.average import Average, average
 from barter.ops.compress import Compressed, compressed, restored
 from barter.ops.distill import kl
 from barter.ops.fit import Optimizer, by_name, fit_by
 from barter.ops.heads import felt
+from barter.ops.modules import copy_state, restore_module
 from barter.ops.mutual import companion
 
 __all__ = ["Broker", "FedKD", "Mentor", "loss"]
@@ -96,9 +95,7 @@ def loss(
     own: Classifier,
     shared: Classifier,
     translation: nn.Module,
-    spec: Spec,
-    augment: Augment,
-    pixels: Tensor,
+    x: Tensor,
     labels: Tensor,
 ) -> Tensor:
     """Return the loss of both networks: cross entropies, and distillation divided by them.
@@ -107,12 +104,9 @@ def loss(
         own: The client's network, the mentor.
         shared: The shared network, the mentee.
         translation: W^h, from the shared network's features to those of the client's network.
-        spec: The format of the images.
-        augment: The augmentation of the images.
-        pixels: Images as bytes.
+        x: Images.
         labels: Their classes.
     """
-    x = prepared(pixels, spec, augment)
     own_features = own.features(x)
     shared_features = shared.features(x)
     own_logits = own.logits(own_features).float()
@@ -132,12 +126,13 @@ def moved(w: State, change: State) -> State:
 class FedKD(Algorithm[Broker, Mentor]):
     """Average compressed changes of a small shared model, a partner of each client's own."""
 
-    global_model = True
     aggregates = ("states",)
     crosses = {
-        "learn": "down: the shared model's weights, if the client lacks them; up: their change, of "
-        "low rank",
-        "receive": "down: the mean change, of low rank",
+        "learn": Crossing(
+            down="the shared model's weights, if the client lacks them",
+            up="their change, of low rank",
+        ),
+        "receive": Crossing(down="the mean change, of low rank"),
     }
 
     shared: str = "small-cnn"  # the shared network: a name of the zoo, or package.module:function
@@ -156,8 +151,8 @@ class FedKD(Algorithm[Broker, Mentor]):
     average: Average = "mean"
 
     @property
-    def server_network(self) -> str:
-        return self.shared
+    def server_model(self) -> ServerModel:
+        return ServerModel("own", self.shared)
 
     def energy(self, t: int) -> float:
         """Return the share of the sum of squared singular values that is sent in round t."""
@@ -196,18 +191,17 @@ class FedKD(Algorithm[Broker, Mentor]):
         """
         w, energy = news
         client.shared = w or client.shared
-        data = client.data
         shared = companion(client, self.shared, client.shared)
         translation = self.translation(client, shared)
         fit_by(
             client,
-            partial(loss, client.model, shared, translation, data.spec, data.augment),
+            partial(loss, client.model, shared, translation),
             epochs=self.epochs,
             batch_size=self.batch_size,
             recipe=by_name(self.optimizer, self.lr, clip=self.clip),
             also=[shared, translation],
         )
-        client.translation = isolate(dict(translation.state_dict()))
+        client.translation = copy_state(translation)
         trained = shared.state_dict()
         change = {name: tensor - client.shared[name] for name, tensor in trained.items()}
         return compressed(felt(change, shared), energy)
@@ -215,10 +209,8 @@ class FedKD(Algorithm[Broker, Mentor]):
     def translation(self, client: Mentor, shared: Classifier) -> nn.Module:
         """Return W^h, the layer from the shared network's features to the client's."""
         layer = nn.Linear(shared.feature_dim, client.model.feature_dim, bias=False)
-        layer = layer.to(client.device)
-        if client.translation:
-            layer.load_state_dict(client.translation)
-        return lanes.keep(("translation", client.architecture), layer)
+        name = ("translation", client.architecture)
+        return restore_module(client, name, layer, client.translation)
 
     def receive(self, client: Mentor, change: Compressed) -> None:
         """Add the average change to the client's copy of the shared model."""

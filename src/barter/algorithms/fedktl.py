@@ -43,7 +43,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from barter.algorithms.one_width import OneWidth
-from barter.compute import lanes
+from barter.core.algorithm import Crossing
 from barter.core.clients import Clients
 from barter.core.contracts import Named
 from barter.core.evaluation import predict
@@ -56,6 +56,7 @@ from barter.models.framed import frame_of, framed
 from barter.models.pooled import pooled
 from barter.models.pretrained import drawn, latent_dim, latents, pretrained
 from barter.ops.fit import Recipe, adam, by_name, fit_rows, index_batches
+from barter.ops.modules import copy_state, restore_module
 from barter.ops.prototypes import ByClass, class_means, joined, trusted
 
 __all__ = [
@@ -163,17 +164,9 @@ def arcface(cosines: Tensor, labels: Tensor, scale: float, margin: float) -> Ten
     return F.cross_entropy(scale * torch.where(is_own_class, with_margin, cosines), labels)
 
 
-def own_task(
-    model: Classifier,
-    spec: Spec,
-    augment: Augment,
-    scale: float,
-    margin: float,
-    pixels: Tensor,
-    labels: Tensor,
-) -> Tensor:
+def own_task(model: Classifier, scale: float, margin: float, x: Tensor, labels: Tensor) -> Tensor:
     """Return ArcFace's loss of a client's network on its own images."""
-    cosines = model(prepared(pixels, spec, augment)).float() / scale
+    cosines = model(x).float() / scale
     return arcface(cosines, labels, scale, margin)
 
 
@@ -182,10 +175,9 @@ def loss(
     projection: nn.Linear,
     mu: float,
     spec: Spec,
-    augment: Augment,
     scale: float,
     margin: float,
-    pixels: Tensor,
+    x: Tensor,
     labels: Tensor,
     images: Tensor,
     codes: Tensor,
@@ -197,16 +189,15 @@ def loss(
         projection: The layer from features to latent vectors.
         mu: μ, the weight of the second term.
         spec: The format of the images.
-        augment: The augmentation of the client's images.
         scale: The factor of cosines in ArcFace's loss.
         margin: The margin of ArcFace's loss.
-        pixels: The client's images as bytes.
+        x: The client's images.
         labels: Their classes.
         images: Generated images as bytes.
         codes: The latent vectors from which they were generated.
     """
     predicted_codes = projection(model.features(prepared(images, spec, Augment()))).float()
-    task = own_task(model, spec, augment, scale, margin, pixels, labels)
+    task = own_task(model, scale, margin, x, labels)
     return task + mu * F.mse_loss(predicted_codes, codes)
 
 
@@ -228,8 +219,10 @@ class FedKTL(OneWidth[Teacher]):
 
     aggregates = ("sets",)
     crosses = {
-        "learn": "down: an image and a latent vector for each class, a projection; up: prototypes "
-        "of the client's classes in the space of the frame"
+        "learn": Crossing(
+            down="an image and a latent vector for each class, a projection",
+            up="prototypes of the client's classes in the space of the frame",
+        ),
     }
 
     # G: the server's generator: a TorchScript file, or package.module:function returning a module
@@ -271,20 +264,20 @@ class FedKTL(OneWidth[Teacher]):
         """
         data = client.data
         model = client.model
-        task = data.spec, data.augment, self.scale, self.margin
         if lessons and self.mu:
             lesson = lessons[0]
             images = lesson["images"]
             codes = lesson["latents"]
-            layer = nn.Linear(self.features, codes.shape[1]).to(client.device)
-            projection = lanes.keep("projection", layer)
-            projection.load_state_dict(lesson["projection"])
+            layer = nn.Linear(self.features, codes.shape[1])
+            projection = restore_module(client, "projection", layer, lesson["projection"])
             batches = index_batches(len(images), self.batch_size, client.device)
             pairs = ((images[index], codes[index]) for index in batches)
-            client_loss = partial(loss, model, projection, self.mu, *task)
+            client_loss = partial(
+                loss, model, projection, self.mu, data.spec, self.scale, self.margin
+            )
             self.train(client, client_loss, pairs, [projection])
         else:
-            self.train(client, partial(own_task, model, *task))
+            self.train(client, partial(own_task, model, self.scale, self.margin))
         return places_of(model, data)
 
     def align(self, server: Teacher, prototypes: ByClass) -> Tensor:
@@ -295,10 +288,8 @@ class FedKTL(OneWidth[Teacher]):
         """
         device = server.device
         generator = pretrained(self.generator, self.weights, device)
-        new = Aligner(server.spec.classes, latent_dim(generator)).to(device)
-        aligner = lanes.keep("aligner", new)
-        if server.aligner:
-            aligner.load_state_dict(server.aligner)
+        new = Aligner(server.spec.classes, latent_dim(generator))
+        aligner = restore_module(server, "aligner", new, server.aligner)
         aligner.centre(prototypes)
         fit_rows(
             server,
@@ -312,7 +303,7 @@ class FedKTL(OneWidth[Teacher]):
             beside=((latents(generator, self.server_batch_size, device),) for _ in count()),
         )
         aligner.centre(prototypes)
-        server.aligner = isolate(dict(aligner.state_dict()))
+        server.aligner = copy_state(aligner)
         server.known = sorted({*server.known, *prototypes["classes"].tolist()})
         return aligner.centres.detach()[server.known]
 

@@ -38,10 +38,10 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from barter.algorithms.one_width import OneWidth
+from barter.core.algorithm import Crossing
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Named
 from barter.core.evaluation import evaluate, tests_due
-from barter.core.images import Augment, Spec, prepared
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server, as_numbers
 from barter.core.params import NonNegative
@@ -68,10 +68,8 @@ class Follower(Client):
 
 def loss(
     model: Classifier,
-    spec: Spec,
-    augment: Augment,
     lam: float,
-    pixels: Tensor,
+    x: Tensor,
     labels: Tensor,
     prototypes: Tensor,
     known: Tensor,
@@ -80,15 +78,13 @@ def loss(
 
     Args:
         model: The network to train.
-        spec: The format of the images.
-        augment: The augmentation of the images.
         lam: λ, the weight of the distance, which is the mean square.
-        pixels: Images as bytes.
+        x: Images.
         labels: Their classes.
         prototypes: A prototype for each class (classes, features).
         known: 1 for classes that have a prototype, otherwise 0.
     """
-    features = model.features(prepared(pixels, spec, augment))
+    features = model.features(x)
     distances = (features - prototypes[labels]).square().mean(1) * known[labels]
     return F.cross_entropy(model.logits(features), labels) + lam * distances.mean()
 
@@ -99,8 +95,8 @@ class FedProto(OneWidth[S, Follower]):
 
     aggregates = ("prototypes",)
     crosses = {
-        "learn": "up: mean features of the client's classes",
-        "receive": "down: their means over clients",
+        "learn": Crossing(up="mean features of the client's classes"),
+        "receive": Crossing(down="their means over clients"),
     }
 
     lam: NonNegative = 1.0  # λ: weight of the distance to prototypes
@@ -113,7 +109,7 @@ class FedProto(OneWidth[S, Follower]):
         """Train with the global prototypes and return the client's own."""
         data = client.data
         table = lookup(client.prototypes, data.spec.classes, self.features, client.device)
-        self.train(client, partial(loss, client.model, data.spec, data.augment, self.lam), table)
+        self.train(client, partial(loss, client.model, self.lam), table)
         return prototypes_of(client.model, data)
 
     def gathered(self, server: S, prototypes: Replies[ByClass]) -> ByClass:

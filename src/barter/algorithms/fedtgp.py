@@ -34,12 +34,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from barter.algorithms.fedproto import FedProto
-from barter.compute import lanes
+from barter.core.algorithm import Crossing
 from barter.core.clients import Replies
 from barter.core.nodes import Server
 from barter.core.params import Count, NonNegative, Positive
-from barter.core.payload import State, isolate
+from barter.core.payload import State
 from barter.ops.fit import fit_rows, sgd
+from barter.ops.modules import copy_state, restore_module
 from barter.ops.prototypes import ByClass, joined, mean_of, trusted
 
 __all__ = ["FedTGP", "Prototypist", "TrainablePrototypes", "loss", "margin"]
@@ -92,8 +93,8 @@ class FedTGP(FedProto[Prototypist]):
 
     aggregates = ("prototypes", "sets")
     crosses = {
-        "learn": "up: mean features of the client's classes",
-        "receive": "down: the trained prototypes",
+        "learn": Crossing(up="mean features of the client's classes"),
+        "receive": Crossing(down="the trained prototypes"),
     }
 
     tau: NonNegative = 100.0  # τ: upper limit of the margin
@@ -102,10 +103,8 @@ class FedTGP(FedProto[Prototypist]):
 
     def gathered(self, server: Prototypist, prototypes: Replies[ByClass]) -> ByClass:
         """Train the global prototypes on those of the clients and return them."""
-        new = TrainablePrototypes(server.spec.classes, self.features).to(server.device)
-        trainable = lanes.keep("prototypes", new)
-        if server.prototypes:
-            trainable.load_state_dict(server.prototypes)
+        new = TrainablePrototypes(server.spec.classes, self.features)
+        trainable = restore_module(server, "prototypes", new, server.prototypes)
         rows = joined(trusted(prototypes))
         delta = margin(mean_of(prototypes.values()), self.tau)
         fit_rows(
@@ -119,7 +118,7 @@ class FedTGP(FedProto[Prototypist]):
             recipe=sgd(self.server_lr),
             beside=repeat((delta,)),
         )
-        server.prototypes = isolate(dict(trainable.state_dict()))
+        server.prototypes = copy_state(trainable)
         server.report["margin"] = float(delta)
         with torch.no_grad():
             return {

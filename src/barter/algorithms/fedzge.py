@@ -60,7 +60,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal, TypeAlias, TypedDict
@@ -70,7 +70,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from barter.compute.precision import exact
-from barter.core.algorithm import Algorithm
+from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Counts, Floats, When
 from barter.core.evaluation import adjusted, note_before, predict
@@ -84,7 +84,8 @@ from barter.models.generators import LabelGenerator
 from barter.models.width import without_running_statistics
 from barter.ops.distill import kl, tempered
 from barter.ops.ensemble import class_shares, mixed
-from barter.ops.fit import Trainer, adam, epoch_length, fit, index_batches
+from barter.ops.fit import LabelledBatch, Trainer, adam, epoch_length, fit, index_batches
+from barter.ops.modules import stack_field
 from barter.ops.shares import log_shares
 from barter.ops.statistics import by_batch, renew
 from barter.ops.synthesis import (
@@ -155,8 +156,7 @@ def rehearsal(
     augment: Augment,
     x: Tensor,
     ensemble: Tensor,
-    pixels: Tensor,
-    labels: Tensor,
+    own: LabelledBatch,
     home: Tensor | None = None,
 ) -> Tensor:
     """Return the distillation loss plus the cross entropy on private images, in one batch.
@@ -164,13 +164,12 @@ def rehearsal(
     Args:
         x: Generated images.
         ensemble: The ensemble's logits on them.
-        pixels: Private images.
-        labels: Their labels.
+        own: Private images.
         home: Log class prior of the private images, added to their logits.
     """
-    inputs = torch.cat([prepared(pixels, spec, augment), x])
-    private, generated = model(inputs).split([len(pixels), len(x)])
-    return F.cross_entropy(adjusted(private, home), labels) + tempered(tau, generated, ensemble)
+    inputs = torch.cat([prepared(own.pixels, spec, augment), x])
+    private, generated = model(inputs).split([len(own.pixels), len(x)])
+    return F.cross_entropy(adjusted(private, home), own.labels) + tempered(tau, generated, ensemble)
 
 
 def accuracy_by_batch(model: Classifier, test: Images) -> float:
@@ -189,14 +188,18 @@ class FedZGE(Algorithm[Asked, Oracle]):
     """Black-box clients: the server sends generated images, clients answer with logits."""
 
     primary = "server"
-    global_model = True
+    server_model = ServerModel("own")
     aggregates = ("logits",)
     crosses = {
-        "learn": "up: number of images of each class; "
-        "mean and deviation of each frequency over all images",
-        "answer": "down: generated images and slightly perturbed copies of them; "
-        "up: logits on all of them",
-        "distil": "down: the ensemble's logits on the round's images",
+        "learn": Crossing(
+            up="number of images of each class; mean and deviation of each frequency over "
+            "all images",
+        ),
+        "answer": Crossing(
+            down="generated images and slightly perturbed copies of them",
+            up="logits on all of them",
+        ),
+        "distil": Crossing(down="the ensemble's logits on the round's images"),
     }
     presets = {
         "paper": {
@@ -393,7 +396,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
     def shares(self, answers: Replies[Tensor], told: Replies[Told]) -> Tensor:
         """Return the weight of each answering client for each class (clients, classes or 1)."""
         if self.by_class:
-            return class_shares(torch.stack([told[k]["counts"] for k in answers]).float())
+            return class_shares(stack_field({k: told[k] for k in answers}, "counts").float())
         device = next(iter(answers.values())).device
         sizes = torch.tensor([answers.num_examples[k] for k in answers], device=device)
         return (sizes / sizes.sum())[:, None]
@@ -556,20 +559,18 @@ class FedZGE(Algorithm[Asked, Oracle]):
         images, ensemble = (torch.cat(column) for column in zip(*lessons, strict=True))
         trainer = Trainer.of(model, adam(lr, cosine=True))
         batches = index_batches(len(images), self.distil_batch or len(images), images.device)
-        loss: Callable[..., Tensor] = partial(distillation, model, self.tau)
-        private_batches: Iterator[Tensor] = iter(())
-        home: list[Tensor] = []
         if own is not None:
-            loss = partial(rehearsal, model, self.tau, own.spec, own.augment)
+            rehearse = partial(rehearsal, model, self.tau, own.spec, own.augment)
             private_batches = index_batches(len(own), size, own.device)
-            home = [log_shares(own)] if self.balanced else []
+            home = log_shares(own) if self.balanced else None
         for step in range(steps):
             index = next(batches)
-            batch = [images[index], ensemble[index]]
-            if own is not None:
+            if own is None:
+                trainer.step(partial(distillation, model, self.tau), images[index], ensemble[index])
+            else:
                 private = next(private_batches)
-                batch += [own.pixels[private], own.labels[private], *home]
-            trainer.step(loss, *batch)
+                batch = LabelledBatch(own.pixels[private], own.labels[private])
+                trainer.step(rehearse, images[index], ensemble[index], batch, home)
             trainer.anneal((step + 1) / steps)
 
     def evaluate_server(self, server: Asked, test: Images) -> dict[str, float]:

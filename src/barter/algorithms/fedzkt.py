@@ -44,20 +44,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from barter.algorithms.fedprox import FedProx
 from barter.compute import lanes
+from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.clients import Clients
-from barter.core.errors import ConfigError
 from barter.core.evaluation import note_before
 from barter.core.images import Spec
 from barter.core.model import Classifier
-from barter.core.nodes import Client, Server
-from barter.core.params import Count, NonNegative, Positive
-from barter.core.payload import State, isolate
+from barter.core.nodes import Client
+from barter.core.params import Count, Fraction, NonNegative, Positive
+from barter.core.payload import State
 from barter.core.record import Round
 from barter.models.generators import Decoder
 from barter.ops.ensemble import consensus
-from barter.ops.fit import Trainer, adam, sgd
+from barter.ops.fit import Trainer, adam, anchored, fit, sgd
+from barter.ops.modules import copy_state
 from barter.ops.synthesis import (
     Artist,
     Ensemble,
@@ -110,17 +110,13 @@ def lesson(
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedZKT(FedProx):
+class FedZKT(Algorithm[Artist, Client]):
     """Distil clients into the server's model and back, on generated images."""
 
-    primary = "clients"
-    one_architecture = False
-    global_model = True
-    replicas = True
     aggregates = ("logits",)
     crosses = {
-        "learn": "up: the client's weights",
-        "receive": "down: the client's weights, after distillation on the server",
+        "learn": Crossing(up="the client's weights"),
+        "receive": Crossing(down="the client's weights, after distillation on the server"),
     }
     presets = {
         "paper": {
@@ -133,6 +129,13 @@ class FedZKT(FedProx):
         }
     }
 
+    retired = {"average": "mean"}
+
+    fraction: Fraction = 1.0  # fraction of clients sampled per round
+    epochs: Count = 5  # local epochs
+    batch_size: Count = 10  # private images per step
+    lr: Positive = 0.05  # learning rate of the clients' SGD
+    mu: NonNegative = 0.01  # μ: weight of the proximal term of local training
     # the server's network: a name of the zoo, or package.module:function; none: the first client's
     global_network: str | None = None
     # steps of the generator in a round, in turn with the server's model; 200 to 500 in the paper
@@ -145,23 +148,11 @@ class FedZKT(FedProx):
     global_lr: Positive = 0.01  # learning rate of all models on the server, with SGD
     momentum: NonNegative = 0.9  # momentum of that SGD
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.average != "mean":
-            raise ConfigError(
-                f"average={self.average!r}: FedZKT averages nothing; its server distils all models"
-            )
-
-    @classmethod
-    def parties(cls) -> tuple[type[Server], type[Client]]:
-        return Artist, Client
-
     @property
-    def server_network(self) -> str | None:
-        return self.global_network
+    def server_model(self) -> ServerModel:
+        return ServerModel("own", self.global_network)
 
-    def round(self, server: Server, clients: Clients, t: int) -> None:
-        assert isinstance(server, Artist)
+    def round(self, server: Artist, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)
         updates = active.run(self.learn)
         generator = self.gather(server, assembled(server, updates))
@@ -171,11 +162,17 @@ class FedZKT(FedProx):
 
     def learn(self, client: Client) -> State:
         """Train the client's network on its own data and return its weights."""
-        self.train(client)
+        fit(
+            client,
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            recipe=sgd(self.lr),
+            anchor=anchored(client, client.model.state_dict(), self.mu),
+        )
         note_before(client)
         return client.model.state_dict()
 
-    def codes(self, party: Server | Client) -> Tensor:
+    def codes(self, party: Artist | Client) -> Tensor:
         """Sample the noise of a batch of images."""
         return torch.randn(self.samples, self.noise, device=party.device)
 
@@ -214,7 +211,7 @@ class FedZKT(FedProx):
         trainer = Trainer.of(model, sgd(self.global_lr, self.momentum))
         for _ in server.track(f"teach {name}", range(self.client_steps)):
             trainer.step(learn, self.codes(server))
-        return isolate(dict(model.state_dict()))
+        return copy_state(model)
 
     def receive(self, client: Client, w: State) -> None:
         """Load the weights after distillation."""
@@ -224,6 +221,6 @@ class FedZKT(FedProx):
         return collapsed(rounds, "more rounds of fewer iterations may help")
 
     def creations(
-        self, party: Server | Client, wanted: Callable[[Tensor], Tensor]
+        self, party: Artist | Client, wanted: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor] | None:
         return exhibited(party, self.codes(party), None, wanted)

@@ -35,8 +35,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from barter.algorithms.fedavg import FedAvg
+from barter.core.algorithm import Crossing, ServerModel
 from barter.core.contracts import Weights
-from barter.core.images import Augment, Spec, prepared
 from barter.core.model import Classifier
 from barter.core.nodes import Client
 from barter.core.params import Count, Fraction, NonNegative, Positive
@@ -54,9 +54,7 @@ def loss(
     shared: Classifier,
     alpha: float,
     beta: float,
-    spec: Spec,
-    augment: Augment,
-    pixels: Tensor,
+    x: Tensor,
     labels: Tensor,
 ) -> Tensor:
     """Return the sum of both networks' losses: cross entropy and KL(other network ‖ network).
@@ -66,12 +64,9 @@ def loss(
         shared: The shared network.
         alpha: α, the weight of the labels for the client's network; KL has 1 - α.
         beta: β, the same for the shared network.
-        spec: The format of the images.
-        augment: The augmentation of the images.
-        pixels: Images as bytes.
+        x: Images.
         labels: Their classes.
     """
-    x = prepared(pixels, spec, augment)
     p = own(x).float()
     q = shared(x).float()
     own_loss = alpha * F.cross_entropy(p, labels) + (1 - alpha) * kl(q.detach(), p)
@@ -83,9 +78,9 @@ class FML(FedAvg):
     """Average a small shared model; each client's own network and its copy teach each other."""
 
     primary = "clients"
-    one_architecture = False
-    global_model = True
-    crosses = {"client_update": "down: the shared model's weights; up: the trained weights"}
+    crosses = {
+        "client_update": Crossing(down="the shared model's weights", up="the trained weights"),
+    }
 
     shared: str = "small-cnn"  # the shared network: a name of the zoo, or package.module:function
     # α: weight of the labels for the client's own network; the shared one's predictions have 1 - α
@@ -98,16 +93,15 @@ class FML(FedAvg):
     momentum: NonNegative = 0.9  # momentum of SGD
 
     @property
-    def server_network(self) -> str:
-        return self.shared
+    def server_model(self) -> ServerModel:  # type: ignore[override]  # FedAvg's is a constant
+        return ServerModel("own", self.shared)
 
     def client_update(self, client: Client, w: State) -> Annotated[State, Weights("server")]:
         """Train both networks on the client's data and return the shared one's weights."""
-        data = client.data
         shared = companion(client, self.shared, w)
         fit_by(
             client,
-            partial(loss, client.model, shared, self.alpha, self.beta, data.spec, data.augment),
+            partial(loss, client.model, shared, self.alpha, self.beta),
             epochs=self.epochs,
             batch_size=self.batch_size,
             recipe=by_name(self.optimizer, self.lr, self.momentum),

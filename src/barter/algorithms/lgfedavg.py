@@ -24,6 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from barter.algorithms.one_width import HeadClient, HeadServer, SharedHead
+from barter.core.algorithm import Crossing
 from barter.core.clients import Clients
 from barter.core.payload import State
 from barter.ops.average import Average, average
@@ -38,8 +39,8 @@ class LGFedAvg(SharedHead):
 
     aggregates = ("states",)
     crosses = {
-        "learn": "down: the initial head; up: the trained head",
-        "receive": "down: the averaged head",
+        "learn": Crossing(down="the initial head", up="the trained head"),
+        "receive": Crossing(down="the averaged head"),
     }
 
     # aggregation of updates: mean weighted by image counts, or robust (median, trimmed mean)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from barter.core.algorithm import Algorithm
+from barter.core.algorithm import Algorithm, Crossing
 from barter.core.clients import Clients
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive
@@ -22,7 +22,7 @@ __all__ = ["Local"]
 class Local(Algorithm):
     """Train every client on its own data only, without any exchange."""
 
-    crosses = {"learn": "nothing"}
+    crosses = {"learn": Crossing()}
 
     # τ: local training stops when an epoch's training accuracy reaches it; none: no early stop
     tau: Fraction | None = 0.98

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from barter.algorithms.public import PublicDistillation
+from barter.core.algorithm import ServerModel
 from barter.core.clients import Clients
 from barter.core.evaluation import predict
 from barter.core.nodes import Server
@@ -44,7 +45,7 @@ def auxiliary_loss(lam: float, logits: Tensor, mean: Tensor, labels: Tensor) -> 
 class MHAT(PublicDistillation):
     """Clients learn from a server model that was trained on their mean prediction."""
 
-    global_model = True
+    server_model = ServerModel("own")
 
     lam: NonNegative = 1.0  # λ: weight of the clients' mean prediction, relative to the labels
     epochs: Count = 5  # passes over private data per round

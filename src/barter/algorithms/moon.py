@@ -37,7 +37,7 @@ from torch import Tensor
 
 from barter.algorithms.fedavg import FedAvg
 from barter.compute import lanes
-from barter.core.images import Augment, Spec, prepared
+from barter.core.images import Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Client
 from barter.core.params import Count, NonNegative, Positive
@@ -69,9 +69,7 @@ def loss(
     prev: Classifier,
     mu: float,
     tau: float,
-    spec: Spec,
-    augment: Augment,
-    pixels: Tensor,
+    x: Tensor,
     labels: Tensor,
 ) -> Tensor:
     """Return cross entropy plus μ times the contrastive loss (Eq. 4).
@@ -82,12 +80,9 @@ def loss(
         prev: The client's previous model.
         mu: μ, the weight of the contrastive loss.
         tau: τ, its temperature.
-        spec: The format of the images.
-        augment: The augmentation of the images.
-        pixels: Images as bytes.
+        x: Images.
         labels: Their classes.
     """
-    x = prepared(pixels, spec, augment)
     z = model.features(x)
     with torch.no_grad():
         z_glob = glob.features(x)
@@ -113,14 +108,13 @@ class MOON(FedAvg):
 
     def client_update(self, client: Client, w: State) -> State:
         """Train the server's weights with the contrastive loss and return them."""
-        data = client.data
         model = client.model
         prev = frozen("previous", client)
         model.load_state_dict(w)
         glob = frozen("start", client)
         fit_by(
             client,
-            partial(loss, model, glob, prev, self.mu, self.tau, data.spec, data.augment),
+            partial(loss, model, glob, prev, self.mu, self.tau),
             epochs=self.epochs,
             batch_size=self.batch_size,
             recipe=sgd(self.lr, self.momentum, self.weight_decay),

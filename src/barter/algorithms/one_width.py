@@ -24,8 +24,9 @@ from barter.core.nodes import Client, Server, as_numbers
 from barter.core.params import Count, Fraction, Positive
 from barter.core.payload import Payload, State, isolate
 from barter.core.record import Round
-from barter.ops.fit import Optimizer, Recipe, by_name, classification, fit_by
+from barter.ops.fit import Optimizer, Recipe, by_name, cross_entropy, fit_by
 from barter.ops.heads import head_state, linear_head, logits_by_heads, put_on
+from barter.ops.modules import copy_state
 
 __all__ = ["HeadClient", "HeadServer", "OneWidth", "SharedHead"]
 
@@ -92,10 +93,9 @@ class OneWidth(Algorithm[S, C]):
             beside: Tensors that the loss gets in every step, or an iterator of such tensors.
             also: Further modules to train.
         """
-        cross_entropy = partial(classification, client.model, client.data.spec, client.data.augment)
         fit_by(
             client,
-            loss or cross_entropy,
+            loss or partial(cross_entropy, client.model),
             epochs=self.epochs,
             batch_size=self.batch_size,
             recipe=self.recipe(),
@@ -137,7 +137,7 @@ class SharedHead(OneWidth[H, K]):
         else:
             # Sites with networks of their own, which the server cannot build.
             head = nn.Linear(self.features, server.spec.classes).to(server.device)
-            server.head = isolate(dict(head.state_dict()))
+            server.head = copy_state(head)
 
     def missing_head(self, server: H, active: Clients) -> State:
         """Return the shared head if one of these clients lacks it; otherwise, an empty state."""

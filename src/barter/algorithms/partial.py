@@ -27,7 +27,7 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from barter.compute import lanes
-from barter.core.algorithm import Algorithm
+from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.answers import Known
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Counts, When
@@ -77,13 +77,16 @@ class PartialTraining(Algorithm[S, Client]):
     """Each client trains a submodel of the network, as wide as it can afford."""
 
     primary = "server"
-    replicas = True
     aggregates = ("states",)
     crosses = {
-        "train": "down: the weights of the client's channels; "
-        "up: the trained weights, and how many images of each class they were trained on",
-        "measure": "down: the averaged weights at full width; "
-        "up: mean and variance of every normalised channel",
+        "train": Crossing(
+            down="the weights of the client's channels",
+            up="the trained weights, and how many images of each class they were trained on",
+        ),
+        "measure": Crossing(
+            down="the averaged weights at full width",
+            up="mean and variance of every normalised channel",
+        ),
     }
 
     fraction: Fraction = 1.0  # share of clients per round
@@ -107,8 +110,8 @@ class PartialTraining(Algorithm[S, Client]):
     weighting: Literal["clients", "examples"] = "clients"
 
     @property
-    def one_architecture(self) -> bool:
-        return True
+    def server_model(self) -> ServerModel:
+        return ServerModel("shared")
 
     @property
     def extraction(self) -> Extraction:

@@ -42,6 +42,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from barter.algorithms.broadcast import Broadcast, Caster
+from barter.core.algorithm import Crossing
 from barter.core.clients import Clients
 from barter.core.evaluation import evaluate
 from barter.core.images import Augment, Images, Spec, prepared
@@ -49,7 +50,7 @@ from barter.core.model import Classifier
 from barter.core.nodes import Client
 from barter.core.params import Count, NonNegative, Positive
 from barter.core.payload import State, isolate
-from barter.ops.fit import alternate, epoch_length, fit, index_batches, sgd
+from barter.ops.fit import LabelledBatch, alternate, epoch_length, fit, index_batches, sgd
 
 __all__ = ["Adapter", "PerFedAvg", "ahead"]
 
@@ -60,22 +61,19 @@ class Adapter(Client):
     start: State = {}  # the average, before adaptation
 
 
-def slope(
-    model: Classifier, w: State, spec: Spec, augment: Augment, pixels: Tensor, labels: Tensor
-) -> State:
+def slope(model: Classifier, w: State, batch: LabelledBatch, spec: Spec, augment: Augment) -> State:
     """Return the gradient of the cross entropy on a batch at given weights.
 
     Args:
         model: The network; its own weights are not used.
         w: The weights at which the gradient is computed.
+        batch: The images and their classes.
         spec: The format of the images.
         augment: The augmentation of the images.
-        pixels: Images as bytes.
-        labels: Their classes.
     """
     leaves = {name: weight.detach().requires_grad_() for name, weight in w.items()}
-    logits = functional_call(model, leaves, (prepared(pixels, spec, augment),))
-    value = F.cross_entropy(logits, labels)
+    logits = functional_call(model, leaves, (prepared(batch.pixels, spec, augment),))
+    value = F.cross_entropy(logits, batch.labels)
     gradients = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
     return dict(zip(leaves, gradients, strict=True))
 
@@ -86,13 +84,16 @@ def moved(w: State, by: float, way: State) -> State:
 
 
 def ahead(
-    model: Classifier, alpha: float, delta: float, spec: Spec, augment: Augment, *batches: Tensor
+    model: Classifier,
+    alpha: float,
+    delta: float,
+    spec: Spec,
+    augment: Augment,
+    first: LabelledBatch,
+    second: LabelledBatch,
+    third: LabelledBatch | None = None,
 ) -> Tensor:
     """Return a surrogate loss whose gradient is that of the loss after an adaptation step.
-
-    The adaptation step is taken on a first batch, and the loss is that of a second batch. If there
-    is a third batch, the Hessian in the gradient of the adaptation step is estimated on it by
-    central differences (HF); otherwise the Hessian is left out (FO).
 
     Args:
         model: The network to train.
@@ -100,18 +101,18 @@ def ahead(
         delta: δ, the step of the differences.
         spec: The format of the images.
         augment: The augmentation of the images.
-        *batches: Pixels and labels of each batch in turn: four tensors, or six.
+        first: The batch of the adaptation step.
+        second: The batch of the loss after it.
+        third: The batch on which the Hessian in the gradient of the adaptation step is estimated by
+            central differences (HF); with None, the Hessian is left out (FO).
     """
-    inner_pixels, inner_labels, outer_pixels, outer_labels, *hessian_batch = batches
     w: State = {name: p for name, p in model.named_parameters() if p.requires_grad}
     gradient_at = partial(slope, model, spec=spec, augment=augment)
-    inner = gradient_at(w, pixels=inner_pixels, labels=inner_labels)
-    adapted = moved(w, -alpha, inner)
-    gradient = gradient_at(adapted, pixels=outer_pixels, labels=outer_labels)
-    if hessian_batch:
-        pixels, labels = hessian_batch
-        above = gradient_at(moved(w, delta, gradient), pixels=pixels, labels=labels)
-        below = gradient_at(moved(w, -delta, gradient), pixels=pixels, labels=labels)
+    adapted = moved(w, -alpha, gradient_at(w, first))
+    gradient = gradient_at(adapted, second)
+    if third is not None:
+        above = gradient_at(moved(w, delta, gradient), third)
+        below = gradient_at(moved(w, -delta, gradient), third)
         gradient = {
             name: g - alpha * (above[name] - below[name]) / (2 * delta)
             for name, g in gradient.items()
@@ -125,9 +126,11 @@ class PerFedAvg(Broadcast[Caster, Adapter]):
     """Learn one initialisation for all clients; each adapts it with a step of its own."""
 
     crosses = {
-        "client_update": "down: the server's weights, if the client missed them; up: the client's "
-        "weights",
-        "receive": "down: the average",
+        "client_update": Crossing(
+            down="the server's weights, if the client missed them",
+            up="the client's weights",
+        ),
+        "receive": Crossing(down="the average"),
     }
 
     epochs: Count = 5  # local epochs
@@ -163,8 +166,8 @@ class PerFedAvg(Broadcast[Caster, Adapter]):
         fit(client, epochs=1, steps=self.steps, batch_size=self.batch_size, recipe=sgd(self.alpha))
 
 
-def several(data: Images, size: int, each: int) -> Iterator[list[Tensor]]:
-    """Yield lists of several batches: pixels and labels of the first, of the second, and so on.
+def several(data: Images, size: int, each: int) -> Iterator[list[LabelledBatch]]:
+    """Yield lists of several batches.
 
     Args:
         data: The images.
@@ -173,7 +176,7 @@ def several(data: Images, size: int, each: int) -> Iterator[list[Tensor]]:
     """
     index_stream = index_batches(len(data), size, data.device)
     while True:
-        tensors: list[Tensor] = []
-        for index in islice(index_stream, each):
-            tensors += [data.pixels[index], data.labels[index]]
-        yield tensors
+        yield [
+            LabelledBatch(data.pixels[index], data.labels[index])
+            for index in islice(index_stream, each)
+        ]

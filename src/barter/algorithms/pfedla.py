@@ -38,13 +38,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from barter.compute import lanes
-from barter.core.algorithm import Algorithm
+from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.clients import Clients
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
-from barter.core.payload import State, isolate
+from barter.core.payload import State
 from barter.ops.fit import Trainer, fit, sgd
+from barter.ops.modules import copy_state, restore_module
 
 __all__ = ["HyperNetwork", "Mixer", "PFedLA", "by_layer", "gain", "mixed"]
 
@@ -139,10 +139,12 @@ def gain(hyper: HyperNetwork, own: Tensor, known: Tensor, dots: Tensor) -> Tenso
 class PFedLA(Algorithm[Mixer]):
     """Give every client its own mix of all models, weighted layer by layer."""
 
-    one_architecture = True
-    personal = True
+    server_model = ServerModel("personal")
     crosses = {
-        "client_update": "down: a mix of all clients' weights; up: the client's trained weights"
+        "client_update": Crossing(
+            down="a mix of all clients' weights",
+            up="the client's trained weights",
+        ),
     }
 
     fraction: Fraction = 1.0  # fraction of clients sampled per round
@@ -193,15 +195,15 @@ class PFedLA(Algorithm[Mixer]):
                 flat_weights = [server.models[j][name].flatten() for j in sorted(server.models)]
                 row[known > 0] += torch.stack(flat_weights) @ change[name].flatten()
         Trainer.of(hyper, sgd(self.hyper_lr)).step(partial(gain, hyper), own, known, dots)
-        server.hyper[k] = isolate(hyper.state_dict())
+        server.hyper[k] = copy_state(hyper)
 
     def hypernetwork(
         self, server: Mixer, clients: Clients, k: int
     ) -> tuple[HyperNetwork, Tensor, Tensor]:
         """Return the hypernetwork of client k and its two inputs, `own` and `known`."""
-        hyper = HyperNetwork(len(clients), len(server.layers), self.width).to(server.device)
-        hyper.load_state_dict(server.hyper[k])
+        new = HyperNetwork(len(clients), len(server.layers), self.width)
+        hyper = restore_module(server, "hypernetwork", new, server.hyper[k])
         own = [float(j == k) for j in clients]
         known = [float(j in server.models) for j in clients]
         columns = torch.tensor([own, known], device=server.device)
-        return lanes.keep("hypernetwork", hyper), columns[0], columns[1]
+        return hyper, columns[0], columns[1]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from barter.core.algorithm import Algorithm
+from barter.core.algorithm import Algorithm, Crossing
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Counts, Floats, Places, When
 from barter.core.evaluation import note_before, predict
@@ -24,6 +24,7 @@ from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
 from barter.ops.ensemble import class_shares, consensus, distil, drawn, public_images, soft_loss
 from barter.ops.fit import Recipe, adam, epoch_length, fit
+from barter.ops.modules import stack_field
 
 __all__ = ["Answer", "PublicDistillation"]
 
@@ -45,9 +46,11 @@ class PublicDistillation(Algorithm[S, C]):
 
     aggregates = ("logits",)
     crosses = {
-        "answer": "down: which public images; up: predictions on them, and class counts if "
-        "weighting asks for them",
-        "learn": "down: which public images, and the targets for them",
+        "answer": Crossing(
+            down="which public images",
+            up="predictions on them, and class counts if weighting asks for them",
+        ),
+        "learn": Crossing(down="which public images, and the targets for them"),
     }
     loss = staticmethod(soft_loss)  # of logits and targets
 
@@ -110,7 +113,7 @@ class PublicDistillation(Algorithm[S, C]):
         predictions = [answer["said"] for answer in answers.values()]
         if not self.by_class:
             return consensus(predictions)
-        counts = torch.stack([answer["counts"] for answer in answers.values()])
+        counts = stack_field(answers, "counts")
         return consensus(predictions, class_shares(counts))
 
     def decided(self, server: S, places: Tensor, mean: Tensor) -> Tensor:

@@ -39,19 +39,11 @@ class Ear(Wire):
         self.heard: dict[int, dict[str, Payload]] = {}
         self.sent: dict[int, dict[str, Payload]] = {}  # arguments
 
-    def carry(
-        self,
-        tree: Any,
-        method: str,
-        client: int,
-        direction: Direction,
-        device: torch.device | None = None,
-    ) -> Any:
-        arrived = super().carry(tree, method, client, direction, device)
+    def deliver(self, received: Any, method: str, client: int, direction: Direction) -> Any:
         if method != Algorithm.evaluate.__name__:
             record = self.heard if direction == "up" else self.sent
-            record.setdefault(client, {})[method] = isolate(arrived)
-        return arrived
+            record.setdefault(client, {})[method] = isolate(received)
+        return received
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,15 @@ from typing import Annotated, Any
 import typer
 
 from barter.cli.options import (
+    AlgorithmName,
     Arithmetic,
+    ConfigFile,
     Device,
     Listing,
     Patience,
     Place,
     RoundOf,
+    RunArgument,
     Settings,
     TensorBoard,
     Trust,
@@ -81,10 +84,8 @@ def _trusting(trust: bool) -> AbstractContextManager[None]:
 
 @app.command()
 def run(
-    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG.toml]")] = None,
-    algorithm: Annotated[
-        str | None, typer.Option(help="A name from `barter list algorithms`, or module:Class.")
-    ] = None,
+    config: ConfigFile = None,
+    algorithm: AlgorithmName = None,
     settings: Settings = None,
     out: Annotated[
         Path | None, typer.Option(help="The run's folder; by default a new one under runs/.")
@@ -150,7 +151,7 @@ def run(
 
 @app.command()
 def resume(
-    run: Annotated[Path, typer.Argument(metavar="RUN")],
+    run: RunArgument,
     rounds: Annotated[
         int | None,
         typer.Option(
@@ -305,7 +306,7 @@ def privacy(
 
 @app.command()
 def attack(
-    run: Annotated[Path, typer.Argument(metavar="RUN")],
+    run: RunArgument,
     shadows: Annotated[
         int,
         typer.Option(
@@ -349,7 +350,7 @@ def attack(
 
 @app.command()
 def evaluate(
-    run: Annotated[Path, typer.Argument(metavar="RUN")],
+    run: RunArgument,
     data: Annotated[
         str, typer.Option(metavar="SOURCE", help="A data set's name, npz:PATH or folder:PATH.")
     ],
@@ -372,7 +373,7 @@ def evaluate(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN")],
+    run: RunArgument,
     to: Annotated[
         Path, typer.Option(metavar="FILE", help="A file name with .safetensors, .onnx or .pt2.")
     ],
@@ -518,10 +519,8 @@ def show_partition(
 
 @show.command("config")
 def show_config(
-    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG.toml]")] = None,
-    algorithm: Annotated[
-        str | None, typer.Option(help="A name from `barter list algorithms`, or module:Class.")
-    ] = None,
+    config: ConfigFile = None,
+    algorithm: AlgorithmName = None,
     settings: Settings = None,
 ) -> None:
     """Print the full configuration of a run, including defaults, as TOML for `barter run`."""
@@ -532,7 +531,7 @@ def show_config(
 
 @show.command("images")
 def show_images(
-    run: Annotated[Path, typer.Argument(metavar="RUN")],
+    run: RunArgument,
     out: Annotated[
         Path | None, typer.Option(help="Where to save the sheets; by default RUN/images.")
     ] = None,

@@ -21,8 +21,8 @@ def show_algorithm(name: str) -> None:
     console = screen(wide=True)
     console.print(kind.citation())
     console.print("\nWhat crosses the wire:")
-    for method, what in kind.crosses.items():
-        console.print(f"  {method}: {what}")
+    for method, crossing in kind.crosses.items():
+        console.print(f"  {method}: {crossing}")
     print_fields(console, kind, "algorithm.")
     for preset, values in kind.presets.items():
         changes = ", ".join(f"{key}={value}" for key, value in values.items()) or "the defaults"

@@ -91,7 +91,7 @@ def attack(run: Path, shadows: int, *, canary: bool, tries: int, images: int) ->
     """Run `barter attack`."""
     if canary:
         is_file = run.suffix == ".toml"
-        config = resolve(opened(run) if is_file else read(begun(run) / "config.toml"))
+        config = resolve(opened(run)) if is_file else read_run(begun(run))
         if config.engine == "flower":
             raise ConfigError(f"{run} is for Flower: its clients' images are at their sites")
         # Uploads of a GPU and of the CPU have the same noise; here a round is played thousands of

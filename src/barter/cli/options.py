@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,12 +13,15 @@ import typer
 from barter.core.params import DEVICES
 
 __all__ = [
+    "AlgorithmName",
     "Arithmetic",
+    "ConfigFile",
     "Device",
     "Listing",
     "Patience",
     "Place",
     "RoundOf",
+    "RunArgument",
     "Settings",
     "TensorBoard",
     "Trust",
@@ -34,6 +38,14 @@ Settings = Annotated[
     ),
 ]
 
+
+AlgorithmName = Annotated[
+    str | None, typer.Option(help="A name from `barter list algorithms`, or module:Class.")
+]
+
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN")]
+
+ConfigFile = Annotated[Path | None, typer.Argument(metavar="[CONFIG.toml]")]
 
 TensorBoard = Annotated[
     bool, typer.Option("--tensorboard", help="Also log every round for TensorBoard, in the folder.")

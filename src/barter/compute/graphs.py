@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from barter.compute import lanes, precision
+from barter.compute.batches import Batch, flatten, refill, shape_key
 from barter.compute.lanes import Lane
 
 __all__ = [
@@ -46,7 +47,7 @@ class Graphs:
         self.parts = [part for module in modules for part in module.modules()]
         self.steps: dict[Hashable, Captured | Eager] = {}
 
-    def eager(self, work: Callable[..., Any], batch: Sequence[Tensor]) -> Any:
+    def eager(self, work: Callable[..., Any], batch: Sequence[Batch]) -> Any:
         """Run a step without a graph."""
         raise NotImplementedError
 
@@ -63,18 +64,19 @@ class Graphs:
         while len(self.steps) > GRAPHS:
             del self.steps[next(iter(self.steps))]
 
-    def take(self, work: Callable[..., Any], batch: Sequence[Tensor]) -> Any:
-        """Run a step on this batch and return its values, which are valid until the next step."""
+    def take(self, work: Callable[..., Any], batch: Sequence[Batch]) -> Any:
+        """Run a step on this batch and return its values, which are valid until the next step.
+
+        Args:
+            work: Called with the items of the batch.
+            batch: Tensors, None, and tuples or NamedTuples of them.
+        """
         lane = lanes.current()
         if lane is None:
             return self.eager(work, batch)
         lane.breathe()
-        key = (
-            identity(work),
-            self._modes(work),
-            *((b.shape, b.dtype) for b in batch),
-            precision.current(),
-        )
+        tensors = flatten(batch)
+        key = (identity(work), self._modes(work), shape_key(batch), precision.current())
         try:
             step = self.steps.get(key)
         except TypeError as error:  # The work holds something that cannot be hashed.
@@ -92,7 +94,7 @@ class Graphs:
             if isinstance(step, Eager):
                 _warn_once(work, step.objection)
                 return self.eager(work, batch)
-        return step.replay(batch)
+        return step.replay(tensors)
 
     def _modes(self, work: Callable[..., Any]) -> tuple[bool, ...]:
         """Return the training modes of all modules involved, which are part of a graph's key."""
@@ -102,12 +104,12 @@ class Graphs:
         )
 
     def _capture(
-        self, lane: Lane, work: Callable[..., Any], batch: Sequence[Tensor]
+        self, lane: Lane, work: Callable[..., Any], batch: Sequence[Batch]
     ) -> Captured | Eager:
         """Capture a step as a graph, without running it; if that fails, return an `Eager` with the
         reason.
         """
-        inputs = [b.clone() for b in batch]
+        inputs = [tensor.clone() for tensor in flatten(batch)]
         seed = lane.generator.initial_seed()
         offset = lane.generator.get_offset()
         graph = torch.cuda.CUDAGraph()
@@ -117,7 +119,7 @@ class Graphs:
         try:
             graph.capture_begin(pool=lane.pool, capture_error_mode="thread_local")
             try:
-                values = self.eager(work, inputs)
+                values = self.eager(work, refill(batch, inputs))
             finally:
                 graph.capture_end()
         except (RuntimeError, TypeError) as error:
@@ -164,9 +166,9 @@ class Forward(Graphs):
         return forward
 
     @torch.no_grad()
-    def eager(self, work: Callable[..., Tensor], batch: Sequence[Tensor]) -> Tensor:
+    def eager(self, work: Callable[..., Tensor], batch: Sequence[Batch]) -> Tensor:
         """Run the work without a graph."""
-        with precision.autocast(batch[0].device):
+        with precision.autocast(flatten(batch)[0].device):
             return work(*batch)
 
 
@@ -215,10 +217,10 @@ class Captured:
         """Return whether all tensors are where they were at the capture."""
         return self.addresses == self._addresses()
 
-    def replay(self, batch: Sequence[Tensor]) -> Any:
-        """Copy a batch into the graph's inputs, run it, and return its outputs."""
-        if batch:
-            torch._foreach_copy_(self.inputs, list(batch), non_blocking=True)
+    def replay(self, tensors: list[Tensor]) -> Any:
+        """Copy a batch's tensors into the graph's inputs, run it, and return its outputs."""
+        if tensors:
+            torch._foreach_copy_(self.inputs, tensors, non_blocking=True)
         self.graph.replay()
         torch.autograd.graph.increment_version(self.values)
         return self.values

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from barter.compute import lanes, precision
+from barter.compute.batches import Batch, flatten
 from barter.compute.graphs import Captured, Graphs
 
 __all__ = ["Anchor", "Optimizer", "Recipe", "Trainer", "adam", "by_name", "sgd"]
@@ -196,23 +197,23 @@ class Trainer(Graphs):
                 group["lr"] = rate
 
     @overload
-    def step(self, loss: Callable[..., Tensor], *batch: Tensor) -> Tensor: ...
+    def step(self, loss: Callable[..., Tensor], *batch: Batch) -> Tensor: ...
     @overload
-    def step(self, loss: Callable[..., Values], *batch: Tensor) -> Values: ...
-    def step(self, loss: Callable[..., Any], *batch: Tensor) -> Any:
+    def step(self, loss: Callable[..., Values], *batch: Batch) -> Values: ...
+    def step(self, loss: Callable[..., Any], *batch: Batch) -> Any:
         """Take one optimizer step on a batch and return the loss before it.
 
         Args:
-            loss: Called with the tensors of the batch. If it returns several values, the first is
+            loss: Called with the items of the batch. If it returns several values, the first is
                 minimised.
-            *batch: Arguments of the loss.
+            *batch: Arguments of the loss: tensors, None, and tuples or NamedTuples of them.
 
         Returns:
             The values of the loss, detached, valid until the next step.
         """
         return self.take(loss, batch)
 
-    def eager(self, work: Callable[..., Any], batch: Sequence[Tensor]) -> Any:
+    def eager(self, work: Callable[..., Any], batch: Sequence[Batch]) -> Any:
         """Compute the loss, its gradients and an optimizer step without a graph."""
         self.tidy()
         with precision.autocast(self._device(batch)):
@@ -239,6 +240,7 @@ class Trainer(Graphs):
             self.optimizer.grad_scale = scale  # type: ignore[attr-defined]
         self.optimizer.step()
 
-    def _device(self, batch: Sequence[Tensor]) -> torch.device:
+    def _device(self, batch: Sequence[Batch]) -> torch.device:
         """Return the device of a step."""
-        return batch[0].device if batch else next(self.modules[0].parameters()).device
+        tensors = flatten(batch)
+        return tensors[0].device if tensors else next(self.modules[0].parameters()).device

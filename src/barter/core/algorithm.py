@@ -21,7 +21,7 @@ from barter.core.payload import State
 from barter.core.record import Primary, Round
 from barter.core.robust import Aggregate
 
-__all__ = ["Algorithm", "Tells"]
+__all__ = ["Algorithm", "Crossing", "ServerModel", "Tells"]
 
 # How much of a part of an answer one private image can influence: nothing, its own label, its own
 # row, or its row as computed by the client's network, which was trained on all images. A part that
@@ -32,6 +32,67 @@ C = TypeVar("C", bound=Client, default=Client)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Crossing:
+    """The payloads of a remote method, in words.
+
+    >>> from barter import Crossing
+    >>> print(Crossing(down="the server's weights", up="the client's weights"))
+    down: the server's weights; up: the client's weights
+    >>> print(Crossing())
+    nothing
+    """
+
+    down: str = ""  # What the server sends to a client; empty if it sends nothing.
+    up: str = ""  # What a client answers; empty if it answers nothing.
+
+    def __str__(self) -> str:
+        ways = (("down", self.down), ("up", self.up))
+        return "; ".join(f"{way}: {what}" for way, what in ways if what) or "nothing"
+
+
+@dataclass(frozen=True)
+class ServerModel:
+    """What model the server holds, which also decides which networks clients may have.
+
+    - "none": no model.
+    - "shared": the model of all clients, which must have one architecture.
+    - "personal": no model, though clients must have one architecture: the server combines their
+      weights into a model for each of them.
+    - "copies": the clients' networks, which the server builds to load the weights that they upload.
+    - "own": a model of its own. The server may build the clients' networks too.
+
+    >>> from barter.core.algorithm import ServerModel
+    >>> ServerModel("own", "small-cnn").exists
+    True
+    """
+
+    kind: Literal["none", "shared", "personal", "copies", "own"]
+    # Architecture of a model of its own, of which clients may receive copies; None is that of the
+    # first client.
+    network: str | None = None
+
+    @property
+    def exists(self) -> bool:
+        """Return whether the server has a model that can be evaluated."""
+        return self.kind in ("shared", "own")
+
+    @property
+    def one_architecture(self) -> bool:
+        """Return whether all clients must have the same architecture."""
+        return self.kind in ("shared", "personal")
+
+
+# Attribute by which an older version declared the server's model -> how it is declared now.
+FORMER = {
+    "one_architecture": 'server_model = ServerModel("shared")',
+    "personal": 'server_model = ServerModel("personal")',
+    "global_model": 'server_model = ServerModel("own")',
+    "replicas": 'server_model = ServerModel("copies")',
+    "server_network": 'a property server_model that returns ServerModel("own", network)',
+}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Algorithm(Generic[S, C]):
     """Base class of federated methods.
 
@@ -39,10 +100,10 @@ class Algorithm(Generic[S, C]):
     `Algorithm[MyServer, MyClient]` if the server or the clients keep state besides their model.
 
     >>> from dataclasses import dataclass
-    >>> from barter import Algorithm, Client, Clients, Experiment, Server
+    >>> from barter import Algorithm, Client, Clients, Crossing, Experiment, Server
     >>> @dataclass(frozen=True, kw_only=True)
     ... class Census(Algorithm):
-    ...     crosses = {"count": "down: nothing; up: the client's number of images"}
+    ...     crosses = {"count": Crossing(up="the client's number of images")}
     ...     def round(self, server: Server, clients: Clients, t: int) -> None:
     ...         server.report["images"] = sum(clients.run(self.count).values())
     ...     def count(self, client: Client) -> int:
@@ -51,30 +112,48 @@ class Algorithm(Generic[S, C]):
     {'images': 1433.0}
     """
 
-    # Remote method -> its payloads in both directions, as "down: ...; up: ...".
-    crosses: ClassVar[Mapping[str, str]]
+    # Remote method -> its payloads in both directions. The last one is a round's last call.
+    crosses: ClassVar[Mapping[str, Crossing]]
     # METHOD.KEY of an answer -> how much of it one private image can influence.
     tells: ClassVar[Mapping[str, Tells]] = {}
     # Preset name -> hyperparameters.
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}
+    # Field of an older version -> the value by which this version runs; see `without_retired`.
+    retired: ClassVar[Mapping[str, object]] = {}
     # Headline accuracy: that of the server's model, or the mean over the clients' models.
     primary: ClassVar[Primary] = "clients"
-    # True if the server has a model besides those of the clients; see `server_network`.
-    global_model: ClassVar[bool] = False
-    # True if the server has no model even though all clients share one architecture.
-    personal: ClassVar[bool] = False
-    # True if the server builds the clients' networks and loads the weights they upload.
-    replicas: ClassVar[bool] = False
     # Remote methods whose payloads may contain NaN or infinity.
     may_be_infinite: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls) -> None:
+        """Refuse declarations of older versions, with today's spelling.
+
+        Raises:
+            TypeError: If the class declares something as an older version of barter had it.
+        """
+        super().__init_subclass__()
+        fields = inspect.get_annotations(cls)
+        for name, new in FORMER.items():
+            if name in cls.__dict__ and name not in fields:
+                raise TypeError(
+                    f"{cls.__name__}.{name}: barter now asks once what model the server holds; "
+                    f"write {new}, with ServerModel from barter.core.algorithm"
+                )
+        for method, crossing in cls.__dict__.get("crosses", {}).items():
+            if not isinstance(crossing, Crossing):
+                raise TypeError(
+                    f"{cls.__name__}.crosses[{method!r}] is a {type(crossing).__name__}: write "
+                    'Crossing(down="...", up="..."), from barter, and leave out the way by which '
+                    "nothing goes"
+                )
 
     def __post_init__(self) -> None:
         check(self)
 
     @property
-    def one_architecture(self) -> bool:
-        """Return whether all clients must have the same architecture."""
-        return False
+    def server_model(self) -> ServerModel:
+        """Return what model the server holds; a subclass may give it as a class attribute."""
+        return ServerModel("none")
 
     @property
     def aggregates(self) -> tuple[Aggregate, ...]:
@@ -89,14 +168,6 @@ class Algorithm(Generic[S, C]):
         """Return the feature width required of all clients; None allows any width.
 
         Networks with another feature width are pooled to this one.
-        """
-        return None
-
-    @property
-    def server_network(self) -> str | None:
-        """Return the architecture of the server's model; None means that of the first client.
-
-        Clients may receive copies of this model.
         """
         return None
 
@@ -182,10 +253,7 @@ class Algorithm(Generic[S, C]):
         Returns:
             Clauses without a full stop, each with a way out.
         """
-        sends_down = any(
-            "down: " in payloads and "down: nothing" not in payloads
-            for payloads in self.crosses.values()
-        )
+        sends_down = any(crossing.down for crossing in self.crosses.values())
         received = []
         for record in rounds:
             for metrics in record.clients.values():

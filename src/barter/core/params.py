@@ -9,17 +9,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
-import inspect
 import math
 import re
-import textwrap
-import tokenize
 import types
 from collections.abc import Callable, Iterable, Mapping
-from io import StringIO
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from barter.core.errors import BarterError, ConfigError, in_short, with_place
+from barter.core.field_comments import read_comments
 
 __all__ = [
     "BY_PYTHON",
@@ -42,6 +39,7 @@ __all__ = [
     "made",
     "nearest",
     "text",
+    "without_retired",
 ]
 
 # Placeholder in a configuration for an object that a file cannot store.
@@ -282,11 +280,31 @@ def check(instance: object, where: str = "") -> None:
             accepted = _accept(value, hints[field.name])
         except ValueError as error:
             message = f"{where}{field.name}={value!r}: {error}"
-            meaning = _comments(type(instance)).get(field.name, "")
+            meaning = read_comments(type(instance)).get(field.name, "")
             if meaning:
                 message += f" ({meaning})"
             raise ConfigError(message) from None
         object.__setattr__(instance, field.name, accepted)
+
+
+def without_retired(
+    cls: type[Any], values: Mapping[str, object], where: str = ""
+) -> dict[str, object]:
+    """Return the values without fields that the class had in an older version.
+
+    Such fields are in `cls.retired`, with the one value that today's behaviour corresponds to.
+
+    Raises:
+        ConfigError: If such a field has another value.
+    """
+    retired: Mapping[str, object] = getattr(cls, "retired", {})
+    for name, value in values.items():
+        if name in retired and value != retired[name]:
+            raise ConfigError(
+                f"{where}{name}={value!r}: {cls.__name__} has no field {name!r} any more, and runs "
+                f"as with {name}={retired[name]!r}"
+            )
+    return {name: value for name, value in values.items() if name not in retired}
 
 
 def build(cls: type[T], values: Mapping[str, object], where: str = "") -> T:
@@ -300,6 +318,7 @@ def build(cls: type[T], values: Mapping[str, object], where: str = "") -> T:
     Raises:
         ConfigError: If a name is unknown or missing, or a value is not allowed.
     """
+    values = without_retired(cls, values, where)
     known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for name in values:
         if name not in known:
@@ -315,39 +334,10 @@ def build(cls: type[T], values: Mapping[str, object], where: str = "") -> T:
     return made(name, instance)
 
 
-def _comments(cls: type[Any]) -> dict[str, str]:
-    """Return the comment of each annotated field: on its line, or else directly above it."""
-    found: dict[str, str] = {}
-    for ancestor in reversed(cls.__mro__):
-        if not dataclasses.is_dataclass(ancestor):
-            continue
-        try:
-            source = textwrap.dedent(inspect.getsource(ancestor))
-        except (OSError, TypeError):  # A class defined at a prompt has no source file.
-            continue
-        comments = {
-            token.start[0]: token.string.lstrip("# ").strip()
-            for token in tokenize.generate_tokens(StringIO(source).readline)
-            if token.type == tokenize.COMMENT
-        }
-        above: list[str] = []
-        for number, line in enumerate(source.splitlines(), start=1):
-            if line.strip().startswith("#"):
-                above.append(comments.get(number, ""))
-                continue
-            name = line.strip().split(":")[0]
-            if name in ancestor.__annotations__:
-                meaning = comments.get(number) or " ".join(above)
-                if meaning:
-                    found[name] = meaning
-            above = []
-    return found
-
-
 def describe(cls: type[Any]) -> list[Field]:
     """Return name, type, default and comment of each field of a checked dataclass."""
     hints = _hints(cls)
-    meanings = _comments(cls)
+    meanings = read_comments(cls)
     return [
         Field(f.name, _describe_type(hints[f.name]), f.default, meanings.get(f.name, ""))
         for f in dataclasses.fields(cls)

@@ -53,6 +53,10 @@ class Wire:
         if direction == "down" and method not in self.may_be_infinite:
             _require_finite(received, method)
         self.count(received, method, client, direction)
+        return self.deliver(received, method, client, direction)
+
+    def deliver(self, received: T, method: str, client: int, direction: Direction) -> T:
+        """Return a payload that was checked and counted; a subclass may record or replace it."""
         return received
 
     def count(self, tree: object, method: str, client: int, direction: Direction) -> None:

@@ -452,9 +452,9 @@ def federation(
             networks[name] = initial(name, spec, config.seed)
         except ConfigError as error:
             errors[name] = error
-    needed = algorithm.one_architecture or algorithm.global_model or algorithm.replicas
+    builds_networks = algorithm.server_model.kind != "none"
     for hello in members.values():
-        if needed and hello.architecture in errors:
+        if builds_networks and hello.architecture in errors:
             raise ConfigError(
                 f"{type(algorithm).__name__}'s server must build the network of site {hello.name} "
                 f"and cannot: {errors[hello.architecture]}"

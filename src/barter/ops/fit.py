@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, repeat
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from barter.compute import lanes
+from barter.compute.batches import Batch
 from barter.compute.trainer import Anchor, Optimizer, Recipe, Trainer, adam, by_name, sgd
 from barter.core.errors import ConfigError
 from barter.core.images import Augment, Images, Sealed, Spec, prepared
@@ -24,16 +25,20 @@ __all__ = [
     "Anchor",
     "Course",
     "Fitted",
+    "LabelledBatch",
     "Optimizer",
     "Recipe",
     "Subject",
+    "SubjectBatch",
     "Trainer",
     "adam",
     "alternate",
     "anchored",
     "batches",
     "by_name",
+    "call_on_images",
     "classification",
+    "cross_entropy",
     "epoch_length",
     "fit",
     "fit_by",
@@ -45,7 +50,21 @@ __all__ = [
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (logits, labels) -> loss
 Adjust: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (logits, value of each class) -> logits
-Course: TypeAlias = tuple[Callable[..., Any], Iterator[Sequence[Tensor]]]  # a loss and its batches
+Course: TypeAlias = tuple[Callable[..., Any], Iterator[Sequence[Batch]]]  # a loss and its batches
+
+
+class LabelledBatch(NamedTuple):
+    """Images as bytes, and their labels."""
+
+    pixels: Tensor
+    labels: Tensor
+
+
+class SubjectBatch(NamedTuple):
+    """Some data of a subject, and further arguments of its loss."""
+
+    data: Tensor
+    targets: tuple[Tensor, ...]
 
 
 def index_batches(n: int, size: int, device: torch.device) -> Iterator[Tensor]:
@@ -98,7 +117,8 @@ def classification(
     augment: Augment,
     pixels: Tensor,
     labels: Tensor,
-    *by_class: Tensor,
+    by_class: Tensor | None = None,
+    *,
     loss: Loss = F.cross_entropy,
     adjust: Adjust = torch.add,
 ) -> tuple[Tensor, Tensor]:
@@ -110,13 +130,13 @@ def classification(
         augment: Augmentation of the images.
         pixels: Images as bytes.
         labels: Their labels.
-        *by_class: Tensors with one value per class, by each of which the logits are adjusted.
+        by_class: One value per class, by which the logits are adjusted; None for no adjustment.
         loss: Called with the adjusted logits and the labels.
-        adjust: Called with the logits and one of `by_class`.
+        adjust: Called with the logits and `by_class`.
     """
     logits = model(prepared(pixels, spec, augment))
-    for values in by_class:
-        logits = adjust(logits, values)
+    if by_class is not None:
+        logits = adjust(logits, by_class)
     return loss(logits, labels), (logits.detach().argmax(1) == labels).sum()
 
 
@@ -185,7 +205,6 @@ def fit(
             client, data, trainer, loss, epochs=epochs, per_epoch=per_epoch, batch_size=batch_size
         )
         return Fitted(epochs, float("nan"), float("nan"))
-    adjustments = () if by_class is None else (by_class,)
     fitted = Fitted(0, float("nan"), 0.0)
     for epoch in client.track(range(1, epochs + 1)):
         total = torch.zeros((), device=data.device)
@@ -193,7 +212,7 @@ def fit(
         count = 0
         for index in islice(batches, per_epoch):
             labels = data.labels[index]
-            value, correct = trainer.step(batch_loss, data.pixels[index], labels, *adjustments)
+            value, correct = trainer.step(batch_loss, data.pixels[index], labels, by_class)
             total += value
             n_correct += correct
             count += len(index)
@@ -227,11 +246,12 @@ def fit_by(
     beside: Sequence[Tensor] | Iterator[Sequence[Tensor]] = (),
     also: Sequence[nn.Module] = (),
 ) -> None:
-    """Train the client's model, and further modules, by a loss of bytes and labels.
+    """Train the client's model, and further modules, by a loss of its images and labels.
 
     Args:
         client: The client, whose model is trained in place.
-        loss: Called with bytes, labels and the tensors of `beside`.
+        loss: Called with images as model input, augmented and normalised, with their labels, and
+            with the tensors of `beside`.
         epochs: Passes over the client's images.
         batch_size: Images in a step.
         recipe: Optimizer and learning rate.
@@ -246,7 +266,26 @@ def fit_by(
         [data.pixels[chosen], data.labels[chosen], *more]
         for chosen, more in zip(index, extra, strict=False)
     )
-    alternate(client, [(loss, batches)], epochs * epoch_length(len(data), batch_size), recipe, also)
+    on_bytes = partial(call_on_images, loss, data.spec, data.augment)
+    steps = epochs * epoch_length(len(data), batch_size)
+    alternate(client, [(on_bytes, batches)], steps, recipe, also)
+
+
+def call_on_images(
+    loss: Callable[..., Any],
+    spec: Spec,
+    augment: Augment,
+    pixels: Tensor,
+    labels: Tensor,
+    *beside: Tensor,
+) -> Any:
+    """Call a loss of images, labels and further tensors with images that are given as bytes."""
+    return loss(prepared(pixels, spec, augment), labels, *beside)
+
+
+def cross_entropy(model: Classifier, x: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross entropy of a model's predictions, as a loss for `fit_by`."""
+    return F.cross_entropy(model(x), labels)
 
 
 def alternate(
@@ -276,10 +315,10 @@ class Subject:
     judge: Callable[..., Tensor]  # the loss: (features, *targets, *beside) -> value
     beside: tuple[Tensor, ...] = ()  # further arguments of the loss, the same in every step
 
-    def batches(self, size: int) -> Iterator[list[Tensor]]:
-        """Yield shuffled batches of rows for ever, each followed by the constant tensors."""
-        for batch in batches([self.rows], size):
-            yield [*batch, *self.beside]
+    def batches(self, size: int) -> Iterator[SubjectBatch]:
+        """Yield shuffled batches of rows for ever, with the constant tensors as last targets."""
+        for data, *targets in batches([self.rows], size):
+            yield SubjectBatch(data, (*targets, *self.beside))
 
 
 def joint(model: Classifier, subjects: Sequence[Subject], size: int) -> Course:
@@ -294,36 +333,28 @@ def joint(model: Classifier, subjects: Sequence[Subject], size: int) -> Course:
         size: Size of the whole batch.
     """
     sources = [subject.batches(size // len(subjects)) for subject in subjects]
-    counts = tuple(len(subject.rows) + len(subject.beside) for subject in subjects)
     ways = tuple((subject.show, subject.judge) for subject in subjects)
-    loss = partial(joint_loss, model, ways, counts)
-    flat_batches = (
-        [tensor for batch in parts for tensor in batch] for parts in zip(*sources, strict=True)
-    )
-    return loss, flat_batches
+    loss = partial(joint_loss, model, ways)
+    return loss, ((parts,) for parts in zip(*sources, strict=True))
 
 
 def joint_loss(
     model: Classifier,
     ways: Sequence[tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]],
-    counts: Sequence[int],
-    *tensors: Tensor,
+    parts: Sequence[SubjectBatch],
 ) -> Tensor:
     """Return the sum of several subjects' losses, with features from one forward pass.
 
     Args:
         model: The model.
         ways: Each subject's `show` and `judge`.
-        counts: Number of tensors of each subject.
-        *tensors: The tensors of all subjects, one subject after the other.
+        parts: Each subject's part of the batch.
     """
-    remaining = iter(tensors)
-    parts = [list(islice(remaining, count)) for count in counts]
-    inputs = [show(part[0]) for (show, _), part in zip(ways, parts, strict=True)]
+    inputs = [show(part.data) for (show, _), part in zip(ways, parts, strict=True)]
     features = torch.split(model.features(torch.cat(inputs)), [len(x) for x in inputs])
     losses = [
-        judge(own_features, *targets)
-        for (_, judge), own_features, (_, *targets) in zip(ways, features, parts, strict=True)
+        judge(own_features, *part.targets)
+        for (_, judge), own_features, part in zip(ways, features, parts, strict=True)
     ]
     return torch.stack(losses).sum()
 

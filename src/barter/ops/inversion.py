@@ -22,6 +22,7 @@ from barter.ops.fit import Trainer, batches, epoch_length
 from barter.ops.views import in_turn, of_view, parts_of, seen
 
 __all__ = [
+    "CodeBatch",
     "Discrepancy",
     "Schedule",
     "Terms",
@@ -40,6 +41,13 @@ class Viewer(NamedTuple):
 
     model: Classifier
     translate: nn.Module
+
+
+class CodeBatch(NamedTuple):
+    """A batch of one viewer's codes, with the embeddings that they were computed from."""
+
+    codes: Tensor
+    embeddings: Tensor
 
 
 class Terms(NamedTuple):
@@ -114,8 +122,8 @@ def fit_decoder(
                 tuple(viewers[k].model for k in rivals),
                 terms,
             )
-            batch = [tensor for k in group for tensor in next(source[k])]
-            _, reconstruction = trainer.step(loss, *batch)
+            batch = tuple(CodeBatch(*next(source[k])) for k in group)
+            _, reconstruction = trainer.step(loss, batch)
             total += reconstruction if step >= steps - last_pass else 0
         trainer.anneal((step + 1) / steps)
     return isolate(dict(decoder.state_dict())), float(total) / (last_pass * len(groups))
@@ -127,7 +135,7 @@ def drawn_loss(
     viewers: tuple[Viewer, ...],
     others: tuple[Classifier, ...],
     terms: Terms,
-    *batch: Tensor,
+    batch: tuple[CodeBatch, ...],
 ) -> tuple[Tensor, Tensor]:
     """Decode a batch and return its inversion loss, with and without further terms.
 
@@ -139,19 +147,18 @@ def drawn_loss(
         viewers: The viewers whose codes are in the batch.
         others: For each viewer the network from which it may have to differ.
         terms: Further loss terms.
-        *batch: Codes and embeddings of the first viewer, of the second, and so on.
+        batch: Each viewer's codes and embeddings.
     """
-    codes = batch[::2]
-    embeddings = batch[1::2]
+    codes = [part.codes for part in batch]
     parts = parts_of(codes[0].shape[1])
     decoded = torch.split(decoder(torch.cat(codes)), [len(code) for code in codes])
     views = [in_turn(len(x), parts, x.device) for x in decoded]
     images = lanes.abreast(
         [partial(seen, x, view, parts, spec) for x, view in zip(decoded, views, strict=True)]
     )
-    codes_of_views = [of_view(code, view) for code, view in zip(codes, views, strict=True)]
+    codes_of_views = [of_view(part.codes, view) for part, view in zip(batch, views, strict=True)]
     embeddings_of_views = [
-        of_view(embedding, view) for embedding, view in zip(embeddings, views, strict=True)
+        of_view(part.embeddings, view) for part, view in zip(batch, views, strict=True)
     ]
     return inversion_loss(viewers, others, images, codes_of_views, embeddings_of_views, terms)
 

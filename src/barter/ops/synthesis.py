@@ -12,16 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from barter.compute import lanes
+from barter.compute.batches import Batch
 from barter.core import robust
 from barter.core.contracts import Counts
 from barter.core.images import Spec, statistics
 from barter.core.model import Classifier
 from barter.core.nodes import Node, Server
-from barter.core.payload import State, isolate
+from barter.core.payload import State
 from barter.core.record import Round
 from barter.models.generators import Decoder, resized
 from barter.ops.ensemble import class_shares
 from barter.ops.fit import Recipe, Trainer
+from barter.ops.modules import copy_state, restore_module
 from barter.ops.prototypes import class_means
 from barter.ops.statistics import compared
 from barter.ops.zeroth import waves
@@ -146,10 +148,8 @@ def painter(server: Artist, width: int) -> Decoder:
         server: The server.
         width: Length of the codes.
     """
-    generator = lanes.keep("generator", Decoder(width, server.spec).to(server.device))
-    if server.generator:
-        generator.load_state_dict(server.generator)
-    return generator.train()
+    new = Decoder(width, server.spec)
+    return restore_module(server, "generator", new, server.generator).train()
 
 
 def painted(generator: Decoder, codes: Tensor, spec: Spec) -> Tensor:
@@ -168,7 +168,7 @@ def put_away(server: Artist, generator: Decoder, codes: Tensor, y: Tensor | None
 
     Without labels, the class of an image is the prediction of the server's model.
     """
-    server.generator = isolate(dict(generator.state_dict()))
+    server.generator = copy_state(generator)
     x = painted(generator, codes, server.spec)
     server.report |= variety(x, server.model.eval()(x).argmax(1) if y is None else y)
 
@@ -386,7 +386,7 @@ class Player:
     module: nn.Module
     recipe: Recipe
     loss: Callable[..., Tensor]
-    draw: Callable[[], Sequence[Tensor]]  # samples a batch, the arguments of the loss
+    draw: Callable[[], Sequence[Batch]]  # samples a batch, the arguments of the loss
     steps: int  # consecutive steps in each turn
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from barter.core.algorithm import Algorithm
+from barter.core.algorithm import Algorithm, Crossing
 from barter.core.files import understood
 from barter.privacy.settings import Plan, Privacy
 from barter.privacy.side_information import (
@@ -279,7 +279,7 @@ def _with_side_information(
 
 
 def _row(
-    plan: Plan, crosses: Mapping[str, str], part: str, count: int, spent: Mapping[int, float]
+    plan: Plan, crosses: Mapping[str, Crossing], part: str, count: int, spent: Mapping[int, float]
 ) -> Row:
     """Return the row of a part that left clients.
 
@@ -290,8 +290,8 @@ def _row(
         count: The largest number of releases by one client.
         spent: ε that each client reports.
     """
-    text = crosses.get(part.partition(".")[0], "up: not described by the method")
-    what = text.rpartition("up:")[2].partition("; down:")[0].strip() if "up:" in text else text
+    crossing = crosses.get(part.partition(".")[0], Crossing(up="not described by the method"))
+    what = crossing.up or str(crossing)
     if part in plan.covers:
         name = plan.covers[part]
         mechanism = plan.mechanisms[name]

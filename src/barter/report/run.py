@@ -434,7 +434,7 @@ def cited(algorithms: Sequence[Algorithm]) -> Section:
     """Return the section with the methods' citations and messages."""
     parts = []
     for kind in dict.fromkeys(type(algorithm) for algorithm in algorithms):
-        rows = [[method, what] for method, what in kind.crosses.items()]
+        rows = [[method, str(crossing)] for method, crossing in kind.crosses.items()]
         parts += [text(kind.citation()), table(["method", "what crosses"], rows) if rows else ""]
     for algorithm in algorithms:
         parts += _variant(algorithm)

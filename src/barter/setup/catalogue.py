@@ -114,13 +114,13 @@ def _text(kind: ast.ClassDef, name: str) -> str:
 @cache
 def known_keys() -> frozenset[str]:
     """Return every key that a configuration can have, with any algorithm and partition."""
-    algorithms = [
-        _source("core", "algorithm"),
-        *(ast.parse(file.read_text()) for file in PACKAGE.glob("algorithms/*.py")),
-    ]
+    algorithms = [ast.parse(file.read_text()) for file in PACKAGE.glob("algorithms/*.py")]
     kinds = {
         "": [_class(_source("setup", "config"), "Config")],
-        "algorithm.": [kind for tree in algorithms for kind in _dataclasses(tree)],
+        "algorithm.": [
+            _class(_source("core", "algorithm"), "Algorithm"),
+            *(kind for tree in algorithms for kind in _dataclasses(tree)),
+        ],
         "partition.": [
             _class(_source("data", "partition"), "Partition"),
             *_partition_classes().values(),

@@ -7,7 +7,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 import tomli_w
 
@@ -26,6 +26,7 @@ from barter.core.params import (
     did_you_mean,
     imported,
     nearest,
+    without_retired,
 )
 from barter.core.robust import Rule
 from barter.data.partition import PARTITIONS, Dirichlet, Partition
@@ -39,8 +40,10 @@ __all__ = [
     "COMPARISON",
     "RESULT_FREE",
     "Config",
+    "RunSettings",
     "algorithm_named",
     "as_algorithm",
+    "configure",
     "first_difference",
     "parsed",
     "partition_named",
@@ -185,6 +188,66 @@ class Config:
                 "simulated; use engine=local"
             )
         self.adversaries.require(self.algorithm)
+
+
+class RunSettings(TypedDict, total=False):
+    """Fields of `Config` that `Experiment` takes as they are; `Config` has meanings and defaults."""
+
+    rounds: int
+    seed: int
+    device: str
+    precision: str
+    streams: int
+    device_memory: float | None
+    threads: int | None
+    min_clients: int | None
+    privacy: Privacy | None
+    evaluate: Evaluation | None
+    robust: str
+    robust_share: float
+    adversaries: Adversaries | None
+    start: str | Path
+    keep: str
+    keep_rounds: int
+    patience: int | None
+    timeout: float | None
+
+
+def configure(
+    settings: RunSettings,
+    *,
+    algorithm: Algorithm[Any, Any],
+    data: Data,
+    partition: Partition,
+    clients: int,
+    models: str,
+) -> Config:
+    """Build a configuration from values of Python.
+
+    Raises:
+        TypeError: If there is no setting of a name.
+        ConfigError: If a value is not allowed.
+    """
+    for name in settings.keys() - RunSettings.__annotations__.keys():
+        raise TypeError(
+            f"Experiment has no parameter {name!r}: {did_you_mean(name, RunSettings.__annotations__)}"
+        )
+    # None stands for the default where a table is expected.
+    values: dict[str, Any] = {
+        name: value
+        for name, value in settings.items()
+        if value is not None or name not in ("privacy", "evaluate", "adversaries")
+    }
+    if "start" in values:
+        values["start"] = str(values["start"])
+    return Config(
+        algorithm=algorithm,
+        data=data,
+        partition=partition,
+        clients=clients,
+        models=models,
+        **values,
+    )
 
 
 def algorithm_named(name: str) -> type[Algorithm[Any, Any]]:
@@ -447,7 +510,11 @@ def to_toml(config: Config) -> str:
 
 
 def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return plain values with the defaults of keys that an older version did not write."""
+    """Return plain values as today's version would write them.
+
+    Keys that an older version did not write have their defaults, and those that only it wrote are
+    left out.
+    """
 
     def defaults(kind: type[Any]) -> dict[str, Any]:
         values = {f.name: f.default for f in dataclasses.fields(kind)}
@@ -458,6 +525,10 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
         }
 
     filled = {**defaults(Config), **tree}
+    algorithm = tree.get("algorithm", {})
+    if "name" in algorithm:
+        method = algorithm_named(algorithm["name"])
+        filled["algorithm"] = without_retired(method, algorithm, "algorithm.")
     sections = (("data", Data), ("evaluate", Evaluation), ("adversaries", Adversaries))
     for section, kind in sections:
         filled[section] = {**defaults(kind), **tree.get(section, {})}

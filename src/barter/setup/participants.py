@@ -60,7 +60,7 @@ def narrowed(name: str, share: float) -> str:
 def names_of(algorithm: Algorithm[Any, Any], models: str, clients: int) -> list[str]:
     """Return the architecture of each client; "auto" depends on the algorithm."""
     if models == "auto":
-        models = "small-cnn" if algorithm.one_architecture else "small-5"
+        models = "small-cnn" if algorithm.server_model.one_architecture else "small-5"
     return zoo.members(models, clients)
 
 
@@ -109,9 +109,10 @@ def cut(
     shares = {k: algorithm.budget(k, config.clients) for k in names}
     own = {k: network_of(k, shares[k]) for k in networks}
     full_names = {k: narrowed(name, shares[k]) for k, name in names.items()}
-    if algorithm.server_network is None:
+    server_network = algorithm.server_model.network
+    if server_network is None:
         return Parts(full_names, own, network_of(0, 1.0) if 0 in networks else None)
-    full = initial(algorithm.server_network, spec, config.seed)
+    full = initial(server_network, spec, config.seed)
     return Parts(full_names, own, full.to(memory_format=torch.channels_last))  # type: ignore[call-overload]
 
 
@@ -168,12 +169,13 @@ def make_server(
     title = type(algorithm).__name__
     if algorithm.needs_public_data and public is None:
         raise ConfigError(f"{title} as configured needs public data: set data.public to a source")
-    if algorithm.one_architecture and len(set(names.values())) > 1:
+    if algorithm.server_model.one_architecture and len(set(names.values())) > 1:
         raise ConfigError(
             f"{title} has one model for all and needs one architecture, these clients have "
             f"{', '.join(sorted(set(names.values())))}: set models to one of them"
         )
     build = {k: partial(copy.deepcopy, network) for k, network in parts.own.items()}
-    has_model = (algorithm.one_architecture and not algorithm.personal) or algorithm.global_model
-    model = copy.deepcopy(parts.full).to(device) if has_model and parts.full is not None else None
+    model = None
+    if algorithm.server_model.exists and parts.full is not None:
+        model = copy.deepcopy(parts.full).to(device)
     return algorithm.parties()[0](spec, build, model, device, public, parts.names)

@@ -50,16 +50,9 @@ class Listening(Wire):
         super().__init__(may_be_infinite)
         self.methods: list[str] = []
 
-    def carry(
-        self,
-        tree: Any,
-        method: str,
-        client: int,
-        direction: Direction,
-        device: torch.device | None = None,
-    ) -> Any:
+    def deliver(self, received: Any, method: str, client: int, direction: Direction) -> Any:
         self.methods.append(method)
-        return super().carry(tree, method, client, direction, device)
+        return received
 
 
 class Trial:
@@ -80,7 +73,9 @@ class Trial:
     ) -> Experiment:
         """Return a new small federation that runs the method."""
         # With two architectures, two of the three clients have the same one.
-        models = "small-mlp" if self.algorithm.one_architecture else "small-mlp,small-cnn"
+        models = (
+            "small-mlp" if self.algorithm.server_model.one_architecture else "small-mlp,small-cnn"
+        )
         public = "digits" if self.algorithm.needs_public_data else ""
         experiment = Experiment(
             self.algorithm,
@@ -173,7 +168,7 @@ def is_documented(trial: Trial) -> None:
                 f"{field.name} has no comment behind it: its meaning, and the paper's symbol"
             )
     if not hasattr(kind, "crosses"):
-        raise Violation(f'{kind.__name__} has no crosses = {{"method": "down: ...; up: ..."}}')
+        raise Violation(f'{kind.__name__} has no crosses = {{"method": Crossing(...)}}')
     for method in kind.crosses:
         if not callable(getattr(kind, method, None)):
             raise Violation(f"crosses names {method!r}, and there is no such method")
@@ -206,11 +201,9 @@ def crosses_what_it_says(trial: Trial) -> None:
         if method not in trial.kind.crosses:
             raise Violation(f"{method!r} is called at clients, and crosses does not name it")
         for way, bytes_ in count.items():
-            if (bytes_ > 0) != (f"{way}:" in trial.kind.crosses[method]):
-                raise Violation(
-                    f"{method}: {bytes_} bytes go {way}, crosses says "
-                    f"{trial.kind.crosses[method]!r}"
-                )
+            crossing = trial.kind.crosses[method]
+            if (bytes_ > 0) != bool(crossing.down if way == "down" else crossing.up):
+                raise Violation(f"{method}: {bytes_} bytes go {way}, crosses says '{crossing}'")
     last = [method for method in trial.heard.methods if method != "evaluate"][-1:]
     if last and last != list(trial.kind.crosses)[-1:]:
         raise Violation(
@@ -221,16 +214,8 @@ def crosses_what_it_says(trial: Trial) -> None:
 class Coded(Wire):
     """A wire that serialises and deserialises every payload."""
 
-    def carry(
-        self,
-        tree: Any,
-        method: str,
-        client: int,
-        direction: Direction,
-        device: torch.device | None = None,
-    ) -> Any:
-        arrived = super().carry(tree, method, client, direction, device)
-        tensors, header = pack(arrived)
+    def deliver(self, received: Any, method: str, client: int, direction: Direction) -> Any:
+        tensors, header = pack(received)
         return unpack({name: tensor.clone() for name, tensor in tensors.items()}, header)
 
 

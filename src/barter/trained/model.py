@@ -173,7 +173,7 @@ def _restore(
         ) from error
     if client is None:
         owner = "server"
-        architecture = config.algorithm.server_network or name
+        architecture = config.algorithm.server_model.network or name
     else:
         owner = f"client {client}"
         architecture = narrowed(name, config.algorithm.budget(k, config.clients))
