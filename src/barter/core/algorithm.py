@@ -65,6 +65,8 @@ class Algorithm(Generic[S, C]):
     personal: ClassVar[bool] = False
     # True if the server builds the clients' networks and loads the weights they upload.
     replicas: ClassVar[bool] = False
+    # Kinds of aggregates that the server computes of answers; `robust` applies to these.
+    aggregates: ClassVar[tuple[Aggregate, ...]] = ()
     # Remote methods whose payloads may contain NaN or infinity.
     may_be_infinite: ClassVar[frozenset[str]] = frozenset()
 
@@ -75,14 +77,6 @@ class Algorithm(Generic[S, C]):
     def one_architecture(self) -> bool:
         """Return whether all clients must have the same architecture."""
         return False
-
-    @property
-    def aggregates(self) -> tuple[Aggregate, ...]:
-        """Return the kinds of aggregates that the server computes of the clients' answers.
-
-        Robust aggregation (`robust`) applies to these.
-        """
-        return ()
 
     @property
     def feature_width(self) -> int | None:
