@@ -94,6 +94,13 @@ class Defence:
         """Return whether aggregates of this kind are computed by a robust rule."""
         return self.rule_for(kind) != "none"
 
+    def keeps_weights(self, kind: Aggregate) -> bool:
+        """Return whether the rule is a mean over selected clients, with the method's weights.
+
+        The other rules give clients equal weights: the number of its images is a client's claim.
+        """
+        return self.rule_for(kind) == "cosine"
+
     def combine(
         self,
         blocks: Sequence[Tensor],
