@@ -219,3 +219,40 @@ def test_teachers_whom_others_contradict_are_left_out(defended: Rule) -> None:
     logits[5] = replicas[5](images[5])
     found = confirmed_teachers(logits, images.__getitem__, replicas)  # type: ignore[arg-type]
     assert found == [0, 1, 2, 4]
+
+
+def test_auto_without_adversaries_is_the_mean_of_the_method() -> None:
+    torch.manual_seed(0)
+    start, step = torch.randn(40), torch.randn(40)
+    counts = {k: 5 + 7 * k for k in range(N)}
+    answers = Replies(dict(states(start, step, 1.0)), counts, {})
+    logits = list(torch.randn(1, 30, 5) + 0.3 * torch.randn(N, 30, 5))
+    shares = torch.rand(N, 5)
+    shares = shares / shares.sum(0)
+    tables, _ = prototypes("none")
+    honest = [tables[k] for k in range(N - 2)]
+    parts = {k: {"weight": w["weight"][: 20 + 10 * (k % 3)]} for k, w in answers.items()}
+    where = {k: {"weight": (torch.arange(len(part["weight"])),)} for k, part in parts.items()}
+    weights = {k: float(n) for k, n in counts.items()}
+    statistics = [{"means": torch.rand(3), "variances": 1 + torch.rand(3)} for _ in range(N)]
+
+    def everything() -> list[Tensor]:
+        since = {"weight": start, "num_batches_tracked": torch.tensor(0)}
+        measured = combine_statistics(statistics, list(counts.values()))  # type: ignore[arg-type]
+        return [
+            average(answers, since=since)["weight"],
+            average(answers)["weight"],
+            combined({"weight": start}, parts, where, weights)["weight"],
+            consensus(logits),
+            consensus(logits, shares),
+            mixed(torch.stack(logits), shares),
+            mean_of(honest)["vectors"],
+            measured["means"],
+            measured["variances"],
+        ]
+
+    expected = everything()
+    with robust.using(Defence("auto")):
+        found = everything()
+    for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert torch.allclose(one, other, atol=1e-5), i

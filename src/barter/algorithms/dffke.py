@@ -262,7 +262,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         return self.transfer == "public"
 
     @property
-    def aggregates(self) -> tuple[Aggregate, ...]:
+    def aggregates(self) -> tuple[Aggregate, ...]:  # type: ignore[override]
         # Without the clients' networks the server cannot confirm what a teacher says.
         return ("sets",) if self.inverts else ()
 

@@ -25,6 +25,7 @@ from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
 from barter.core.payload import State
 from barter.core.record import Primary
+from barter.core.robust import Aggregate
 from barter.ops.average import Average, average
 from barter.ops.fit import fit, sgd
 
@@ -37,7 +38,7 @@ class FedAvg(Algorithm):
 
     primary: ClassVar[Primary] = "server"
     server_model = ServerModel("shared")
-    aggregates = ("states",)
+    aggregates: ClassVar[tuple[Aggregate, ...]] = ("states",)
     crosses = {"client_update": Crossing(down="the server's weights", up="the client's weights")}
 
     fraction: Fraction = 1.0  # C: fraction of clients sampled per round

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -45,6 +45,7 @@ from barter.core.evaluation import evaluate, tests_due
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server, as_numbers
 from barter.core.params import NonNegative
+from barter.core.robust import Aggregate
 from barter.ops.prototypes import (
     ByClass,
     features_of,
@@ -93,7 +94,7 @@ def loss(
 class FedProto(OneWidth[S, Follower]):
     """Average class prototypes, and keep every client's features near the averages."""
 
-    aggregates = ("prototypes",)
+    aggregates: ClassVar[tuple[Aggregate, ...]] = ("prototypes",)
     crosses = {
         "learn": Crossing(up="mean features of the client's classes"),
         "receive": Crossing(down="their means over clients"),

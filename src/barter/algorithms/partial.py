@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeAlias, TypedDict
+from typing import Annotated, ClassVar, Literal, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive, Whole
 from barter.core.payload import State
+from barter.core.robust import Aggregate
 from barter.models.width import narrowed, scaled, widened, without_running_statistics
 from barter.ops.fit import epoch_length, fit, sgd
 from barter.ops.statistics import (
@@ -77,7 +78,7 @@ class PartialTraining(Algorithm[S, Client]):
     """Each client trains a submodel of the network, as wide as it can afford."""
 
     primary = "server"
-    aggregates = ("states",)
+    aggregates: ClassVar[tuple[Aggregate, ...]] = ("states",)
     crosses = {
         "train": Crossing(
             down="the weights of the client's channels",

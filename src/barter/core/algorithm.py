@@ -122,6 +122,8 @@ class Algorithm(Generic[S, C]):
     retired: ClassVar[Mapping[str, object]] = {}
     # Headline accuracy: that of the server's model, or the mean over the clients' models.
     primary: ClassVar[Primary] = "clients"
+    # Kinds of aggregates that the server computes of answers; `robust` applies to these.
+    aggregates: ClassVar[tuple[Aggregate, ...]] = ()
     # Remote methods whose payloads may contain NaN or infinity.
     may_be_infinite: ClassVar[frozenset[str]] = frozenset()
 
@@ -154,14 +156,6 @@ class Algorithm(Generic[S, C]):
     def server_model(self) -> ServerModel:
         """Return what model the server holds; a subclass may give it as a class attribute."""
         return ServerModel("none")
-
-    @property
-    def aggregates(self) -> tuple[Aggregate, ...]:
-        """Return the kinds of aggregates that the server computes of the clients' answers.
-
-        Robust aggregation (`robust`) applies to these.
-        """
-        return ()
 
     @property
     def feature_width(self) -> int | None:

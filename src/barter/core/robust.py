@@ -94,6 +94,13 @@ class Defence:
         """Return whether aggregates of this kind are computed by a robust rule."""
         return self.rule_for(kind) != "none"
 
+    def keeps_weights(self, kind: Aggregate) -> bool:
+        """Return whether the rule is a mean over selected clients, with the method's weights.
+
+        The other rules give clients equal weights: the number of its images is a client's claim.
+        """
+        return self.rule_for(kind) == "cosine"
+
     def combine(
         self,
         blocks: Sequence[Tensor],
@@ -128,31 +135,28 @@ class Defence:
         if rule == "trimmed-mean":
             return [trimmed_mean(rows, share, self.share) for rows, share in pairs]
         centres = [median(rows, share) for rows, share in pairs]
-        chosen = [i for i in range(len(blocks)) if decides is None or decides[i]]
         starts = centres if since is None else list(since)
         scale = torch.ones(len(blocks[0]), dtype=torch.double, device=blocks[0].device)
         votes = scale
+        # Blocks that decide, as the rules compare them.
+        chosen = [i for i in range(len(blocks)) if decides is None or decides[i]]
+        compared = [blocks[i] for i in chosen]
+        held = [shares[i] for i in chosen]
+        from_starts = [starts[i] for i in chosen]
         if rule == "clip":
             centres = starts
-            view = [[part[i] for i in chosen] for part in (blocks, shares, starts)]
-            scale = clip_factors(*view)
+            scale = clip_factors(compared, held, from_starts)
         elif rule == "cosine":
-            if kind == "logits":
+            by: Literal["norm", "update", "content"] = "content"
+            if kind == "states":
+                by = "norm" if since is None else "update"
+            elif kind == "logits":
                 # A softmax ignores what all classes share.
-                pairs = [(rows - rows.mean(-1, keepdim=True), share) for rows, share in pairs]
-                starts = [torch.zeros_like(rows[0]) for rows, _ in pairs]
-            compared = [rows for rows, _ in pairs]
-            view = [[part[i] for i in chosen] for part in (compared, shares, starts)]
-            by: Literal["norm", "update", "content"] = "update"
-            if kind != "states":
-                by = "content"
-            elif since is None:
-                by = "norm"
-            votes = self.agreeing(*view, by).double()
-            pairs = list(zip(blocks, shares, strict=True))
+                compared = [rows - rows.mean(-1, keepdim=True) for rows in compared]
+                from_starts = [torch.zeros_like(rows[0]) for rows in compared]
+            votes = self.agreeing(compared, held, from_starts, by).double()
         else:
-            view = [[part[i] for i in chosen] for part in (blocks, shares, centres)]
-            votes = self._votes(rule, *view)
+            votes = self._votes(rule, compared, held, [centres[i] for i in chosen])
         result = []
         for (rows, share), centre in zip(pairs, centres, strict=True):
             moved = centre + _along(scale, rows) * (rows - centre)

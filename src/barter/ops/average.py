@@ -86,7 +86,7 @@ def _defended(
     starts = None if not since else [since[name].double() for name in names]
     defence = robust.active()
     weights = None
-    if defence.rule_for("states") == "cosine" and not alike:
+    if defence.keeps_weights("states") and not alike:
         counts = torch.tensor([float(states.num_examples[k]) for k in states]).double()
         weights = [
             counts.to(block.device).view(-1, *[1] * (block.ndim - 1)).expand(block.shape)

@@ -105,7 +105,6 @@ def mixed(said: Tensor, shares: Tensor) -> Tensor:
         predictions = said.softmax(-1).movedim(-3, 0)
         weights = shares.view(len(shares), *[1] * (said.ndim - 2), -1)
         p = robust.aggregate(predictions, "logits", weights)
-        p = p / p.sum(-1, keepdim=True).clamp_min(1e-12)
     else:
         p = (shares[:, None] * said.softmax(-1)).sum(-3)
     return (p + 1e-6).log()

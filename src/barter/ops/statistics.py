@@ -169,7 +169,8 @@ def combine_statistics(parts: Sequence[Statistics], batches: Sequence[int]) -> S
     def mean(rows: list[Tensor]) -> Tensor:
         stacked = torch.stack(rows)
         if robust.active().defends("states"):
-            return robust.aggregate(stacked, "states")
+            kept = weights if robust.active().keeps_weights("states") else torch.ones(len(rows))
+            return robust.aggregate(stacked, "states", kept.to(stacked.device)[:, None])
         return (weights.to(stacked.device) @ stacked.double()).to(stacked.dtype)
 
     return {

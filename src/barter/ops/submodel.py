@@ -143,7 +143,8 @@ def combined(
             of which it owns images.
     """
     if robust.active().defends("states"):
-        return _defended(full, parts, where, owned, head)
+        kept = weights if robust.active().keeps_weights("states") else dict.fromkeys(parts, 1.0)
+        return _defended(full, parts, where, kept, owned, head)
     result: State = {}
     for name, old in full.items():
         total = torch.zeros(old.shape, dtype=torch.double, device=old.device)
@@ -164,6 +165,7 @@ def _defended(
     full: Mapping[str, Tensor],
     parts: Mapping[int, State],
     where: Mapping[int, Places],
+    client_weights: Mapping[int, float],
     owned: Mapping[int, Tensor] | None,
     head: frozenset[str],
 ) -> State:
@@ -175,7 +177,7 @@ def _defended(
         weights = torch.zeros_like(rows)
         for i, (k, state) in enumerate(parts.items()):
             block = _grid(where[k][name], old.device)
-            share = torch.ones(state[name].shape, dtype=torch.double, device=old.device)
+            share = torch.full_like(state[name], client_weights[k], dtype=torch.double)
             if owned is not None and name in head:
                 share = share * (owned[k] > 0).to(share).view(-1, *[1] * (share.ndim - 1))
             rows[i][block] = state[name].double()
