@@ -61,11 +61,12 @@ from barter.core.algorithm import Algorithm
 from barter.core.answers import Known
 from barter.core.clients import Clients
 from barter.core.contracts import Room
+from barter.core.errors import PayloadError
 from barter.core.images import Augment, Spec, prepared
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
-from barter.core.payload import State, isolate
+from barter.core.payload import State, isolate, numbers
 from barter.ops.average import Average, average
 from barter.ops.compress import Compressed, compressed, restored
 from barter.ops.distill import kl
@@ -74,6 +75,8 @@ from barter.ops.heads import felt
 from barter.ops.mutual import companion
 
 __all__ = ["Broker", "FedKD", "Mentor", "loss"]
+
+ROUNDING = 1e-6  # A change of a variance to zero may miss it by so much.
 
 
 class Broker(Server):
@@ -173,7 +176,7 @@ class FedKD(Algorithm[Broker, Mentor]):
             missing_weights = {} if k in server.holders else w
             tasks[k] = (missing_weights, energy)
         updates = active.scatter(self.learn, tasks)
-        changes = updates.each(lambda _, update: restored(update, w))
+        changes = updates.each(lambda _, update: _sound_change(update, w))
         mean_change = average(changes, by=self.average)
         sent_change = compressed(felt(mean_change, server.model), energy)
         # The server applies the change as clients restore it, so that all copies stay equal.
@@ -219,3 +222,18 @@ class FedKD(Algorithm[Broker, Mentor]):
     def receive(self, client: Mentor, change: Compressed) -> None:
         """Add the average change to the client's copy of the shared model."""
         client.shared = moved(client.shared, restored(change, client.shared))
+
+
+def _sound_change(update: Compressed, w: State) -> State:
+    """Decompress a client's change of the shared network's weights.
+
+    Raises:
+        PayloadError: If the change does not fit the network, or leads to a negative variance.
+    """
+    change = restored(update, w)
+    least = [
+        (w[name] + value).amin() for name, value in change.items() if name.endswith(".running_var")
+    ]
+    if min(numbers(least), default=0.0) < -ROUNDING:
+        raise PayloadError("the change leads to a negative variance of batch normalisation")
+    return change

@@ -15,7 +15,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import EllipsisType
-from typing import Annotated, Any, NotRequired, TypeAlias, Union, get_args, get_origin, is_typeddict
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NotRequired,
+    TypeAlias,
+    Union,
+    get_args,
+    get_origin,
+    is_typeddict,
+)
 
 import torch
 from torch import Tensor
@@ -36,9 +46,19 @@ from barter.core.contracts import (
 )
 from barter.core.errors import PayloadError
 from barter.core.images import Spec
-from barter.core.payload import Payload, leaves, nbytes, numbers
+from barter.core.payload import Payload, State, leaves, nbytes, numbers
 
-__all__ = ["WORD", "Known", "Shapes", "most_bytes", "require", "shapes_of"]
+__all__ = [
+    "WORD",
+    "Known",
+    "Magnitude",
+    "Shapes",
+    "Valid",
+    "most_bytes",
+    "require",
+    "shapes_of",
+    "validate",
+]
 
 # Largest length of a string in an answer, and the bytes reserved for a string or a number together
 # with its encoding.
@@ -51,7 +71,15 @@ OTHER_STATES = (
     "Annotated[State, Weights(parameters_only=True)] for its parameters, "
     "Weights('server') for the server's network, Entries({name: shape}) for other tensors"
 )
+# Names of the buffers of batch normalisation that have a range of their own.
+VARIANCE = "running_var"
+COUNTER = "num_batches_tracked"
+# Largest number of batches that a network can have seen.
+MOST_BATCHES = 1e9
 Shapes: TypeAlias = Mapping[str, tuple[torch.Size, torch.dtype]]
+# "weight": a parameter of a network that the server knows. "statistic": a buffer of it.
+# "value": anything else, such as logits, embeddings or gradients.
+Kind: TypeAlias = Literal["weight", "statistic", "value"]
 Sizes: TypeAlias = ChainMap[str, int]
 
 
@@ -73,6 +101,10 @@ class Known:
     weights: Shapes = field(default_factory=dict)  # The client's weights that may be uploaded.
     server: Shapes = field(default_factory=dict)  # The weights of the server's network.
     parameters: frozenset[str] = frozenset()  # Weights of both networks that are not buffers.
+    # Largest absolute value and root mean square of each tensor of the client's initial weights.
+    initial: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    # Smallest and largest number of the client's integer buffers that are tables, such as indices.
+    tables: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def network(self, whose: str, *, parameters_only: bool = False) -> Shapes:
         """Return the weights of a network, with or without buffers; empty if unknown.
@@ -109,7 +141,51 @@ class Known:
 def require(
     answer: Payload, algorithm: object, method: str, sent: tuple[Any, ...], known: Known
 ) -> set[str]:
-    """Check an answer against the method's return type.
+    """Check an answer against the method's return type, see `validate`.
+
+    Returns:
+        The paths inside the answer where the client claims a number of images.
+    """
+    return validate(answer, algorithm, method, sent, known).claims
+
+
+@dataclass(frozen=True)
+class Magnitude:
+    """The size of the numbers in one float tensor of an answer."""
+
+    path: str
+    group: str  # The path of the state to which the tensor belongs, otherwise its own.
+    kind: Kind
+    shape: torch.Size
+    peak: float  # Largest absolute value.
+    norm: float  # Euclidean norm.
+
+    @property
+    def name(self) -> str:
+        """Return the tensor's name inside of its group; empty if it is the whole group."""
+        return self.path[len(self.group) + 1 :]
+
+    @property
+    def rms(self) -> float:
+        """Return the root mean square."""
+        return self.norm / math.sqrt(self.shape.numel())
+
+
+@dataclass(frozen=True)
+class Valid:
+    """An answer that matches its contract."""
+
+    claims: set[str]  # Paths where the client claims a number of images.
+    # Of all float tensors that must be finite and are not empty.
+    magnitudes: list[Magnitude] = field(default_factory=list)
+    # The states in the answer that are all weights of the client's network.
+    networks: list[State] = field(default_factory=list)
+
+
+def validate(
+    answer: Payload, algorithm: object, method: str, sent: tuple[Any, ...], known: Known
+) -> Valid:
+    """Check an answer against the method's return type, and measure its tensors.
 
     Args:
         answer: The client's answer.
@@ -119,7 +195,7 @@ def require(
         known: What the server knows of the client.
 
     Returns:
-        The paths inside the answer where the client claims a number of images.
+        The claims in the answer and the magnitudes of its tensors.
 
     Raises:
         PayloadError: If the answer does not match; the message names the path and the reason.
@@ -127,8 +203,9 @@ def require(
     checker, sizes, returned = _prepare(algorithm, method, sent, known)
     list(leaves(answer, method))  # Raises with the path if the answer is not a payload.
     checker.match(answer, returned, method, sizes)
-    checker.check_ranges()
-    return {found.path for found in checker.ranges if found.claim}
+    magnitudes = checker.check_ranges()
+    claims = {found.path for found in checker.ranges if found.claim}
+    return Valid(claims, magnitudes, checker.networks)
 
 
 def most_bytes(algorithm: object, method: str, sent: tuple[Any, ...], known: Known) -> int | None:
@@ -203,6 +280,8 @@ class _Checker:
         self.known = known
         self.finite = method not in getattr(algorithm, "may_be_infinite", ())
         self.ranges: list[Range] = []
+        self.floats: list[tuple[str, str, Kind, Tensor]] = []  # path, group, kind, tensor
+        self.networks: list[State] = []
 
     def resolve(self, size: Size, sizes: Mapping[str, int]) -> int | None:
         """Return a size as a number; None if its name has not occurred yet."""
@@ -308,6 +387,8 @@ class _Checker:
         """Check a part against the members of a union; raise the last one's error if none fits."""
         sizes_before = dict(sizes.maps[0])
         ranges_before = len(self.ranges)
+        floats_before = len(self.floats)
+        networks_before = len(self.networks)
         for i, kind in enumerate(kinds):
             try:
                 return self.match(tree, kind, path, sizes)
@@ -316,6 +397,8 @@ class _Checker:
                     raise
                 # Forget the sizes and ranges of the member that did not fit.
                 del self.ranges[ranges_before:]
+                del self.floats[floats_before:]
+                del self.networks[networks_before:]
                 sizes.maps[0] = dict(sizes_before)
         return None
 
@@ -369,11 +452,15 @@ class _Checker:
                 f"{_list_some(odd) or 'all'} unexpected or missing"
                 f"{'' if marked else OTHER_STATES}"
             )
+        if network and entries is None and weights == Weights():
+            self.networks.append(tree)
         for key, value in tree.items():
             at = f"{path}.{key}"
             if entries is not None:
                 self.match(value, Annotated[kind, Floats(*entries[key])], at, sizes)
             elif not network:
+                if is_state and isinstance(value, Tensor):
+                    self.check_buffer(value, key, at, sizes)
                 self.match(value, kind, at, sizes)
             else:
                 _require(isinstance(value, Tensor), value, kind, at)
@@ -383,7 +470,32 @@ class _Checker:
                         f"{at} is {_describe(value)}, "
                         f"the {weights.of}'s is {_dtype_name(dtype)} {tuple(shape)}"
                     )
-                self.add_ranges(value, at, None, sizes)
+                self.check_buffer(value, key, at, sizes)
+                is_parameter = key in self.known.parameters
+                of_network: Kind = "weight" if is_parameter else "statistic"
+                self.add_ranges(value, at, None, sizes, (path, of_network))
+
+    def check_buffer(self, value: Tensor, name: str, path: str, sizes: Sizes) -> None:
+        """Note the range of a buffer that is not any number.
+
+        A variance of batch normalisation is not negative: with a negative one a network computes
+        NaN. An index beyond those of the initial network may not exist.
+        """
+        if name in self.known.parameters or not value.numel():
+            return
+        last = name.rpartition(".")[2]
+        if last == VARIANCE and value.is_floating_point():
+            least = value.detach().amin()
+            self.ranges.append(Range(path, "minimum", least, 0, BOUND, sizes))
+        elif last == COUNTER and value.dtype == torch.int64:
+            least, most = torch.aminmax(value.detach())
+            self.ranges.append(Range(path, "minimum", least, 0, MOST_BATCHES, sizes))
+            self.ranges.append(Range(path, "maximum", most, 0, MOST_BATCHES, sizes))
+        elif name in self.known.tables:
+            smallest, largest = self.known.tables[name]
+            least, most = torch.aminmax(value.detach())
+            self.ranges.append(Range(path, "minimum", least, smallest, largest, sizes))
+            self.ranges.append(Range(path, "maximum", most, smallest, largest, sizes))
 
     def max_bytes(self, hint: Any, sizes: Sizes) -> int | None:
         """Return the largest size in bytes of a value of this type; None if unbounded."""
@@ -493,8 +605,23 @@ class _Checker:
                 )
         self.add_ranges(value, path, mark, sizes)
 
-    def add_ranges(self, value: Tensor, path: str, mark: Floats | None, sizes: Sizes) -> None:
-        """Note the ranges in which a tensor's values must lie, for `check_ranges`."""
+    def add_ranges(
+        self,
+        value: Tensor,
+        path: str,
+        mark: Floats | None,
+        sizes: Sizes,
+        origin: tuple[str, Kind] | None = None,
+    ) -> None:
+        """Note the ranges in which a tensor's values must lie, for `check_ranges`.
+
+        Args:
+            value: The tensor.
+            path: Its place in the answer.
+            mark: What its annotation declares, if anything.
+            sizes: The sizes known so far.
+            origin: The path of the state to which it belongs and its kind; None for other tensors.
+        """
         if value.dtype in (torch.uint8, torch.bool):
             return
         if value.is_floating_point() and not self.finite:
@@ -512,6 +639,9 @@ class _Checker:
         minimum, maximum = torch.aminmax(value.detach())
         self.ranges.append(Range(path, "minimum", minimum, least, most, sizes))
         self.ranges.append(Range(path, "maximum", maximum, least, most, sizes))
+        if value.is_floating_point():
+            group, kind = (path, "value") if origin is None else origin
+            self.floats.append((path, group, kind, value.detach()))
         if isinstance(mark, Classes) and len(value) > 1:
             step = value.diff().amin()
             self.ranges.append(Range(path, "smallest step", step, 1, EXACT, sizes))
@@ -524,10 +654,16 @@ class _Checker:
         ]
         return f"({', '.join(axes)})"
 
-    def check_ranges(self) -> None:
-        """Raise PayloadError if a collected statistic is out of its range."""
-        values = numbers([found.number for found in self.ranges])
-        for found, value in zip(self.ranges, values, strict=True):
+    def check_ranges(self) -> list[Magnitude]:
+        """Check the collected statistics, and return the magnitudes of all float tensors.
+
+        Raises:
+            PayloadError: If a statistic is out of its range.
+        """
+        norms = _norms([value for _, _, _, value in self.floats])
+        found_numbers = numbers([found.number for found in self.ranges] + norms)
+        peaks: dict[str, float] = {}
+        for found, value in zip(self.ranges, found_numbers, strict=False):
             least = self.resolve_bound(found.least, found.sizes)
             most = self.resolve_bound(found.most, found.sizes)
             if not math.isfinite(value):
@@ -537,6 +673,23 @@ class _Checker:
                     f"{found.path}: the {found.which} of its values is {value:.7g}, "
                     f"expected {least:.7g} to {most:.7g}"
                 )
+            peaks[found.path] = max(peaks.get(found.path, 0.0), abs(value))
+        norm_values = found_numbers[len(self.ranges) :]
+        return [
+            Magnitude(path, group, kind, value.shape, peaks[path], norm)
+            for (path, group, kind, value), norm in zip(self.floats, norm_values, strict=True)
+        ]
+
+
+def _norms(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the Euclidean norm of each tensor, on a GPU with few kernels for all of them."""
+    by_device: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        by_device.setdefault((tensor.device, tensor.dtype), []).append(i)
+    norms: dict[int, Tensor] = {}
+    for members in by_device.values():
+        norms |= zip(members, torch._foreach_norm([tensors[i] for i in members]), strict=True)
+    return [norms[i] for i in range(len(tensors))]
 
 
 def _if_all_known(combine: Callable[[list[int]], int], values: list[int | None]) -> int | None:

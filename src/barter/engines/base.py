@@ -18,11 +18,14 @@ import torch
 from barter.compute import lanes
 from barter.core import seeds
 from barter.core.algorithm import Algorithm
-from barter.core.answers import Known, require, shapes_of
+from barter.core.answers import Known, Valid, shapes_of, validate
 from barter.core.clients import Failure, Replies
+from barter.core.errors import PayloadError, in_short
 from barter.core.metrics import Evaluation
+from barter.core.model import Classifier
 from barter.core.nodes import Monitor, Server, Silence
-from barter.core.payload import Payload, leaves, mapped
+from barter.core.outliers import find_large_logits, find_outliers, probe
+from barter.core.payload import Payload, leaves, mapped, numbers
 from barter.core.wire import Wire
 from barter.privacy.parts import crossed
 from barter.privacy.side_information import RESULTS, measured
@@ -65,6 +68,10 @@ class BaseEngine:
         self.server: Server | None = None  # None in the engine of a single site.
         self._capped: set[int] = set()  # Clients whose claimed image count was capped.
         self._known: dict[int, Known] = {}
+        # Client -> its answer to the current call, as its contract knows it.
+        self._valid: dict[int, Valid] = {}
+        # Architecture and width budget -> a network in which uploaded weights are tried out.
+        self._networks: dict[tuple[str, int], Classifier] = {}
         # Lane -> fraction of its current call whose progress has not been reported yet.
         self._credit: dict[int, float] = {}
 
@@ -152,10 +159,27 @@ class BaseEngine:
             )
             if client in server.architectures:
                 network = server.architectures[client]()
-                weights = shapes_of(self.algorithm.outgoing(network))
+                outgoing = self.algorithm.outgoing(network)
+                weights = shapes_of(outgoing)
+                initial: dict[str, tuple[float, float]] = {}
+                tables: dict[str, tuple[int, int]] = {}
+                for name, value in outgoing.items():
+                    if value.is_floating_point() and value.numel():
+                        rms = value.double().square().mean().sqrt()
+                        initial[name] = (float(value.abs().amax()), float(rms))
+                    elif value.dtype == torch.int64 and value.numel() > 1:
+                        smallest, largest = int(value.amin()), int(value.amax())
+                        # Counters start from equal numbers and may grow.
+                        if smallest < largest:
+                            tables[name] = (smallest, largest)
                 parameters |= {name for name, _ in network.named_parameters()}
                 known = replace(
-                    known, features=network.feature_dim, weights=weights, parameters=parameters
+                    known,
+                    features=network.feature_dim,
+                    weights=weights,
+                    parameters=parameters,
+                    initial=initial,
+                    tables=tables,
                 )
             self._known[client] = known
         return self._known[client]
@@ -184,9 +208,61 @@ class BaseEngine:
         server that receives it.
         """
         if self.server is not None:
-            claims = require(answer, self.algorithm, method, sent, self.known(self.server, client))
-            answer = self.believed(answer, method, client, claims)
+            valid = validate(answer, self.algorithm, method, sent, self.known(self.server, client))
+            self._valid[client] = valid
+            answer = self.believed(answer, method, client, valid.claims)
         return self.wire.carry(answer, method, client, "up")
+
+    def drop_outliers(
+        self, method: str, answers: dict[int, Any], args: Mapping[int, tuple[Any, ...]]
+    ) -> dict[int, Failure]:
+        """Remove answers from a call that are far larger than the others'.
+
+        Args:
+            method: The remote method.
+            answers: The answers by client, which are modified.
+            args: Client -> its arguments.
+
+        Returns:
+            The failures of the clients whose answers were removed.
+        """
+        server = self.server
+        valid = {k: self._valid[k] for k in sorted(answers) if k in self._valid}
+        self._valid = {}
+        if server is None:
+            return {}
+        found = find_outliers(
+            {k: answer.magnitudes for k, answer in valid.items()},
+            lambda k: self.known(server, k).initial,
+            lambda k: args[k],
+        )
+        if self.algorithm.replicas:
+            rest = {k: answer for k, answer in valid.items() if k not in found}
+            found |= self._find_unusable(server, rest)
+        failures = {}
+        for k, reason in found.items():
+            del answers[k]
+            failures[k] = self.failure(k, method, PayloadError(reason))
+        return failures
+
+    def _find_unusable(self, server: Server, answers: Mapping[int, Valid]) -> dict[int, str]:
+        """Return the clients whose uploaded network fails on random images, and why."""
+        peaks: dict[int, torch.Tensor] = {}
+        errors: dict[int, str] = {}
+        for k, answer in answers.items():
+            for weights in answer.networks:
+                size = sum(value.numel() for value in weights.values())
+                key = (server.names.get(k, f"client {k}"), size)
+                if key not in self._networks:
+                    self._networks[key] = server.architectures[k]()
+                device = next(iter(weights.values())).device
+                network = self._networks[key].to(device)
+                try:
+                    peaks[k] = probe(network, weights, server.spec)
+                except Exception as error:  # Weights may make a network fail in any way.
+                    errors[k] = f"the uploaded network fails on random images: {in_short(error)}"
+        large = find_large_logits(dict(zip(peaks, numbers(list(peaks.values())), strict=True)))
+        return errors | large
 
     def note(self, client: int, parts: Iterable[str]) -> None:
         """Count one more release of these parts by a client."""

@@ -188,6 +188,7 @@ class LocalEngine(BaseEngine):
                     for k in order:
                         settle(k, partial(self._call_here, method, k, args[k]))
                 self._cost[method] = (time.perf_counter() - start) / max(1, len(args))
+        failures |= self.drop_outliers(method, answers, args)
         self.failures += [failures[k] for k in sorted(failures)]
         return Replies(answers, self.counting(answers), failures)
 

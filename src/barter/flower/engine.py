@@ -259,6 +259,9 @@ class FlowerEngine(BaseEngine):
                     failures[k] = self.failure(k, method, error)
                     log.warning("%s", failures[k])
                 self.watched.advance(1 - self._shown.pop(k, 0.0))
+        for k, failure in self.drop_outliers(method, answers, args).items():
+            failures[k] = failure
+            log.warning("%s", failure)
         self.failures += [failures[k] for k in sorted(failures)]
         return Replies(answers, self.counting(answers), failures)
 

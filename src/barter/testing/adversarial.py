@@ -1,24 +1,29 @@
-"""An adversarial client that sends malformed answers, which every method must tolerate."""
+"""An adversarial client that sends malformed or extreme answers, which every method must tolerate."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from barter.core.algorithm import Algorithm
-from barter.core.answers import require
+from barter.core.answers import Valid, validate
+from barter.core.contracts import BOUND
 from barter.core.errors import PayloadError
-from barter.core.payload import Payload, isolate
+from barter.core.payload import Payload, isolate, leaves, mapped
 from barter.engines.base import BaseEngine
 
-__all__ = ["Liar", "lies"]
+__all__ = ["ATTACKS", "Liar", "lies"]
 
 EVALUATE = Algorithm.evaluate.__name__
 FEW = 3  # number of entries of a dict or a list that are modified
+MOST_ACCEPTED = 3  # number of malformed answers that a contract accepts and that are sent
 Lie: TypeAlias = tuple[str, Payload]  # description of a malformed answer, and the answer
+# (correct answer, the client's answer of an earlier round) -> an extreme answer of the same form;
+# the correct one if it has nothing that could be extreme.
+Attack: TypeAlias = Callable[[Payload, Payload], Payload]
 
 
 def lies(answer: Payload, at: str = "answer") -> Iterator[Lie]:
@@ -101,12 +106,103 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
 
 
-class Liar:
-    """Replace answers of an engine's last client by malformed ones.
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0
 
-    It does so in every evaluation, and in one other method per round. All malformed answers are
-    checked against the method's contract. Of each method, one that the contract rejects is sent,
-    and then every one that it accepts, each once.
+
+def _is_variance(path: str) -> bool:
+    return path.rpartition(".")[2] in ("running_var", "variances")
+
+
+def _enlarge(answer: Payload, earlier: Payload, times: float = 1000.0) -> Payload:
+    """Multiply all numbers."""
+
+    def scale(path: str, value: Any) -> Any:
+        return (value * times).clamp(-BOUND, BOUND) if _is_float(value) else value
+
+    return mapped(answer, scale, "")
+
+
+def _enlarge_less(answer: Payload, earlier: Payload) -> Payload:
+    """Multiply all numbers by as much as may pass."""
+    return _enlarge(answer, earlier, 90.0)
+
+
+def _put_at_bound(answer: Payload, earlier: Payload) -> Payload:
+    """Set the last float tensor to the bounds of contracts, and bytes to their largest value."""
+    last = [path for path, value in leaves(answer, "") if _is_float(value)][-1:]
+
+    def put(path: str, value: Any) -> Any:
+        if path in last:
+            signs = torch.ones_like(value).flatten()
+            if not _is_variance(path):
+                signs[::2] = -1
+            return BOUND * signs.view_as(value)
+        if isinstance(value, Tensor) and value.dtype == torch.uint8:
+            return torch.full_like(value, 255)
+        return value
+
+    return mapped(answer, put, "")
+
+
+def _negate_variances(answer: Payload, earlier: Payload) -> Payload:
+    """Set all variances to a negative number."""
+    return _set_variances(answer, -10.0)
+
+
+def _clear_variances(answer: Payload, earlier: Payload) -> Payload:
+    """Set all variances to zero."""
+    return _set_variances(answer, 0.0)
+
+
+def _set_variances(answer: Payload, number: float) -> Payload:
+    def put(path: str, value: Any) -> Any:
+        return torch.full_like(value, number) if _is_variance(path) else value
+
+    return mapped(answer, put, "")
+
+
+def _swap(answer: Payload, earlier: Payload) -> Payload:
+    """Exchange tensors of equal shape; reverse the rows of a tensor that has no counterpart."""
+    by_shape: dict[tuple[object, ...], list[tuple[str, Tensor]]] = {}
+    for path, value in leaves(answer, ""):
+        if _is_float(value):
+            key = (value.shape, _is_variance(path))  # A variance stays one.
+            by_shape.setdefault(key, []).append((path, value))
+    swapped: dict[str, Tensor] = {}
+    for members in by_shape.values():
+        tensors = [value for _, value in members]
+        turned = tensors[1:] + tensors[:1]
+        if len(tensors) == 1 and tensors[0].ndim:
+            turned = [tensors[0].flip(0)]
+        swapped |= {path: value for (path, _), value in zip(members, turned, strict=True)}
+    return mapped(answer, lambda path, value: swapped.get(path, value), "")
+
+
+def _replay(answer: Payload, earlier: Payload) -> Payload:
+    """Send the answer of an earlier round."""
+    return earlier
+
+
+# Description -> attack. The first are refused where the numbers are those of a network.
+ATTACKS: Mapping[str, Attack] = {
+    "numbers are 1000 times as large": _enlarge,
+    "numbers are at the bounds of the contract": _put_at_bound,
+    "variances are negative": _negate_variances,
+    "variances are zero": _clear_variances,
+    "tensors are swapped": _swap,
+    "answer is that of an earlier round": _replay,
+    "numbers are 90 times as large": _enlarge_less,
+}
+# Attacks that must be refused if the answer holds the weights of a network.
+REFUSED = tuple(ATTACKS)[:3]
+
+
+class Liar:
+    """Replace answers of an engine's last client by malformed or extreme ones.
+
+    It does so in every evaluation, and in one other method per round. Of each method, an answer is
+    sent that its contract rejects, then every malformed one that it accepts, then each attack.
     """
 
     def __init__(self, engine: BaseEngine) -> None:
@@ -114,49 +210,77 @@ class Liar:
         self.client = engine.client_ids[-1]
         self.arrive = engine.arrived
         engine.arrived = self.arrived  # type: ignore[method-assign]
-        self.told: set[tuple[str, str]] = set()  # (method, description) of answers that were sent
-        # methods with an answer of this round that their contract rejects
+        self.plan: dict[str, list[str]] = {}  # method -> descriptions of answers to be sent
+        self.earlier: dict[str, Payload] = {}  # method -> the client's first correct answer
+        # methods with an answer of this round that must be refused
         self.caught: list[str] = []
         self.said = ""  # description of this round's malformed answer
 
     def arrived(self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]) -> Payload:
         """Replace `BaseEngine.arrived`: pass on a malformed answer of the adversarial client."""
-        if client == self.client and (method == EVALUATE or not self.said):
-            answer = self.lie(answer, method, sent)
+        if client == self.client:
+            correct = isolate(answer)
+            if method not in self.plan:
+                self.plan[method] = self.prepare(correct, method, sent)
+                self.earlier[method] = correct
+            if method == EVALUATE or method == self.target():
+                answer = self.lie(correct, method, sent)
         return self.arrive(answer, method, client, sent)
 
+    def target(self) -> str:
+        """Return the method whose answer is malformed next: the one with most left; or none."""
+        if self.said:
+            return ""
+        left = {method: len(plan) for method, plan in self.plan.items() if method != EVALUATE}
+        return max(left, key=lambda method: left[method], default="")
+
+    def prepare(self, answer: Payload, method: str, sent: tuple[Any, ...]) -> list[str]:
+        """Return the descriptions of malformed answers and attacks, in the order of sending."""
+        accepted: list[str] = []
+        rejected: list[str] = []
+        if answer is not None:
+            for description, malformed in lies(answer):
+                if len(rejected) and len(accepted) >= MOST_ACCEPTED:
+                    break
+                passes = self.check(malformed, method, sent) is not None
+                (accepted if passes else rejected).append(description)
+        attacks = []
+        if method != EVALUATE:
+            for description, attack in ATTACKS.items():
+                # Other rounds' answers differ from this one, although it is the first.
+                is_replay = attack is _replay and any(_is_float(x) for _, x in leaves(answer, ""))
+                if is_replay or _differs(attack(answer, answer), answer):
+                    attacks.append(description)
+        return rejected[:1] + accepted[:MOST_ACCEPTED] + attacks
+
     def lie(self, answer: Payload, method: str, sent: tuple[Any, ...]) -> Payload:
-        """Return a malformed answer that was not sent yet; the correct one if there is none."""
-        accepted: list[Lie] = []
-        rejected: list[Lie] = []
-        for description, malformed in lies(isolate(answer)):
-            passes = self.passes(malformed, method, sent)
-            (accepted if passes else rejected).append((description, malformed))
-        known = {description for name, description in self.told if name == method}
-        # The first malformed answer of a method is one that its contract must reject.
-        first = [] if known or answer is None else rejected[:1]
-        candidates = first or [lie for lie in accepted if lie[0] not in known]
-        if not candidates:
+        """Return the next malformed answer; the correct one if there is none left."""
+        plan = self.plan[method]
+        if not plan:
             return answer
-        description, malformed = candidates[0]
-        self.told.add((method, description))
-        if first:
+        description = plan.pop(0)
+        attack = ATTACKS.get(description)
+        if attack is not None:
+            malformed = attack(answer, self.earlier[method])
+        else:
+            variants = (tree for name, tree in lies(answer) if name == description)
+            malformed = next(variants, answer)
+        valid = self.check(malformed, method, sent)
+        if valid is None or (description in REFUSED and valid.networks):
             self.caught.append(method)
         if method != EVALUATE:
             self.said = f"{description}, to {method!r}"
         return malformed
 
-    def passes(self, answer: Payload, method: str, sent: tuple[Any, ...]) -> bool:
-        """Return whether the method's contract accepts an answer."""
+    def check(self, answer: Payload, method: str, sent: tuple[Any, ...]) -> Valid | None:
+        """Return an answer as the method's contract accepts it; None if it does not."""
         server = self.engine.server
         assert server is not None
+        known = self.engine.known(server, self.client)
         try:
-            require(
-                answer, self.engine.algorithm, method, sent, self.engine.known(server, self.client)
-            )
+            return validate(answer, self.engine.algorithm, method, sent, known)
         except PayloadError:
-            return False
-        return True
+            return None
 
     @property
     def beside(self) -> str:
@@ -169,3 +293,9 @@ class Liar:
         self.said = ""
         self.caught = []
         return finished
+
+
+def _differs(answer: Payload, other: Payload) -> bool:
+    """Return whether two answers of the same form have a tensor that differs."""
+    pairs = zip(leaves(answer, ""), leaves(other, ""), strict=True)
+    return any(isinstance(x, Tensor) and not torch.equal(x, y) for (_, x), (_, y) in pairs)

@@ -33,7 +33,8 @@ HERE = Path(__file__).parent
 ROUNDS = 3
 CLIENTS = 3
 IMAGES = 360
-MOST_ROUNDS = 6  # maximum number of rounds with an adversarial client
+MOST_ROUNDS = 20  # maximum number of rounds with an adversarial client
+ROUNDS_AFTER = 2  # rounds after those, in which all clients are honest
 # Every leaf of the last checkpoint, and the records of all rounds.
 Outcome: TypeAlias = tuple[dict[str, Any], list[Any]]
 
@@ -306,30 +307,41 @@ def follows_the_seed(trial: Trial) -> None:
 
 
 def bears_a_liar(trial: Trial) -> None:
-    """one client with malformed answers harms no other client"""
-    experiment = trial.federation(min_clients=CLIENTS - 1)
-    liar = Liar(experiment.engine)
-    for _ in range(MOST_ROUNDS):
-        try:
-            record = experiment.step()
-        except Exception as error:
-            raise Violation(f"{liar.beside}: {_where(error)}") from error
-        for failure in record.failures:
-            if not failure.startswith(f"client {liar.client} failed in "):
-                raise Violation(f"{liar.beside}: {failure}")
-        for method in liar.caught:
-            reported = any(
-                f"failed in {method!r}" in failure and f": {method}" in failure
-                for failure in record.failures
-            )
-            if not reported:
-                raise Violation(f"{liar.beside}: no failure of {method!r} is recorded")
-        for at, leaf in leaves(isolate(experiment._state()), "state"):
-            finite = not isinstance(leaf, Tensor) or bool(leaf.isfinite().all())
-            if not finite and f".clients.{liar.client}." not in at:
-                raise Violation(f"{liar.beside}: {at} holds NaN or infinity")
-        if liar.done():
-            return
+    """one client with malformed or extreme answers harms no other client, and the run resumes"""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        first = trial.federation(min_clients=CLIENTS - 1, out=out)
+        assert first.folder is not None
+        liar = Liar(first.engine)
+        for _ in range(MOST_ROUNDS):
+            _step_beside(liar, first)
+            if liar.done():
+                break
+        first.folder.release()
+        second = trial.federation(min_clients=CLIENTS - 1, out=out, resume=True)
+        assert second.folder is not None
+        for _ in range(ROUNDS_AFTER):
+            liar.said = "answers were extreme in earlier rounds"
+            _step_beside(liar, second)
+        second.folder.release()
+
+
+def _step_beside(liar: Liar, experiment: Experiment) -> None:
+    """Run a round beside an adversarial client; raise if it harms others or goes unnoticed."""
+    try:
+        record = experiment.step()
+    except Exception as error:
+        raise Violation(f"{liar.beside}: {_where(error)}") from error
+    for failure in record.failures:
+        if not failure.startswith(f"client {liar.client} failed in "):
+            raise Violation(f"{liar.beside}: {failure}")
+    for method in liar.caught:
+        if not any(f"failed in {method!r}" in failure for failure in record.failures):
+            raise Violation(f"{liar.beside}: no failure of {method!r} is recorded")
+    for at, leaf in leaves(isolate(experiment._state()), "state"):
+        finite = not isinstance(leaf, Tensor) or bool(leaf.isfinite().all())
+        if not finite and f".clients.{liar.client}." not in at:
+            raise Violation(f"{liar.beside}: {at} holds NaN or infinity")
 
 
 CHECKS: tuple[Callable[[Trial], None], ...] = (
