@@ -24,14 +24,14 @@ from barter.core.model import Classifier
 from barter.experiment import Experiment
 from barter.models.generators import resized
 
-__all__ = ["copy_rate", "find_nearest", "test_copies", "wilson_interval"]
+__all__ = ["copy_rate", "find_nearest", "measure_copies", "wilson_interval"]
 
 PIXELS = "nearest by pixels"
 FEATURES = "nearest by features"
 LIMIT = 2000  # synthetic images of each client that are looked up
 
 
-def test_copies(experiment: Experiment) -> list[Result]:
+def measure_copies(experiment: Experiment) -> list[Result]:
     """Run the copy test on the last round, by pixels and by features of the client's network."""
     values: dict[str, dict[int, dict[str, float]]] = {PIXELS: {}, FEATURES: {}}
     for k, client in clients_of(experiment).items():

@@ -207,6 +207,21 @@ class Algorithm(Generic[S, C]):
         """
         return None
 
+    def transfer_images(self, client: C, t: int) -> tuple[Tensor, Tensor] | None:
+        """Return the images that round t synthesised from some of a client's private images.
+
+        They are for the experimenter, who tests whether they resemble single private images.
+
+        Args:
+            client: The client.
+            t: The round.
+
+        Returns:
+            Indices of the private images that they were made from, and the synthetic images; None
+            if the round made none or they are no longer stored.
+        """
+        return None
+
     def creations(
         self, party: S | C, wanted: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor] | None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from barter.core.contracts import Counts, Halves, Within
+from barter.core.errors import ConfigError
 
 __all__ = [
     "ClassGaussians",
@@ -108,6 +109,11 @@ def fit_class_gaussians(
         covariance = weight * own.T @ own / (len(own) - 1) + (1 - weight) * pooled
         values, vectors = torch.linalg.eigh(covariance)
         factors[label] = vectors * values.clamp_min(0).sqrt()
+    if not counts.any():
+        raise ConfigError(
+            f"no class has {LEAST_IMAGES} images, which statistics of a class need at least; offer "
+            "more images or something else"
+        )
     return {
         "counts": counts,
         "nonnegative": int(bool((embeddings >= 0).all())),
