@@ -271,7 +271,22 @@ class DFFKE(Algorithm[Hub, Trader]):
     embedding_loss: bool = False  # MSE of translated embeddings in the exchange (authors' code)
     logit_loss: bool = False  # KL of logits in the decoder's loss (authors' code)
 
+    @classmethod
+    def upgrade(cls, fields: Mapping[str, object]) -> dict[str, object]:
+        """Translate `embeddings` and `transfer = "public"` of older versions to `reveal`."""
+        upgraded = super().upgrade(fields)
+        embeddings = upgraded.pop("embeddings", "real")
+        if embeddings == "noise":
+            upgraded.setdefault("reveal", "nothing")
+        if upgraded.get("transfer") == "public":
+            upgraded |= {"reveal": "nothing", "substitute": "public", "transfer": "images"}
+        return upgraded
+
     def __post_init__(self) -> None:
+        if self.transfer == "public":
+            raise ConfigError(
+                "transfer='public': public data are reveal='nothing' with substitute='public' now"
+            )
         super().__post_init__()
         if not self.inverts and self.embedding_loss:
             raise ConfigError(

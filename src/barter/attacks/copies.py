@@ -110,5 +110,7 @@ def _by_features(model: Classifier, data: Images, images: Tensor) -> Tensor:
     every = torch.arange(len(data), device=data.device)
     private = predict(model.features, data.batch, every)
     shown = torch.arange(len(images), device=images.device)
-    synthetic = predict(model.features, lambda part: resized(images[part].float(), data.spec), shown)
+    synthetic = predict(
+        model.features, lambda part: resized(images[part].float(), data.spec), shown
+    )
     return find_nearest(synthetic, private)

@@ -91,6 +91,11 @@ class Algorithm(Generic[S, C]):
         """
         return None
 
+    @classmethod
+    def upgrade(cls, fields: Mapping[str, object]) -> dict[str, object]:
+        """Return the fields of a configuration of an older version as this version has them."""
+        return dict(fields)
+
     @property
     def needs_public_data(self) -> bool:
         """Return whether server and clients must have a public data set."""

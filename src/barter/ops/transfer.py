@@ -108,7 +108,9 @@ def decode_samples(entry: Entry, owner: int, index: Tensor, spec: Spec) -> Tenso
         index: Indices of the samples.
         spec: Format of the images.
     """
-    assert "gaussians" in entry and "docking" in entry and "seed" in entry
+    assert "gaussians" in entry
+    assert "docking" in entry
+    assert "seed" in entry
     model = entry["gaussians"][owner]
     n = len(entry["codes"][owner])
     labels, noise = sample(model, n, stream_seed(entry["seed"], owner))

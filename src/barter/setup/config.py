@@ -216,7 +216,7 @@ def resolve(tree: Mapping[str, Any]) -> Config:
             raise ConfigError(f"{section}.name={values[section]['name']!r}: must be a name")
     kind = algorithm_named(values["algorithm"].pop("name"))
     preset = values["algorithm"].pop("preset", None)
-    fields = values["algorithm"]
+    fields = kind.upgrade(values["algorithm"])
     values["algorithm"] = (
         build(kind, fields, "algorithm.") if preset is None else kind.preset(str(preset), fields)
     )
