@@ -380,7 +380,7 @@ def test_transfer_images_are_shifted_by_as_much_as_private_ones() -> None:
     assert DFFKE().augment(data) == Augment(4, flip=True), (
         "an eighth of 32 pixels, which the decoder draws"
     )
-    assert DFFKE(transfer="public").augment(data) == Augment(16, flip=True), (
+    assert DFFKE(reveal="nothing", substitute="public").augment(data) == Augment(16, flip=True), (
         "and of the 128 of public images"
     )
     assert DFFKE(augmented=False).augment(data) == Augment()

@@ -16,7 +16,8 @@ from barter.data.task import Data
 from barter.models.generators import Decoder
 from barter.ops.docking import unify
 from barter.ops.fit import adam
-from barter.ops.transfer import review
+from barter.ops.transfer import draw, review
+from barter.setup.config import resolve
 from barter.testing.conformance import few_digits
 from tests.conftest import TINY, federation, perceptrons, tiny
 
@@ -166,10 +167,53 @@ def test_collaboration_is_a_fixed_group_and_the_rest_train_alone() -> None:
 
 
 def test_noise_in_place_of_embeddings_sends_weights_alone() -> None:
-    experiment, records = exchanged(2, embeddings="noise")
+    experiment, records = exchanged(2, reveal="nothing")
     weights = sum(nbytes(c.model.state_dict()) for c in experiment.engine.clients.values())
     assert records[0].bytes["learn"]["up"] == weights + 3 * 8
     assert records[0].mean("global") > 0
+
+
+def test_mixtures_take_the_place_of_embeddings() -> None:
+    _, (of_images,) = exchanged(1)
+    mixed, (record,) = exchanged(1, reveal="mixtures", mixture=2)
+    assert record.bytes["learn"] == of_images.bytes["learn"], "of the same size"
+    assert mixed.algorithm.gallery(mixed.engine.clients[0], 1, lambda index: index) is None, (
+        "a synthetic image belongs to no single one"
+    )
+    with pytest.raises(ConfigError, match="reveal='images'"):
+        tiny("dffke", reveal="mixtures", mixture=1)
+
+
+def test_statistics_take_the_place_of_embeddings_and_images() -> None:
+    experiment, records = exchanged(2, reveal="statistics", share=1.0, rank=4)
+    clients = experiment.engine.clients
+    hub = experiment.server
+    assert isinstance(hub, Hub)
+    entry = hub.buffer[-1]
+    assert not records[0].failures
+    assert records[1].mean("global") > 0
+    assert all(codes.dtype == torch.int64 for codes in entry["codes"].values()), "indices alone"
+    half = sum(nbytes(c.model.state_dict()) for c in clients.values()) / 2
+    gaussians = sum(nbytes(model) for model in entry["gaussians"].values())
+    assert records[1].bytes["learn"]["up"] == half + gaussians + 3 * 8
+    for teacher in clients:
+        images = [draw(c, entry, teacher, entry["codes"][teacher]) for c in clients.values()]
+        assert all(torch.equal(images[0], other) for other in images), "everybody sees the same"
+        some = draw(clients[0], entry, teacher, entry["codes"][teacher][1:3])
+        assert torch.allclose(some, images[0][1:3], atol=1e-5), "whatever part is decoded"
+
+
+def test_fields_of_older_versions_are_understood() -> None:
+    def read(**fields: object) -> DFFKE:
+        algorithm = resolve({"algorithm": {"name": "dffke", **fields}}).algorithm
+        assert isinstance(algorithm, DFFKE)
+        return algorithm
+
+    assert read(embeddings="real", transfer="decoder") == DFFKE(transfer="decoder")
+    assert read(embeddings="noise", noise=2.0) == DFFKE(reveal="nothing", noise=2.0)
+    assert read(transfer="public") == DFFKE(reveal="nothing", substitute="public")
+    with pytest.raises(ConfigError, match="substitute='public'"):
+        DFFKE(transfer="public")  # type: ignore[arg-type]
 
 
 def test_noise_in_place_of_embeddings_is_as_strong_as_asked_for(
@@ -182,7 +226,7 @@ def test_noise_in_place_of_embeddings_is_as_strong_as_asked_for(
         return unify(server, e, *arguments)
 
     monkeypatch.setattr("barter.algorithms.dffke.unify", noted)
-    exchanged(1, embeddings="noise", noise=7.0)
+    exchanged(1, reveal="nothing", noise=7.0)
     drawn = torch.cat([e.flatten() for e in seen])
     assert float(drawn.mean()) == pytest.approx(0, abs=0.5)
     assert float(drawn.std()) == pytest.approx(7, rel=0.05)
@@ -190,16 +234,17 @@ def test_noise_in_place_of_embeddings_is_as_strong_as_asked_for(
 
 def test_public_data_takes_the_place_of_decoder_embeddings_and_weights() -> None:
     experiment = perceptrons(
-        tiny("dffke", transfer="public"), data=Data(source=few_digits(), public="digits")
+        tiny("dffke", reveal="nothing", substitute="public"),
+        data=Data(source=few_digits(), public="digits"),
     )
     records = list(experiment.rounds(2))
     assert records[0].bytes["learn"]["up"] == 3 * 8, "how many images"
     shared = sum(max(2, -(-len(c.data) // 10)) for c in experiment.engine.clients.values())
     assert records[0].bytes["teach"]["down"] == 3 * (8 + shared * 8)
     with pytest.raises(ConfigError, match=r"data\.public"):
-        perceptrons(tiny("dffke", transfer="public"), data=Data())
+        perceptrons(tiny("dffke", reveal="nothing", substitute="public"), data=Data())
     with pytest.raises(ConfigError, match="embedding_loss"):
-        tiny("dffke", transfer="public", embedding_loss=True)
+        tiny("dffke", reveal="nothing", substitute="public", embedding_loss=True)
 
 
 @pytest.mark.parametrize("whiten", [0.0, 0.01])

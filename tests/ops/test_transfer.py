@@ -102,7 +102,7 @@ def test_every_image_is_as_likely_to_be_reviewed() -> None:
     assert all(150 < count < 250 for count in counts.values())
 
 
-def halved(entry: Entry, codes: Tensor) -> Tensor:
+def halved(entry: Entry, owner: int, codes: Tensor) -> Tensor:
     return codes / 2
 
 
@@ -129,10 +129,10 @@ def test_images_come_page_by_page_and_are_drawn_round_by_round(
         )
     calls: list[int] = []
 
-    def draw(entry: Entry, codes: Tensor) -> Tensor:
+    def draw(entry: Entry, owner: int, codes: Tensor) -> Tensor:
         calls.append(entry["round"])
         assert codes[:, 0].unique().tolist() == [entry["round"]]
-        return halved(entry, codes)
+        return halved(entry, owner, codes)
 
     images = drawn(entries, pages, draw)
     assert len(images) == len(pages)

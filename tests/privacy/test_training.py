@@ -225,7 +225,7 @@ def test_methods_that_train_by_fit_alone(name: str) -> None:
 
 
 def test_dffke_that_shows_no_images() -> None:
-    quiet = tiny("dffke", embeddings="noise", local_review=False, balanced=False, later_epochs=0)
+    quiet = tiny("dffke", reveal="nothing", local_review=False, balanced=False, later_epochs=0)
     once = Privacy(training="clip=1 noise=1", epsilon=20)
     experiment = small_federation(quiet, privacy=once, rounds=2)
     first, second = experiment.rounds(2)

@@ -30,6 +30,8 @@ of each field):
 
 - `whiten`: codes are whitened. Eq. 11 rewards only the separation of classes, so the decoder
   generated one image per class.
+- `reveal`: how much of its images a client offers, for clients that may not show them; the paper
+  has "images", and "nothing" with noise in place of embeddings (Table 4).
 - `parts`: clients also upload embeddings of parts of each image. A network averages positions away,
   so the decoder could not know them either.
 - `mixed`: batches hold images of all clients, because training on one client's batch after another
@@ -60,7 +62,7 @@ from barter.core import robust
 from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.answers import WORD, Known
 from barter.core.clients import Clients, Replies
-from barter.core.contracts import Floats, Labels, Room, When, Within
+from barter.core.contracts import Floats, Labels, Room, Weights, When, Within
 from barter.core.errors import ConfigError
 from barter.core.evaluation import adjusted, note_before, predict
 from barter.core.images import Augment, Images, Spec, augmented, prepared
@@ -69,13 +71,33 @@ from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive, Whole
 from barter.core.payload import State, nbytes
 from barter.core.robust import Aggregate
+from barter.core.seeds import stream_seed
 from barter.models.generators import drawn_side, resized
 from barter.ops.distill import kl
 from barter.ops.docking import unify
+from barter.ops.embedding_models import (
+    ClassGaussians,
+    fit_class_gaussians,
+    mix_embeddings,
+    sample_embeddings,
+)
 from barter.ops.fit import Subject, adam, alternate, epoch_length, fit, joint
 from barter.ops.inversion import Discrepancy, Schedule, Terms, Viewer, fit_decoder
 from barter.ops.shares import log_shares
-from barter.ops.transfer import Entry, Lesson, depicted, draw, heard, lesson, newest, sound, taught
+from barter.ops.transfer import (
+    Entry,
+    Lesson,
+    decode_samples,
+    depicted,
+    draw,
+    heard,
+    lesson,
+    newest,
+    sample,
+    sound,
+    taught,
+    to_half,
+)
 from barter.ops.trust import confirmed_teachers, consistent_clients
 from barter.ops.views import cut, embeddings, number
 
@@ -89,10 +111,12 @@ class Offer(TypedDict):
 
     # the number of images that it offers, n
     examples: Annotated[int, Within(1, "examples", "n")]
-    weights: NotRequired[Annotated[State, When("inverts")]]
-    # of each view of each image: the whole image first, then its parts
+    weights: NotRequired[Annotated[State, Weights(half="describes"), When("inverts")]]
+    # of each view of each image, or of mixtures of images: the whole image first, then its parts
     embeddings: NotRequired[Annotated[Tensor, Floats("n", "views", "features"), When("embeds")]]
     labels: NotRequired[Annotated[Tensor, Labels("n"), When("embeds")]]
+    # a model of the embeddings of each class, from which the server samples
+    gaussians: NotRequired[Annotated[ClassGaussians, When("describes")]]
 
 
 class Delivery(TypedDict):
@@ -231,13 +255,22 @@ class DFFKE(Algorithm[Hub, Trader]):
     batch_size: Count = 100  # B: images per step
     weight_decay: NonNegative = 1e-5  # weight decay of the clients' Adam
     docking_weight_decay: NonNegative = 1e-3  # weight decay of the docking layers' Adam
-    # E_k: embeddings of private images, or noise that reveals nothing
-    embeddings: Literal["real", "noise"] = "real"
+    # what a client offers of its images, from most to least. images: embeddings of single images
+    # (E_k of the paper), whose decoded images are near-copies. mixtures: combinations of a few
+    # images of a class. statistics: mean and covariance of each class, from which everybody
+    # samples. nothing: no embedding and no statistic, see `substitute`
+    reveal: Literal["images", "mixtures", "statistics", "nothing"] = "images"
+    # M: images of one class that reveal="mixtures" combines
+    mixture: Count = 3
+    # principal components of embeddings that reveal="statistics" describes
+    rank: Count = 64
+    # what takes the place of embeddings with reveal="nothing": noise (paper), or public data
+    substitute: Literal["noise", "public"] = "noise"
     # standard deviation of this noise; a large one makes the images differ; not given in the paper
     noise: Positive = 30.0
-    # transfer data: images that the server decodes, decoder and codes with which clients decode
-    # them (paper), or public data
-    transfer: Literal["images", "decoder", "public"] = "images"
+    # transfer data: images that the server decodes, or decoder and codes with which clients decode
+    # them (paper); with reveal="statistics" always the decoder
+    transfer: Literal["images", "decoder"] = "images"
     direction: Literal["teacher", "student"] = "teacher"  # KL(teacher ‖ student) or the reverse
     # F of L_md: a term of the decoder's loss with another client as the student
     discrepancy: Discrepancy = "none"
@@ -246,11 +279,31 @@ class DFFKE(Algorithm[Hub, Trader]):
     embedding_loss: bool = False  # MSE of translated embeddings in the exchange (authors' code)
     logit_loss: bool = False  # KL of logits in the decoder's loss (authors' code)
 
+    @classmethod
+    def upgrade(cls, fields: Mapping[str, object]) -> dict[str, object]:
+        """Translate `embeddings` and `transfer = "public"` of older versions to `reveal`."""
+        upgraded = super().upgrade(fields)
+        embeddings = upgraded.pop("embeddings", "real")
+        if embeddings == "noise":
+            upgraded.setdefault("reveal", "nothing")
+        if upgraded.get("transfer") == "public":
+            upgraded |= {"reveal": "nothing", "substitute": "public", "transfer": "images"}
+        return upgraded
+
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.transfer == "public" and self.embedding_loss:
+        if self.transfer == "public":
             raise ConfigError(
-                "embedding_loss=True: it needs docking layers, which transfer='public' does not use"
+                "transfer='public': public data are reveal='nothing' with substitute='public' now"
+            )
+        super().__post_init__()
+        if not self.inverts and self.embedding_loss:
+            raise ConfigError(
+                "embedding_loss=True: it needs docking layers, which substitute='public' does not "
+                "use"
+            )
+        if self.mixture < 2:
+            raise ConfigError(
+                "mixture=1: a mixture of one image is the image itself; reveal='images' says so"
             )
         if self.parts == 1:
             raise ConfigError(
@@ -259,7 +312,7 @@ class DFFKE(Algorithm[Hub, Trader]):
 
     @property
     def needs_public_data(self) -> bool:
-        return self.transfer == "public"
+        return self.reveal == "nothing" and self.substitute == "public"
 
     @property
     def aggregates(self) -> tuple[Aggregate, ...]:  # type: ignore[override]
@@ -269,12 +322,17 @@ class DFFKE(Algorithm[Hub, Trader]):
     @property
     def inverts(self) -> bool:
         """Return whether the server decodes embeddings to images, using the clients' networks."""
-        return self.transfer != "public"
+        return not self.needs_public_data
 
     @property
     def embeds(self) -> bool:
-        """Return whether clients upload embeddings of private images."""
-        return self.inverts and self.embeddings == "real"
+        """Return whether clients upload embeddings, of single images or of mixtures."""
+        return self.reveal in ("images", "mixtures")
+
+    @property
+    def describes(self) -> bool:
+        """Return whether clients upload statistics of their embeddings."""
+        return self.reveal == "statistics"
 
     def views(self, known: Known) -> int:
         """Return the number of views of an image: the whole image and its parts."""
@@ -302,8 +360,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         offers = self.trusted(server, traders.run(self.learn))  # Eq. 9
         if len(offers) < 2:
             return
-        codes, decoder = self.make_transfer_data(server, offers)  # Eqs. 10-12
-        entry: Entry = {"round": t, "codes": codes, "decoder": decoder}
+        entry = self.make_transfer_data(server, offers, t)  # Eqs. 10-12
         entries = [*server.buffer, entry]
         deliveries = self.deliver(server, entry)
         lessons = traders.only(offers).scatter(self.teach, deliveries).each(partial(sound, entries))
@@ -345,8 +402,12 @@ class DFFKE(Algorithm[Hub, Trader]):
 
         def images(k: int) -> Tensor:
             codes = entry["codes"][k]
-            decodes = bool(entry["decoder"])
-            x = depicted(entry["decoder"], server.spec, codes) if decodes else codes.float()
+            if "gaussians" in entry:
+                x = decode_samples(entry, k, codes, server.spec)
+            elif entry["decoder"]:
+                x = depicted(entry["decoder"], server.spec, codes)
+            else:
+                x = codes.float()
             return resized(x, server.spec)
 
         logits = {}
@@ -389,42 +450,39 @@ class DFFKE(Algorithm[Hub, Trader]):
         examples = self.offered(len(data))
         offer: Offer = {"examples": examples}
         if self.inverts:
-            offer["weights"] = client.model.state_dict()
-        if self.embeds:
-            index = torch.randperm(len(data), device=client.device)[:examples]
-            client.offered[0] = index
-            offer["embeddings"] = embeddings(client.model, data, index, cut(self.parts, data.spec))
-            offer["labels"] = data.labels[index]
+            weights = client.model.state_dict()
+            offer["weights"] = to_half(weights) if self.describes else weights
+        if not (self.embeds or self.describes):
+            return offer
+        index = torch.randperm(len(data), device=client.device)[:examples]
+        client.offered[0] = index
+        e = embeddings(client.model, data, index, cut(self.parts, data.spec))
+        labels = data.labels[index]
+        if self.describes:
+            offer["gaussians"] = fit_class_gaussians(e, labels, data.spec.classes, self.rank)
+            return offer
+        if self.reveal == "mixtures":
+            e = mix_embeddings(e, labels, self.mixture)
+        offer["embeddings"] = e
+        offer["labels"] = labels
         return offer
 
-    def make_transfer_data(
-        self, server: Hub, offers: Replies[Offer]
-    ) -> tuple[dict[int, Tensor], State]:
+    def make_transfer_data(self, server: Hub, offers: Replies[Offer], t: int) -> Entry:
         """Make the transfer data of a round from the clients' offers (Eqs. 10-12).
 
-        Returns:
-            For every client its transfer data, and the decoder's state. The data are codes if
-            clients decode them; images if the server has decoded them, and indices if the images
-            are public. In the last two cases the decoder's state is empty.
+        The entry holds decoded images, or what clients decode them from, or indices of public
+        images.
         """
-        sizes = {k: offer["examples"] for k, offer in offers.items()}
         device = server.device
-        if self.transfer == "public":
+        sizes = {k: offer["examples"] for k, offer in offers.items()}
+        if not self.inverts:
             assert server.public is not None
             n_public = len(server.public)
-            return {k: torch.randint(n_public, (n,), device=device) for k, n in sizes.items()}, {}
+            index = {k: torch.randint(n_public, (n,), device=device) for k, n in sizes.items()}
+            return {"round": t, "codes": index, "decoder": {}}
         models = {k: server.replica(k, offer["weights"]) for k, offer in offers.items()}
-        if self.embeddings == "real":
-            e = {k: offer["embeddings"] for k, offer in offers.items()}
-            y = {k: offer["labels"] for k, offer in offers.items()}
-        else:
-            views = number(cut(self.parts, server.spec))
-            classes = server.spec.classes
-            e = {
-                k: self.noise * torch.randn(n, views, models[k].feature_dim, device=device)
-                for k, n in sizes.items()
-            }
-            y = {k: torch.randint(classes, (n,), device=device) for k, n in sizes.items()}
+        seed = int(torch.randint(2**31, ())) if self.describes else 0
+        e, y = self.collect_embeddings(server, models, offers, seed)
         recipe = adam(self.lr, self.docking_weight_decay)
         z, codes, docking = unify(
             server, e, y, server.docking, self.code_dim, self.docking_epochs, recipe, self.whiten
@@ -432,9 +490,46 @@ class DFFKE(Algorithm[Hub, Trader]):
         server.docking |= docking
         viewers = {k: Viewer(models[k], z[k]) for k in offers}
         decoder = self.train_decoder(server, viewers, codes, e)
+        if self.describes:
+            return {
+                "round": t,
+                "codes": {k: torch.arange(len(code), device=device) for k, code in codes.items()},
+                "decoder": to_half(decoder),
+                "gaussians": {k: offer["gaussians"] for k, offer in offers.items()},
+                "docking": {k: to_half(dict(layer.state_dict())) for k, layer in z.items()},
+                "seed": seed,
+            }
         if self.transfer == "decoder":
-            return codes, decoder
-        return {k: depicted(decoder, server.spec, code).half() for k, code in codes.items()}, {}
+            return {"round": t, "codes": codes, "decoder": decoder}
+        images = {k: depicted(decoder, server.spec, code).half() for k, code in codes.items()}
+        return {"round": t, "codes": images, "decoder": {}}
+
+    def collect_embeddings(
+        self, server: Hub, models: Mapping[int, Classifier], offers: Replies[Offer], seed: int
+    ) -> tuple[Tensors, Tensors]:
+        """Return the embeddings to decode and their labels, by client.
+
+        They are those that clients uploaded, samples of the uploaded statistics, or noise.
+        """
+        if self.embeds:
+            e = {k: offer["embeddings"] for k, offer in offers.items()}
+            return e, {k: offer["labels"] for k, offer in offers.items()}
+        e = {}
+        y = {}
+        if self.describes:
+            for k, offer in offers.items():
+                model = offer["gaussians"]
+                y[k], noise = sample(model, offer["examples"], stream_seed(seed, k))
+                e[k] = sample_embeddings(model, y[k], noise)
+            return e, y
+        views = number(cut(self.parts, server.spec))
+        device = server.device
+        for k, offer in offers.items():
+            shape = (offer["examples"], views, models[k].feature_dim)
+            e[k] = self.noise * torch.randn(shape, device=device)
+        for k, offer in offers.items():
+            y[k] = torch.randint(server.spec.classes, (offer["examples"],), device=device)
+        return e, y
 
     def train_decoder(
         self, server: Hub, viewers: dict[int, Viewer], codes: Tensors, e: Tensors
@@ -547,7 +642,7 @@ class DFFKE(Algorithm[Hub, Trader]):
 
     def augment(self, data: Images) -> Augment:
         """Return the client's augmentation in training, scaled to the width of transfer images."""
-        width = data.spec.width if self.transfer == "public" else drawn_side(data.spec)
+        width = drawn_side(data.spec) if self.inverts else data.spec.width
         return data.augment.resized(data.side, width) if self.augmented else Augment()
 
     def exchange_loss(
@@ -565,8 +660,15 @@ class DFFKE(Algorithm[Hub, Trader]):
         self, client: Trader, t: int, wanted: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor] | None:
         entry = next((entry for entry in client.buffer if entry["round"] == t), None)
-        if entry is None or t not in client.offered:
+        if self.reveal != "images" or entry is None or t not in client.offered:
             return None
         chosen = wanted(client.offered[t])
         codes = entry["codes"][client.id][chosen]
-        return client.offered[t][chosen], draw(client, entry, codes)
+        return client.offered[t][chosen], draw(client, entry, client.id, codes)
+
+    def transfer_images(self, client: Trader, t: int) -> tuple[Tensor, Tensor] | None:
+        entry = next((entry for entry in client.buffer if entry["round"] == t), None)
+        if entry is None or t not in client.offered:
+            return None
+        codes = entry["codes"][client.id]
+        return client.offered[t], draw(client, entry, client.id, codes)

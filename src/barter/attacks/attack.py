@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from barter.attacks.copies import measure_copies
 from barter.attacks.inversion import inversion
 from barter.attacks.labels import labels
 from barter.attacks.membership import membership
@@ -65,6 +66,7 @@ def attack(run: Path, shadows: int, monitor: Monitor) -> tuple[list[Result], lis
         experiment.engine.watched = monitor
         public, others = split_test(experiment)
         results, rows = inversion(experiment, uploads, public)
+        results += measure_copies(experiment)
         results += membership(experiment, uploads, public, others, shadows, monitor)
         results += labels(experiment, uploads, public)
     about = {

@@ -15,6 +15,8 @@ __all__ = ["Result", "averaged", "shown", "to_json"]
 QUESTIONS = {
     "inversion": "Reconstructed images: PSNR in decibels and SSIM (higher is nearer), and how often "
     "the client's nearest image is the original",
+    "copies": "Copies: how often the private image nearest to a synthetic one is among those that "
+    "were offered, with its 95 % interval; by chance it is as often as images were offered",
     "membership": "Membership inference: training images of clients against images of no client",
     "labels": "Label inference: correct labels, and the L1 error of class frequencies (0 to 2)",
 }
@@ -23,6 +25,10 @@ FORMATS = {
     "best_psnr": "{:.1f}",
     "ssim": "{:.2f}",
     "found": "{:.1%}",
+    "copies": "{:.1%}",
+    "from": "{:.1%}",
+    "to": "{:.1%}",
+    "chance": "{:.1%}",
     "auc": "{:.3f}",
     "error": "{:.3f}",
     "tpr_1.0%": "{:.1%}",

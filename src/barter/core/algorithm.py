@@ -165,6 +165,11 @@ class Algorithm(Generic[S, C]):
         """
         return None
 
+    @classmethod
+    def upgrade(cls, fields: Mapping[str, object]) -> dict[str, object]:
+        """Return the fields of a configuration of an older version as this version has them."""
+        return dict(fields)
+
     @property
     def needs_public_data(self) -> bool:
         """Return whether server and clients must have a public data set."""
@@ -275,6 +280,21 @@ class Algorithm(Generic[S, C]):
         Returns:
             Indices into the client's images and the synthetic images; None if the round made none
             or they are no longer stored.
+        """
+        return None
+
+    def transfer_images(self, client: C, t: int) -> tuple[Tensor, Tensor] | None:
+        """Return the images that round t synthesised from some of a client's private images.
+
+        They are for the experimenter, who tests whether they resemble single private images.
+
+        Args:
+            client: The client.
+            t: The round.
+
+        Returns:
+            Indices of the private images that they were made from, and the synthetic images; None
+            if the round made none or they are no longer stored.
         """
         return None
 

@@ -441,7 +441,7 @@ class _Checker:
         is_state = (key_kind, kind) == (str, Tensor)
         network: Shapes = {}
         if is_state:
-            network = self.known.network(weights.of, parameters_only=weights.parameters_only)
+            network = self.expected_weights(weights)
         names = network if entries is None else entries
         odd = tree.keys() ^ names.keys() if names else ()
         if odd or (is_state and not tree):
@@ -534,7 +534,18 @@ class _Checker:
                 tensors = [Floats(*shape) for shape in mark.shapes.values()]
                 return _if_all_known(sum, [self.tensor_bytes(tensor, sizes) for tensor in tensors])
         weights = next((mark for mark in marks if isinstance(mark, Weights)), Weights())
-        return self.known.nbytes(weights.of, parameters_only=weights.parameters_only)
+        shapes = self.expected_weights(weights).values()
+        return sum(shape.numel() * dtype.itemsize for shape, dtype in shapes) or None
+
+    def expected_weights(self, weights: Weights) -> Shapes:
+        """Return the shapes and dtypes of the weights that a State must hold; empty if unknown."""
+        shapes = self.known.network(weights.of, parameters_only=weights.parameters_only)
+        if not (weights.half and getattr(self.algorithm, weights.half)):
+            return shapes
+        return {
+            name: (shape, torch.float16 if dtype == torch.float32 else dtype)
+            for name, (shape, dtype) in shapes.items()
+        }
 
     def size_limits(self, marks: Iterable[object], sizes: Sizes) -> Iterator[tuple[str, int]]:
         """Yield upper bounds of the sizes that occur first in a part with these annotations."""

@@ -27,6 +27,7 @@ __all__ = [
     "Counts",
     "Entries",
     "Floats",
+    "Halves",
     "Labels",
     "Named",
     "NonNegatives",
@@ -59,6 +60,12 @@ class Floats:
     def __init__(self, *shape: Size | EllipsisType, most: float | str = BOUND) -> None:
         self.shape = shape
         self.most = most
+
+
+class Halves(Floats):
+    """A float16 tensor: half as many bytes, for what needs no more than three digits."""
+
+    dtype = torch.float16
 
 
 class NonNegatives(Floats):
@@ -122,10 +129,13 @@ class Weights:
             the server's.
         parameters_only: Leave out buffers, such as the statistics of batch normalisation.
             SCAFFOLD's control variates are `Annotated[State, Weights(parameters_only=True)]`.
+        half: The name of the algorithm's field or property that says whether floats have half
+            precision; empty for never.
     """
 
     of: Literal["client", "server"] = "client"
     parameters_only: bool = False
+    half: str = ""
 
 
 @dataclass(frozen=True)

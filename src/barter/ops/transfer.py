@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NotRequired, TypeAlias, TypedDict
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from barter.core.contracts import Floats, Places, When
@@ -14,14 +15,17 @@ from barter.core.evaluation import predict
 from barter.core.images import Spec
 from barter.core.nodes import Client
 from barter.core.payload import State
+from barter.core.seeds import stream_seed
 from barter.models.generators import Decoder
 from barter.ops import views
+from barter.ops.embedding_models import ClassGaussians, sample_embeddings, sample_labels
 
 __all__ = [
     "Entry",
     "Lesson",
     "Page",
     "Targets",
+    "decode_samples",
     "depicted",
     "draw",
     "drawn",
@@ -29,19 +33,26 @@ __all__ = [
     "lesson",
     "newest",
     "review",
+    "sample",
     "sound",
     "taught",
+    "to_half",
+    "to_single",
 ]
 
 
 class Entry(TypedDict):
-    """The transfer images of one round, or the codes that they are decoded from."""
+    """The transfer images of one round, or what they are decoded from."""
 
     round: int
-    # By client: images (n, C, H, W), codes of each image's views (n, V, h), or indices into the
-    # public data.
+    # By client: images (n, C, H, W), codes of each image's views (n, V, h), or indices: into the
+    # public data, or of samples of the client's Gaussians.
     codes: dict[int, Tensor]
     decoder: State  # decodes codes to images; empty if the entry holds none
+    # By client: models from which embeddings are sampled, and layers that map these to codes.
+    gaussians: NotRequired[dict[int, ClassGaussians]]
+    docking: NotRequired[dict[int, State]]
+    seed: NotRequired[int]  # of the samples
 
 
 class Targets(TypedDict):
@@ -56,14 +67,17 @@ class Targets(TypedDict):
 Lesson: TypeAlias = list[Targets]  # for the last round's images, then for some of earlier rounds
 # A round, a client, and the indices of some of its images in that round; None means all.
 Page: TypeAlias = tuple[int, int, Tensor | None]
-Draw: TypeAlias = Callable[[Entry, Tensor], Tensor]  # (entry, codes) -> images
+# (entry, owner, codes) -> images
+Draw: TypeAlias = Callable[[Entry, int, Tensor], Tensor]
 Say: TypeAlias = Callable[[Tensor], Mapping[str, Tensor]]  # images -> predictions by name
 
 
-def draw(client: Client, entry: Entry, codes: Tensor) -> Tensor:
-    """Return the transfer images of these codes of a round."""
+def draw(client: Client, entry: Entry, owner: int, codes: Tensor) -> Tensor:
+    """Return the transfer images of some of a client's codes of a round."""
     if codes.ndim == 4:
         return codes.float()
+    if "gaussians" in entry:
+        return decode_samples(entry, owner, codes, client.data.spec)
     if entry["decoder"]:
         return depicted(entry["decoder"], client.data.spec, codes)
     assert client.public is not None
@@ -75,6 +89,50 @@ def depicted(decoder: State, spec: Spec, codes: Tensor) -> Tensor:
     network = Decoder.restored(decoder, spec, views.parts_of(codes.shape[1]))
     index = torch.arange(len(codes), device=codes.device)
     return predict(network, lambda part: codes[part], index)
+
+
+def sample(model: ClassGaussians, n: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return labels and normal numbers for n samples; the seed gives the same on every device."""
+    rank = model["means"].shape[1]
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(n, rank, generator=generator)
+    return sample_labels(model["counts"], n), noise.to(model["means"].device)
+
+
+def decode_samples(entry: Entry, owner: int, index: Tensor, spec: Spec) -> Tensor:
+    """Decode some of the samples of a client's Gaussians to images.
+
+    Args:
+        entry: The round's entry.
+        owner: The client.
+        index: Indices of the samples.
+        spec: Format of the images.
+    """
+    assert "gaussians" in entry
+    assert "docking" in entry
+    assert "seed" in entry
+    model = entry["gaussians"][owner]
+    n = len(entry["codes"][owner])
+    labels, noise = sample(model, n, stream_seed(entry["seed"], owner))
+    layer = to_single(entry["docking"][owner])
+    views_of_code = model["center"].shape[0]
+    network = Decoder.restored(to_single(entry["decoder"]), spec, views.parts_of(views_of_code))
+
+    def codes(part: Tensor) -> Tensor:
+        rows = index[part]
+        return F.linear(sample_embeddings(model, labels[rows], noise[rows]), **layer)
+
+    return predict(network, codes, torch.arange(len(index), device=index.device))
+
+
+def to_half(state: State) -> State:
+    """Return a state whose floats are in half precision."""
+    return {name: t.half() if t.is_floating_point() else t for name, t in state.items()}
+
+
+def to_single(state: State) -> State:
+    """Return a state whose floats are in single precision."""
+    return {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
 
 
 def newest(entries: Sequence[Entry], limit: int | None) -> list[Entry]:
@@ -101,19 +159,23 @@ def review(entries: Sequence[Entry], owner: int, size: int) -> list[Page]:
 
 
 def drawn(entries: Sequence[Entry], pages: Sequence[Page], draw: Draw) -> list[Tensor]:
-    """Return the images of each page; those of one round are decoded together."""
+    """Return the images of each page.
+
+    Those of one round are decoded together, unless every client has a model of its own.
+    """
     images: dict[int, Tensor] = {}
     for entry in entries:
-        positions = []
-        codes = []
+        found: list[tuple[int, int, Tensor]] = []  # position, owner and codes of a page
         for position, (round_number, owner, index) in enumerate(pages):
             if round_number == entry["round"]:
                 own_codes = entry["codes"][owner]
-                positions.append(position)
-                codes.append(own_codes if index is None else own_codes[index])
-        if codes:
-            decoded = torch.split(draw(entry, torch.cat(codes)), [len(part) for part in codes])
-            images |= zip(positions, decoded, strict=True)
+                found.append((position, owner, own_codes if index is None else own_codes[index]))
+        if "gaussians" in entry:
+            images |= {position: draw(entry, owner, codes) for position, owner, codes in found}
+        elif found:
+            positions, owners, codes = zip(*found, strict=True)
+            decoded = draw(entry, owners[0], torch.cat(codes))
+            images |= zip(positions, decoded.split([len(part) for part in codes]), strict=True)
     return [images[position] for position in range(len(pages))]
 
 

@@ -316,7 +316,7 @@ def resolve(tree: Mapping[str, Any]) -> Config:
             raise ConfigError(f"{section}.name={values[section]['name']!r}: must be a name")
     kind = algorithm_named(values["algorithm"].pop("name"))
     preset = values["algorithm"].pop("preset", None)
-    fields = values["algorithm"]
+    fields = kind.upgrade(values["algorithm"])
     values["algorithm"] = (
         build(kind, fields, "algorithm.") if preset is None else kind.preset(str(preset), fields)
     )
@@ -528,7 +528,8 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
     algorithm = tree.get("algorithm", {})
     if "name" in algorithm:
         method = algorithm_named(algorithm["name"])
-        filled["algorithm"] = without_retired(method, algorithm, "algorithm.")
+        present = without_retired(method, method.upgrade(algorithm), "algorithm.")
+        filled["algorithm"] = {**defaults(method), **present}
     sections = (("data", Data), ("evaluate", Evaluation), ("adversaries", Adversaries))
     for section, kind in sections:
         filled[section] = {**defaults(kind), **tree.get(section, {})}

@@ -1,0 +1,116 @@
+"""Copy test: do synthetic images resemble single private images that they were made from?
+
+A client's synthetic images are made from some of its images, the offered ones. The nearest of all
+the client's images is looked up for every synthetic image. If synthetic images resemble a class but
+no single image, the nearest one is as often an offered one as any other: the rate equals the share
+of offered images. If they are copies, the rate is 1. Only the experimenter can run this test, since
+no party has both kinds of images.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from scipy.stats import norm
+from torch import Tensor
+
+from barter.attacks.overheard import clients_of
+from barter.attacks.result import Result, averaged
+from barter.core.evaluation import predict
+from barter.core.images import Images
+from barter.core.model import Classifier
+from barter.experiment import Experiment
+from barter.models.generators import resized
+
+__all__ = ["copy_rate", "find_nearest", "measure_copies", "wilson_interval"]
+
+PIXELS = "nearest by pixels"
+FEATURES = "nearest by features"
+LIMIT = 2000  # synthetic images of each client that are looked up
+
+
+def measure_copies(experiment: Experiment) -> list[Result]:
+    """Run the copy test on the last round, by pixels and by features of the client's network."""
+    values: dict[str, dict[int, dict[str, float]]] = {PIXELS: {}, FEATURES: {}}
+    for k, client in clients_of(experiment).items():
+        made = experiment.algorithm.transfer_images(client, experiment.round)
+        if made is None or len(made[1]) == 0:
+            continue
+        offered, images = made
+        images = images[:LIMIT]
+        n_private = len(client.data)
+        if len(offered) == n_private:
+            continue  # Every image was offered, so any nearest image is an offered one.
+        values[PIXELS][k] = copy_rate(_by_pixels(client.data, images), offered, n_private)
+        nearest = _by_features(client.model, client.data, images)
+        values[FEATURES][k] = copy_rate(nearest, offered, n_private)
+    if not values[PIXELS]:
+        why = "no synthetic images were made from a part of a client's images"
+        return [Result("copies", PIXELS, note=why)]
+    return [averaged("copies", name, by_client) for name, by_client in values.items()]
+
+
+def copy_rate(nearest: Tensor, offered: Tensor, n_private: int) -> dict[str, float]:
+    """Return how often the nearest image is an offered one, with its 95 % interval.
+
+    Args:
+        nearest: For every synthetic image, the index of the nearest private image.
+        offered: Indices of the offered images.
+        n_private: Number of private images.
+    """
+    is_offered = torch.zeros(n_private, dtype=torch.bool, device=nearest.device)
+    is_offered[offered] = True
+    hits = int(is_offered[nearest].sum())
+    low, high = wilson_interval(hits, len(nearest))
+    return {
+        "copies": hits / len(nearest),
+        "from": low,
+        "to": high,
+        "chance": len(offered) / n_private,
+    }
+
+
+def wilson_interval(hits: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Return Wilson's score interval of a proportion."""
+    z = float(norm.ppf((1 + confidence) / 2))
+    share = hits / trials
+    scale = 1 + z * z / trials
+    center = (share + z * z / (2 * trials)) / scale
+    margin = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials)) / scale
+    return max(0.0, center - margin), min(1.0, center + margin)
+
+
+def find_nearest(queries: Tensor, references: Tensor) -> Tensor:
+    """Return for each query the index of the reference with the largest correlation."""
+
+    def standardize(rows: Tensor) -> Tensor:
+        rows = rows.flatten(1).float()
+        return F.normalize(rows - rows.mean(1, keepdim=True), dim=1)
+
+    references = standardize(references)
+    parts = [(standardize(part) @ references.T).argmax(1) for part in queries.split(500)]
+    return torch.cat(parts)
+
+
+def _by_pixels(data: Images, images: Tensor) -> Tensor:
+    """Find the nearest private images in the size of the synthetic ones."""
+    every = torch.arange(len(data), device=data.device)
+    side = images.shape[-2:]
+    private = torch.cat(
+        [F.interpolate(data.batch(part), side, mode="area") for part in every.split(500)]
+    )
+    return find_nearest(images, private)
+
+
+def _by_features(model: Classifier, data: Images, images: Tensor) -> Tensor:
+    """Find the private images whose features in the client's network are nearest."""
+    model = model.eval()
+    every = torch.arange(len(data), device=data.device)
+    private = predict(model.features, data.batch, every)
+    shown = torch.arange(len(images), device=images.device)
+    synthetic = predict(
+        model.features, lambda part: resized(images[part].float(), data.spec), shown
+    )
+    return find_nearest(synthetic, private)

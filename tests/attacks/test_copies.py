@@ -1,0 +1,46 @@
+"""The copy test on images whose originals are known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from barter.attacks.copies import copy_rate, find_nearest, measure_copies, wilson_interval
+from tests.conftest import small_federation, tiny
+
+
+def test_the_interval_of_a_proportion() -> None:
+    # Wilson 1927: for 8 of 10, (0.8 + z²/20 ± z sqrt(0.016 + z²/400)) / (1 + z²/10), z = 1.95996.
+    low, high = wilson_interval(8, 10)
+    assert (low, high) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert wilson_interval(0, 10)[0] == 0
+    assert wilson_interval(10, 10)[1] == 1
+
+
+def test_the_nearest_image_ignores_brightness_and_contrast() -> None:
+    private = torch.tensor([[[[0.0, 1.0, 2.0]]], [[[2.0, 1.0, 0.0]]]])
+    assert find_nearest(5 + 0.1 * private, private).tolist() == [0, 1]
+
+
+def test_copies_are_told_from_images_of_the_class() -> None:
+    nearest, offered = torch.tensor([0, 1, 1, 3]), torch.tensor([0, 1])
+    values = copy_rate(nearest, offered, 4)
+    assert values["copies"] == 0.75
+    assert values["chance"] == 0.5
+    assert values["from"] < 0.75 < values["to"]
+
+
+def test_images_are_found_that_the_server_decoded() -> None:
+    experiment = small_federation(tiny("dffke", share=0.5))
+    experiment.step()
+    by_pixels, by_features = measure_copies(experiment)
+    assert set(by_pixels.clients) == {0, 1, 2} == set(by_features.clients)
+    assert by_pixels.values["chance"] == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_method_without_synthetic_images_says_so() -> None:
+    experiment = small_federation(tiny("fedavg"))
+    experiment.step()
+    (result,) = measure_copies(experiment)
+    assert not result.values
+    assert "no synthetic images" in result.note
