@@ -279,7 +279,7 @@ CHANGES: list[dict[str, Any]] = [
     {"batch_size": 50},
     {"weight_decay": 1e-2},
     {"docking_weight_decay": 0.0},
-    {"embeddings": "noise"},
+    {"reveal": "nothing"},
     {"direction": "student"},
     {"discrepancy": "mae"},
     {"discrepancy": "kl"},
@@ -312,10 +312,8 @@ def test_and_the_same_options_do_not(rounds: int) -> None:
 
 
 def test_no_option_was_forgotten() -> None:
-    elsewhere = {
-        "parts",
-        "noise",
-    }  # images of 8 pixels are not cut; noise is in the place of embeddings or nowhere
+    # Images of 8 pixels are not cut; the others belong to levels of `reveal`.
+    elsewhere = {"parts", "noise", "mixture", "rank", "substitute"}
     assert {name for changes in CHANGES for name in changes} == {
         f.name for f in fields(DFFKE)
     } - elsewhere

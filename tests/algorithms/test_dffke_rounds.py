@@ -16,7 +16,7 @@ from barter.data.task import Data
 from barter.models.generators import Decoder
 from barter.ops.docking import unify
 from barter.ops.fit import adam
-from barter.ops.transfer import draw, review
+from barter.ops.transfer import draw, review, to_half
 from barter.setup.config import resolve
 from barter.testing.conformance import few_digits
 from tests.conftest import TINY, federation, perceptrons, tiny
@@ -193,7 +193,7 @@ def test_statistics_take_the_place_of_embeddings_and_images() -> None:
     assert not records[0].failures
     assert records[1].mean("global") > 0
     assert all(codes.dtype == torch.int64 for codes in entry["codes"].values()), "indices alone"
-    half = sum(nbytes(c.model.state_dict()) for c in clients.values()) / 2
+    half = sum(nbytes(to_half(c.model.state_dict())) for c in clients.values())
     gaussians = sum(nbytes(model) for model in entry["gaussians"].values())
     assert records[1].bytes["learn"]["up"] == half + gaussians + 3 * 8
     for teacher in clients:

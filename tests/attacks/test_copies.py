@@ -14,7 +14,7 @@ def test_the_interval_of_a_proportion() -> None:
     low, high = wilson_interval(8, 10)
     assert (low, high) == pytest.approx((0.4902, 0.9433), abs=1e-4)
     assert wilson_interval(0, 10)[0] == 0
-    assert wilson_interval(10, 10)[1] == 1
+    assert wilson_interval(10, 10)[1] == pytest.approx(1)
 
 
 def test_the_nearest_image_ignores_brightness_and_contrast() -> None:

@@ -291,7 +291,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         return upgraded
 
     def __post_init__(self) -> None:
-        if self.transfer == "public":
+        if str(self.transfer) == "public":
             raise ConfigError(
                 "transfer='public': public data are reveal='nothing' with substitute='public' now"
             )

@@ -90,7 +90,7 @@ def find_nearest(queries: Tensor, references: Tensor) -> Tensor:
         return F.normalize(rows - rows.mean(1, keepdim=True), dim=1)
 
     references = standardize(references)
-    parts = [(standardize(part) @ references.T).argmax(1) for part in queries.split(500)]
+    parts = [(standardize(part) @ references.T).argmax(1) for part in torch.split(queries, 500)]
     return torch.cat(parts)
 
 
@@ -99,7 +99,7 @@ def _by_pixels(data: Images, images: Tensor) -> Tensor:
     every = torch.arange(len(data), device=data.device)
     side = images.shape[-2:]
     private = torch.cat(
-        [F.interpolate(data.batch(part), side, mode="area") for part in every.split(500)]
+        [F.interpolate(data.batch(part), side, mode="area") for part in torch.split(every, 500)]
     )
     return find_nearest(images, private)
 

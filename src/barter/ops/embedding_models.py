@@ -62,7 +62,7 @@ def mix_embeddings(embeddings: Tensor, labels: Tensor, members: int) -> Tensor:
     n = len(embeddings)
     members = min(members, n)
     mixed = torch.empty_like(embeddings)
-    for rows in torch.arange(n, device=labels.device).split(500):
+    for rows in torch.split(torch.arange(n, device=labels.device), 500):
         order = torch.rand(len(rows), n, device=labels.device)
         order.masked_fill_(labels[rows, None] != labels, -1.0)
         chosen = order.topk(members, 1)

@@ -175,7 +175,8 @@ def drawn(entries: Sequence[Entry], pages: Sequence[Page], draw: Draw) -> list[T
         elif found:
             positions, owners, codes = zip(*found, strict=True)
             decoded = draw(entry, owners[0], torch.cat(codes))
-            images |= zip(positions, decoded.split([len(part) for part in codes]), strict=True)
+            parts = torch.split(decoded, [len(part) for part in codes])
+            images |= zip(positions, parts, strict=True)
     return [images[position] for position in range(len(pages))]
 
 
