@@ -59,6 +59,7 @@ from barter.setup.config import (
     first_difference,
     plain,
     read,
+    read_run,
     resolve,
     to_toml,
     with_defaults,
@@ -192,7 +193,7 @@ class Experiment:
             ConfigError: The run was on Flower, so its clients' images are not here.
             CheckpointError: The checkpoint does not belong to this configuration.
         """
-        config = resolve(read(run / "config.toml"))
+        config = resolve(read_run(run))
         if config.engine == "flower":
             raise ConfigError(
                 f"{run} ran on Flower: its clients' images are at their sites, not here"

@@ -23,7 +23,7 @@ from barter.runs.folder import PRIVACY, begun
 from barter.runs.picture import Kinds, bubbles
 from barter.runs.progress import Work
 from barter.runs.tables import accuracy_table, count_table
-from barter.setup.config import COMPARISON, read, resolve
+from barter.setup.config import COMPARISON, read_run, resolve
 from barter.setup.hardware import device_named
 from barter.testing.conformance import CHECKS, examined
 from barter.trained.export import export as write_network
@@ -87,9 +87,9 @@ def evaluate(run: Path, source: str, client: int | None, round: str) -> None:
     folder = begun(run)
     models = load_all(folder, which) if client is None else [load(folder, client, round=which)]
     spec = models[0].spec
-    run_data = resolve(read(run / "config.toml")).data
+    run_data = resolve(read_run(run)).data
     size = spec.height if spec.height == spec.width else None
-    dataset = load_data(source, root=run_data.root, size=size)
+    dataset = load_data(source, root=run_data.root, size=size, hold_out=run_data.hold_out)
     new = anchored(replace(run_data, source=source)).source != anchored(run_data).source
     count, values = judged(models, dataset, new=new, device=device_named("auto"))
     after = f"after round {models[0].round}"

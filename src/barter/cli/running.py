@@ -49,7 +49,7 @@ from barter.runs.folder import (
 from barter.runs.progress import ManyRuns, Watcher, pluralise
 from barter.runs.summary import cells
 from barter.runs.tables import closing_table
-from barter.setup.config import Config, read, resolve, with_settings
+from barter.setup.config import Config, read, read_run, resolve, with_settings
 from barter.setup.hardware import device_named
 from barter.setup.participants import names_of
 
@@ -95,7 +95,7 @@ def resume(
             "again"
         )
     simulated = (run / "flower").is_dir() and not (run / "flower" / "sites").exists()
-    config = resolve(read(begun(run) / "config.toml"))
+    config = resolve(read_run(begun(run)))
     which = chosen_round(behind)
     if which == "last" and rounds is not None and rounds < (done := len(records(run))):
         raise ConfigError(f"--rounds {rounds}: {run} has done {done} already")

@@ -50,6 +50,7 @@ from barter.setup.config import (
     first_difference,
     plain,
     read,
+    read_run,
     resolve,
     to_toml,
     with_defaults,
@@ -192,7 +193,7 @@ class Comparison:
         """Raise if existing runs of a variant have another configuration, apart from the seed."""
         for path in sorted((self.folder / self.variants[name]).glob("seed-*/config.toml")):
             requested = plain(_anchored(config))
-            existing = plain(_anchored(resolve(read(path))))
+            existing = plain(_anchored(resolve(read_run(path.parent))))
             differing = first_difference(requested, existing, ("seed", *MAY_DIFFER))
             if differing is not None:
                 raise CheckpointError(

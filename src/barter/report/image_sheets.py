@@ -17,7 +17,7 @@ from barter.core.nodes import Client, Server
 from barter.engines.local import LocalEngine
 from barter.experiment import Experiment
 from barter.runs.picture import Row, sheet
-from barter.setup.config import read, resolve
+from barter.setup.config import read, read_run, resolve
 
 __all__ = ["pictures", "sheets"]
 
@@ -52,7 +52,7 @@ def pictures(run: Path, columns: int) -> Iterator[tuple[int, list[Row]]]:
     Raises:
         ConfigError: There are no such images.
     """
-    config = resolve(read(run / "config.toml"))
+    config = resolve(read_run(run))
     kind = type(config.algorithm)
     no_images = ConfigError(
         f"{run}: {kind.__name__} as configured made no images, or remembers none"

@@ -43,7 +43,7 @@ from barter.runs.folder import METRICS, PRIVACY, ended, records, rounds_done
 from barter.runs.picture import Row
 from barter.runs.progress import pluralise, size
 from barter.runs.tables import HEADINGS, closing_cells, gain, participants
-from barter.setup.config import Config, read, resolve, to_toml
+from barter.setup.config import Config, read_run, resolve, to_toml
 from barter.setup.participants import names_of, narrowed
 
 __all__ = ["TESTS", "RunReport", "Split", "cited", "failures", "phases"]
@@ -104,7 +104,7 @@ class RunReport:
     def __init__(self, run: Path, *, images: bool) -> None:
         self.run = run
         self.images = images
-        self.config = resolve(read(run / "config.toml"))
+        self.config = resolve(read_run(run))
         self.names = _names(self.config)
         self.split = Split(self.config)
 
