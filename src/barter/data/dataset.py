@@ -160,7 +160,7 @@ def hold_out_mask(
         return held_out(domains * (int(labels.max()) + 1) + labels)
     mask = np.zeros(len(names), dtype=bool)
     for domain in np.unique(domains):
-        members = np.flatnonzero(domains == domain)
+        members: list[int] = np.flatnonzero(domains == domain).tolist()
         ranked = sorted({names[i] for i in members}, key=_name_hash)
         chosen = set(ranked[: math.ceil(len(ranked) / HELD_OUT)])
         mask[[i for i in members if names[i] in chosen]] = True

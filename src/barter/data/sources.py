@@ -236,8 +236,8 @@ def _folder(request: Request) -> Dataset:
         return assembled(request.name, (x_train, y_train, x_test, y_test), classes, notes=notes)
     path = path / "train" if parts else path
     classes = [folder.name for folder in _subfolders(path, "class")]
-    x, y, names = _read_classes(path, classes, request.size, sizes)
-    in_test = hold_out_mask(request.hold_out, names, y, np.zeros_like(y))
+    x, y, files = _read_classes(path, classes, request.size, sizes)
+    in_test = hold_out_mask(request.hold_out, files, y, np.zeros_like(y))
     arrays = (x[~in_test], y[~in_test], x[in_test], y[in_test])
     notes = _resizing(sizes, request.size)
     return assembled(request.name, arrays, classes, held_out=True, notes=notes)

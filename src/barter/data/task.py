@@ -28,6 +28,7 @@ __all__ = [
     "held_out",
     "make_task",
     "overlap",
+    "overlap_note",
     "own_data",
     "public_data",
     "validation_size",
@@ -114,6 +115,8 @@ class Task:
     # the validation images of all clients, joined
     global_validation: Images | None = None
     held_out: bool = False  # whether the test images were split off from the training images
+    # whether the choice of clients' local test or validation images depends on training labels
+    tests_by_labels: bool = False
     overlap: int = 0  # number of public images that are training or validation images too
     notes: tuple[str, ...] = ()  # changes made to the images without being configured
 
@@ -131,7 +134,10 @@ class Task:
         if self.held_out:
             tests += ", held out of them"
         classes = f"{spec.classes} class{'es' * (spec.classes != 1)}"
-        return f"{source}: {n_train:,} training and {tests}, {classes}, {size} {colours}"
+        line = f"{source}: {n_train:,} training and {tests}, {classes}, {size} {colours}"
+        if self.overlap:
+            line += f"; {overlap_note(self.overlap)}"
+        return line
 
     def class_table(self) -> Tensor:
         """Return the number of training images by client and class."""
@@ -209,6 +215,7 @@ def make_task(
         validation=validation,
         global_validation=_together(validation, spec) if validation else None,
         held_out=dataset.held_out,
+        tests_by_labels=bool(data.validation) or not (dataset.own_tests and brought),
         overlap=0 if public is None else overlap(dataset.x_train, public),
         notes=dataset.notes,
     )
@@ -337,6 +344,12 @@ def public_data(data: Data, spec: Spec, device: torch.device) -> Images | None:
     return Images(dataset.x_train.to(device), dataset.y_train.to(device), spec)
 
 
+def overlap_note(count: int) -> str:
+    """Return the sentence that this number of public images are training images."""
+    verb = "image is a training image" if count == 1 else "images are training images"
+    return f"{count:,} public {verb} too"
+
+
 def overlap(private: Tensor, public: Images) -> int:
     """Return the number of public images that are private images too.
 
@@ -354,14 +367,14 @@ def overlap(private: Tensor, public: Images) -> int:
 
 def _keys(pixels: Tensor, spec: Spec) -> list[bytes]:
     """Return for each image a hash that is the same for its mirror image."""
-    # Without normalisation, the network's input is the resized image, from 0 to 1.
-    plain = replace(spec, mean=(0.0,) * spec.channels, std=(1.0,) * spec.channels)
+    # Without normalisation, the network's input is the resized image, from 0 to 255.
+    plain = replace(spec, mean=(0.0,) * spec.channels, std=(1 / 255,) * spec.channels)
     keys = []
-    for chunk in pixels.split(CHUNK):
+    for chunk in torch.split(pixels, CHUNK):
         images = chunk
         if images.shape[-2:] != spec.shape[1:]:
-            resized = prepared(images, plain, Augment()).contiguous()
-            images = (resized * 255).round().clamp(0, 255).to(torch.uint8)
+            resized = prepared(images, plain, Augment())
+            images = resized.round().clamp(0, 255).to(torch.uint8)
         straight = images.contiguous().numpy()
         mirrored = images.flip(-1).contiguous().numpy()
         keys += [min(_hash(a), _hash(b)) for a, b in zip(straight, mirrored, strict=True)]
