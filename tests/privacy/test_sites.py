@@ -214,6 +214,15 @@ def test_a_site_chooses_its_public_images(own: Any, tmp_path: Path) -> None:
         )
 
 
+def test_a_share_of_data_that_are_public_is_not_private(tmp_path: Path) -> None:
+    privacy = Privacy(epsilon=8, training="clip=1 noise=4")
+    run = Config(**{**FIELDS, "algorithm": tiny("fedmd")}, clients=3, privacy=privacy)
+    run = replace(run, data=replace(run.data, public="digits"))
+    one = site(tmp_path / "memory", name="a", share=0, device="cpu")
+    said = one.answer({"ask": "hello", "config": to_toml(run)})
+    assert "1,433 public images are training images too" in said["error"]
+
+
 def test_what_a_site_told_counts_also_where_the_server_takes_it_back(tmp_path: Path) -> None:
     one = site(tmp_path / "memory", name="a", share=0, device="cpu")
     run = config(3, 1)
