@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from barter import ALGORITHMS, Experiment
 from barter.core.algorithm import Algorithm
 from barter.core.payload import isolate, leaves
+from barter.data.sources import load
 from barter.data.task import Data
 from barter.testing import conformance
 
@@ -189,6 +190,12 @@ def federation(
 def small_federation(algorithm: Algorithm[Any, Any], **options: Any) -> Experiment:
     """The same of so few images that a round takes half as long."""
     return federation(algorithm, conformance.few_digits(), **options)
+
+
+def other_digits() -> tuple[Tensor, Tensor]:
+    """Images that no client of a small federation has, as a public source."""
+    digits = load("digits")
+    return digits.x_train[conformance.IMAGES :], digits.y_train[conformance.IMAGES :]
 
 
 def perceptrons(algorithm: Algorithm[Any, Any], **options: Any) -> Experiment:

@@ -229,6 +229,8 @@ class Experiment:
         self.algorithm = self.config.algorithm
         self.test = federation.test
         self.validation = federation.validation
+        self.overlap = federation.overlap
+        self.tests_by_labels = federation.tests_by_labels
         self.networks = federation.networks
         self.selection = Selection(self.config.patience)
         self.accuracy_watch = AccuracyWatch(self._chance(federation))
@@ -342,6 +344,9 @@ class Experiment:
             start=self.config.start,
             validation=self.config.data.validation > 0,
             selection=selection,
+            public=self.config.data.public,
+            overlap=self.overlap,
+            tests_by_labels=self.tests_by_labels,
         )
 
     def _require_budget(self) -> None:

@@ -19,7 +19,7 @@ from barter.data.dataset import from_python
 from barter.data.partition import Dirichlet, Domains, Indices, Listed, Partition
 from barter.data.sources import load
 from barter.data.task import Data, make_task
-from barter.setup.config import read, resolve, with_settings
+from barter.setup.config import read, read_run_values, resolve, with_settings
 from tests.conftest import federation, same, state, tiny
 
 CPU = torch.device("cpu")
@@ -202,7 +202,7 @@ def test_functions_and_partitions_by_name(tmp_path: Path) -> None:
     config = resolve(with_settings({}, settings))
     assert [
         len(images) for images in make_task(config.data, config.partition, 2, 0, CPU).train
-    ] == [22, 22]
+    ] == [24, 24]
     assert len(load(f"{__name__}:mine").y_train) == 32
     for source, message in (
         (
@@ -258,3 +258,24 @@ def test_images_are_mirrored_where_somebody_says_so() -> None:
     assert flips(augment=False, flip=True) == (0, True)
     config = resolve({"algorithm": {"name": "local"}, "data": {"flip": True}})
     assert make_task(config.data, config.partition, 2, 0, CPU).train[0].augment.flip
+
+
+def test_a_run_of_an_older_version_keeps_its_test_images(tmp_path: Path) -> None:
+    """Its config.toml does not say how they were held out, which was by class."""
+    x, y = arrays(60)
+    np.savez(tmp_path / "mine.npz", x_train=x, y_train=y)
+    data = Data(source=f"npz:{tmp_path / 'mine.npz'}", hold_out="class")
+    federation(tiny("local"), models="small-mlp", data=data, out=tmp_path / "run").step()
+    file = tmp_path / "run" / "config.toml"
+    file.write_text(file.read_text().replace('hold_out = "class"\n', ""))
+    config = resolve(read_run_values(tmp_path / "run"))
+    assert config.data == data
+    assert Experiment.from_config(config, tmp_path / "run", resume=True).round == 1
+    anew = Data(source=data.source)
+    with pytest.raises(CheckpointError, match=r"another configuration: data\.hold_out differs"):
+        federation(tiny("local"), models="small-mlp", data=anew, out=tmp_path / "run", resume=True)
+    named = tmp_path / "named"
+    federation(tiny("local"), models="small-mlp", out=named).step()
+    assert resolve(read_run_values(named)).data.hold_out == "position", (
+        "its test images never change"
+    )

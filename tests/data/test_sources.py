@@ -98,11 +98,50 @@ def test_npz_with_names_and_domains_and_without_a_test_part(tmp_path: Path) -> N
     numbers.pop("domain_test")
     parts = load(save(tmp_path / "b.npz", **names, **numbers, x_test=None, y_test=None))
     assert parts.held_out
-    assert len(parts.y_test) == 8, "one of each class in each domain"
-    assert sorted(zip(parts.y_test.tolist(), parts.domain_test.tolist(), strict=True)) == [
+    assert parts.domain_test.tolist() == [0] * 2 + [1] * 2, "a fifth of each domain"
+    assert len(parts.y_train) == 16
+    by_class = load(f"npz:{tmp_path / 'b.npz'}", hold_out="class")
+    assert sorted(zip(by_class.y_test.tolist(), by_class.domain_test.tolist(), strict=True)) == [
         (c, d) for c in range(4) for d in range(2)
-    ]
-    assert len(parts.y_train) == 12
+    ], "the rule of older versions: one of each class in each domain"
+
+
+def test_a_changed_label_moves_no_image_between_training_and_test(tmp_path: Path) -> None:
+    """The number of images is public, and ε covers one image: it alone may change."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(256, size=(300, 4, 4, 1), dtype=np.uint8)
+    y = rng.integers(10, size=300)
+    changed = y.copy()
+    changed[50] = (y[50] + 3) % 10
+    for labels, name in ((y, "a"), (changed, "b")):
+        np.savez(tmp_path / f"{name}.npz", x_train=x, y_train=labels)
+    one, other = (load(f"npz:{tmp_path / name}.npz") for name in "ab")
+    assert torch.equal(one.x_train, other.x_train)
+    assert torch.equal(one.x_test, other.x_test)
+    assert (len(one.y_test), one.held_out) == (60, True)
+    assert int((one.y_train != other.y_train).sum() + (one.y_test != other.y_test).sum()) == 1
+    before, after = (load(f"npz:{tmp_path / name}.npz", hold_out="class") for name in "ab")
+    assert before.x_train.shape != after.x_train.shape or not torch.equal(
+        before.x_train, after.x_train
+    ), "by class, the same change moves others"
+
+
+@pytest.mark.parametrize("kind", ["folder", "domains"])
+def test_a_file_that_moves_to_another_class_moves_no_other(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "set" if kind == "folder" else tmp_path / "set" / "day"
+    for i in range(30):
+        picture(place / "abc"[i % 3] / f"{i}.png", shade=i)
+
+    def shades() -> tuple[list[int], list[int]]:
+        dataset = load(f"{kind}:{tmp_path / 'set'}", size=4)
+        both = (dataset.x_train, dataset.x_test)
+        train, test = (sorted(x[:, 0, 0, 0].tolist()) for x in both)
+        return train, test
+
+    before = shades()
+    shutil.move(place / "a" / "9.png", place / "c" / "9.png")
+    assert shades() == before
+    assert len(before[1]) == 6
 
 
 def test_a_file_that_is_no_npz(tmp_path: Path) -> None:

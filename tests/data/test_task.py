@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from barter.core.errors import ConfigError
+from barter.core.images import Images, Spec
 from barter.data.partition import Dirichlet, Iid, Quantity
-from barter.data.task import Data, Task, held_out, make_task
+from barter.data.task import Data, Task, held_out, make_task, overlap
 
 CPU = torch.device("cpu")
 
@@ -74,6 +79,18 @@ def test_every_image_can_be_held_out_and_one_stays() -> None:
         held_out(dataset, part[:1], 0.1, 0, 3)
 
 
+def test_without_classes_a_changed_label_changes_no_validation_image() -> None:
+    dataset = Data().load()
+    labels = dataset.y_train.clone()
+    labels[5] = (labels[5] + 1) % 10
+    other = replace(dataset, y_train=labels)
+    part = np.arange(200)
+    for by_class in (False, True):
+        one, two = (held_out(d, part, 0.1, 0, 0, by_class=by_class)[1] for d in (dataset, other))
+        assert np.array_equal(one, two) != by_class
+        assert len(one) == 20
+
+
 def test_pixels_are_normalised_by_their_own_statistics() -> None:
     task = make_task(Data(), Iid(), 1, 0, CPU)
     pixels = task.train[0].pixels.double() / 255
@@ -93,6 +110,26 @@ def test_size_augmentation_and_public_data() -> None:
     assert make_task(Data(), Iid(), 2, 0, CPU).train[0].augment == type(task.train[0].augment)(
         crop=1, flip=False
     )
+
+
+def test_public_images_that_are_private_are_counted() -> None:
+    digits = Data().load()
+    spec = Spec(1, 8, 8, 10, (0.3,), (0.4,))
+    private = digits.x_train[:50]
+
+    def shared(pixels: Tensor, spec: Spec = spec) -> int:
+        return overlap(private, Images(pixels, torch.zeros(len(pixels)).long(), spec))
+
+    assert shared(digits.x_train[40:80]) == 10
+    assert shared(digits.x_train[40:80].flip(-1)) == 10, "mirrored"
+    assert shared(digits.x_test) == 0
+    assert shared(digits.x_train[40:80].flip(-2)) == 0, "what is not covered"
+    large = replace(spec, height=12, width=12)
+    enlarged = F.interpolate(private[:7].float(), (12, 12), mode="bilinear").round()
+    assert shared(enlarged.to(torch.uint8), large) == 7, "as the networks see them"
+    task = make_task(Data(public="digits"), Iid(), 2, 0, CPU)
+    assert task.overlap == 1433
+    assert task.summary("digits").endswith("8x8 grey; 1,433 public images are training images too")
 
 
 def test_public_data_of_another_kind_are_refused(tmp_path: object) -> None:

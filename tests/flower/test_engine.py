@@ -23,6 +23,7 @@ from barter.flower import deploy, engine
 from barter.flower.client_app import in_bulk
 from barter.flower.deploy import conduct
 from barter.flower.frames import Frame
+from barter.privacy.side_information import PROGRESS
 from barter.runs.journal import Journal
 from barter.setup.config import Config
 from tests.conftest import same, tiny
@@ -205,8 +206,9 @@ def test_how_far_a_site_is_can_be_seen_while_its_call_goes_on(
 
     grid.deliver, grid.progress = deliver, progress
     monkeypatch.setattr(Journal, "advance", advance)
-    run(1, min_clients=1, timeout=2.0)
+    experiment = run(1, min_clients=1, timeout=2.0)
     assert asked == {101}, "of those who are waited for, and can tell"
+    assert [k for k in range(3) if PROGRESS in experiment.engine.crossed[k]] == [1], "and it counts"
     assert [amount for amount in shown if amount][:5] == [1.0, 0.25, 0.5, 1.0, 0.25]
     assert next(said, "all of it was said") == "all of it was said"
 
@@ -607,7 +609,7 @@ def test_what_the_server_took_back_does_not_come_again(
         ({"model": "resnet99"}, "unknown model 'resnet99'"),
         (
             {"share": None, "data": "npz:/no/such.npz"},
-            "site site-2 cannot take part: npz:/no/such.npz",
+            "site site-2: its data cannot be used in this run; its log says why",
         ),
     ],
 )

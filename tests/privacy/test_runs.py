@@ -255,6 +255,26 @@ def test_dffke_with_everything_protected() -> None:
     assert statement.clients == dict.fromkeys(range(3), statement.epsilon)
 
 
+@pytest.mark.parametrize(
+    ("name", "method"), [("dffke", "learn"), ("fedproto", "learn"), ("feddm", "condense")]
+)
+def test_all_of_a_method_can_be_withheld(name: str, method: str) -> None:
+    """What is zero then must still be an answer: a number of images, classes, sizes."""
+    experiment = small_federation(
+        tiny(name), models="small-mlp", privacy=Privacy(parts={method: "withhold"})
+    )
+    experiment.step()
+    rows = {row.part: row for row in experiment.privacy().rows if row.part.startswith(method)}
+    harmless = [part for part, row in rows.items() if not row.protection]
+    assert harmless == (["learn.examples"] if name == "dffke" else [])
+    assert all(row.epsilon == 0 for row in rows.values())
+
+
+def test_a_word_cannot_be_withheld() -> None:
+    with pytest.raises(ConfigError, match=r"learn='withhold': learn.name holds a word, which"):
+        Privacy(parts={"learn": "withhold"}).settled(tiny("fedfree"), 1)
+
+
 def test_variances_of_networks_stay_what_they_are() -> None:
     parts = {"client_update": "gaussian clip=1 noise=1"}
     experiment = small_federation(tiny("fedavg"), rounds=1, privacy=Privacy(parts=parts))

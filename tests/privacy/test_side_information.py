@@ -16,15 +16,19 @@ pytest.importorskip("flwr")
 from barter import FedAvg
 from barter.core.errors import ClientError, ConfigError
 from barter.core.nodes import Client
+from barter.data.task import Data
 from barter.experiment import Experiment
 from barter.flower import engine
 from barter.flower.deploy import conduct
-from barter.flower.site import Site
+from barter.flower.handshake import Setup
+from barter.flower.site import FAILED, Site
+from barter.flower.supervise import reports_progress
 from barter.privacy import Privacy
-from barter.privacy.side_information import RESULTS, said_of_itself
+from barter.privacy.side_information import PROGRESS, RESULTS, said_of_itself
 from barter.privacy.statement import Statement, statement
 from barter.runs.journal import Journal
 from barter.setup.config import Config, to_toml
+from barter.testing.conformance import few_digits
 from tests.conftest import small_federation, tiny
 from tests.flower.grid import LoopbackGrid, site
 
@@ -177,7 +181,7 @@ def test_an_evaluation_has_left_whatever_becomes_of_the_answer_it_rode_on(
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_messages_of_errors_count_unless_the_site_keeps_them(
+def test_the_reason_of_a_failure_stays_at_the_site(
     tmp_path: Path, across: Callable[..., Statement], quiet: bool
 ) -> None:
     one, replies = own(tmp_path, 0, epsilon=30 if quiet else None), []
@@ -189,17 +193,21 @@ def test_messages_of_errors_count_unless_the_site_keeps_them(
             return replies[-1]
         return answer()
 
-    found = [
-        line
-        for line in lines(across([one], PROMISE, deliver=broken))
-        if line[0] == "messages of errors"
-    ]
+    found = lines(across([one], PROMISE, deliver=broken))
+    said = ("failures of calls", TRAINED, "the same words for every reason; not counted", 1, False)
+    assert [line for line in found if line[0] == said[0]] == [said]
+    assert replies == [{"error": FAILED, "traceback": "", "quiet": True}]
+
+
+def test_messages_of_sites_of_older_versions_count(
+    tmp_path: Path, across: Callable[..., Statement]
+) -> None:
+    def raised(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
+        return {"error": "of label 7", "traceback": ""} if request["ask"] == "call" else answer()
+
+    found = lines(across([own(tmp_path, 0)], PROMISE, deliver=raised))
     said = [("messages of errors", about, NOTHING, 1, True) for about in (TRAINED, TESTS)]
-    assert found == ([] if quiet else said)
-    assert ["out of range" in reply["error"] + reply["traceback"] for reply in replies] == [
-        not quiet
-    ]
-    assert "IndexError" in replies[0]["error"]
+    assert [line for line in found if line[0] == "messages of errors"] == said
 
 
 @pytest.mark.parametrize(
@@ -209,7 +217,7 @@ def test_messages_of_errors_count_unless_the_site_keeps_them(
         (Privacy(epsilon=1000, training="clip=1 noise=1"), kept(TRAINING, 1, HERE)),
         (Privacy(), told(NOTHING, 1)),
         (Privacy(parts=PARTS), told("gaussian clip=5 noise=2", 1)),
-        (Privacy(training="clip=1 noise=1"), told(TRAINING, 1, TRAINING)),
+        (Privacy(training="clip=1 noise=1"), told(TRAINING, 1)),
     ],
     ids=["parts within a budget", "training within a budget", "nothing", "parts", "training"],
 )
@@ -238,6 +246,62 @@ def test_one_process_says_what_sites_would(
     assert experiment.folder is not None
     experiment.folder.release()
     assert run(resume=True).privacy() == statement, "all of it is in the checkpoint"
+
+
+@pytest.mark.parametrize(
+    "privacy",
+    [PROMISE, Privacy(parts=PARTS), Privacy(training="clip=1 noise=1"), Privacy(epsilon=8)],
+    ids=["parts within a budget", "parts", "training", "budget"],
+)
+def test_private_images_cannot_be_public(privacy: Privacy) -> None:
+    """Public images are used without noise, so that no ε would hold of them."""
+    data = Data(source=few_digits(), public="digits")
+    with pytest.raises(
+        ConfigError, match=r"data.public='digits': 360 public images are training images too, and"
+    ):
+        small_federation(tiny("fedavg"), models="small-mlp", privacy=privacy, data=data)
+
+
+def test_public_images_have_a_row(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    x, y, x_test, y_test = few_digits()
+    np.savez(tmp_path / "other.npz", x_train=x_test.permute(0, 2, 3, 1), y_train=y_test)
+    rows = {}
+    for public in ("digits", f"npz:{tmp_path / 'other.npz'}"):
+        data = Data(source=(x, y, x_test, y_test), public=public)
+        experiment = small_federation(tiny("fedavg"), models="small-mlp", data=data)
+        experiment.step()
+        statement = experiment.privacy()
+        rows[public] = lines(statement)[-1]
+        overlaps = public == "digits"
+        assert any("360 public images are among" in why for why in statement.why) == overlaps
+        assert ("360 public images are training images too" in caplog.text) == overlaps
+        caplog.clear()
+    assert [row[0] for row in rows.values()] == ["public images"] * 2
+    assert [row[-1] for row in rows.values()] == [True, False]
+
+
+def test_results_follow_from_private_training_unless_labels_choose_the_tests() -> None:
+    """Local tests have the mix of classes of a client's training images."""
+    privacy = Privacy(training="clip=1 noise=1")
+    seen = {0: {RESULTS: 1, "client_update": 1}}
+    for by_labels in (False, True):
+        found = statement(
+            privacy, tiny("fedavg"), seen, {0: 3.0}, secret=True, tests_by_labels=by_labels
+        )
+        (row,) = (r for r in found.rows if r.part == RESULTS and r.about == TRAINED)
+        assert math.isinf(row.epsilon) == by_labels
+
+
+def test_progress_has_a_row_where_sites_report_it() -> None:
+    """When training ends early depends on images, unless it is private."""
+    seen = {0: {PROGRESS: 3, "client_update": 1}}
+    for privacy, protection in ((PROMISE, NOTHING), (Privacy(training="clip=1 noise=1"), TRAINING)):
+        found = lines(statement(privacy, tiny("fedavg"), seen, {0: 3.0}, secret=True))
+        assert (PROGRESS, TRAINED, protection, 3, protection == NOTHING) in found
+    assert [reports_progress(Setup(name="a", share=0, epsilon=e)) for e in (None, 8.0)] == [
+        True,
+        False,
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,10 @@ pytest.importorskip("flwr")
 from barter.core.errors import ConfigError
 from barter.core.images import Spec
 from barter.flower import engine
+from barter.flower.consent import Consent
 from barter.flower.deploy import conduct
+from barter.flower.handshake import Hello, federation
+from barter.flower.site import FAILED, Site
 from barter.privacy import Privacy
 from barter.runs.journal import Journal
 from barter.setup.config import Config, to_toml
@@ -91,23 +97,130 @@ def test_a_site_that_wants_a_promise_says_nothing_else(tmp_path: Path) -> None:
         }
         first = one.answer({**call, "method": "client_update", "args": (weights,)})
         asked = one.answer({**call, "method": "evaluate", "args": ()})
-        narrow = {**session, "attempt": "b", "spec": {**hello["spec"], "classes": 2}}
-        weights = initial("small-mlp", Spec.of(narrow["spec"]), run.seed).state_dict()
-        failed = one.answer(
-            {**call, "session": narrow, "method": "client_update", "args": (weights,)}
-        )
         said[epsilon] = (
             hello["spec"]["mean"],
             set(first["evaluation"]),
             {*asked["answer"], *asked["evaluation"]},
         )
-        assert ("out of bounds" in failed["error"] + failed["traceback"]) == (epsilon is None), (
-            "a label is quoted"
-        )
         assert first["epsilon"] == first["evaluation"]["epsilon"] > 0
     assert said[30.0] == ([0.5], {"epsilon"}, {"epsilon"})
     assert said[None][0] != [0.5]
     assert "local" in said[None][1] & said[None][2]
+
+
+Ask = Callable[..., Any]
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Callable[..., tuple[Site, Ask]]:
+    """A site with images of its own, and a function that asks it as a server may that wants to
+    know more than it should."""
+
+    def make(labels: Any, run: Config | None = None, **fields: Any) -> tuple[Site, Ask]:
+        rng = np.random.default_rng(0)
+        pixels = rng.integers(256, size=(len(labels), 8, 8, 1), dtype=np.uint8)
+        names = {"classes": list("abcd")}
+        np.savez(tmp_path / "own.npz", x_train=pixels, y_train=labels, **names)
+        np.savez(tmp_path / "public.npz", x_train=255 - pixels, y_train=labels, **names)
+        made = {"name": "a", "data": f"npz:{tmp_path / 'own.npz'}", "device": "cpu", **fields}
+        one = site(tmp_path / f"memory-{len(list(tmp_path.iterdir()))}", **made)
+        run = run or Config(**FIELDS, clients=1, rounds=1)
+
+        def ask(args: tuple[Any, ...] | None = None, **changes: Any) -> dict[str, Any]:
+            spec = {
+                **{"channels": 1, "height": 8, "width": 8, "classes": 4},
+                **{"mean": [0.5], "std": [0.25]},
+                **changes.pop("spec", {}),
+            }
+            about = {"run": "0" * 16, "attempt": "a", "history": {}, "client": 0}
+            session = {**about, "config": to_toml(run), "architecture": "small-mlp", **changes}
+            if args is None:
+                args = (initial("small-mlp", Spec.of(spec), run.seed).state_dict(),)
+            method = {"method": next(iter(run.algorithm.crosses)), "args": args}
+            call = {"round": 1, "before": 0, "evaluate": False, "alone": False, **method}
+            return dict(one.answer({"ask": "call", "session": {**session, "spec": spec}, **call}))
+
+        return one, ask
+
+    return make
+
+
+def test_an_error_says_nothing_of_a_label(own: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """With a class too few, a call had succeeded or failed as one label is."""
+    labels = np.arange(40) % 3
+    other = labels.copy()
+    other[7] = 3
+    for spec in ({"classes": 3}, {"classes": 5}, {"height": 9}, {"std": [0.0]}):
+        replies = [own(y)[1](spec=spec) for y in (labels, other)]
+        assert replies[0] == replies[1]
+        assert "error" in replies[0]
+    assert (
+        "has 4 classes and images of (1, 8, 8), and the run wants 3"
+        in own(labels)[1](spec={"classes": 3})["error"]
+    )
+    assert "answer" in own(labels)[1]()
+    failed = own(labels)[1](args=({"head.weight": torch.zeros(7)},))
+    assert failed == {"error": FAILED, "traceback": "", "quiet": True}
+    assert "head.weight" in caplog.text, "the site's log has the details"
+    said = own(labels + 2)[0].answer({"ask": "hello", "config": to_toml(config(1, 1))})["error"]
+    assert said.endswith("its data cannot be used in this run; its log says why")
+    assert "class number 4" in caplog.text
+
+
+def test_a_site_chooses_its_network(own: Any) -> None:
+    labels = np.arange(40) % 4
+    _, ask = own(labels, model="small-mlp")
+    assert "answer" in ask()
+    assert (
+        "has the network small-mlp, and the run wants small-cnn"
+        in ask(architecture="small-cnn")["error"]
+    )
+    for fields in ({}, {"consent": Consent(algorithms=("fedavg",))}):
+        refused = own(labels, **fields)[1](architecture="antigravity:fly")["error"]
+        assert "does not import antigravity:fly" in refused
+        assert "antigravity" not in sys.modules
+    agreed = own(labels, consent=Consent(models=("tests.privacy.test_sites:nowhere",)))[1]
+    assert "nowhere" in agreed(architecture="tests.privacy.test_sites:nowhere")["error"]
+    assert "is not client 3" in own(labels)[1](client=3)["error"]
+
+
+def test_a_site_chooses_its_public_images(own: Any, tmp_path: Path) -> None:
+    """A server could name the site's own file, and ask for predictions on it."""
+    labels = np.arange(40) % 4
+    private = f"npz:{tmp_path / 'own.npz'}"
+    run = Config(**{**FIELDS, "algorithm": tiny("fedmd")}, clients=1, rounds=1)
+    run = replace(run, data=replace(run.data, public=private))
+    hello = {"ask": "hello", "config": to_toml(run)}
+    one, ask = own(labels, run)
+    for said in (one.answer(hello), ask(args=())):
+        assert "needs public images, which a site chooses itself; set public" in said["error"]
+    one, ask = own(labels, run, public=private)
+    for said in (one.answer(hello), ask(args=())):
+        assert said["error"].endswith(
+            "its public images cannot be used in this run; its log says why"
+        )
+    one, ask = own(labels, run, public=f"npz:{tmp_path / 'public.npz'}")
+    seen = one.answer(hello)["hello"]["public"]
+    assert "answer" in ask(args=(torch.arange(3),))
+    public = one.client.public
+    assert public is not None
+    assert seen == public.fingerprint()
+    assert int(public.pixels[0, 0, 0, 0]) == 255 - int(
+        np.load(tmp_path / "own.npz")["x_train"][0, 0, 0, 0]
+    )
+    with pytest.raises(ConfigError, match="site a has other public images than data.public="):
+        federation(
+            run, Spec(1, 8, 8, 4, (0.5,), (0.25,)), {0: Hello.read(one.answer(hello)["hello"])}
+        )
+
+
+def test_a_share_of_data_that_are_public_is_not_private(tmp_path: Path) -> None:
+    privacy = Privacy(epsilon=8, training="clip=1 noise=4")
+    run = Config(**{**FIELDS, "algorithm": tiny("fedmd")}, clients=3, privacy=privacy)
+    run = replace(run, data=replace(run.data, public="digits"))
+    one = site(tmp_path / "memory", name="a", share=0, device="cpu")
+    said = one.answer({"ask": "hello", "config": to_toml(run)})
+    assert "1,433 public images are training images too" in said["error"]
 
 
 def test_what_a_site_told_counts_also_where_the_server_takes_it_back(tmp_path: Path) -> None:

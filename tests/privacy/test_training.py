@@ -12,11 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from barter.compute.trainer import Trainer
 from barter.core.errors import ClientError, ConfigError, PrivacyError
 from barter.core.images import Augment, Images, PrivateTraining, Sealed, Spec, prepared
+from barter.data.task import Data
 from barter.engines.local import LocalEngine
 from barter.experiment import Experiment
 from barter.models.grouped import grouped
+from barter.ops import private as private_ops
 from barter.ops.fit import fit, sgd
 from barter.ops.private import clipped_sum
 from barter.privacy import Privacy, account
@@ -24,6 +27,7 @@ from barter.privacy.account import Sampled, calibrated_steps, spent
 from barter.privacy.noise import Seeded
 from barter.privacy.prices import Description
 from barter.setup.participants import initial
+from barter.testing.conformance import few_digits
 from tests.conftest import same, small_federation, state, tiny
 
 SPEC = Spec(1, 8, 8, 3, (0.5,), (0.5,))
@@ -104,6 +108,31 @@ def test_a_step_has_the_noise_that_is_paid_for() -> None:
     )
     assert counted == [(20 / n, 1)]
     assert (fitted.epochs, math.isnan(fitted.accuracy)) == (1, True)
+
+
+def test_noise_is_added_in_double_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise that is rounded first has fewer values, by which sums can be told apart."""
+    experiment = small_federation(
+        tiny("local"), models="small-mlp", privacy=Privacy(training="clip=1 noise=1")
+    )
+    client = experiment.engine.clients[0]  # type: ignore[attr-defined]
+    n = sum(p.numel() for p in client.model.parameters())
+    sums = [torch.full_like(p, 1.0) for p in client.model.parameters()]
+    monkeypatch.setattr(private_ops, "clipped_sum", lambda *_: sums)
+    drawn = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    how = PrivateTraining(1.0, lambda count: drawn[:count], Seeded(0).uniform, lambda *_: 3.0)
+    client.data = Sealed(client.data, how)
+    seen = []
+    monkeypatch.setattr(
+        Trainer,
+        "descend",
+        lambda trainer: seen.extend(p.grad.flatten() for p in client.model.parameters()),
+    )
+    fit(client, epochs=1, steps=1, batch_size=20, recipe=sgd(0.1))
+    exact = ((1.0 + 3.0 * drawn) / 20).float()
+    assert torch.equal(torch.cat(seen), exact)
+    rounded = (1.0 + (3.0 * drawn).float()) / 20
+    assert not torch.equal(torch.cat(seen), rounded)
 
 
 def test_a_private_run_learns_and_is_accounted_for() -> None:
@@ -214,9 +243,11 @@ WORKS = re.findall(r"`(\w+)`", DOCUMENT.partition("What works:")[2].partition(",
 
 @pytest.mark.parametrize("name", WORKS)
 def test_methods_that_train_by_fit_alone(name: str) -> None:
-    experiment = small_federation(
-        tiny(name), privacy=Privacy(epsilon=1000, training="clip=1 noise=1")
-    )
+    algorithm = tiny(name)
+    public = "tests.conftest:other_digits" if algorithm.needs_public_data else ""
+    data = Data(source=few_digits(), public=public)
+    privacy = Privacy(epsilon=1000, training="clip=1 noise=1")
+    experiment = small_federation(algorithm, data=data, privacy=privacy)
     record = experiment.step()
     assert not record.failures
     assert all(told["epsilon"] > 0 for told in record.clients.values())

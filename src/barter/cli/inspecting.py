@@ -113,7 +113,7 @@ def evaluate(run: Path, source: str, client: int | None, round: str) -> None:
     spec = models[0].spec
     run_data = read_run(run).data
     size = spec.height if spec.height == spec.width else None
-    dataset = load_data(source, root=run_data.root, size=size)
+    dataset = load_data(source, root=run_data.root, size=size, hold_out=run_data.hold_out)
     new = anchored(replace(run_data, source=source)).source != anchored(run_data).source
     count, values = judged(models, dataset, new=new, device=device_named("auto"))
     after = f"after round {models[0].round}"

@@ -51,7 +51,7 @@ from barter.runs.summary import cells
 from barter.runs.tables import closing_table
 from barter.setup.config import Config, read, resolve, with_settings
 from barter.setup.hardware import device_named
-from barter.setup.participants import names_of
+from barter.setup.participants import names_of, require_apart
 from barter.setup.trust import DEPLOYMENT, read_run, require_consent
 
 __all__ = ["compare", "flower_init", "flower_start", "resume", "run", "site"]
@@ -340,6 +340,7 @@ def _drive_flower(
     task = make_task(
         config.data, config.partition, config.clients, config.seed, torch.device("cpu")
     )
+    require_apart(config, task.overlap)  # The sites do so too, when all processes have started.
     names = names_of(config.algorithm, config.models, config.clients)
     place = "clients in Flower's simulation" if simulate else "Flower sites on this machine"
     for note in task.notes:

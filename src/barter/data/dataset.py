@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,9 +18,19 @@ from barter.core.errors import ConfigError
 from barter.core.images import fingerprint
 from barter.core.params import did_you_mean, text
 
-__all__ = ["Dataset", "assembled", "from_arrays", "from_python", "held_out"]
+__all__ = [
+    "Dataset",
+    "HoldOut",
+    "assembled",
+    "from_arrays",
+    "from_python",
+    "held_out",
+    "hold_out_mask",
+]
 
-HELD_OUT = 5  # without a test set, every fifth image of a class is held out for testing
+HELD_OUT = 5  # without a test set, one image in five is held out for testing
+# How test images are chosen, see `hold_out_mask`.
+HoldOut = Literal["position", "class"]
 # Data sets whose images may be flipped. Characters are not among them: a mirrored 3 is no digit.
 MIRRORED = {"fashion-mnist", "cifar10", "cifar100", "food101", "tiny-imagenet"}
 CHANNELS = (1, 3, 4)  # usual numbers of channels
@@ -124,6 +136,41 @@ def held_out(groups: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return mask
 
 
+def hold_out_mask(
+    rule: HoldOut,
+    names: Sequence[str],
+    labels: np.ndarray[Any, Any],
+    domains: np.ndarray[Any, Any],
+) -> np.ndarray[Any, Any]:
+    """Return a mask of the images to hold out for testing: a fifth of each domain.
+
+    With the rule "position", a hash of an image's name decides: its position in an array, or its
+    file name without the folder of its class. Neither pixels nor labels matter, so that replacing
+    an image, or correcting its label, moves no image between training and test. The rule "class"
+    holds out every fifth image of each class: a changed label moves all later images of two
+    classes.
+
+    Args:
+        rule: "position" or "class".
+        names: The name of each image; images of one domain with the same name stay together.
+        labels: The class number of each image.
+        domains: The domain number of each image.
+    """
+    if rule == "class":
+        return held_out(domains * (int(labels.max()) + 1) + labels)
+    mask = np.zeros(len(names), dtype=bool)
+    for domain in np.unique(domains):
+        members: list[int] = np.flatnonzero(domains == domain).tolist()
+        ranked = sorted({names[i] for i in members}, key=_name_hash)
+        chosen = set(ranked[: math.ceil(len(ranked) / HELD_OUT)])
+        mask[[i for i in members if names[i] in chosen]] = True
+    return mask
+
+
+def _name_hash(name: str) -> bytes:
+    return hashlib.blake2b(os.fsencode(name), digest_size=8).digest()
+
+
 def require_names(given: Mapping[str, Any], where: str) -> None:
     """Raise ConfigError if a required array is missing or a name is unknown.
 
@@ -177,15 +224,18 @@ def require_headers(given: Mapping[str, np.ndarray[Any, Any]], where: str) -> No
             raise ConfigError(f"{where}: {key} holds {given[key].nbytes:,} bytes of names")
 
 
-def from_arrays(source: Mapping[str, Any], name: str, where: str) -> Dataset:
+def from_arrays(
+    source: Mapping[str, Any], name: str, where: str, hold_out: HoldOut = "position"
+) -> Dataset:
     """Build a data set from named arrays, as stored in an npz file.
 
-    Without test images, every fifth training image of each class and domain is held out.
+    Without test images, a fifth of the training images of each domain is held out.
 
     Args:
         source: Arrays by name, see `NEEDED` and `OPTIONAL`.
         name: The name of the data set.
         where: Where the arrays come from, for messages.
+        hold_out: How test images are chosen if there are none, see `hold_out_mask`.
 
     Raises:
         ConfigError: If arrays are missing, unknown, or do not fit together.
@@ -217,12 +267,14 @@ def from_arrays(source: Mapping[str, Any], name: str, where: str) -> Dataset:
                 f"{where}: training images are {given['x_train'].shape[1:]}, test images {x.shape[1:]}"
             )
     if without_test:
-        groups = given["y_train"].astype(np.int64)
+        labels = given["y_train"].astype(np.int64)
+        domain = np.zeros_like(labels)
         kinds = ["x", "y"]
         if domains is not None:
-            groups = groups * len(domains) + given["domain_train"]
+            domain = given["domain_train"].astype(np.int64)
             kinds.append("domain")
-        test = held_out(groups)
+        positions = [str(i) for i in range(len(labels))]
+        test = hold_out_mask(hold_out, positions, labels, domain)
         for kind in kinds:
             every = given[f"{kind}_train"]
             given[f"{kind}_train"] = every[~test]
@@ -312,7 +364,11 @@ def _require_numbers(
 
 
 def from_python(
-    given: Any, name: str, size: int | None = None, tests: tuple[Any, Any] | None = None
+    given: Any,
+    name: str,
+    size: int | None = None,
+    tests: tuple[Any, Any] | None = None,
+    hold_out: HoldOut = "position",
 ) -> Dataset:
     """Build a data set from Python objects.
 
@@ -324,6 +380,7 @@ def from_python(
         size: Side of the square that PIL images are resized to; None keeps their size.
         tests: Images and labels of the global test set, if `given` is a list. By default the
             clients' test images are joined.
+        hold_out: How test images are chosen if there are none, see `hold_out_mask`.
 
     Raises:
         ConfigError: If the objects cannot be read as labelled images.
@@ -331,7 +388,10 @@ def from_python(
     if isinstance(given, Dataset):
         return replace(given, name=name)
     if isinstance(given, list) and given:
-        parts = [from_python(part, f"{name}, client {k}", size) for k, part in enumerate(given)]
+        parts = [
+            from_python(part, f"{name}, client {k}", size, hold_out=hold_out)
+            for k, part in enumerate(given)
+        ]
         joined = _joined(parts, name)
         return joined if tests is None else _tested(joined, *tests)
     if (
@@ -342,7 +402,7 @@ def from_python(
         given = dict(zip(("x_train", "y_train", "x_test", "y_test"), given, strict=False))
     if isinstance(given, Mapping):
         named = {key: _channels_last(value) for key, value in given.items()}
-        return from_arrays(named, name, "the data")
+        return from_arrays(named, name, "the data", hold_out)
     pair = given if isinstance(given, tuple) and len(given) == 2 else (given,)
     indexable = all(hasattr(part, "__getitem__") and hasattr(part, "__len__") for part in pair)
     if not indexable or isinstance(given, list):
@@ -360,7 +420,7 @@ def from_python(
         arrays[f"y_{part}"] = np.array(labels)
     if getattr(pair[0], "classes", None):
         arrays["classes"] = np.array([str(name) for name in pair[0].classes])
-    return from_arrays(arrays, name, "the data")
+    return from_arrays(arrays, name, "the data", hold_out)
 
 
 def _channels_last(value: Any) -> Any:

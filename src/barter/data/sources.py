@@ -18,10 +18,12 @@ from barter.core.params import BY_PYTHON, did_you_mean, imported, made
 from barter.data.dataset import (
     NEEDED,
     Dataset,
+    HoldOut,
     assembled,
     from_arrays,
     from_python,
     held_out,
+    hold_out_mask,
     require_headers,
 )
 from barter.data.splits import arrays_in, read_split
@@ -39,12 +41,13 @@ FOLDER_SIZE = 64
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of a source: name, path, whether to download, and image size."""
+    """The arguments of a source: name, path, whether to download, image size, and hold-out rule."""
 
     name: str
     path: Path
     download: bool
     size: int | None
+    hold_out: HoldOut
 
 
 @cache
@@ -58,7 +61,7 @@ def _eight_by_eight() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
 
 
 def _digits(request: Request) -> Dataset:
-    """Load the digits of scikit-learn."""
+    """Load the digits of scikit-learn; which of them are test images never changes."""
     x, y = _eight_by_eight()
     test = held_out(y)
     return assembled(request.name, (x[~test], y[~test], x[test], y[test]))
@@ -189,10 +192,14 @@ def _resizing(sizes: set[tuple[int, int]], size: int | None) -> tuple[str, ...]:
 
 def _read_classes(
     path: Path, classes: list[str], size: int | None, sizes: set[tuple[int, int]]
-) -> tuple[Any, Any]:
-    """Read a folder with one folder per class; return images and labels."""
+) -> tuple[Any, Any, list[str]]:
+    """Read a folder with one folder per class; return images, labels and names.
+
+    A name is the path of an image inside the folder of its class.
+    """
     images = []
     labels = []
+    names = []
     for folder in _subfolders(path, "class"):
         if folder.name not in classes:
             raise ConfigError(
@@ -202,7 +209,8 @@ def _read_classes(
         for file in _pictures(folder):
             images.append(_picture(file, size, sizes))
             labels.append(classes.index(folder.name))
-    return np.stack(images), np.array(labels)
+            names.append(file.relative_to(folder).as_posix())
+    return np.stack(images), np.array(labels), names
 
 
 def _folder(request: Request) -> Dataset:
@@ -222,14 +230,14 @@ def _folder(request: Request) -> Dataset:
         )
     if tests:
         classes = [folder.name for folder in _subfolders(path / "train", "class")]
-        train = _read_classes(path / "train", classes, request.size, sizes)
-        test = _read_classes(path / tests[0], classes, request.size, sizes)
+        x_train, y_train, _ = _read_classes(path / "train", classes, request.size, sizes)
+        x_test, y_test, _ = _read_classes(path / tests[0], classes, request.size, sizes)
         notes = _resizing(sizes, request.size)
-        return assembled(request.name, (*train, *test), classes, notes=notes)
+        return assembled(request.name, (x_train, y_train, x_test, y_test), classes, notes=notes)
     path = path / "train" if parts else path
     classes = [folder.name for folder in _subfolders(path, "class")]
-    x, y = _read_classes(path, classes, request.size, sizes)
-    in_test = held_out(y)
+    x, y, files = _read_classes(path, classes, request.size, sizes)
+    in_test = hold_out_mask(request.hold_out, files, y, np.zeros_like(y))
     arrays = (x[~in_test], y[~in_test], x[in_test], y[in_test])
     notes = _resizing(sizes, request.size)
     return assembled(request.name, arrays, classes, held_out=True, notes=notes)
@@ -241,10 +249,11 @@ def _domains(request: Request) -> Dataset:
     classes = sorted({folder.name for domain in domains for folder in _subfolders(domain, "class")})
     sizes = set[tuple[int, int]]()
     parts = [_read_classes(domain, classes, request.size, sizes) for domain in domains]
-    x = np.concatenate([images for images, _ in parts])
-    y = np.concatenate([labels for _, labels in parts])
-    domain = np.repeat(np.arange(len(parts)), [len(labels) for _, labels in parts])
-    test = held_out(domain * len(classes) + y)
+    x = np.concatenate([images for images, _, _ in parts])
+    y = np.concatenate([labels for _, labels, _ in parts])
+    names = [name for _, _, names in parts for name in names]
+    domain = np.repeat(np.arange(len(parts)), [len(labels) for _, labels, _ in parts])
+    test = hold_out_mask(request.hold_out, names, y, domain)
     domain_arrays = ([folder.name for folder in domains], domain[~test], domain[test])
     arrays = (x[~test], y[~test], x[test], y[test])
     notes = _resizing(sizes, request.size)
@@ -261,7 +270,7 @@ def _tiny_imagenet(request: Request) -> Dataset:
             "train/ and val/; barter does not download it"
         )
     classes = [folder.name for folder in _subfolders(root / "train", "class")]
-    x_train, y_train = _read_classes(root / "train", classes, request.size, set())
+    x_train, y_train, _ = _read_classes(root / "train", classes, request.size, set())
     rows = understood(
         root / "val" / "val_annotations.txt", lambda text: _annotations(text, classes)
     )
@@ -284,7 +293,7 @@ def _npz(request: Request) -> Dataset:
         )
     where = str(request.path)
     arrays = arrays_in(request.path, require=partial(require_headers, where=where))
-    return from_arrays(arrays, request.name, where)
+    return from_arrays(arrays, request.name, where, request.hold_out)
 
 
 def _clients(request: Request) -> Dataset:
@@ -342,7 +351,12 @@ PATH_SOURCES: dict[str, tuple[Callable[[Request], Dataset], str]] = {
 
 
 def load(
-    source: str, *, root: str = "data", download: bool = False, size: int | None = None
+    source: str,
+    *,
+    root: str = "data",
+    download: bool = False,
+    size: int | None = None,
+    hold_out: HoldOut = "position",
 ) -> Dataset:
     """Load a data set.
 
@@ -352,17 +366,18 @@ def load(
         root: The folder that holds named data sets.
         download: Whether to download a named data set that is missing.
         size: Side of the square that image files are resized to.
+        hold_out: How test images are chosen if the source has none; a name of `SOURCES` always has.
 
     Raises:
         ConfigError: If the source is unknown, missing or damaged.
     """
     kind, colon, path = source.partition(":")
     if colon and kind not in PATH_SOURCES:
-        return _from_function(source, size)
+        return _from_function(source, size, hold_out)
     if colon:
         if not Path(path).exists():
             raise ConfigError(f"{source}: {path or 'the path'} does not exist")
-        return PATH_SOURCES[kind][0](Request(source, Path(path), download, size))
+        return PATH_SOURCES[kind][0](Request(source, Path(path), download, size, hold_out))
     if source.startswith(BY_PYTHON):
         raise ConfigError(
             "this run's data were given in Python: resume it there, with out=... and resume=True"
@@ -370,7 +385,7 @@ def load(
     if source not in SOURCES:
         advice = _by_path(source) or did_you_mean(source, [*SOURCES, *PATH_SOURCES])
         raise ConfigError(f"unknown data set {source!r}: {advice}")
-    return SOURCES[source][0](Request(source, Path(root), download, size))
+    return SOURCES[source][0](Request(source, Path(root), download, size, hold_out))
 
 
 def _by_path(source: str) -> str:
@@ -393,7 +408,7 @@ def _by_path(source: str) -> str:
     return ""
 
 
-def _from_function(source: str, size: int | None) -> Dataset:
+def _from_function(source: str, size: int | None, hold_out: HoldOut) -> Dataset:
     """Load custom data from a Python object or function, written as module:name."""
     kind = source.partition(":")[0]
     try:
@@ -405,6 +420,9 @@ def _from_function(source: str, size: int | None) -> Dataset:
         raise ConfigError(
             f"unknown kind of data {kind + ':'!r}, and no module either: {guess}"
         ) from None
-    return made(
-        f"data {source!r}", lambda: from_python(make() if callable(make) else make, source, size)
-    )
+
+    def build() -> Dataset:
+        given = make() if callable(make) else make
+        return from_python(given, source, size, hold_out=hold_out)
+
+    return made(f"data {source!r}", build)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,10 +13,10 @@ import torch
 from torch import Tensor
 
 from barter.core.errors import ConfigError
-from barter.core.images import Augment, Images, Spec
+from barter.core.images import Augment, Images, Spec, prepared
 from barter.core.params import BY_PYTHON, Range, Side, check
 from barter.core.seeds import stream_seed
-from barter.data.dataset import Dataset, from_python
+from barter.data.dataset import Dataset, HoldOut, from_python
 from barter.data.partition import Domains, Listed, Partition
 from barter.data.sources import PATH_SOURCES, load
 
@@ -26,11 +27,14 @@ __all__ = [
     "anchored",
     "held_out",
     "make_task",
+    "overlap",
+    "overlap_note",
     "own_data",
     "public_data",
     "validation_size",
 ]
 
+CHUNK = 1024  # images that are compared with others at a time
 SITES = "sites"  # the source of runs in which every site has its own data
 
 
@@ -52,10 +56,13 @@ class Data:
     public: str = ""
     # fraction of each client's training images held out to select the best round
     validation: Annotated[float, Range(ge=0, le=0.9)] = 0.0
+    # how a fifth is held out for testing where the source has no test part: by position in a file
+    # or file name, or (as older versions did) every fifth of each class
+    hold_out: HoldOut = "position"
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str):
-            dataset = from_python(self.source, BY_PYTHON, self.size)
+            dataset = from_python(self.source, BY_PYTHON, self.size, hold_out=self.hold_out)
             object.__setattr__(self, "_given", dataset)
             object.__setattr__(self, "source", f"{BY_PYTHON} {dataset.fingerprint()}")
         check(self, "data.")
@@ -68,7 +75,11 @@ class Data:
     def load(self) -> Dataset:
         """Load the data set from its source."""
         return self.given or load(
-            self.source, root=self.root, download=self.download, size=self.size
+            self.source,
+            root=self.root,
+            download=self.download,
+            size=self.size,
+            hold_out=self.hold_out,
         )
 
 
@@ -104,6 +115,9 @@ class Task:
     # the validation images of all clients, joined
     global_validation: Images | None = None
     held_out: bool = False  # whether the test images were split off from the training images
+    # whether the choice of clients' local test or validation images depends on training labels
+    tests_by_labels: bool = False
+    overlap: int = 0  # number of public images that are training or validation images too
     notes: tuple[str, ...] = ()  # changes made to the images without being configured
 
     def summary(self, source: str) -> str:
@@ -120,7 +134,10 @@ class Task:
         if self.held_out:
             tests += ", held out of them"
         classes = f"{spec.classes} class{'es' * (spec.classes != 1)}"
-        return f"{source}: {n_train:,} training and {tests}, {classes}, {size} {colours}"
+        line = f"{source}: {n_train:,} training and {tests}, {classes}, {size} {colours}"
+        if self.overlap:
+            line += f"; {overlap_note(self.overlap)}"
+        return line
 
     def class_table(self) -> Tensor:
         """Return the number of training images by client and class."""
@@ -181,6 +198,7 @@ def make_task(
         local_tests = [
             _local_test(dataset, part, spec, seed, k, device) for k, part in enumerate(parts)
         ]
+    public = public_data(data, spec, device)
     n_domains = len(dataset.domains)
     domain_counts = [
         dataset.domain_train[part].bincount(minlength=n_domains) for part in train_parts
@@ -191,23 +209,31 @@ def make_task(
         train=[training_images(part, augment) for part in train_parts],
         local_tests=local_tests,
         global_test=global_test,
-        public=public_data(data, spec, device),
+        public=public,
         domains=dataset.domains,
         domain_table=torch.stack(domain_counts),
         validation=validation,
         global_validation=_together(validation, spec) if validation else None,
         held_out=dataset.held_out,
+        tests_by_labels=bool(data.validation) or not (dataset.own_tests and brought),
+        overlap=0 if public is None else overlap(dataset.x_train, public),
         notes=dataset.notes,
     )
 
 
 def held_out(
-    dataset: Dataset, part: np.ndarray[Any, Any], share: float, seed: int, client: int
+    dataset: Dataset,
+    part: np.ndarray[Any, Any],
+    share: float,
+    seed: int,
+    client: int,
+    *,
+    by_class: bool = True,
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Split a client's training images into those it trains on and its validation images.
 
-    Every image is equally likely to be held out, and the distribution of classes and domains is
-    kept: images are picked at equal distances from a list sorted by domain and class.
+    Every image is equally likely to be held out. By class, the distribution of classes and domains
+    is kept: images are picked at equal distances from a list sorted by domain and class.
 
     Args:
         dataset: The data of all clients.
@@ -215,13 +241,17 @@ def held_out(
         share: The fraction of them that is held out.
         seed: The run's seed.
         client: The client's id; every client has its own random stream.
+        by_class: Whether labels matter. If not, a changed label moves no image, as the privacy of a
+            site's own data requires.
 
     Returns:
         Indices for training and for validation, each in the order of `part`.
     """
     count = validation_size(len(part), share, f"client {client}")
     rng = np.random.default_rng(stream_seed(seed, "validation", client))
-    kinds = (dataset.domain_train * len(dataset.classes) + dataset.y_train)[part].numpy()
+    kinds = np.zeros(len(part), dtype=int)
+    if by_class:
+        kinds = (dataset.domain_train * len(dataset.classes) + dataset.y_train)[part].numpy()
     shuffled = rng.permutation(len(part))
     by_kind = shuffled[np.argsort(kinds[shuffled], kind="stable")]
     positions = np.floor((np.arange(count) + rng.random()) * len(part) / count).astype(int)
@@ -312,6 +342,47 @@ def public_data(data: Data, spec: Spec, device: torch.device) -> Images | None:
             f"data.public={data.public!r} has {dataset.x_train.shape[1]} channels, the task {spec.channels}"
         )
     return Images(dataset.x_train.to(device), dataset.y_train.to(device), spec)
+
+
+def overlap_note(count: int) -> str:
+    """Return the sentence that this number of public images are training images."""
+    verb = "image is a training image" if count == 1 else "images are training images"
+    return f"{count:,} public {verb} too"
+
+
+def overlap(private: Tensor, public: Images) -> int:
+    """Return the number of public images that are private images too.
+
+    Two images are the same if all pixels are equal, as bytes, after both were resized to the
+    input size of the networks, or if one is the other's mirror image. Other copies (cropped,
+    brightened, compressed again) are not found.
+
+    Args:
+        private: The private images (uint8, NCHW).
+        public: The public images.
+    """
+    known = set(_keys(private, public.spec))
+    return sum(key in known for key in _keys(public.pixels.cpu(), public.spec))
+
+
+def _keys(pixels: Tensor, spec: Spec) -> list[bytes]:
+    """Return for each image a hash that is the same for its mirror image."""
+    # Without normalisation, the network's input is the resized image, from 0 to 255.
+    plain = replace(spec, mean=(0.0,) * spec.channels, std=(1 / 255,) * spec.channels)
+    keys = []
+    for chunk in torch.split(pixels, CHUNK):
+        images = chunk
+        if images.shape[-2:] != spec.shape[1:]:
+            resized = prepared(images, plain, Augment())
+            images = resized.round().clamp(0, 255).to(torch.uint8)
+        straight = images.contiguous().numpy()
+        mirrored = images.flip(-1).contiguous().numpy()
+        keys += [min(_hash(a), _hash(b)) for a, b in zip(straight, mirrored, strict=True)]
+    return keys
+
+
+def _hash(image: np.ndarray[Any, Any]) -> bytes:
+    return hashlib.blake2b(image.data, digest_size=16).digest()
 
 
 def _local_test(

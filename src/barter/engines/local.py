@@ -30,7 +30,7 @@ from barter.engines.adversaries import Adversaries, poison, states_in
 from barter.engines.base import BaseEngine
 from barter.engines.forks import Job
 from barter.privacy.guard import Guard
-from barter.privacy.side_information import EPSILON, ERRORS
+from barter.privacy.side_information import EPSILON, FAILURES
 
 __all__ = ["LocalEngine"]
 
@@ -213,7 +213,7 @@ class LocalEngine(BaseEngine):
         try:
             answer = self._work(method, k, self._path(method, k), received)
         except Exception:
-            self.note(k, [ERRORS])
+            self.note(k, [FAILURES])
             raise
         finally:
             self._warn_if_late(method, k, time.perf_counter() - start)
@@ -404,7 +404,7 @@ class LocalEngine(BaseEngine):
         for module, training in zip(client.model.modules(), outcome["training"], strict=True):
             module.training = training
         if "error" in outcome:
-            self.note(k, [ERRORS])
+            self.note(k, [FAILURES])
             raise Elsewhere(outcome["error"], outcome["traceback"])
         self.hear(k, client.report.get(EPSILON))
         return self.arrived(outcome["answer"], method, k, args)

@@ -25,6 +25,9 @@ class Consent:
     algorithms: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()  # allowed client methods of the algorithms; empty: all
     megabytes: Positive | None = None  # largest request of one call, in MB; none: no limit
+    # networks that the run may choose for this site by package.module:factory, if `model` is empty;
+    # models of the zoo need no consent
+    models: tuple[str, ...] = ()
     seconds: Positive | None = None  # longest computation of one call; none: the run's timeout
 
     def __post_init__(self) -> None:
@@ -50,7 +53,7 @@ class Consent:
         if ":" in name and name not in self.algorithms:
             raise self._refusal(site, name)
         for code in code_names(tree):
-            if code not in (*self.algorithms, *own):
+            if code not in (*self.algorithms, *self.models, *own):
                 raise ConfigError(
                     f"site {site} does not import {code[:200]}, which the run names: "
                     f"consent.algorithms has {', '.join(self.algorithms)}"
@@ -91,6 +94,25 @@ class Consent:
             f"site {site} does not take part in {name}: "
             f"consent.algorithms has {', '.join(self.algorithms)}"
         )
+
+    def require_model(self, site: str, own: str, name: str) -> None:
+        """Refuse a network that the site did not choose, before it is imported.
+
+        Args:
+            site: The site's name, for messages.
+            own: The architecture that the site chose itself; empty: it left it open.
+            name: The architecture that the run wants.
+
+        Raises:
+            ConfigError: If it is not the site's own choice, or is foreign code without consent.
+        """
+        if own and name != own:
+            raise ConfigError(f"site {site} has the network {own}, and the run wants {name}")
+        if not own and ":" in name and name not in self.models:
+            raise ConfigError(
+                f"site {site} does not import {name}: set model in its site.toml, or name it in "
+                "consent.models"
+            )
 
     def require_size(self, site: str, sent: Payload) -> None:
         """Refuse a request that is larger than `megabytes`.

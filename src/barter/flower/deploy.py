@@ -124,7 +124,7 @@ def conduct(
         spec, ids = agree(config, list(present.values()))
         roster = Roster(secrets.token_hex(8), [], spec, list(ids.values()))
     ids = dict(enumerate(roster.members))
-    server, test, validation = federation(config, roster.spec, ids)
+    server, task = federation(config, roster.spec, ids)
     if not (out / "config.toml").is_file():
         RunFolder.create(out, toml).release()
     nodes = {hello.name: node for node, hello in present.items()}
@@ -154,7 +154,18 @@ def conduct(
     architectures = {k: hello.architecture for k, hello in ids.items()}
     networks = described(roster.spec, ids[0].classes, architectures)
     config = with_threads(config, out, resume=True)
-    parties = Federation(config, server, engine, test, networks, validation=validation)
+    # Whether sites with their own data have public images among them, they check themselves.
+    shared = task is not None and all(hello.share is not None for hello in ids.values())
+    parties = Federation(
+        config,
+        server,
+        engine,
+        None if task is None else task.global_test,
+        networks,
+        validation=None if task is None else task.global_validation,
+        overlap=task.overlap if task is not None and shared else 0,
+        tests_by_labels=task.tests_by_labels if task is not None and shared else False,
+    )
     experiment = Experiment.of(parties, out, resume=True)
     attempt = roster.begin(out, experiment.round)
     run_info = {**attempt, "config": toml, "spec": roster.spec.plain()}

@@ -26,7 +26,8 @@ from barter.flower.flwr_internals import names
 from barter.flower.frames import Frame
 from barter.flower.heartbeat import pause
 from barter.flower.site import EVALUATE
-from barter.privacy.side_information import EPSILON, ERRORS
+from barter.privacy.side_information import EPSILON, ERRORS, FAILURES
+from barter.privacy.side_information import PROGRESS as PROGRESS_PART
 
 __all__ = ["POLL_SECONDS", "SPARE", "FlowerEngine", "Hellos", "Member"]
 
@@ -367,8 +368,8 @@ class FlowerEngine(BaseEngine):
             BarterError: If the reply is an error of the site, or breaks the method's contract.
         """
         if "error" in reply:
-            if reply.get("quiet") is not True:
-                self.note(k, [ERRORS])
+            # Sites of older versions send messages that may quote their data.
+            self.note(k, [FAILURES if reply.get("quiet") is True else ERRORS])
             error = BarterError(str(reply["error"]))
             error.add_note(str(reply.get("traceback", "")))
             raise error
@@ -458,6 +459,7 @@ class FlowerEngine(BaseEngine):
         client_of = {self.members[k].node: k for k in clients}
         for node, done in progress.poll(client_of.keys() & self.telling):
             k = client_of[node]
+            self.note(k, [PROGRESS_PART])
             shown = self._shown.get(k, 0.0)
             self._shown[k] = max(shown, done)
             self.watched.advance(max(0.0, done - shown))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -17,15 +19,19 @@ import torch
 from barter.compute.fused import fuse
 from barter.compute.precision import Precision
 from barter.core.errors import ConfigError
-from barter.core.images import Images, Spec
+from barter.core.images import Augment, Images, Spec
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, DeviceName, Positive, Range, Whole, check
 from barter.core.payload import Payload
+from barter.data.dataset import Dataset
 from barter.data.task import (
     SITES,
     Data,
+    Task,
     held_out,
     make_task,
+    overlap,
+    overlap_note,
     own_data,
     public_data,
     validation_size,
@@ -39,18 +45,28 @@ from barter.privacy.settings import Plan
 from barter.privacy.side_information import said_of_itself
 from barter.setup.config import Config, parsed, resolve
 from barter.setup.hardware import device_named, memory_within, precision_named
-from barter.setup.participants import cut, initial, make_client, make_server, names_of
+from barter.setup.participants import (
+    cut,
+    initial,
+    make_client,
+    make_server,
+    names_of,
+    require_apart,
+)
 
 __all__ = [
     "Hello",
     "Setup",
     "agree",
     "federation",
+    "foreign_networks",
     "introduce",
     "make_site",
     "new_attempt",
     "settle",
 ]
+
+log = logging.getLogger("barter")
 
 # Mean and standard deviation of pixels that a site with a privacy requirement sends: its own
 # would reveal something about its images.
@@ -70,6 +86,10 @@ class Setup:
     # the site's own data: npz:PATH, folder:PATH or a named source; empty: a share of the run's data
     data: str = ""
     root: str = ""  # the folder that holds named data sets; empty: as in the run's configuration
+    # the site's own choice of public images, for methods that need them: the source that the run
+    # names, after checking that none of the site's own images are in it; empty: no such methods.
+    # A site with a share of the run's data uses the run's
+    public: str = ""
     share: Whole | None = None  # index of this site's share of the run's data, if `data` is empty
     # an architecture of the zoo or package.module:factory; empty: as in the run's configuration
     model: str = ""
@@ -116,6 +136,7 @@ class Hello:
     architecture: str
     # whether the pixel statistics are the default ones, and the classes have names
     careful: bool = False
+    public: str = ""  # fingerprint of the public images that the site uses; empty: none
 
     def tells(self) -> dict[str, int]:
         """Return which facts about the site's data this reveals: name of the fact -> 1."""
@@ -152,7 +173,7 @@ class Hello:
         counts = [spec.channels, spec.height, spec.width, spec.classes, self.examples]
         if type(self.share) is int:
             counts.append(self.share + 1)
-        texts = (self.name, self.architecture, *self.classes)
+        texts = (self.name, self.architecture, self.public, *self.classes)
         return (
             all(type(n) is int and 0 < n < 2**40 for n in counts)
             and all(type(text) is str for text in texts)
@@ -177,8 +198,19 @@ def _consented(setup: Setup, toml: str) -> Config:
     setup.consent.require_code(setup.name, toml, own=(setup.model, setup.data))
     config = _config(toml)
     setup.consent.require(setup.name, config, own_data=setup.share is None)
+    setup.consent.require_model(setup.name, "", config.algorithm.server_model.network or "")
     _require_guarantee(setup, config)
     return config
+
+
+def foreign_networks(config: Config) -> list[str]:
+    """Return the networks of a run that are given as package.module:factory.
+
+    A site imports them only with its consent, so whoever starts sites of its own has to give it.
+    """
+    names = names_of(config.algorithm, config.models, config.clients)
+    names.append(config.algorithm.server_model.network or "")
+    return sorted({name for name in names if ":" in name})
 
 
 def introduce(setup: Setup, toml: str) -> Payload:
@@ -192,25 +224,26 @@ def introduce(setup: Setup, toml: str) -> Payload:
         ConfigError: If the site cannot or does not want to take part.
     """
     config = _consented(setup, toml)
+    cpu = torch.device("cpu")
     if setup.share is not None:
         _require_share(setup, config)
     architecture = _architecture(setup, config)
-    data = _data(setup, config)
+    setup.consent.require_model(setup.name, setup.model, architecture)
     if setup.share is not None:
-        task = make_task(data, config.partition, config.clients, config.seed, torch.device("cpu"))
-        examples = len(task.train[setup.share])
-        classes = tuple(task.classes)
-        hello = Hello(setup.name, setup.share, task.spec, classes, examples, architecture)
-        return hello.payload()
-    dataset, spec, _ = own_data(data, setup.data)
+        task = _task(setup, config, cpu)
+        return Hello(
+            name=setup.name,
+            share=setup.share,
+            spec=task.spec,
+            classes=tuple(task.classes),
+            examples=len(task.train[setup.share]),
+            architecture=architecture,
+            public="" if task.public is None else task.public.fingerprint(),
+        ).payload()
+    dataset, spec, _ = _own_data(setup, config)
+    public = _public(setup, config, dataset, spec, cpu)
     careful = setup.epsilon is not None
     if careful:
-        if dataset.numbered:
-            raise ConfigError(
-                f"site {setup.name} requires a privacy guarantee, and {setup.data} does not name "
-                "its classes: their number would be read from its labels; add an array `classes` "
-                "of their names"
-            )
         spec = dataclasses.replace(
             spec, mean=(USUAL_MEAN,) * spec.channels, std=(USUAL_STD,) * spec.channels
         )
@@ -218,7 +251,16 @@ def introduce(setup: Setup, toml: str) -> Payload:
     n_validation = validation_size(n_images, config.data.validation, f"site {setup.name}")
     classes = tuple(dataset.classes)
     examples = n_images - n_validation
-    return Hello(setup.name, None, spec, classes, examples, architecture, careful).payload()
+    return Hello(
+        name=setup.name,
+        share=None,
+        spec=spec,
+        classes=classes,
+        examples=examples,
+        architecture=architecture,
+        careful=careful,
+        public="" if public is None else public.fingerprint(),
+    ).payload()
 
 
 def _architecture(setup: Setup, config: Config) -> str:
@@ -230,6 +272,87 @@ def _architecture(setup: Setup, config: Config) -> str:
 def _data(setup: Setup, config: Config) -> Data:
     """Return the run's data configuration with this site's folder of data sets."""
     return dataclasses.replace(config.data, root=setup.root or config.data.root)
+
+
+def _task(setup: Setup, config: Config, device: torch.device) -> Task:
+    """Return the run's data, of which this site has a share.
+
+    Raises:
+        ConfigError: If public images are training images, in a run that protects these.
+    """
+    data = _data(setup, config)
+    if setup.public:
+        data = dataclasses.replace(data, public=setup.public)
+    task = make_task(data, config.partition, config.clients, config.seed, device)
+    require_apart(config, task.overlap)
+    return task
+
+
+@contextmanager
+def _own_words(setup: Setup, problem: str) -> Iterator[None]:
+    """Replace errors that may quote the site's data by one message, and log them here.
+
+    Args:
+        setup: The site.
+        problem: What failed, in words that do not depend on the data.
+
+    Raises:
+        ConfigError: If anything fails inside the context.
+    """
+    try:
+        yield
+    except Exception as error:
+        log.warning("site %s: %s", setup.name, error)
+        raise ConfigError(f"site {setup.name}: {problem}; its log says why") from None
+
+
+def _own_data(setup: Setup, config: Config) -> tuple[Dataset, Spec, Augment]:
+    """Load the site's own data.
+
+    A test part that is missing is held out by position, whatever the run asks for: by class, the
+    number of training images would depend on labels.
+    """
+    with _own_words(setup, "its data cannot be used in this run"):
+        data = dataclasses.replace(_data(setup, config), source=setup.data, hold_out="position")
+        found = own_data(data, setup.data)
+    if setup.epsilon is not None and found[0].numbered:
+        raise ConfigError(
+            f"site {setup.name} requires a privacy guarantee, and {setup.data} does not name "
+            "its classes: their number would be read from its labels; add an array `classes` "
+            "of their names"
+        )
+    return found
+
+
+def _public(
+    setup: Setup, config: Config, dataset: Dataset, spec: Spec, device: torch.device
+) -> Images | None:
+    """Load the public images that a site with its own data has chosen; none if none are needed.
+
+    The server's choice does not count: it could name the site's own file.
+
+    Raises:
+        ConfigError: If the algorithm needs public images and the site names none, or if they are
+            among its own images.
+    """
+    if not config.algorithm.needs_public_data:
+        return None
+    title = type(config.algorithm).__name__
+    if not setup.public:
+        raise ConfigError(
+            f"site {setup.name}: {title} as configured needs public images, which a site chooses "
+            f"itself; set public in its site.toml, such as public = {config.data.public!r} if "
+            "none of its own images are among these"
+        )
+    with _own_words(setup, "its public images cannot be used in this run"):
+        public = public_data(
+            dataclasses.replace(_data(setup, config), public=setup.public), spec, device
+        )
+        assert public is not None
+        count = overlap(torch.cat([dataset.x_train, dataset.x_test]), public)
+        if count:
+            raise ConfigError(f"public={setup.public!r}: {overlap_note(count)}")
+    return public
 
 
 def _require_share(setup: Setup, config: Config) -> None:
@@ -290,26 +413,41 @@ def settle(setup: Setup, session: Payload) -> tuple[LocalEngine, Precision]:
             f"site {setup.name} has the network {names[k]}, and is asked for "
             f"{str(session['architecture'])[:200]}"
         )
+    setup.consent.require_model(setup.name, setup.model, names[k])
+    if not 0 <= k < config.clients or setup.share not in (None, k):
+        raise ConfigError(f"site {setup.name} is not client {k} of this run")
+    if setup.share is None:
+        dataset, own_spec, augment = _own_data(setup, config)
+    else:
+        _require_share(setup, config)
+        task = _task(setup, config, device)
+        own_spec = task.spec
+    _require_spec(setup, spec, own_spec)
     parts = cut(config, names, {k: initial(names[k], spec, config.seed)}, spec)
     network = parts.own[k]
     name = parts.names[k]
-    data = _data(setup, config)
     if setup.share is not None:
-        task = make_task(data, config.partition, config.clients, config.seed, device)
         client = make_client(config, setup.share, network, name, task, device)
     else:
-        dataset, _, augment = own_data(data, setup.data)
         x = dataset.x_train
         y = dataset.y_train
         tests = {"local": Images(dataset.x_test.to(device), dataset.y_test.to(device), spec)}
-        if data.validation:
-            trained, held = held_out(dataset, np.arange(len(y)), data.validation, config.seed, k)
+        if config.data.validation:
+            trained, held = held_out(
+                dataset,
+                np.arange(len(y)),
+                config.data.validation,
+                config.seed,
+                k,
+                by_class=False,
+            )
             tests["val_local"] = Images(x[held].to(device), y[held].to(device), spec)
             x = x[trained]
             y = y[trained]
         train = Images(x.to(device), y.to(device), spec, augment)
         kind: type[Client] = config.algorithm.parties()[1]
-        client = kind(k, network, device, train, tests, public_data(data, spec, device), name)
+        public = _public(setup, config, dataset, spec, device)
+        client = kind(k, network, device, train, tests, public, name)
     client.evaluation = config.evaluate
     memory = memory_within(device, config.device_memory)
     tune = None if config.privacy.training else fuse
@@ -325,6 +463,28 @@ def settle(setup: Setup, session: Payload) -> tuple[LocalEngine, Precision]:
     # No other client computes beside this one, so its kernels use all of torch's threads.
     engine.cores = 1
     return engine, precision_named("auto" if device.type == "cpu" else config.precision, device)
+
+
+def _require_spec(setup: Setup, spec: Spec, own: Spec) -> None:
+    """Refuse a session whose classes or images are not the site's, before any image is used.
+
+    Otherwise a call would succeed or fail depending on a label, which tells the server the label.
+
+    Raises:
+        ConfigError: If classes or shape differ, or the normalisation is impossible.
+    """
+    if spec.classes != own.classes or spec.shape != own.shape:
+        raise ConfigError(
+            f"site {setup.name} has {own.classes} classes and images of {own.shape}, and the run "
+            f"wants {spec.classes} and {spec.shape}"
+        )
+    statistics = (spec.mean, spec.std)
+    possible = all(
+        len(values) == spec.channels and all(math.isfinite(value) for value in values)
+        for values in statistics
+    )
+    if not possible or min(spec.std) <= 0:
+        raise ConfigError(f"site {setup.name}: pixels cannot be normalised by {statistics}")
 
 
 def make_site(setup: Setup, memory: Path) -> Site:
@@ -422,8 +582,8 @@ def _pooled(hellos: Sequence[Hello]) -> Spec:
 
 def federation(
     config: Config, spec: Spec, members: Mapping[int, Hello]
-) -> tuple[Server, Images | None, Images | None]:
-    """Build the server of these sites, and the global test and validation sets.
+) -> tuple[Server, Task | None]:
+    """Build the server of these sites, and load the run's data.
 
     Args:
         config: The run's configuration.
@@ -431,8 +591,7 @@ def federation(
         members: The hello of each client.
 
     Returns:
-        The server, the test set and the validation set. Both sets are none if all data belongs to
-        the sites.
+        The server, and the run's data; none if all data belongs to the sites.
 
     Raises:
         ConfigError: If the algorithm needs a site's network at the server, which cannot build it.
@@ -453,6 +612,14 @@ def federation(
         except ConfigError as error:
             errors[name] = error
     builds_networks = algorithm.server_model.kind != "none"
+    public = public_data(config.data, spec, device)
+    for hello in members.values():
+        if hello.public and (public is None or hello.public != public.fingerprint()):
+            raise ConfigError(
+                f"site {hello.name} has other public images than data.public="
+                f"{config.data.public!r}: calls name public images by their position, so that all "
+                "parties need the same"
+            )
     for hello in members.values():
         if builds_networks and hello.architecture in errors:
             raise ConfigError(
@@ -462,14 +629,11 @@ def federation(
     names = {k: hello.architecture for k, hello in members.items()}
     known = {k: networks[name] for k, name in names.items() if name in networks}
     parts = cut(config, names, known, spec)
-    test = None
-    validation = None
+    task = None
     if config.data.source != SITES:
         task = make_task(config.data, config.partition, config.clients, config.seed, device)
-        test = task.global_test
-        validation = task.global_validation
-    server = make_server(config, names, parts, spec, public_data(config.data, spec, device), device)
-    return server, test, validation
+    server = make_server(config, names, parts, spec, public, device)
+    return server, task
 
 
 def new_attempt() -> str:

@@ -18,6 +18,7 @@ from barter.core.errors import BarterError, ConfigError
 from barter.core.record import Round
 from barter.data.task import anchored
 from barter.flower.deploy import Coordinator, init, init_simulation
+from barter.flower.handshake import foreign_networks
 from barter.flower.supervise import FLOWER, Child, free_port
 from barter.runs.folder import SETUP, RunFolder, records
 from barter.runs.journal import follow
@@ -85,7 +86,14 @@ def run_here(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> li
         threads = 1 if 2 * config.clients >= cores else cores
         address = f"127.0.0.1:{free_port()}"
         sites = [
-            {"name": f"client-{k}", "share": k, "device": config.device, "threads": threads}
+            {
+                "name": f"client-{k}",
+                "share": k,
+                "device": config.device,
+                "threads": threads,
+                # Whoever starts the run starts the sites too.
+                "consent": {"models": foreign_networks(config)},
+            }
             for k in range(config.clients)
         ]
         _begin(out, config, lambda: init(folder, config, sites, address))

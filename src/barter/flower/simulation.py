@@ -11,9 +11,10 @@ from flwr.clientapp import ClientApp
 
 from barter.flower.client_app import from_records, to_records
 from barter.flower.codec import decode, encode
-from barter.flower.handshake import Setup, make_site
+from barter.flower.consent import Consent
+from barter.flower.handshake import Setup, foreign_networks, make_site
 from barter.flower.site import Site
-from barter.setup.config import read
+from barter.setup.config import read, resolve
 
 __all__ = ["app"]
 
@@ -26,8 +27,11 @@ def _site(folder: Path, k: int) -> Site:
 
     If another process has served the site since, its memory is restored from disk.
     """
-    device = read(folder / "run.toml")["device"]
-    return make_site(Setup(name=f"client-{k}", share=k, device=device), folder / "memory" / str(k))
+    config = resolve(read(folder / "run.toml"))
+    # Whoever starts the simulation starts its sites too.
+    consent = Consent(models=tuple(foreign_networks(config)))
+    setup = Setup(name=f"client-{k}", share=k, device=config.device, consent=consent)
+    return make_site(setup, folder / "memory" / str(k))
 
 
 @app.query("hello")

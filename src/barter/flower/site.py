@@ -31,6 +31,8 @@ from barter.setup.config import RESULT_FREE, first_difference, parsed, with_defa
 __all__ = ["Site"]
 
 EVALUATE = "evaluate"
+# What the server learns of a failure, whatever the reason: the reason may depend on a label.
+FAILED = "the call failed; the reason is in the site's log (logs/worker.log)"
 RUN = re.compile(r"[0-9a-f]{16}")
 log = logging.getLogger("barter")
 
@@ -48,9 +50,8 @@ class Site:
         consent: The site's limits; none: no limits beyond the defaults.
         ledger: The file of what all runs released; none: in the folder `memory`.
         budget: The total ε of all runs in the ledger, and its δ; none: no limit.
-        quiet: Send nothing but the spent privacy budget in evaluations, and no details of errors.
-            Accuracies and messages reveal something about the images, and the privacy account
-            does not include them.
+        quiet: Send nothing but the spent privacy budget in evaluations. Accuracies reveal
+            something about the images, and the privacy account does not include them.
     """
 
     def __init__(
@@ -148,30 +149,26 @@ class Site:
         return reply
 
     def _failure_reply(self, failure: Failure) -> Payload:
-        """Return the reply for a failure.
+        """Return the reply for a failure of the client's computation, and log its reason here.
 
-        A quiet site sends only the type of the error, because messages may quote a label; errors
-        about its privacy budget are sent in full.
+        The server learns that the call failed and nothing else: the type of an error, its message
+        and its place may all depend on an image. Errors about the privacy budget depend on the
+        account alone, and are sent in full.
         """
-        if not self.quiet:
-            return {"error": failure.error, "traceback": failure.traceback}
+        log.warning("%s\n%s", failure, failure.traceback)
         kind = failure.error.partition(":")[0]
-        if kind == PrivacyError.__name__:
-            return {"error": failure.error, "traceback": "", "quiet": True}
-        log.warning("%s\n%s", failure.error, failure.traceback)
-        return {
-            "error": f"{kind}; the site sends no details, they are in its log",
-            "traceback": "",
-            "quiet": True,
-        }
+        error = failure.error if kind == PrivacyError.__name__ else FAILED
+        return {"error": error, "traceback": "", "quiet": True}
 
     def _error_reply(self, error: Exception, where: str = "") -> Payload:
         """Return the reply for an error outside the client's own computation.
 
-        Every site sends barter's own errors in full: they quote no image.
+        Barter's own errors here are sent in full: they are about the run, the site's settings and
+        its disk, and quote no image.
         """
         if isinstance(error, BarterError):
-            return {"error": f"{where}{error}", "traceback": "", "quiet": self.quiet}
+            log.warning("%s%s", where, error)
+            return {"error": f"{where}{error}", "traceback": "", "quiet": True}
         failure = Failure(0, "", 0, f"{type(error).__name__}: {error}", traceback.format_exc())
         reply = self._failure_reply(failure)
         return {**reply, "error": f"{where}{reply['error']}"}

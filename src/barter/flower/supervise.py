@@ -44,7 +44,7 @@ from barter.flower.heartbeat import (
 )
 from barter.setup.config import read
 
-__all__ = ["FLOWER", "Child", "free_port", "load_setup", "site", "work"]
+__all__ = ["FLOWER", "Child", "free_port", "load_setup", "reports_progress", "site", "work"]
 
 LONGEST_PAUSE = 10.0  # longest pause in seconds before a process that keeps dying is restarted
 LONGEST_CALL = 3600.0  # seconds for a call that does not name its timeout
@@ -461,6 +461,15 @@ def by_flower(setup: Setup) -> bool:
     return bool(why)
 
 
+def reports_progress(setup: Setup) -> bool:
+    """Return whether a site reports the progress of a call to the server.
+
+    Flower's SuperNode does not. Neither does a site that requires a privacy guarantee, because when
+    a training ends may depend on its images.
+    """
+    return setup.epsilon is None and not by_flower(setup)
+
+
 def _node_command(setup: Setup, home: Path, door: Path) -> list[str]:
     """Return the command of barter's node."""
     command = [sys.executable, "-m", "barter.flower.node"]
@@ -500,10 +509,10 @@ def work(path: Path, door: Path) -> None:
     member = make_site(setup, home / "memory")
     pulse = Pulse(door.with_name(PULSE))
     progress = Turn(door.with_name(TURN))
-    member.monitor = progress
     begun = door.with_name(BEGUN)
-    # Barter's node reports the progress of a call to the server, Flower's SuperNode does not.
-    reports_progress = not by_flower(setup)
+    reporting = reports_progress(setup)
+    if reporting:
+        member.monitor = progress
 
     def answer(frame: Frame) -> Frame:
         try:
@@ -518,12 +527,13 @@ def work(path: Path, door: Path) -> None:
                 seconds = setup.consent.within(setup.name, seconds, spent)
             except ConfigError as error:
                 return encode({"error": str(error), "traceback": ""})
-        progress.begin()
+        if reporting:
+            progress.begin()
         # After these seconds the server has given up, or the site's consent is used up.
         with pulse.call(seconds):
             reply = member.answer(request)
             if "hello" in reply:
-                reply = {**reply, "tells": reports_progress}
+                reply = {**reply, "tells": reporting}
             encoded = encode(reply)
         begun.unlink(missing_ok=True)
         return encoded

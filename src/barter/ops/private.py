@@ -65,10 +65,12 @@ def fit_privately(
         for _ in range(per_epoch):
             chosen = (privacy.uniform(len(data)) < rate).nonzero()[:, 0].to(data.device)
             gradients = clipped_sum(model, trained, loss, data, chosen, privacy.clip)
-            flat_noise = (deviation * privacy.normal(sum(sizes))).to(data.device, torch.float32)
+            flat_noise = (deviation * privacy.normal(sum(sizes))).to(data.device)
             noises = torch.split(flat_noise, sizes)
             for parameter, gradient, noise in zip(trained.values(), gradients, noises, strict=True):
-                noisy = (gradient + noise.view_as(parameter)) / (rate * len(data))
+                # In double precision, and rounded once: noise that is rounded before it is added
+                # has fewer values, by which sums can be told apart.
+                noisy = (gradient.double() + noise.view_as(parameter)) / (rate * len(data))
                 # empty_like gives the gradient the memory format of the parameter.
                 parameter.grad = torch.empty_like(parameter).copy_(noisy)
             trainer.descend()

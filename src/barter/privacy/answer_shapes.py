@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import (
     Annotated,
@@ -22,12 +22,13 @@ from typing import (
     is_typeddict,
 )
 
+import torch
 from torch import Tensor
 
 from barter.core.algorithm import Algorithm
-from barter.core.contracts import Entries, Floats, Named, When, Within
+from barter.core.contracts import Classes, Counts, Entries, Floats, Named, When, Within
 
-__all__ = ["decimals", "decimals_come", "shaped_by_images", "unsent"]
+__all__ = ["blanks", "decimals", "decimals_come", "shaped_by_images", "unsent", "words"]
 
 # Names of sizes that all parties know.
 AGREED = frozenset({"classes", "channels", "height", "width", "features", "examples"})
@@ -80,6 +81,48 @@ def unsent(algorithm: Algorithm[Any, Any], parts: Iterable[str]) -> set[str]:
             if not all(getattr(algorithm, condition.says, True) for condition in conditions):
                 found.add(f"{method}.{key}")
     return found
+
+
+def blanks(algorithm: Algorithm[Any, Any], method: str) -> dict[str, Callable[[Any], Any]]:
+    """Return how to blank those parts of an answer for which zero breaks the contract.
+
+    Such are classes, which are all different, and counts with a given sum.
+
+    Args:
+        algorithm: The algorithm.
+        method: The method that returns the answer.
+
+    Returns:
+        Key -> function that returns a valid value with the shape of the given one.
+    """
+    found: dict[str, Callable[[Any], Any]] = {}
+    answer = _hints(getattr(type(algorithm), method, None)).get("return", Any)
+    for key, hint in _keys(answer):
+        for mark in _marks(hint):
+            if isinstance(mark, Classes):
+                found[key] = _first_classes
+            elif isinstance(mark, Counts) and mark.total:
+                found[key] = _even_counts
+    return found
+
+
+def words(algorithm: Algorithm[Any, Any], method: str) -> list[str]:
+    """Return the keys of an answer that hold words, which nothing but themselves can stand for."""
+    answer = _hints(getattr(type(algorithm), method, None)).get("return", Any)
+    kinds = {key: _split(hint)[0] for key, hint in _keys(answer)}
+    return [key for key, kind in kinds.items() if kind is str or get_origin(kind) is Literal]
+
+
+def _first_classes(value: Tensor) -> Tensor:
+    return torch.arange(len(value), dtype=value.dtype, device=value.device)
+
+
+def _even_counts(value: Tensor) -> Tensor:
+    """Return counts with the same sum, as equal as possible."""
+    total = int(value.sum())
+    ends = torch.arange(1, value.numel() + 1) * total // max(1, value.numel())
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    return counts.view(value.shape).to(value.dtype).to(value.device)
 
 
 def decimals(algorithm: Algorithm[Any, Any], part: str) -> bool:

@@ -13,6 +13,7 @@ from barter.core.errors import ConfigError, PrivacyError
 from barter.core.images import PrivateTraining, Sealed
 from barter.core.nodes import Client
 from barter.core.payload import Payload, isolate
+from barter.privacy.answer_shapes import blanks
 from barter.privacy.mechanisms import Mechanism, Turn
 from barter.privacy.noise import Seeded, Source, System
 from barter.privacy.parts import crossed, put, take
@@ -227,8 +228,12 @@ class Guard:
         self.open_releases = merge_accounts(self.open_releases, more)
 
     def _apply(self, name: str, mechanism: Mechanism, answer: Payload, turn: Turn) -> Payload:
-        """Apply a mechanism to one part of an answer."""
-        key = name.partition(".")[2]
+        """Apply a mechanism to one part of an answer, or to all of it.
+
+        Parts of the answer that do not depend on any image stay as they are: the server needs
+        them to make sense of the others.
+        """
+        method, _, key = name.partition(".")
         keys = [key] if mechanism.beside is None else [key, mechanism.beside]
         found = [take(answer, key) for key in keys]
         if not all(found):
@@ -241,6 +246,16 @@ class Guard:
                 f"privacy.parts: {name}: an image has rows in several entries of the answer"
             )
         released = mechanism.apply([value for values in found for value in values], turn)
-        for key in keys:
-            answer = put(answer, key, released)
+        # Key -> values that the mechanism does not determine.
+        fixed: dict[str, list[Payload]] = {}
+        if not key:
+            fixed |= {part: take(answer, part) for part in self.plan.harmless(method)}
+        if mechanism.blanks:
+            for part, blank in blanks(self.plan.algorithm, method).items():
+                if part in keys or not key:
+                    fixed[part] = [blank(value) for value in take(answer, part)]
+        for part in keys:
+            answer = put(answer, part, released)
+        for part, values in fixed.items():
+            answer = put(answer, part, values)
         return answer

@@ -87,6 +87,11 @@ class Mechanism:
         """Return whether the mechanism gives a privacy guarantee."""
         return True
 
+    @property
+    def blanks(self) -> bool:
+        """Return whether values that are not floats are replaced by zero, or by an empty value."""
+        return False
+
     def release(self) -> Release | None:
         """Return the cost of one answer for accounting.
 
@@ -128,6 +133,10 @@ class Additive(Mechanism):
         super().__post_init__()
         if self.of == "change" and self.each == "image":
             raise ConfigError("of=change: it applies to answers as a whole, with each=answer")
+
+    @property
+    def blanks(self) -> bool:
+        return True
 
     def norms(self, rows: Tensor) -> Tensor:
         """Return the norm of each row."""
@@ -263,6 +272,10 @@ class Withhold(Mechanism):
     """Release nothing of the values: zeros, and random labels."""
 
     name = "withhold"
+
+    @property
+    def blanks(self) -> bool:
+        return True
 
     def protects(self, labels: bool, first: bool) -> bool:
         return True

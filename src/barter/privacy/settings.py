@@ -20,7 +20,13 @@ from barter.privacy.account import (
     require_accountant,
     spent,
 )
-from barter.privacy.answer_shapes import decimals, decimals_come, shaped_by_images, unsent
+from barter.privacy.answer_shapes import (
+    decimals,
+    decimals_come,
+    shaped_by_images,
+    unsent,
+    words,
+)
 from barter.privacy.mechanisms import Additive, ClassMeans, Each, Laplace, Mechanism
 from barter.privacy.parts import covered, parts_of
 from barter.privacy.prices import TRAINING, describe_part
@@ -140,6 +146,7 @@ class Privacy:
         if plan.training is not None:
             require_accountant()
             return replace(self, training=plan.training.settled(self.epsilon, rounds).options())
+        plan.require_usable()
         free = {part: m for part, m in plan.mechanisms.items() if getattr(m, "noise", 0) is None}
         for part, mechanism in free.items():
             if self.epsilon is None or isinstance(mechanism, Laplace):
@@ -204,6 +211,7 @@ class Plan:
 
     def __init__(self, privacy: Privacy, algorithm: Algorithm[Any, Any]) -> None:
         self.privacy = privacy
+        self.algorithm = algorithm
         self.tells = type(algorithm).tells
         self.methods = set(getattr(type(algorithm), "crosses", {}))
         self.parts = parts_of(algorithm)
@@ -284,6 +292,22 @@ class Plan:
                 raise ConfigError(f"privacy.parts: {name}={str(mechanism)!r}: {problem}")
         return [part for name in wanted for part in covered(name, self.parts)]
 
+    def require_usable(self) -> None:
+        """Refuse to blank words, without which the server cannot use an answer.
+
+        Raises:
+            ConfigError: If a mechanism would blank a part that holds words.
+        """
+        for name, mechanism in self.mechanisms.items():
+            method, _, key = name.partition(".")
+            for word in words(self.algorithm, method) if mechanism.blanks else ():
+                if not key or key == word:
+                    raise ConfigError(
+                        f"privacy.parts: {name}={str(mechanism)!r}: {method}.{word} holds a word, "
+                        "which cannot be withheld; protect other parts by name, or train privately "
+                        "(privacy.training)"
+                    )
+
     def each(self, part: str) -> Each:
         """Return what one image can change in a part: its own row, or the whole answer."""
         by_row = self.tells.get(part) in ("label", "row", "row of the network")
@@ -339,6 +363,11 @@ class Plan:
         return [
             part for part in parts if part not in self.covers and self.tells.get(part) != "nothing"
         ]
+
+    def harmless(self, method: str) -> list[str]:
+        """Return the keys of a method's answer that do not depend on any image."""
+        harmless = (part for part in self.parts[method] if self.tells.get(part) == "nothing")
+        return [key for part in harmless if (key := part.partition(".")[2])]
 
     def of(self, method: str) -> dict[str, Mechanism]:
         """Return the mechanisms for a method's answers, by part."""

@@ -8,9 +8,12 @@ __all__ = [
     "BESIDE",
     "EPSILON",
     "ERRORS",
+    "FAILURES",
     "HARMLESS",
     "HELLO",
     "PIXELS",
+    "PROGRESS",
+    "PUBLIC",
     "RESULTS",
     "measured",
     "said_of_itself",
@@ -22,15 +25,21 @@ NAMES = "names of classes"
 NUMBERS = "number of classes, by labels"
 PIXELS = "mean and deviation of pixels"
 RESULTS = "results of evaluation"
-ERRORS = "messages of errors"
+PROGRESS = "progress of calls"
+FAILURES = "failures of calls"
+ERRORS = "messages of errors"  # from sites of older versions
+PUBLIC = "public images"  # sent by no client, but a part of what other parties know
 HELLO = (EXAMPLES, NAMES, NUMBERS, PIXELS)  # sent by a site before round 1
-HARMLESS = (EXAMPLES, NAMES)  # public: replacing an image does not change them
+# Public, as replacing an image does not change them; and that a call failed, which is not counted.
+HARMLESS = (EXAMPLES, NAMES, FAILURES)
 BESIDE = {
     EXAMPLES: "number of the client's training images; before round 1",
     NAMES: "classes of the run; before round 1",
     NUMBERS: "largest label plus one, as classes have no names; before round 1",
     PIXELS: "of all training and validation images; before round 1",
     RESULTS: "accuracies on the client's test and validation images, and records of its training",
+    PROGRESS: "share of a call that is done, asked for while it runs",
+    FAILURES: "that a call failed, in the same words whatever the reason",
     ERRORS: "error messages of the client, which may quote its data",
 }
 

@@ -15,9 +15,12 @@ from barter.privacy.settings import Plan, Privacy
 from barter.privacy.side_information import (
     BESIDE,
     ERRORS,
+    FAILURES,
     HARMLESS,
     HELLO,
     PIXELS,
+    PROGRESS,
+    PUBLIC,
     RESULTS,
     said_of_itself,
 )
@@ -28,7 +31,11 @@ RELATION = (
     "two runs are neighbours if one training image of one client, with its label, is replaced by "
     "any other; the number of images and the classes of the run are public"
 )
-LEFT_OUT = "Not counted: whether a client answers, when, and how long it takes."
+LEFT_OUT = (
+    "Not counted: whether a client answers or fails (of a failure, a site sends the same words "
+    "whatever the reason), when, and how long it takes. Sites without `epsilon` also report the "
+    "progress of long calls."
+)
 HERE = (
     "In one process the experimenter sees what sites would withhold; passing it on voids the "
     "guarantee."
@@ -38,6 +45,7 @@ TRAINED = "training images"
 TESTS = "test images"
 WITHHELD = "withheld by the site"
 AS_WITHHELD = "seen here; withheld by sites with `epsilon`"
+ONE_WORD = "the same words for every reason; not counted"
 
 
 @dataclass(frozen=True)
@@ -125,6 +133,9 @@ def statement(
     start: str = "",
     validation: bool = False,
     selection: bool = False,
+    public: str = "",
+    overlap: int = 0,
+    tests_by_labels: bool = False,
 ) -> Statement:
     """State what a run has revealed about private images.
 
@@ -138,6 +149,10 @@ def statement(
         start: The run whose networks this one started from.
         validation: Whether clients hold out validation images.
         selection: Whether accuracies decide which round is kept, or when the run stops.
+        public: The source of public images; empty: none.
+        overlap: The number of public images that are training images too, as far as is known.
+        tests_by_labels: Whether the choice of clients' local test or validation images depends on
+            training labels.
     """
     plan = Plan(privacy, algorithm)
     beside = {k: {p: n for p, n in seen.items() if p in BESIDE} for k, seen in crossed.items()}
@@ -154,12 +169,21 @@ def statement(
         count = max((seen.get(part, 0) for seen in answers.values()), default=0)
         if count:
             rows.append(_row(plan, crosses, part, count, spent))
-    rows = _with_side_information(plan, beside, rows, spent, WITHHELD if secret else AS_WITHHELD)
+    withheld = WITHHELD if secret else AS_WITHHELD
+    rows = _with_side_information(
+        plan, beside, rows, spent, withheld, tests_by_labels=tests_by_labels
+    )
     clients = {
         k: max(plan.cost(plan.released(seen)), spent[k]) for k, seen in sorted(answers.items())
     }
     why = _reasons(plan, rows, clients)
     revealing = any(row.releases and row.part not in HARMLESS for row in rows)
+    if public and rows:
+        what = f"{public}; every party has them, and uses them without protection"
+        rows.append(Row(PUBLIC, what, "", 1, math.inf if overlap else 0.0))
+    if overlap and revealing:
+        images = f"{overlap:,} public image{'s are' if overlap > 1 else ' is'}"
+        why.append(f"{images} among the training images, and whatever uses them is unprotected")
     if start and revealing:
         why.append(
             f"it started from the networks of {start}, and what that run revealed about the same "
@@ -203,7 +227,7 @@ def _as_site(plan: Plan, seen: Mapping[str, int], selection: bool) -> dict[str, 
     if not plan.promised:
         return {**seen, **hello}
     # Sites would withhold their results, but selecting by results reveals them.
-    used = {RESULTS} if selection else set()
+    used = {FAILURES, RESULTS} if selection else {FAILURES}
     return {**{part: n for part, n in seen.items() if part in used}, **hello}
 
 
@@ -248,6 +272,8 @@ def _with_side_information(
     rows: list[Row],
     spent: Mapping[int, float],
     withheld: str,
+    *,
+    tests_by_labels: bool,
 ) -> list[Row]:
     """Add rows of side information: what clients send before round 1 first, evaluations last.
 
@@ -257,6 +283,7 @@ def _with_side_information(
         rows: Rows of the answers' parts.
         spent: ε that each client reports.
         withheld: The protection of side information that was not sent.
+        tests_by_labels: Whether the choice of test images depends on training labels.
     """
     if not beside:
         return rows
@@ -267,15 +294,17 @@ def _with_side_information(
         if not count:
             return Row(part, BESIDE[part], withheld, 0, 0.0, about=about)
         if part in HARMLESS:
-            return Row(part, BESIDE[part], "", count, 0.0)
-        if part == RESULTS and about == TRAINED and plan.training is not None:
-            # As far as training images matter, results follow from privately trained networks.
+            return Row(part, BESIDE[part], ONE_WORD if part == FAILURES else "", count, 0.0)
+        follows = part == PROGRESS or (part == RESULTS and not tests_by_labels)
+        if follows and about == TRAINED and plan.training is not None:
+            # As far as training images matter, they follow from privately trained networks.
             return Row(part, BESIDE[part], str(plan.training), count, max(spent.values()))
         return Row(part, BESIDE[part], "", count, math.inf, about=about)
 
     hello = [row(part) for part in HELLO if counts[part] or part == PIXELS]
     errors = [row(ERRORS, about) for about in (TRAINED, TESTS) if counts[ERRORS]]
-    return [*hello, *rows, row(RESULTS), row(RESULTS, TESTS), *errors]
+    during = [row(part) for part in (PROGRESS, FAILURES) if counts[part]]
+    return [*hello, *rows, *during, row(RESULTS), row(RESULTS, TESTS), *errors]
 
 
 def _row(
@@ -292,14 +321,16 @@ def _row(
     """
     crossing = crosses.get(part.partition(".")[0], Crossing(up="not described by the method"))
     what = crossing.up or str(crossing)
-    if part in plan.covers:
-        name = plan.covers[part]
+    name = plan.covers.get(part)
+    harmless = plan.tells.get(part) == "nothing"
+    # Protecting a method as a whole leaves those parts as they are that depend on no image.
+    if name is not None and (name == part or not harmless):
         mechanism = plan.mechanisms[name]
         protection = str(mechanism) if name == part else f"{mechanism} ({name})"
         if not mechanism.promises:
             return Row(part, what, f"{protection}, without a guarantee", count, math.inf)
         return Row(part, what, protection, count, plan.cost({name: count}), plan.given(part))
-    if plan.tells.get(part) == "nothing":
+    if harmless:
         return Row(part, what, "", count, 0.0)
     if plan.training is not None:
         return Row(part, what, str(plan.training), count, max(spent.values()))

@@ -15,7 +15,7 @@ from barter.core.params import BY_PYTHON
 from barter.core.payload import Payload
 from barter.data.partition import Dirichlet, Domains, Listed, Partition
 from barter.data.splits import clients_in
-from barter.data.task import Data, Task, make_task
+from barter.data.task import Data, Task, make_task, overlap_note
 from barter.engines.adversaries import choose, flip_labels
 from barter.engines.base import BaseEngine
 from barter.engines.local import LocalEngine
@@ -24,7 +24,13 @@ from barter.privacy.guard import Guard
 from barter.runs.folder import finished
 from barter.setup.config import Config, partition_named
 from barter.setup.hardware import device_named, memory_within
-from barter.setup.participants import described, everybodys_networks, make_client, make_server
+from barter.setup.participants import (
+    described,
+    everybodys_networks,
+    make_client,
+    make_server,
+    require_apart,
+)
 
 __all__ = ["Federation", "assemble", "shared", "start_from"]
 
@@ -44,6 +50,9 @@ class Federation:
     architectures: tuple[str, ...] = ()  # one per client; empty if clients are at Flower sites
     # all clients' validation images, by which rounds of the server's model are compared
     validation: Images | None = None
+    overlap: int = 0  # number of public images that are training images too, as far as is known
+    # whether the choice of clients' local test or validation images depends on training labels
+    tests_by_labels: bool = False
 
     def fingerprint(self) -> str:
         """Return a fingerprint of the data in this process."""
@@ -102,6 +111,9 @@ def assemble(
     device = device_named(config.device)
     memory = memory_within(device, config.device_memory)
     task = make_task(config.data, config.partition, config.clients, config.seed, device)
+    require_apart(config, task.overlap)
+    if task.overlap:
+        log.warning("data.public=%r: %s", config.data.public, overlap_note(task.overlap))
     for note in task.notes:
         log.warning("%s: %s", config.data.source, note)
     names, parts = everybodys_networks(config, models or [(config.models, None)], task.spec)
@@ -148,6 +160,8 @@ def assemble(
         task,
         architectures,
         task.global_validation,
+        task.overlap,
+        task.tests_by_labels,
     )
 
 

@@ -30,8 +30,9 @@ from barter.core.params import (
 )
 from barter.core.robust import Rule
 from barter.data.partition import PARTITIONS, Dirichlet, Partition
+from barter.data.sources import SOURCES
 from barter.data.splits import clients_in
-from barter.data.task import Data
+from barter.data.task import SITES, Data
 from barter.engines.adversaries import Adversaries
 from barter.privacy import Privacy
 from barter.setup.catalogue import CHOICES, known_keys
@@ -49,6 +50,7 @@ __all__ = [
     "partition_named",
     "plain",
     "read",
+    "read_run_values",
     "resolve",
     "to_toml",
     "with_defaults",
@@ -378,6 +380,28 @@ def read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not TOML: {error}") from None
 
 
+def read_run_values(run: Path) -> dict[str, Any]:
+    """Read the configuration in a run's folder into plain values.
+
+    A key that an older version did not write has the value that the version worked by.
+
+    Raises:
+        ConfigError: The file is missing, cannot be read, or is not TOML.
+    """
+    return _with_earlier_rules(read(run / "config.toml"))
+
+
+def _with_earlier_rules(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return plain values of a run, with the hold-out rule of versions that did not write it.
+
+    They held out every fifth image of each class. The test images of named sources are fixed.
+    """
+    data = tree.get("data", {})
+    if not isinstance(data, Mapping) or data.get("source", "digits") in {*SOURCES, SITES}:
+        return dict(tree)
+    return {**tree, "data": {"hold_out": "class", **data}}
+
+
 def with_settings(tree: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
     """Return the values changed by `key=value` settings; a dot in a key leads into a table.
 
@@ -524,6 +548,7 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
             if value is not dataclasses.MISSING
         }
 
+    tree = _with_earlier_rules(tree)
     filled = {**defaults(Config), **tree}
     algorithm = tree.get("algorithm", {})
     if "name" in algorithm:

@@ -17,7 +17,7 @@ from barter.core.images import Images, Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.payload import Payload
-from barter.data.task import Task
+from barter.data.task import Task, overlap_note
 from barter.models import zoo
 from barter.models.grouped import grouped
 from barter.models.pooled import pooled
@@ -34,6 +34,7 @@ __all__ = [
     "make_server",
     "names_of",
     "narrowed",
+    "require_apart",
 ]
 
 
@@ -139,6 +140,26 @@ def everybodys_networks(
     }
     networks = {k: initial_networks[name] for k, name in names.items()}
     return names, cut(config, names, networks, spec)
+
+
+def require_apart(config: Config, overlap: int) -> None:
+    """Refuse public images that are private ones, if the run protects private images.
+
+    Methods train on public images and their labels without noise, so that no ε would hold.
+
+    Args:
+        config: The configuration.
+        overlap: The number of public images that are training images too.
+
+    Raises:
+        ConfigError: There are such images, and the configuration has privacy settings.
+    """
+    privacy = config.privacy
+    if overlap and (privacy.epsilon is not None or privacy.training or privacy.parts):
+        raise ConfigError(
+            f"data.public={config.data.public!r}: {overlap_note(overlap)}, and public images are "
+            "used without protection: choose another public source, or leave out [privacy]"
+        )
 
 
 def make_client(

@@ -23,7 +23,7 @@ from typing import Any
 from barter.core.errors import CheckpointError, ConfigError
 from barter.core.files import replace_text
 from barter.data.sources import PATH_SOURCES
-from barter.setup.config import Config, read, resolve
+from barter.setup.config import Config, read_run_values, resolve
 
 __all__ = [
     "DEPLOYMENT",
@@ -97,7 +97,7 @@ def read_run(run: Path, granted: Collection[str] = ()) -> Config:
     Raises:
         ConfigError: The configuration is not valid, or names code without consent.
     """
-    tree = read(run / "config.toml")
+    tree = read_run_values(run)
     require_consent(run, [name for name in code_names(tree) if name not in granted])
     return resolve(tree)
 
