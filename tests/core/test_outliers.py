@@ -90,7 +90,7 @@ def test_extreme_weights_are_found(extreme: State, where: str, others: int) -> N
     found = refused({**honest, 9: extreme}, initial=STATE)
     assert list(found) == [9]
     assert found[9].startswith(where)
-    assert "of the other clients" in found[9]
+    assert "times the reference" in found[9]
 
 
 def test_a_single_answer_is_compared_with_initial_and_received_weights() -> None:

@@ -381,7 +381,7 @@ def test_too_few_answers_end_the_run_and_lose_nothing(grid: LoopbackGrid, run: R
         (lambda w: {n: v[None] for n, v in w.items()}, "the client's is float32 (256, 64)"),
         (lambda w: list(w.values()), "client_update is a list, expected"),
         (lambda w: dict.fromkeys(w, "x"), "is a str, expected Tensor"),
-        (lambda w: {n: v * 1000 for n, v in w.items()}, "times that of the other clients"),
+        (lambda w: {n: v * 1000 for n, v in w.items()}, "times the reference"),
     ],
 )
 def test_bad_answers_are_failures(

@@ -84,8 +84,8 @@ class Comparison:
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: its {self.title} is {self.value:.3g}, {self.ratio:.3g} times that "
-            f"{self.whose} ({self.usual:.3g})"
+            f"{self.path}: its {self.title} is {self.value:.3g}, {self.ratio:.3g} times the "
+            f"reference {self.usual:.3g} ({self.whose})"
         )
 
 
@@ -221,7 +221,7 @@ class _Table:
 def _compare(path: str, size: _Size, reference: _Size, *, alone: bool) -> list[Comparison]:
     """Compare both numbers of a size with its reference, as far as that is not zero."""
     times = TIMES_ALONE if alone else TIMES
-    whose = "of the initial or received weights" if alone else "of the other clients"
+    whose = "initial or received weights" if alone else "what is usual among the other clients"
     pairs = (
         ("largest absolute value", size.peak, reference.peak),
         ("root mean square", size.rms, reference.rms),

@@ -286,7 +286,8 @@ class Liar:
             variants = (tree for name, tree in lies(answer) if name == description)
             malformed = next(variants, answer)
         valid = self.check(malformed, method, sent)
-        if valid is None or (attack is not None and valid.networks):
+        at_bound = attack is _put_at_bound and valid is not None and bool(valid.magnitudes)
+        if valid is None or at_bound or (attack is not None and valid.networks):
             self.caught.append(method)
         if method != EVALUATE:
             self.said = f"{description}, to {method!r}"
