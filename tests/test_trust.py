@@ -14,13 +14,14 @@ import tomli_w
 import torch
 
 from barter import ALGORITHMS, load
+from barter.cli import running
 from barter.cli.app import main
 from barter.compare.comparison import PLAN
 from barter.core.errors import CheckpointError, ConfigError
 from barter.runs import checkpoint
 from barter.runs.folder import _file
 from barter.setup.config import plain, resolve
-from barter.setup.trust import code_names, note_consent, require_consent
+from barter.setup.trust import DEPLOYMENT, code_names, note_consent, require_consent
 from tests.conftest import NEEDED, digits_file, federation, perceptrons, tiny
 from tests.fuzz.limits import within_limits
 
@@ -89,6 +90,23 @@ def test_no_command_runs_code_that_a_folder_names(
     name_code(foreign, "algorithm", "name")
     main([*arguments, "--trust"])
     assert (tmp_path / "foreigncode.ran").exists()
+
+
+def test_a_run_on_flower_from_elsewhere_starts_no_program(
+    foreign: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder holds programs and their settings, so they need consent whatever they name."""
+    tree = tomllib.loads((foreign / "config.toml").read_text())
+    (foreign / "config.toml").write_text(tomli_w.dumps({**tree, "engine": "flower"}))
+    started: list[Path] = []
+    monkeypatch.setattr(running, "_drive", lambda config, out, **_: started.append(out))
+    assert main(["resume", str(foreign)]) == 2
+    assert "would run code: its Flower deployment; if you trust it" in capsys.readouterr().err
+    assert started == []
+    assert main(["resume", str(foreign), "--trust"]) == 0
+    note_consent(foreign, [DEPLOYMENT])  # as starting it here does
+    assert main(["resume", str(foreign)]) == 0
+    assert started == [foreign, foreign]
 
 
 def test_a_comparison_from_elsewhere_is_shown_with_consent_only(
