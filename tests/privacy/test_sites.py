@@ -22,6 +22,8 @@ from barter.flower.deploy import conduct
 from barter.flower.handshake import Hello, federation
 from barter.flower.site import FAILED, Site
 from barter.privacy import Privacy
+from barter.privacy.ledger import Ledger
+from barter.privacy.prices import protected_epsilon
 from barter.runs.journal import Journal
 from barter.setup.config import Config, to_toml
 from barter.setup.participants import initial
@@ -57,6 +59,12 @@ def test_a_run_across_sites_is_accounted_for(
     assert experiment.folder is not None
     told = [record.clients[1]["epsilon"] for record in experiment.folder.records()]
     assert told[0] < told[1] == statement.clients[1]
+    ledger = Ledger(tmp_path / "memory-1" / "ledger.jsonl")
+    (account,) = ledger.runs().values()
+    assert account.config is not None
+    assert account.config["privacy"]["epsilon"] == 20
+    assert protected_epsilon(account.released, account.delta) == told[1]
+    assert account.released["results of evaluation: nothing"] == 2
 
 
 def test_a_site_that_wants_a_promise_says_nothing_else(tmp_path: Path) -> None:

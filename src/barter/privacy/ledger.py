@@ -70,9 +70,10 @@ class Ledger:
             CheckpointError: If the file is damaged. An incomplete last line is not damage: it was
                 being written when the process ended, and nothing left the site after it.
         """
-        size = self.path.stat().st_size if self.path.exists() else 0
+        status = self.path.stat() if self.path.exists() else None
         former = self.former_accounts()
-        if self._known is not None and self._known[0] == (size, former):
+        version = (status and (status.st_size, status.st_mtime_ns), former)
+        if self._known is not None and self._known[0] == version:
             return self._known[1]
         runs: dict[str, RunAccount] = {}
         for path in former:
@@ -85,7 +86,7 @@ class Ledger:
                 raise CheckpointError(
                     f"{self.path} is damaged in line {number}: {in_short(error)}"
                 ) from error
-        self._known = ((size, former), runs)  # The file only grows.
+        self._known = (version, runs)
         return runs
 
     def account(self) -> dict[str, int]:
@@ -156,6 +157,7 @@ class Ledger:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         text = json.dumps({"time": now, **line}, ensure_ascii=False) + "\n"
         complete = sum(len(line) + 1 for line in self._lines())
+        self._known = None
         is_new = not self.path.exists()
         with writing(self.path), self.path.open("ab") as file:
             file.truncate(complete)
