@@ -210,8 +210,8 @@ class Defence:
             starts: For each block, the value from which differences are taken.
             by: "norm" compares norms alone. "update": updates of honest clients can be orthogonal,
                 so only those below -U / 2 (and -0.05) are left out. "content": predictions or
-                features of honest clients resemble each other, so those below U / 4 are left out,
-                unless nobody's do (U < 0.2).
+                features of honest clients resemble each other, so those below U / 3 are left out,
+                unless nobody's do (U < 0.3).
         """
         norms = distances(blocks, weights, starts)
         left_out = norms > FAR * median(norms)
@@ -220,7 +220,7 @@ class Defence:
         if by == "update":
             left_out = left_out | (scores < (-upper / 2).clamp_max(-0.05))
         elif by == "content":
-            left_out = left_out | ((scores < upper / 4) & (upper >= 0.2))
+            left_out = left_out | ((scores < upper / 3) & (upper >= 0.3))
         rank = scores.sort(dim=0, stable=True).indices.argsort()
         return ~(left_out & (rank < self.assumed(len(norms))))
 

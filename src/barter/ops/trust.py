@@ -20,6 +20,7 @@ from barter.ops.condense import Lot
 
 __all__ = ["class_summaries", "confirmed_teachers", "consistent_clients", "trusted_sets"]
 
+CHANCE = 0.5  # The share of the probability of a guess that does not count as support.
 LEAST = 0.5  # A client is left out if its score is below this multiple of the median score.
 
 
@@ -88,8 +89,8 @@ def confirmed_teachers(
     """Return the teachers whose logits agree with the networks that clients uploaded.
 
     The score of a teacher on its own images is the product of two agreements: the probability that
-    the other clients' networks together give to the classes it predicts, and the overlap of its
-    predictions with those of the network it uploaded itself.
+    the other clients' networks together give to the classes it predicts, less half of what guessing
+    would give, and the overlap of its predictions with those of the network it uploaded itself.
 
     Args:
         logits: Each teacher's logits on its own images.
@@ -104,7 +105,7 @@ def confirmed_teachers(
             j: predict(replica, x.__getitem__, index).softmax(1) for j, replica in replicas.items()
         }
         others = torch.stack([p for j, p in predictions.items() if j != k]).mean(0)
-        support = others.gather(1, said.argmax(1, keepdim=True)).mean()
+        support = others.gather(1, said.argmax(1, keepdim=True)).mean() - CHANCE / said.shape[1]
         overlap = torch.minimum(said.softmax(1), predictions[k]).sum(1).mean()
         scores[k] = float(support * overlap)
     return consistent_clients(scores)
