@@ -27,7 +27,7 @@ from barter.core.images import Spec
 from barter.data.partition import Iid
 from barter.engines import forks
 from barter.runs.tables import closing_table
-from barter.setup.config import read, resolve
+from barter.setup.config import Config, read, resolve, to_toml, with_settings
 from tests.conftest import federation, perceptrons, same, small_federation, state, tiny
 
 
@@ -258,6 +258,33 @@ def test_a_run_is_resumed_as_what_it_was(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=f"another configuration: {key} differs"):
             federation(tiny("local"), **changed, out=tmp_path / "run", resume=True)
     assert federation(tiny("local"), rounds=99, out=tmp_path / "run", resume=True).round == 1
+
+
+def test_a_run_with_the_former_name_of_a_field_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def written_before(config: Config) -> str:
+        return to_toml(config).replace("\nfraction = ", "\nparticipation = ")
+
+    method = tiny("dffke", fraction=0.5)
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr("barter.experiment.to_toml", written_before)
+        first = federation(method, out=run)
+        list(first.rounds(1))
+    assert first.folder is not None
+    first.folder.release()
+    assert "participation = 0.5" in (run / "config.toml").read_text()
+    assert resolve(read(run / "config.toml")).algorithm == method
+    assert federation(method, out=run, resume=True).round == 1
+    with pytest.raises(
+        ConfigError, match=r"'algorithm.participation': it is called 'fraction' now"
+    ):
+        type(method).preset("paper", {"participation": 0.5})
+    with pytest.raises(ConfigError, match=r"it is called 'algorithm.fraction' now"):
+        with_settings({"algorithm": {"name": "dffke"}}, ["algorithm.participation=0.5"])
+    with pytest.raises(ConfigError, match=r"participation is called fraction now"):
+        resolve({"algorithm": {"name": "dffke", "participation": 0.5, "fraction": 0.5}})
 
 
 def test_two_experiments_are_not_mixed_up(tmp_path: Path) -> None:

@@ -252,7 +252,7 @@ def test_without_local_training_clients_offer_what_the_last_exchange_left() -> N
 
 
 CHANGES: list[dict[str, Any]] = [
-    {"participation": 0.5},
+    {"fraction": 0.5},
     {"collaboration": 0.5},
     {"tau": 0.05},
     {"max_epochs": 1},

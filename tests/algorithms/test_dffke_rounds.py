@@ -138,7 +138,7 @@ def test_review_takes_as_much_of_the_past_as_there_is_fresh() -> None:
 
 def test_who_missed_rounds_is_sent_their_entries() -> None:
     experiment = perceptrons(
-        tiny("dffke", participation=0.5, memory=None, transfer="decoder"), clients=4
+        tiny("dffke", fraction=0.5, memory=None, transfer="decoder"), clients=4
     )
     buffers: dict[int, list[int]] = {}
     last: dict[int, int] = {}

@@ -22,7 +22,7 @@ NOISY = Privacy(
 VARIANTS: list[tuple[str, str, dict[str, Any], float]] = [
     ("dffke", "teach", {"memory": 0, "transfer": "public"}, 5),
     ("dffke", "teach", {"memory": 1, "embeddings": "noise"}, 3),
-    ("dffke", "teach", {"embedding_loss": True, "participation": 0.7, "transfer": "decoder"}, 3),
+    ("dffke", "teach", {"embedding_loss": True, "fraction": 0.7, "transfer": "decoder"}, 3),
     (
         "dffke",
         "teach",

@@ -206,8 +206,9 @@ class DFFKE(Algorithm[Hub, Trader]):
         "teach.index": "nothing",
     }
     presets = {"paper": PAPER, "code": {**PAPER, **CODE}}
+    former_names = {"participation": "fraction", "embeddings": "reveal"}
 
-    participation: Fraction = 1.0  # ρ: share of clients per round
+    fraction: Fraction = 1.0  # ρ: fraction of clients sampled per round
     # π: share of clients that ever exchange; the others only train locally
     collaboration: Fraction = 1.0
     tau: Fraction = 0.98  # τ: local training ends when an epoch's training accuracy reaches it
@@ -282,9 +283,9 @@ class DFFKE(Algorithm[Hub, Trader]):
     @classmethod
     def upgrade(cls, fields: Mapping[str, object]) -> dict[str, object]:
         """Translate `embeddings` and `transfer = "public"` of older versions to `reveal`."""
-        upgraded = super().upgrade(fields)
-        embeddings = upgraded.pop("embeddings", "real")
-        if embeddings == "noise":
+        kept = {name: value for name, value in fields.items() if name != "embeddings"}
+        upgraded = super().upgrade(kept)
+        if fields.get("embeddings") == "noise":
             upgraded.setdefault("reveal", "nothing")
         if upgraded.get("transfer") == "public":
             upgraded |= {"reveal": "nothing", "substitute": "public", "transfer": "images"}
@@ -356,7 +357,7 @@ class DFFKE(Algorithm[Hub, Trader]):
     def round(self, server: Hub, clients: Clients, t: int) -> None:
         federation = clients.only(clients[: max(1, round(self.collaboration * len(clients)))])
         clients.only(set(clients) - set(federation)).run(self.train)
-        traders = federation.sample(self.participation)
+        traders = federation.sample(self.fraction)
         offers = self.trusted(server, traders.run(self.learn))  # Eq. 9
         if len(offers) < 2:
             return

@@ -126,6 +126,8 @@ class Algorithm(Generic[S, C]):
     aggregates: ClassVar[tuple[Aggregate, ...]] = ()
     # Remote methods whose payloads may contain NaN or infinity.
     may_be_infinite: ClassVar[frozenset[str]] = frozenset()
+    # Former name of a field -> its name; files with the former name stay readable.
+    former_names: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls) -> None:
         """Refuse declarations of older versions, with today's spelling.
@@ -167,8 +169,15 @@ class Algorithm(Generic[S, C]):
 
     @classmethod
     def upgrade(cls, fields: Mapping[str, object]) -> dict[str, object]:
-        """Return the fields of a configuration of an older version as this version has them."""
-        return dict(fields)
+        """Return the fields of a configuration of an older version as this version has them.
+
+        Raises:
+            ConfigError: A field is given under its former and its present name.
+        """
+        for former, present in cls.former_names.items():
+            if former in fields and present in fields:
+                raise ConfigError(f"algorithm.{former} is called {present} now: give one of them")
+        return {cls.former_names.get(name, name): value for name, value in fields.items()}
 
     @property
     def needs_public_data(self) -> bool:

@@ -320,7 +320,10 @@ def build(cls: type[T], values: Mapping[str, object], where: str = "") -> T:
     """
     values = without_retired(cls, values, where)
     known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    renamed: Mapping[str, str] = getattr(cls, "former_names", {})
     for name in values:
+        if name in renamed:
+            raise ConfigError(f"unknown key {where + name!r}: it is called {renamed[name]!r} now")
         if name not in known:
             raise ConfigError(f"unknown key {where + name!r}: {did_you_mean(name, known)}")
     name = where.rstrip(".") or cls.__name__

@@ -462,6 +462,10 @@ def _refuse_unknown(path: list[str], algorithm: object) -> None:
         return
     if key in CHOICES:
         raise ConfigError(f"unknown key {key!r}: did you mean {CHOICES[key]!r}?")
+    kind = _registered(algorithm)
+    if kind is not None and path[0] == "algorithm" and path[-1] in kind.former_names:
+        present = kind.former_names[path[-1]]
+        raise ConfigError(f"unknown key {key!r}: it is called 'algorithm.{present}' now")
     keys = _keys_with(algorithm)
     same_table = sorted(known for known in keys if known.startswith(f"{path[0]}."))
     # Compared without the table's name, which would make all of its keys look alike.
@@ -480,11 +484,16 @@ def _refuse_unknown(path: list[str], algorithm: object) -> None:
     )
 
 
+def _registered(algorithm: object) -> type[Algorithm[Any, Any]] | None:
+    """Return the registered algorithm that a table names; None if it names another one."""
+    name = algorithm.get("name") if isinstance(algorithm, Mapping) else None
+    return ALGORITHMS.get(str(name or TABLES["algorithm"]["name"]))
+
+
 def _keys_with(algorithm: object) -> frozenset[str]:
     """Return the keys of a configuration with this algorithm, without those of other algorithms."""
     table = "algorithm."
-    name = algorithm.get("name") if isinstance(algorithm, Mapping) else None
-    kind = ALGORITHMS.get(str(name or TABLES["algorithm"]["name"]))
+    kind = _registered(algorithm)
     if kind is None:
         return known_keys()
     own = {f"{table}{field.name}" for field in dataclasses.fields(kind)}
@@ -534,10 +543,10 @@ def to_toml(config: Config) -> str:
 
 
 def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return plain values as today's version would write them.
+    """Return plain values as this version writes them.
 
-    Keys that an older version did not write have their defaults, and those that only it wrote are
-    left out.
+    Keys that an older version did not write have their defaults, renamed fields have their new
+    names, and those that only an older version wrote are left out.
     """
 
     def defaults(kind: type[Any]) -> dict[str, Any]:
