@@ -173,7 +173,7 @@ def test_the_settings_are_written_and_older_files_do_not_need_them(tmp_path: Pat
 
 
 def kinds_consulted(experiment: Experiment, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Run a round and return the kinds of aggregates for which the defence was asked."""
+    """Run two rounds (some methods exchange from the second on); return the kinds defended."""
     from barter.core.robust import Defence
 
     asked: set[str] = set()
@@ -185,6 +185,7 @@ def kinds_consulted(experiment: Experiment, monkeypatch: pytest.MonkeyPatch) -> 
         return original(self, kind)
 
     monkeypatch.setattr(Defence, "rule_for", rule_for)
+    experiment.step()
     experiment.step()
     return asked
 
