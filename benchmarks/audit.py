@@ -27,39 +27,52 @@ import dp_accounting
 from dp_accounting.pld import PLDAccountant
 from opacus.accountants import PRVAccountant, RDPAccountant  # type: ignore[import-untyped]
 
-from barter.privacy.account import STEP, Gaussian, Pure, Releases, Sampled, spent
+from barter.privacy.account import (
+    LOSS_GRID,
+    GaussianRelease,
+    PureRelease,
+    Releases,
+    SampledRelease,
+    composed_epsilon,
+)
 
 HERE = Path(__file__).parent
 DELTA = 1e-5
 REPLACE = dp_accounting.NeighboringRelation.REPLACE_ONE
 SETTINGS: dict[str, Releases] = {
-    "gaussian z=2, 1 release": {Gaussian(2.0): 1},
-    "gaussian z=5, 1 release": {Gaussian(5.0): 1},
-    "gaussian z=5, 20 releases": {Gaussian(5.0): 20},
-    "gaussian z=20, 100 releases": {Gaussian(20.0): 100},
-    "gaussian z=100, 500 releases": {Gaussian(100.0): 500},
-    "gaussian z=4 and z=8, 5 releases each": {Gaussian(4.0): 5, Gaussian(8.0): 5},
-    "laplace z=4, 1 release": {Pure(0.5): 1},
-    "laplace z=10, 20 releases": {Pure(0.2): 20},
-    "response e=0.5, 10 releases": {Pure(0.5): 10},
-    "gaussian z=5 and response e=0.3, 5 releases each": {Gaussian(5.0): 5, Pure(0.3): 5},
-    "gaussian z=10 and laplace z=8, 10 releases each": {Gaussian(10.0): 10, Pure(0.25): 10},
-    "dp-sgd z=4, q=1, 10 steps": {Sampled(4.0, 1.0): 10},
-    "dp-sgd z=8, q=1, 100 steps": {Sampled(8.0, 1.0): 100},
-    "dp-sgd z=1, q=0.01, 100 steps": {Sampled(1.0, 0.01): 100},
-    "dp-sgd z=1, q=0.01, 1000 steps": {Sampled(1.0, 0.01): 1000},
-    "dp-sgd z=1.5, q=0.02, 500 steps": {Sampled(1.5, 0.02): 500},
-    "dp-sgd z=2, q=0.05, 200 steps": {Sampled(2.0, 0.05): 200},
-    "dp-sgd z=2, q=0.145, 140 steps": {Sampled(2.0, 0.145): 140},
-    "dp-sgd z=2, q=0.5, 20 steps": {Sampled(2.0, 0.5): 20},
-    "dp-sgd z=0.7, q=0.1, 50 steps": {Sampled(0.7, 0.1): 50},
+    "gaussian z=2, 1 release": {GaussianRelease(2.0): 1},
+    "gaussian z=5, 1 release": {GaussianRelease(5.0): 1},
+    "gaussian z=5, 20 releases": {GaussianRelease(5.0): 20},
+    "gaussian z=20, 100 releases": {GaussianRelease(20.0): 100},
+    "gaussian z=100, 500 releases": {GaussianRelease(100.0): 500},
+    "gaussian z=4 and z=8, 5 releases each": {GaussianRelease(4.0): 5, GaussianRelease(8.0): 5},
+    "laplace z=4, 1 release": {PureRelease(0.5): 1},
+    "laplace z=10, 20 releases": {PureRelease(0.2): 20},
+    "response e=0.5, 10 releases": {PureRelease(0.5): 10},
+    "gaussian z=5 and response e=0.3, 5 releases each": {
+        GaussianRelease(5.0): 5,
+        PureRelease(0.3): 5,
+    },
+    "gaussian z=10 and laplace z=8, 10 releases each": {
+        GaussianRelease(10.0): 10,
+        PureRelease(0.25): 10,
+    },
+    "dp-sgd z=4, q=1, 10 steps": {SampledRelease(4.0, 1.0): 10},
+    "dp-sgd z=8, q=1, 100 steps": {SampledRelease(8.0, 1.0): 100},
+    "dp-sgd z=1, q=0.01, 100 steps": {SampledRelease(1.0, 0.01): 100},
+    "dp-sgd z=1, q=0.01, 1000 steps": {SampledRelease(1.0, 0.01): 1000},
+    "dp-sgd z=1.5, q=0.02, 500 steps": {SampledRelease(1.5, 0.02): 500},
+    "dp-sgd z=2, q=0.05, 200 steps": {SampledRelease(2.0, 0.05): 200},
+    "dp-sgd z=2, q=0.145, 140 steps": {SampledRelease(2.0, 0.145): 140},
+    "dp-sgd z=2, q=0.5, 20 steps": {SampledRelease(2.0, 0.5): 20},
+    "dp-sgd z=0.7, q=0.1, 50 steps": {SampledRelease(0.7, 0.1): 50},
     "dp-sgd z=2, q=0.1, 50 steps, and gaussian z=6, 3 releases": {
-        Sampled(2.0, 0.1): 50,
-        Gaussian(6.0): 3,
+        SampledRelease(2.0, 0.1): 50,
+        GaussianRelease(6.0): 3,
     },
     "dp-sgd z=2, q=0.1 and z=3, q=0.2, 50 steps each": {
-        Sampled(2.0, 0.1): 50,
-        Sampled(3.0, 0.2): 50,
+        SampledRelease(2.0, 0.1): 50,
+        SampledRelease(3.0, 0.2): 50,
     },
 }
 
@@ -70,15 +83,15 @@ def by_google(releases: Releases) -> float:
     With this relation, the accountant itself moves a sum by two for an image that is replaced. It counts randomised
     response once, whatever the number of times it is composed, so each release is composed by itself.
     """
-    accountant = PLDAccountant(REPLACE, value_discretization_interval=STEP / 10)
+    accountant = PLDAccountant(REPLACE, value_discretization_interval=LOSS_GRID / 10)
     for release, count in releases.items():
-        if isinstance(release, Gaussian):
+        if isinstance(release, GaussianRelease):
             event = dp_accounting.GaussianDpEvent(release.noise)
-        elif isinstance(release, Sampled):
+        elif isinstance(release, SampledRelease):
             noise = dp_accounting.GaussianDpEvent(release.noise)
             event = dp_accounting.PoissonSampledDpEvent(release.rate, noise)
         else:
-            assert isinstance(release, Pure)
+            assert isinstance(release, PureRelease)
             # Response with two labels is the worst case of all ε-private mechanisms.
             chance = 2 / (1 + math.exp(release.epsilon))
             event = dp_accounting.RandomizedResponseDpEvent(chance, 2)
@@ -99,9 +112,9 @@ def by_opacus(kind: type[Any], releases: Releases, factor: float) -> float | Non
     """
     history = []
     for release, count in releases.items():
-        if isinstance(release, Gaussian):
+        if isinstance(release, GaussianRelease):
             history.append((release.noise / 2, 1.0, count))
-        elif isinstance(release, Sampled):
+        elif isinstance(release, SampledRelease):
             is_sampled = release.rate < 1
             noise = release.noise * factor if is_sampled else release.noise / 2
             history.append((noise, release.rate, count))
@@ -116,9 +129,9 @@ def by_opacus(kind: type[Any], releases: Releases, factor: float) -> float | Non
 
 def measure(releases: Releases) -> dict[str, float | None]:
     """Return ε of a setting by each accountant."""
-    sampled = any(isinstance(r, Sampled) and r.rate < 1 for r in releases)
+    sampled = any(isinstance(r, SampledRelease) and r.rate < 1 for r in releases)
     return {
-        "barter": spent(releases, DELTA),
+        "barter": composed_epsilon(releases, DELTA),
         "dp_accounting": by_google(releases),
         "opacus_prv_below": by_opacus(PRVAccountant, releases, 1.0) if sampled else None,
         "opacus_prv": by_opacus(PRVAccountant, releases, 0.5),

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from barter.algorithms.dfrd import DFRD, Distiller, as_averaged
+from barter.algorithms.dfrd import DFRD, Distiller, use_average
 from barter.engines.local import LocalEngine
 from barter.experiment import Experiment
 
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument(
         "run", type=Path, help="the folder of a run of DFRD after averaging, with a checkpoint"
     )
-    experiment = Experiment.revisited(parser.parse_args().run)
+    experiment = Experiment.restore(parser.parse_args().run)
     algorithm, server, engine, test = (
         experiment.algorithm,
         experiment.server,
@@ -58,8 +58,11 @@ def main() -> None:
     assert isinstance(engine, LocalEngine)
     assert test is not None
     torch.manual_seed(0)
-    generator, _ = algorithm.recalled(server)
-    drawn = [algorithm.made(server, generator, torch.ones(test.spec.classes)) for _ in range(20)]
+    generator, _ = algorithm.load_generators(server)
+    drawn = [
+        algorithm.generate_batch(server, generator, torch.ones(test.spec.classes))
+        for _ in range(20)
+    ]
     x, y = (torch.cat(parts) for parts in zip(*drawn, strict=True))
     real, labels = test.batch(torch.arange(len(test))), test.labels
     clients = engine.clients
@@ -68,7 +71,7 @@ def main() -> None:
         for k, client in clients.items()
     }
     tuned = server.model.eval()(real).argmax(1)
-    with as_averaged(server):
+    with use_average(server):
         averaged = server.model.eval()(real).argmax(1)
     heads = [f"client {k}: has, drawn, real" for k in clients]
     sys.stdout.write(

@@ -41,10 +41,10 @@ from torch import Tensor
 
 from barter import DFFKE, Algorithm, Experiment, Local
 from barter.compute import fused
-from barter.compute.fused import Norm
+from barter.compute.fused import FusedNorm
 from barter.compute.graphs import Captured
-from barter.core.images import Augment, Spec, augmented
-from barter.core.images import statistics as pixel_statistics
+from barter.core.images import Augment, Spec, augment_images
+from barter.core.images import channel_statistics as pixel_statistics
 from barter.core.metrics import Evaluation
 from barter.core.model import Classifier
 from barter.engines.local import LocalEngine
@@ -120,7 +120,7 @@ def classify(
     The normalisation's constants are arguments: a compiler would make them anew in every step, on
     the host, and give up CUDA graphs for that.
     """
-    x = (augmented(pixels, augment).float() - mean) / std
+    x = (augment_images(pixels, augment).float() - mean) / std
     if x.shape[-2:] != side:
         x = F.interpolate(x, side, mode="bilinear")
     logits = model(x.contiguous(memory_format=torch.channels_last))
@@ -175,7 +175,7 @@ def evidence(engine: LocalEngine) -> Row:
         for trainer in lane.trainers.values():
             found["graphs"] += sum(isinstance(step, Captured) for step in trainer.steps.values())
         for module in lane.modules.values():
-            found["fused_layers"] += sum(isinstance(part, Norm) for part in module.modules())
+            found["fused_layers"] += sum(isinstance(part, FusedNorm) for part in module.modules())
     if found["fused_layers"]:
         found["kernels_available"] = fused._launch() is not None
     compiler = sys.modules.get("torch._dynamo.utils")  # loaded with the first compilation

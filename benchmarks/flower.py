@@ -35,7 +35,7 @@ from torch import Tensor
 from barter import Algorithm, Client, Clients, Crossing, FedAvg, Server
 from barter.experiment import Experiment
 from barter.flower import loopback
-from barter.flower.deploy import init
+from barter.flower.deploy import create_deployment
 from barter.runs.progress import Watcher
 from barter.setup.config import Config
 
@@ -97,9 +97,9 @@ def flower(config: Config, folder: Path, *, supernode: bool = False) -> list[Any
     """The records of a run on Flower."""
 
     def asked(where: Path, run: Config, sites: Sequence[Mapping[str, Any]], address: str) -> None:
-        init(where, run, [{**site, "supernode": supernode} for site in sites], address)
+        create_deployment(where, run, [{**site, "supernode": supernode} for site in sites], address)
 
-    with patch.object(loopback, "init", asked):
+    with patch.object(loopback, "create_deployment", asked):
         return loopback.run_here(
             config, folder, Watcher(Console(file=sys.stderr), config.rounds), resume=False
         )

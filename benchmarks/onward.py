@@ -14,14 +14,16 @@ import sys
 from pathlib import Path
 
 from barter.experiment import Experiment
-from barter.runs.folder import finished
-from barter.setup.config import read, resolve, with_settings
+from barter.runs.folder import read_finished_round
+from barter.setup.config import read_toml, resolve, with_settings
 
 
 def onward(run: Path, settings: list[str]) -> Experiment:
     """The experiment of a run with some settings changed, as the run's last round left it."""
-    experiment = Experiment.from_config(resolve(with_settings(read(run / "config.toml"), settings)))
-    experiment.round, state = finished(run)
+    experiment = Experiment.from_config(
+        resolve(with_settings(read_toml(run / "config.toml"), settings))
+    )
+    experiment.round, state = read_finished_round(run)
     experiment.server.recall(state["server"])
     experiment.engine.recall(state["clients"])
     return experiment

@@ -73,7 +73,7 @@ def second_round(algorithm: str, models: str, privacy: Privacy) -> tuple[float, 
     experiment.step()
     with (
         patch.object(Guard, "protect", door.timed(Guard.protect)),
-        patch.object(Guard, "kept", door.timed(Guard.kept)),
+        patch.object(Guard, "copy_arguments", door.timed(Guard.copy_arguments)),
     ):
         start = time.process_time()
         experiment.step()

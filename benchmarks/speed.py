@@ -102,7 +102,7 @@ def peer_rate(experiment: Experiment, seconds: float) -> float:
     for client in engine_of(experiment).clients.values():
         index = torch.arange(min(len(client.data), 2000), device=client.data.device)
         x, y = client.data.batch(index).cpu().contiguous(), client.data.labels[index].cpu()
-        model = zoo.build(client.architecture, spec).to(device).train()
+        model = zoo.build_network(client.architecture, spec).to(device).train()
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-5)
 
         def step(
@@ -145,7 +145,7 @@ def synchronize(device: torch.device) -> None:
 
 def bare_graph(name: str, spec: Any, *, fused: bool) -> Row:
     """A training step of a new network on a fixed batch, captured on a stream of its own."""
-    model = zoo.build(name, spec).cuda().train()
+    model = zoo.build_network(name, spec).cuda().train()
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if fused:
         fuse(model)

@@ -20,7 +20,7 @@ from barter import Experiment
 from barter.algorithms.fedzge import FedZGE
 from barter.core.clients import Replies
 from barter.engines.local import LocalEngine
-from barter.ops.zeroth import directions
+from barter.ops.zeroth import sample_directions
 
 
 def cosine(preset: str, queries: int, experiment: Experiment, seed: int) -> float:
@@ -29,9 +29,11 @@ def cosine(preset: str, queries: int, experiment: Experiment, seed: int) -> floa
     assert isinstance(experiment.engine, LocalEngine)
     server, clients = experiment.server, experiment.engine.clients
     torch.manual_seed(seed)
-    images, z, y = algorithm.drawn(server, algorithm.recalled(server), algorithm.samples)
+    images, z, y = algorithm.generate_images(
+        server, algorithm.load_generator(server), algorithm.samples
+    )
     x = images.detach()
-    u = directions(x, queries, algorithm.direction, algorithm.frequencies)
+    u = sample_directions(x, queries, algorithm.direction, algorithm.frequencies)
     told: Any = {k: {"counts": client.data.class_counts()} for k, client in clients.items()}
     sizes = {k: len(client.data) for k, client in clients.items()}
     shares = algorithm.shares(Replies(dict.fromkeys(clients, x), sizes, {}), told)

@@ -60,8 +60,8 @@ class Scaffold(Algorithm[Coordinator, Participant]):
 
     def round(self, server: Coordinator, clients: Clients, t: int) -> None:
         updates = clients.run(self.learn, server.model.state_dict(), server.control)
-        server.model.load_state_dict(average(updates.each(lambda _, update: update["weights"])))
-        changes = average(updates.each(lambda _, update: update["control"]), alike=True)
+        server.model.load_state_dict(average(updates.map(lambda _, update: update["weights"])))
+        changes = average(updates.map(lambda _, update: update["control"]), alike=True)
         server.control = {
             name: server.control.get(name, 0.0) + change for name, change in changes.items()
         }

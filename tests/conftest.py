@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from barter import ALGORITHMS, Experiment
 from barter.core.algorithm import Algorithm
 from barter.core.payload import isolate, leaves
-from barter.data.sources import load
+from barter.data.sources import load_dataset
 from barter.data.task import Data
 from barter.testing import conformance
 
@@ -194,7 +194,7 @@ def small_federation(algorithm: Algorithm[Any, Any], **options: Any) -> Experime
 
 def other_digits() -> tuple[Tensor, Tensor]:
     """Images that no client of a small federation has, as a public source."""
-    digits = load("digits")
+    digits = load_dataset("digits")
     return digits.x_train[conformance.IMAGES :], digits.y_train[conformance.IMAGES :]
 
 

@@ -18,7 +18,7 @@ from PIL import Image
 
 from barter.cli.app import main
 from barter.core.errors import ConfigError
-from barter.data.sources import load
+from barter.data.sources import load_dataset
 from barter.runs import checkpoint
 
 CPU = torch.device("cpu")
@@ -145,7 +145,7 @@ def test_what_a_header_rules_out_is_not_decompressed(tmp_path: Path) -> None:
         assert path.stat().st_size < 25_000
         tracemalloc.start()
         with pytest.raises(ConfigError, match=message):
-            load(f"npz:{path}")
+            load_dataset(f"npz:{path}")
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak < 2_000_000, message  # numpy's arrays are traced too
@@ -155,7 +155,7 @@ def test_what_a_header_rules_out_is_not_decompressed(tmp_path: Path) -> None:
 def test_labels_in_any_order_of_bytes(order: str, tmp_path: Path) -> None:
     domains = {"domains": ["a", "b"], "domain_train": Y.astype(f"{order}i2")}
     np.savez(tmp_path / "a.npz", x_train=X, y_train=Y.astype(f"{order}i8"), **domains)
-    found = load(f"npz:{tmp_path / 'a.npz'}")
+    found = load_dataset(f"npz:{tmp_path / 'a.npz'}")
     assert sorted(found.y_train.tolist()) == [0] * 8 + [1] * 8
     assert sorted(found.domain_train.tolist()) == [0] * 8 + [1] * 8
 
@@ -170,8 +170,8 @@ ROUND = "checkpoints/round-000001.safetensors"
 
 def claim(round: str) -> Callable[[Path], None]:
     def change(run: Path) -> None:
-        state, notes = checkpoint.read(run / ROUND, CPU)
-        checkpoint.write(run / ROUND, state, {**told(notes), "round": round})
+        state, notes = checkpoint.read_checkpoint(run / ROUND, CPU)
+        checkpoint.write_checkpoint(run / ROUND, state, {**told(notes), "round": round})
 
     return change
 
@@ -182,18 +182,20 @@ def told(notes: dict[str, str]) -> dict[str, str]:
 
 
 def no_state(run: Path) -> None:
-    _, notes = checkpoint.read(run / ROUND, CPU)
-    checkpoint.write(run / ROUND, None, told(notes))
+    _, notes = checkpoint.read_checkpoint(run / ROUND, CPU)
+    checkpoint.write_checkpoint(run / ROUND, None, told(notes))
 
 
 def no_networks(run: Path) -> None:
-    state, notes = checkpoint.read(run / ROUND, CPU)
-    checkpoint.write(run / ROUND, {**state, "clients": {0: {}, 1: {"model": []}}}, told(notes))
+    state, notes = checkpoint.read_checkpoint(run / ROUND, CPU)
+    checkpoint.write_checkpoint(
+        run / ROUND, {**state, "clients": {0: {}, 1: {"model": []}}}, told(notes)
+    )
 
 
 def no_toml(run: Path) -> None:
-    state, notes = checkpoint.read(run / ROUND, CPU)
-    checkpoint.write(run / ROUND, state, {**told(notes), "config": "= ["})
+    state, notes = checkpoint.read_checkpoint(run / ROUND, CPU)
+    checkpoint.write_checkpoint(run / ROUND, state, {**told(notes), "config": "= ["})
 
 
 CRAFTED: dict[str, tuple[Callable[[Path], None], str]] = {

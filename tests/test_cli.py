@@ -18,9 +18,9 @@ from PIL import Image
 
 from barter import FedAvg
 from barter.cli.app import main
-from barter.ops.condense import quantised
+from barter.ops.condense import quantise_images
 from barter.report.image_sheets import pictures
-from barter.setup.config import read, resolve
+from barter.setup.config import read_toml, resolve
 from tests.conftest import TINY, federation, tiny
 from tests.forked import forked, status
 
@@ -127,7 +127,7 @@ def test_generators_and_condensed_sets_are_images_too(
         "every time the same"
     )
     if condensed:
-        sent = quantised(experiment.engine.clients[0].images[0], experiment.task.spec)
+        sent = quantise_images(experiment.engine.clients[0].images[0], experiment.task.spec)
         shown = (255 * rows[0][2]).round().byte().permute(0, 3, 1, 2)
         assert all(any(torch.equal(image, one) for one in sent) for image in shown), (
             "what the server was sent"
@@ -220,7 +220,7 @@ def test_show_config_is_a_file_that_runs(
     assert main(["show", "config", *chosen]) == 0
     written = capsys.readouterr().out
     (tmp_path / "all.toml").write_text(written)
-    config = resolve(read(tmp_path / "all.toml"))
+    config = resolve(read_toml(tmp_path / "all.toml"))
     assert (config.clients, config.algorithm) == (3, FedAvg(lr=0.5))
     assert main(["show", "config", str(tmp_path / "all.toml")]) == 0
     assert capsys.readouterr().out == written

@@ -18,30 +18,30 @@ from hypothesis import strategies as st
 
 from barter.cli.app import main
 from barter.compare import comparison
-from barter.compare.comparison import Comparison, Job, run_all
-from barter.compare.specification import Request, seeds_of, variants_of, varied
+from barter.compare.comparison import Comparison, RunJob, run_all
+from barter.compare.specification import ComparisonSpec, combine_sweeps, parse_seeds, parse_variants
 from barter.core.errors import CheckpointError, ConfigError
-from barter.runs.folder import records
+from barter.runs.folder import read_records
 from barter.setup.config import resolve, with_settings
 
 FAST = ["rounds=2", "algorithm.max_epochs=1", "models=small-mlp", "clients=2"]
 
 
 def test_seeds() -> None:
-    assert seeds_of("0-4") == [0, 1, 2, 3, 4]
-    assert seeds_of("3, 7-9,3") == [3, 7, 8, 9]
+    assert parse_seeds("0-4") == [0, 1, 2, 3, 4]
+    assert parse_seeds("3, 7-9,3") == [3, 7, 8, 9]
     for wrong in ("", "a", "4-2", "1,", "-3", "1.5", "0-1000", "0-999999999999", "9" * 5000):
         with pytest.raises(ConfigError, match="such as 0-4"):
-            seeds_of(wrong)
+            parse_seeds(wrong)
 
 
 @given(st.lists(st.integers(0, 99), unique=True, min_size=1, max_size=9))
 def test_seeds_come_back_as_they_were_written(seeds: list[int]) -> None:
-    assert seeds_of(",".join(map(str, seeds))) == seeds
+    assert parse_seeds(",".join(map(str, seeds))) == seeds
 
 
 def test_variants_of_methods_and_fields() -> None:
-    assert variants_of(
+    assert parse_variants(
         "local, dffke:preset=paper:share=0.3,my.module:Method:tau=1,dffke:partition.alpha=1"
     ) == {
         "local": ["algorithm.name=local"],
@@ -53,19 +53,19 @@ def test_variants_of_methods_and_fields() -> None:
         "my.module:Method, tau=1": ["algorithm.name=my.module:Method", "algorithm.tau=1"],
         "dffke, partition.alpha=1": ["algorithm.name=dffke", "partition.alpha=1"],
     }
-    assert variants_of("local:data.source=folder:/tmp/x") == {
+    assert parse_variants("local:data.source=folder:/tmp/x") == {
         "local, data.source=folder:/tmp/x": ["algorithm.name=local", "data.source=folder:/tmp/x"]
     }
     with pytest.raises(ConfigError, match="twice"):
-        variants_of("local,local")
+        parse_variants("local,local")
     with pytest.raises(
         ConfigError, match="'local:max_epochs': what follows local: is a field with its value"
     ):
-        resolve(with_settings({}, variants_of("local:max_epochs")["local:max_epochs"]))
+        resolve(with_settings({}, parse_variants("local:max_epochs")["local:max_epochs"]))
 
 
 def test_sweeps_are_variants_too() -> None:
-    both = varied(
+    both = combine_sweeps(
         {"dffke": ["algorithm.name=dffke"]}, ["algorithm.tau=0.8,0.9", "partition.alpha=1"]
     )
     assert both == {
@@ -76,15 +76,15 @@ def test_sweeps_are_variants_too() -> None:
         ]
         for tau in ("0.8", "0.9")
     }
-    assert varied({"a": ["b"]}, []) == {"a": ["b"]}
+    assert combine_sweeps({"a": ["b"]}, []) == {"a": ["b"]}
     for wrong in ("tau", "algorithm.tau=", "=1", "algorithm.tau=1,,2"):
         with pytest.raises(ConfigError, match="--vary"):
-            varied({}, [wrong])
+            combine_sweeps({}, [wrong])
 
 
-def asked(tree: dict[str, Any] | None = None, methods: str = "", **given: Any) -> Request:
+def asked(tree: dict[str, Any] | None = None, methods: str = "", **given: Any) -> ComparisonSpec:
     rest = {"seeds": None, "settings": [], "sweeps": [], "asked": {}} | given
-    return Request.of(tree or {}, methods, **rest)
+    return ComparisonSpec.of(tree or {}, methods, **rest)
 
 
 def test_a_file_may_name_variants_and_the_command_line_wins() -> None:
@@ -143,7 +143,7 @@ def test_some_of_a_files_variants() -> None:
     "suite", sorted((Path(__file__).parents[1] / "benchmarks" / "suites").glob("*.toml"))
 )
 def test_the_suites_of_the_benchmarks_can_be_compared(suite: Path, tmp_path: Path) -> None:
-    comparison, jobs = Comparison.planned(tmp_path / "c", asked(tomllib.loads(suite.read_text())))
+    comparison, jobs = Comparison.plan(tmp_path / "c", asked(tomllib.loads(suite.read_text())))
     assert comparison.question["baseline"] == next(iter(comparison.variants)), (
         "others are held against the first"
     )
@@ -157,16 +157,16 @@ def test_the_file_of_the_tutorial_can_be_compared(tmp_path: Path) -> None:
         .split("## Compare methods")[1]
     )
     tree = tomllib.loads(text.split("```toml")[1].split("```")[0])
-    comparison, jobs = Comparison.planned(tmp_path / "c", asked(tree))
+    comparison, jobs = Comparison.plan(tmp_path / "c", asked(tree))
     assert list(comparison.variants) == ["alone", "fewer embeddings"]
     assert len(jobs) == 10
 
 
 def planned(
     folder: Path, methods: str = "local", seeds: str = "0-1", **options: Any
-) -> tuple[Comparison, list[Job]]:
+) -> tuple[Comparison, list[RunJob]]:
     settings = options.pop("settings", ["rounds=2", "clients=2"])
-    return Comparison.planned(
+    return Comparison.plan(
         folder, asked({}, methods, seeds=seeds, settings=settings, asked=options)
     )
 
@@ -278,7 +278,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Runs that take no time; that of seed 3 fails in its first round. Gives the names of those that were started."""
     started: list[str] = []
 
-    def start(job: Job, threads: int) -> subprocess.Popen[bytes]:
+    def start(job: RunJob, threads: int) -> subprocess.Popen[bytes]:
         started.append(str(job))
         command = [
             sys.executable,
@@ -320,7 +320,7 @@ def test_each_runs_once_so_many_at_a_time_and_failures_do_not_stop_the_rest(
         "progress by round"
     )
     assert len(told) == 6
-    assert all(job.done == len(records(job.folder)) for job in jobs)
+    assert all(job.done == len(read_records(job.folder)) for job in jobs)
     assert "local, seed 2: 20.0% clients: global test, 40.0% clients: local test; " in " ".join(
         told
     )
@@ -356,7 +356,7 @@ def test_runs_that_were_killed_or_are_in_use_are_said_to_be(
     told: list[str] = []
     start = comparison._start
 
-    def doomed(job: Job, threads: int) -> subprocess.Popen[bytes]:
+    def doomed(job: RunJob, threads: int) -> subprocess.Popen[bytes]:
         process = start(job, threads)
         process.kill()
         return process
@@ -393,11 +393,11 @@ def test_an_interrupt_leaves_nothing_running(
             run_all(jobs, 2, impatient, lambda line: None)
     finally:
         signal.signal(signal.SIGINT, listening)
-    before = [len(records(job.folder)) for job in jobs]
+    before = [len(read_records(job.folder)) for job in jobs]
     assert sum(before) > 0
     assert max(before) < 20, "nobody was waited for"
     time.sleep(0.6)
-    assert [len(records(job.folder)) for job in jobs] == before
+    assert [len(read_records(job.folder)) for job in jobs] == before
 
 
 def test_from_the_command_line_to_tables_and_curves(
@@ -489,16 +489,16 @@ def test_real_runs_and_one_that_was_stopped(
     folder = tmp_path / "c"
     first = [part if part != "rounds=2" else "rounds=1" for part in settings]
     assert main(["compare", str(config), *first, "--out", str(folder)]) == 0
-    assert len(records(folder / "alone" / "seed-5")) == 1
+    assert len(read_records(folder / "alone" / "seed-5")) == 1
     assert main(["compare", str(config), *settings, "--out", str(folder)]) == 0
-    resumed = records(folder / "alone" / "seed-5")
+    resumed = read_records(folder / "alone" / "seed-5")
     assert len(resumed) == 2
     begun = tmp_path / "plain"
     assert (
         main(["run", "--algorithm", "local", *settings, "--set", "seed=5", "--out", str(begun)])
         == 0
     )
-    assert [r.clients for r in resumed] == [r.clients for r in records(begun)], (
+    assert [r.clients for r in resumed] == [r.clients for r in read_records(begun)], (
         "the same as without a stop"
     )
     assert "rounds = 2" in (folder / "alone" / "seed-5" / "config.toml").read_text()

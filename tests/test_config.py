@@ -14,9 +14,9 @@ from barter.setup.config import (
     Config,
     RunSettings,
     first_difference,
-    plain,
-    read,
+    read_toml,
     resolve,
+    to_plain,
     to_toml,
     with_settings,
 )
@@ -109,7 +109,7 @@ def test_values_in_tomls_notation() -> None:
 def test_what_is_written_is_what_is_read(tree: dict[str, object], tmp_path: Path) -> None:
     config = resolve(tree)
     (tmp_path / "c.toml").write_text(to_toml(config))
-    assert resolve(read(tmp_path / "c.toml")) == config
+    assert resolve(read_toml(tmp_path / "c.toml")) == config
     assert isinstance(config, Config)
 
 
@@ -154,7 +154,7 @@ def test_a_name_that_is_the_same_keeps_what_a_file_says() -> None:
 
 
 def test_a_preset_that_is_asked_for_wins_over_the_file() -> None:
-    tree = plain(resolve({}))
+    tree = to_plain(resolve({}))
     config = resolve(with_settings(tree, ["algorithm.preset=code", "algorithm.tau=0.5"]))
     assert config.algorithm == DFFKE.preset("code", {"tau": 0.5})
 
@@ -178,8 +178,8 @@ def test_own_algorithms_take_settings() -> None:
 
 def test_the_first_difference_is_found() -> None:
     one, other = (
-        plain(resolve({})),
-        plain(resolve({"seed": 3, "rounds": 9, "algorithm": {"lr": 0.5}})),
+        to_plain(resolve({})),
+        to_plain(resolve({"seed": 3, "rounds": 9, "algorithm": {"lr": 0.5}})),
     )
     assert first_difference(one, other, but=("rounds",)) == "algorithm.lr"
     assert first_difference(one, one, but=()) is None

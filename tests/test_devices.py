@@ -11,7 +11,7 @@ from barter import Experiment, Local
 from barter.cli.app import main
 from barter.core.errors import ConfigError
 from barter.setup.config import resolve, to_toml
-from barter.setup.hardware import device_named, precision_named
+from barter.setup.hardware import resolve_device, resolve_precision
 
 
 @pytest.fixture
@@ -33,16 +33,16 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items(),
 )
 def test_a_name_leads_to_its_device(name: str, device: str) -> None:
-    assert str(device_named(name)) == device
+    assert str(resolve_device(name)) == device
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_a_device_beyond_the_last_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"^device='cuda:2': this machine has 2 CUDA devices"):
-        device_named("cuda:2")
+        resolve_device("cuda:2")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match=r"^device='cuda:1': this machine has 1 CUDA device, "):
-        device_named("cuda:1")
+        resolve_device("cuda:1")
 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:1"])
@@ -88,8 +88,8 @@ def test_precision_is_that_of_the_chosen_device(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         torch.cuda, "is_bf16_supported", lambda including_emulation: entered == [second]
     )
-    assert precision_named("auto", second) == "bf16"
-    assert precision_named("auto", torch.device("cuda", 0)) == "fp32"
+    assert resolve_precision("auto", second) == "bf16"
+    assert resolve_precision("auto", torch.device("cuda", 0)) == "fp32"
 
 
 def test_a_simulation_takes_no_single_device(tmp_path: Path) -> None:

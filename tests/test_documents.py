@@ -16,10 +16,10 @@ import typer
 from barter import ALGORITHMS
 from barter.cli.app import app
 from barter.compare.comparison import Comparison
-from barter.compare.specification import Request
+from barter.compare.specification import ComparisonSpec
 from barter.core.errors import BarterError
 from barter.models.zoo import ZOO
-from barter.setup.config import algorithm_named, read, resolve, with_settings
+from barter.setup.config import find_algorithm, read_toml, resolve, with_settings
 from tests.forked import forked, status
 
 ROOT = Path(__file__).parent.parent
@@ -118,20 +118,22 @@ def check_command(words: list[str], folder: Path) -> None:
         return
     name, given = understood(words[1:])
     if name == "show algorithm":
-        algorithm_named(given["name"])
+        find_algorithm(given["name"])
     file = Path(given.get("config") or given.get("what") or "")
     if "settings" not in given or (file.name and file.suffix != ".toml"):  # a folder is looked at
         return
     tree = (
-        read(ROOT / file) if file.parent != Path() else {}
+        read_toml(ROOT / file) if file.parent != Path() else {}
     )  # one without a folder is the reader's own
     settings = list(given["settings"] or [])
     if name == "compare":
         asked = {key: given[key] for key in ("baseline", "metric", "target")}
         vary, only = (list(given[key] or []) for key in ("vary", "only"))
-        Comparison.planned(
+        Comparison.plan(
             folder,
-            Request.of(tree, given["algorithms"], given["seeds"], settings, vary, asked, only),
+            ComparisonSpec.of(
+                tree, given["algorithms"], given["seeds"], settings, vary, asked, only
+            ),
         )
         return
     table = "partition" if name == "show partition" else "algorithm"

@@ -95,7 +95,7 @@ def test_the_compiled_loss_is_the_loss(execution: Any, monkeypatch: pytest.Monke
     from barter.models import zoo
 
     spec = Spec(1, 8, 8, 10, (0.5,), (0.25,))
-    model = zoo.build("small-mlp", spec)
+    model = zoo.build_network("small-mlp", spec)
     labels = torch.tensor([3, 1, 4])
     monkeypatch.setattr(execution, "compiled", execution.classify)
     for side in (8, 4):  # of the network's input, and to be enlarged

@@ -27,7 +27,7 @@ from barter.core.images import Spec
 from barter.data.partition import Iid
 from barter.engines import forks
 from barter.runs.tables import closing_table
-from barter.setup.config import Config, read, resolve, to_toml, with_settings
+from barter.setup.config import Config, read_toml, resolve, to_toml, with_settings
 from tests.conftest import federation, perceptrons, same, small_federation, state, tiny
 
 
@@ -138,7 +138,7 @@ def test_functions_that_can_be_imported_are_named_in_the_configuration(tmp_path:
     )
     assert first.architectures == [here, "small-mlp", here]
     list(first.rounds(1))
-    again = Experiment.from_config(resolve(read(tmp_path / "run" / "config.toml")))
+    again = Experiment.from_config(resolve(read_toml(tmp_path / "run" / "config.toml")))
     list(again.rounds(1))
     assert same(state(first), state(again))
     assert (
@@ -185,7 +185,7 @@ def test_own_modules_resume_in_python_only(tmp_path: Path) -> None:
     first.folder.release()
     with pytest.raises(ConfigError, match="given in Python"):
         Experiment.from_config(
-            resolve(read(tmp_path / "run" / "config.toml")), tmp_path / "run", resume=True
+            resolve(read_toml(tmp_path / "run" / "config.toml")), tmp_path / "run", resume=True
         )
     second = federation(tiny("local"), models=modules, out=tmp_path / "run", resume=True)
     assert second.round == 1
@@ -195,7 +195,7 @@ def test_own_modules_resume_in_python_only(tmp_path: Path) -> None:
 def test_the_written_configuration_gives_the_same_run(tmp_path: Path) -> None:
     first = federation(tiny("dffke", discrepancy="mse"), out=tmp_path / "a", rounds=1, seed=3)
     list(first.rounds(1))
-    again = Experiment.from_config(resolve(read(tmp_path / "a" / "config.toml")))
+    again = Experiment.from_config(resolve(read_toml(tmp_path / "a" / "config.toml")))
     assert again.config == first.config
     list(again.rounds(1))
     assert same(state(first), state(again))
@@ -233,7 +233,7 @@ def test_algorithms_of_ones_own_run_from_files(tmp_path: Path) -> None:
     list(first.rounds(1))
     text = (tmp_path / "run" / "config.toml").read_text()
     assert 'name = "tests.test_experiment:Broken"' in text
-    assert type(resolve(read(tmp_path / "run" / "config.toml")).algorithm) is Broken
+    assert type(resolve(read_toml(tmp_path / "run" / "config.toml")).algorithm) is Broken
 
 
 def test_too_few_clients_stop_the_run_with_the_reason() -> None:
@@ -275,7 +275,7 @@ def test_a_run_with_the_former_name_of_a_field_is_resumed(
     assert first.folder is not None
     first.folder.release()
     assert "participation = 0.5" in (run / "config.toml").read_text()
-    assert resolve(read(run / "config.toml")).algorithm == method
+    assert resolve(read_toml(run / "config.toml")).algorithm == method
     assert federation(method, out=run, resume=True).round == 1
     with pytest.raises(
         ConfigError, match=r"'algorithm.participation': it is called 'fraction' now"
@@ -308,7 +308,7 @@ def test_two_experiments_are_not_mixed_up(tmp_path: Path) -> None:
 
     def refused(match: str) -> None:
         with pytest.raises(CheckpointError, match=match):
-            Experiment.from_config(resolve(read(run / "config.toml")), run, resume=True)
+            Experiment.from_config(resolve(read_toml(run / "config.toml")), run, resume=True)
         assert (run / "metrics.jsonl").read_text() == recorded, "nothing is lost"
 
     (run / "config.toml").write_text(written.replace("seed = 0", "seed = 1"))
@@ -393,7 +393,7 @@ def test_a_run_remembers_its_number_of_threads(
         (record,) = experiment.rounds(rounds)
         assert experiment.folder is not None
         experiment.folder.release()
-        assert read(tmp_path / "run" / "config.toml")["threads"] == record.server["threads"]
+        assert read_toml(tmp_path / "run" / "config.toml")["threads"] == record.server["threads"]
         return record.server["threads"]
 
     before = torch.get_num_threads()
@@ -411,7 +411,7 @@ def test_a_run_remembers_its_number_of_threads(
 def test_clients_stand_side_by_side_on_as_many_cores_as_there_are_threads() -> None:
     assert [federation(tiny("local"), threads=n).engine.cores for n in (1, 3)] == [
         1,
-        3 if forks.possible() else 1,
+        3 if forks.can_fork() else 1,
     ]
 
 

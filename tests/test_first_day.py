@@ -20,7 +20,7 @@ from barter.cli.app import main
 from barter.core.errors import ConfigError
 from barter.core.images import Spec
 from barter.data.task import Data
-from barter.models.zoo import build
+from barter.models.zoo import build_network
 from barter.runs.folder import RunFolder
 from barter.setup.config import resolve, with_settings
 from barter.testing.conformance import few_digits
@@ -252,7 +252,7 @@ def test_factories_say_what_is_wrong_with_their_arguments(
         ("networks_nowhere:make", "the current folder, beside the configuration and on PYTHONPATH"),
     ):
         with pytest.raises(ConfigError, match=message):
-            build(name, spec)
+            build_network(name, spec)
 
 
 def test_describing_a_configuration_loads_neither_torchvision_nor_scipys_solvers() -> None:

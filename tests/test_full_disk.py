@@ -205,7 +205,7 @@ def test_without_room(
         pytest.importorskip("flwr")
     arguments, message = NO_ROOM[case]
     if case == "split":  # whose picture comes first
-        monkeypatch.setattr(inspecting, "bubbles", lambda *_: None)
+        monkeypatch.setattr(inspecting, "draw_bubbles", lambda *_: None)
     new, comparison = tmp_path / "new", tmp_path / "comparison"
     new.mkdir()
     (comparison / "fedavg").mkdir(parents=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from barter.core.errors import ConfigError
-from barter.core.images import Augment, Spec, prepared
+from barter.core.images import Augment, Spec, prepare_batch
 from barter.trained.model import TrainedModel
 
 GREY = Spec(1, 8, 8, 10, (0.3,), (0.4,))
@@ -55,7 +55,7 @@ def test_every_layout_and_scale_gives_the_same_logits(layout: str, scale: str, s
     x, model = some_bytes(4, *spec.shape), trained(spec)
     with torch.no_grad():
         batch = x[:1] if layout.startswith("one") else x
-        expected = model.network(prepared(batch, spec, Augment()))
+        expected = model.network(prepare_batch(batch, spec, Augment()))
     given = SCALES[scale](LAYOUTS[layout](x))
     torch.testing.assert_close(model(given), expected, rtol=1e-4, atol=1e-4)
     if scale == "uint8":
@@ -79,7 +79,7 @@ def test_the_networks_size_decides_where_the_shape_does_not() -> None:
     narrow = Spec(3, 8, 3, 4, (0.1, 0.2, 0.3), (0.5, 0.6, 0.7))
     x, model = some_bytes(2, 3, 8, 3), trained(narrow)
     with torch.no_grad():
-        expected = model.network(prepared(x, narrow, Augment()))
+        expected = model.network(prepare_batch(x, narrow, Augment()))
     assert torch.equal(model(x), expected)
 
 

@@ -27,13 +27,13 @@ from barter.algorithms.local import Local
 from barter.cli import inspecting
 from barter.cli.app import main
 from barter.compare.comparison import Comparison
-from barter.compare.specification import Request
+from barter.compare.specification import ComparisonSpec
 from barter.core.errors import ConfigError
 from barter.core.record import Primary, Round
 from barter.report import page
-from barter.report.charts import bars, by_round, learning, split
+from barter.report.charts import bar_chart, learning_chart, round_chart, split_chart
 from barter.report.colours import DARK, INK
-from barter.runs.folder import records
+from barter.runs.folder import read_records
 from barter.runs.picture import COLOURS
 from barter.runs.tables import closing_cells
 from barter.setup.config import resolve, to_toml, with_settings
@@ -101,8 +101,9 @@ def compared(
         for i, name in enumerate(names)
     }
     question = {"baseline": names[0], "target": 0.34}
-    _, jobs = Comparison.planned(
-        folder, Request(variants, list(seeds), {}, [f"rounds={rounds}", "clients=2"], question)
+    _, jobs = Comparison.plan(
+        folder,
+        ComparisonSpec(variants, list(seeds), {}, [f"rounds={rounds}", "clients=2"], question),
     )
     for job in jobs[: len(jobs) - missing]:
         job.folder.mkdir(parents=True)
@@ -171,7 +172,7 @@ def named(traces: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
 
 def test_the_page_of_a_run_says_what_its_records_say(tmp_path: Path) -> None:
     run = written(tmp_path / "run", 3, 4, "models=small-mlp")
-    rounds, content = records(run), report(run)
+    rounds, content = read_records(run), report(run)
     drawn = charts(content)
     for test, key in (
         ("global test set", "global"),
@@ -230,7 +231,7 @@ def test_the_page_of_a_run_says_what_its_records_say(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("gain", "side"), [(0.02, "bottom"), (-0.05, "top")])
 def test_what_was_known_alone_is_labelled_where_the_chart_has_room(gain: float, side: str) -> None:
-    figure = learning([record(t, 3, gain) for t in (1, 2)], "global", ["a", "b", "c"])
+    figure = learning_chart([record(t, 3, gain) for t in (1, 2)], "global", ["a", "b", "c"])
     (line,) = figure.layout.shapes
     assert (line.label.text, line.label.yanchor) == ("local only 25.2%", side), (
         "above a line that is the lowest"
@@ -345,10 +346,10 @@ def test_everybody_took_part_where_no_record_says_who_did(tmp_path: Path) -> Non
     [(0.06, " ms", 60), (2.5, " s", 2.5), (600, " min", 10), (7200 * 2, " h", 4)],
 )
 def test_times_have_units_that_people_use(longest: float, unit: str, shown: float) -> None:
-    figure = bars(["learn", "teach"], {"time": [longest, longest / 5]}, "seconds")
+    figure = bar_chart(["learn", "teach"], {"time": [longest, longest / 5]}, "seconds")
     assert (figure.layout.xaxis.ticksuffix, figure.layout.xaxis.tickformat) == (unit, ",~r")
     assert figure.data[0].x[0] == pytest.approx(shown)
-    stacked = by_round(
+    stacked = round_chart(
         [record(1, 1), record(2, 1)], {"a": [longest / 2, 0], "b": [longest / 2, 0]}, "seconds"
     )
     assert stacked.layout.yaxis.ticksuffix == unit, "by the height of a column"
@@ -431,7 +432,7 @@ def test_a_table_on_a_phone_hides_no_column() -> None:
 
 
 def test_the_split_is_the_same_way_up_as_its_picture() -> None:
-    figure = split([[1, 0, 2], [0, 5, 0]], ["first", "second", "third"])
+    figure = split_chart([[1, 0, 2], [0, 5, 0]], ["first", "second", "third"])
     assert figure.layout.yaxis.autorange is None, "not reversed: the first class is at the bottom"
     assert (figure.layout.xaxis.title.text, figure.layout.yaxis.title.text) == ("client", "class")
     assert figure.data[0].colorbar.title.text == "images"
@@ -627,7 +628,7 @@ def test_a_live_page_follows_the_run_and_comes_to_rest(
 
     def a_round_later(_: float) -> None:
         seen.append((run / "report.html").read_text())
-        go_on(run, record(len(records(run)) + 1, 2))
+        go_on(run, record(len(read_records(run)) + 1, 2))
 
     monkeypatch.setattr(
         inspecting, "time", SimpleNamespace(sleep=a_round_later)

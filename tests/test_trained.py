@@ -20,9 +20,9 @@ from barter.core.images import Spec
 from barter.core.model import Classifier
 from barter.data.task import Data
 from barter.experiment import Experiment
-from barter.models.zoo import build
-from barter.setup.config import read, resolve
-from barter.trained.export import export
+from barter.models.zoo import build_network
+from barter.setup.config import read_toml, resolve
+from barter.trained.export import export_model
 from barter.trained.model import TrainedModel
 from tests.conftest import federation, same, state, tiny
 
@@ -109,7 +109,12 @@ SPEC = Spec(3, 32, 32, 4, (0.1, 0.2, 0.3), (0.5, 0.6, 0.7))
 def some_network(name: str = "resnet4", network: Classifier | None = None) -> TrainedModel:
     torch.manual_seed(0)
     return TrainedModel(
-        (network or build(name, SPEC)).eval(), SPEC, ("a", "b", "c", "d"), name, "client 0", 7
+        (network or build_network(name, SPEC)).eval(),
+        SPEC,
+        ("a", "b", "c", "d"),
+        name,
+        "client 0",
+        7,
     )
 
 
@@ -133,9 +138,9 @@ def test_exported_files_compute_the_same_and_say_how_images_are_prepared(tmp_pat
     with torch.no_grad():
         expected = kept.network(x)
     for suffix in ("safetensors", "pt2", "onnx"):
-        export(kept, tmp_path / f"model.{suffix}")
+        export_model(kept, tmp_path / f"model.{suffix}")
 
-    again = build(name, SPEC).eval()
+    again = build_network(name, SPEC).eval()
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         facts = file.metadata()
         again.load_state_dict({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
@@ -150,9 +155,9 @@ def test_exported_files_compute_the_same_and_say_how_images_are_prepared(tmp_pat
     assert torch.allclose(run_onnx(tmp_path / "model.onnx", x), expected, atol=1e-4)
     assert means(onnx_facts(tmp_path / "model.onnx")) == EXPECTED
     with pytest.raises(ConfigError, match="exists"):
-        export(kept, tmp_path / "model.onnx")
+        export_model(kept, tmp_path / "model.onnx")
     with pytest.raises(ConfigError, match=r"must end in \.safetensors, \.onnx, \.pt2"):
-        export(kept, tmp_path / "model.pth")
+        export_model(kept, tmp_path / "model.pth")
     assert len(list(tmp_path.iterdir())) == 3, "nothing else is left behind"
 
 
@@ -173,7 +178,7 @@ def onnx_facts(path: Path) -> dict[str, str]:
 @pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
 def test_onnx_of_many_networks(name: str, tmp_path: Path) -> None:
     kept, x = some_network(name), torch.randn(3, 3, 32, 32)
-    export(kept, tmp_path / "model.onnx")
+    export_model(kept, tmp_path / "model.onnx")
     with torch.no_grad():
         assert torch.allclose(run_onnx(tmp_path / "model.onnx", x), kept.network(x), atol=1e-3)
 
@@ -216,18 +221,18 @@ def test_what_onnx_cannot_express_and_what_is_missing_is_said_in_one_line(
     kept = some_network("undecided", Undecided())
     for suffix, what in (("onnx", "ONNX"), ("pt2", "a PT2 program")):
         with pytest.raises(ConfigError, match=f"undecided cannot be written as {what}") as caught:
-            export(kept, tmp_path / f"model.{suffix}")
+            export_model(kept, tmp_path / f"model.{suffix}")
         assert "\n" not in str(caught.value)
     why = r"\((No ONNX function found for .*svd|Constraints violated)"  # the latter with torch 2.7
     with pytest.raises(ConfigError, match=f"singular cannot be written as ONNX {why}") as caught:
-        export(some_network("singular", Singular()), tmp_path / "model.onnx")
+        export_model(some_network("singular", Singular()), tmp_path / "model.onnx")
     assert "\x1b" not in str(caught.value), "torch's advice is coloured"
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "onnxscript" else found(name)
     )
     with pytest.raises(ConfigError, match=r"pip install '\.\[onnx\]' in a checkout"):
-        export(some_network(), tmp_path / "model.onnx")
+        export_model(some_network(), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
 
 
@@ -311,7 +316,7 @@ def test_a_warm_start_is_resumed_like_any_run(tmp_path: Path) -> None:
     killed = federation(tiny("local"), out=tmp_path / "killed", **warm)  # before its first round
     assert killed.folder is not None
     killed.folder.release()
-    config = resolve(read(tmp_path / "killed" / "config.toml"))
+    config = resolve(read_toml(tmp_path / "killed" / "config.toml"))
     resumed = Experiment.from_config(config, tmp_path / "killed", resume=True)
     list(resumed.rounds(1))
     assert resumed.folder is not None

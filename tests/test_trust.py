@@ -20,7 +20,7 @@ from barter.compare.comparison import PLAN
 from barter.core.errors import CheckpointError, ConfigError
 from barter.runs import checkpoint
 from barter.runs.folder import _file
-from barter.setup.config import plain, resolve
+from barter.setup.config import resolve, to_plain
 from barter.setup.trust import DEPLOYMENT, code_names, note_consent, require_consent
 from tests.conftest import NEEDED, digits_file, federation, perceptrons, tiny
 from tests.fuzz.limits import within_limits
@@ -127,9 +127,11 @@ def test_a_comparison_from_elsewhere_is_shown_with_consent_only(
 def test_a_checkpoint_that_names_a_network_needs_consent(foreign: Path, tmp_path: Path) -> None:
     """Its configuration does not name it."""
     path = _file(foreign, 1)
-    state, notes = checkpoint.read(path, torch.device("cpu"))
+    state, notes = checkpoint.read_checkpoint(path, torch.device("cpu"))
     state["networks"]["architectures"][0] = "foreigncode:make"
-    checkpoint.write(path, state, {key: notes[key] for key in ("round", "config", "data")})
+    checkpoint.write_checkpoint(
+        path, state, {key: notes[key] for key in ("round", "config", "data")}
+    )
     with pytest.raises(ConfigError, match="would run code: foreigncode:make; if you trust it"):
         load(foreign, client=0)
     assert not (tmp_path / "foreigncode.ran").exists()
@@ -151,9 +153,11 @@ def test_a_network_is_not_built_larger_than_its_weights(
 ) -> None:
     """It would take 16 GB and more."""
     path = _file(foreign, 1)
-    state, notes = checkpoint.read(path, torch.device("cpu"))
+    state, notes = checkpoint.read_checkpoint(path, torch.device("cpu"))
     state["networks"]["spec"] |= {"height": side, "width": side}
-    checkpoint.write(path, state, {key: notes[key] for key in ("round", "config", "data")})
+    checkpoint.write_checkpoint(
+        path, state, {key: notes[key] for key in ("round", "config", "data")}
+    )
     with pytest.raises(CheckpointError, match=reason), within_limits():
         load(foreign, client=0)
 
@@ -209,7 +213,9 @@ def test_without_a_place_for_records_the_user_is_told(
 def test_all_that_can_name_code_is_found() -> None:
     """Every text field of every algorithm, and no default."""
     for name, kind in ALGORITHMS.items():
-        tree: dict[str, Any] = plain(resolve({"algorithm": {"name": name, **NEEDED.get(name, {})}}))
+        tree: dict[str, Any] = to_plain(
+            resolve({"algorithm": {"name": name, **NEEDED.get(name, {})}})
+        )
         assert code_names(tree) == list(NEEDED.get(name, {}).values())
         for field in dataclasses.fields(kind):
             if "str" in str(field.type):

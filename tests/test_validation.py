@@ -17,8 +17,8 @@ from barter import Crossing, load
 from barter import experiment as experiments
 from barter.cli.app import main
 from barter.compare import comparison as comparisons
-from barter.compare.comparison import Comparison, Job
-from barter.compare.specification import Request
+from barter.compare.comparison import Comparison, RunJob
+from barter.compare.specification import ComparisonSpec
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
 from barter.core.errors import CheckpointError, ConfigError
@@ -31,7 +31,7 @@ from barter.privacy import Privacy
 from barter.report.comparison import ComparisonReport
 from barter.report.run import RunReport
 from barter.runs import folder as folders
-from barter.runs.folder import early_stop, ended, kept_rounds, records
+from barter.runs.folder import checkpoint_rounds, early_stop, has_ended, read_records
 from barter.runs.selection import Selection, best_round, validation_accuracy
 from barter.setup.config import Config, to_toml
 from barter.testing.conformance import few_digits
@@ -141,10 +141,10 @@ def test_nothing_is_chosen_without_validation_images(fields: dict[str, Any]) -> 
 
 def test_the_last_rounds_and_the_best_are_kept(tmp_path: Path) -> None:
     experiment = scripted(keep="best", out=tmp_path / "run")
-    kept = [kept_rounds(tmp_path / "run") for _ in experiment.rounds(8)]
+    kept = [checkpoint_rounds(tmp_path / "run") for _ in experiment.rounds(8)]
     assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5], [2, 5, 6], [6, 7], [7, 8]]
     last = scripted(keep_rounds=1, out=tmp_path / "last")
-    assert [kept_rounds(tmp_path / "last") for _ in last.rounds(2)] == [[1], [2]]
+    assert [checkpoint_rounds(tmp_path / "last") for _ in last.rounds(2)] == [[1], [2]]
 
 
 def test_the_former_best_stays_until_the_new_one_is_on_disk(
@@ -156,10 +156,10 @@ def test_the_former_best_stays_until_the_new_one_is_on_disk(
     def full(*_: object) -> None:
         raise CheckpointError("no space")
 
-    monkeypatch.setattr(folders, "write", full)
+    monkeypatch.setattr(folders, "write_checkpoint", full)
     with pytest.raises(CheckpointError, match="no space"):
         experiment.step()
-    assert kept_rounds(tmp_path / "run") == [2, 6]
+    assert checkpoint_rounds(tmp_path / "run") == [2, 6]
 
 
 def test_networks_of_kept_rounds(tmp_path: Path) -> None:
@@ -198,8 +198,8 @@ def test_a_run_without_improvement_stops(tmp_path: Path, caplog: pytest.LogCaptu
     )
     assert list(experiment.rounds(9)) == []
     assert early_stop(tmp_path / "run") == experiment.stopped
-    assert ended(tmp_path / "run", 9)
-    assert not ended(tmp_path, 9)
+    assert has_ended(tmp_path / "run", 9)
+    assert not has_ended(tmp_path, 9)
 
 
 def test_a_stopped_run_goes_on_with_more_patience_alone(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_stopped_run_goes_on_with_more_patience_alone(tmp_path: Path) -> None:
     assert resumed(3) == [1, 2, 3, 4, 5]
     (run / folders.STOPPED).unlink()  # as if it had been killed before it was written
     assert resumed(3) == []
-    assert ended(run, 10)
+    assert has_ended(run, 10)
     assert resumed(5) == [6, 7, 8, 9, 10]
     assert not (run / folders.STOPPED).exists()
 
@@ -237,7 +237,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def done(run: Path) -> list[int]:
-    return [r.round for r in records(run)]
+    return [r.round for r in read_records(run)]
 
 
 def test_the_command_line_stops_and_goes_on(
@@ -256,10 +256,10 @@ def test_the_command_line_stops_and_goes_on(
     # Asked for explicitly, it goes on, and patience is counted anew.
     assert main(["resume", str(run), "--rounds", "6"]) == 0
     assert done(run)[-1] == 6
-    assert not ended(run, 9)
+    assert not has_ended(run, 9)
     assert main(["resume", str(run)]) == 0
     assert done(run)[-1] == 9, "round 7 was better"
-    assert kept_rounds(run) == [7, 8, 9]
+    assert checkpoint_rounds(run) == [7, 8, 9]
 
     assert (
         main(
@@ -280,9 +280,9 @@ def test_a_run_goes_back_to_a_kept_round(tmp_path: Path, source: str) -> None:
     list(straight.rounds(7))
     place = ["--set", f"data.source={source}", "--set", "rounds=6", "--set", "keep=best"]
     assert main(["run", "--out", str(run), *COMMAND, *place, "--patience", "4"]) == 0
-    assert ended(run, 9)
+    assert has_ended(run, 9)
     assert main(["resume", str(run), "--round", "best", "--rounds", "3"]) == 0
-    assert (done(run), kept_rounds(run)) == ([1, 2, 3], [2, 3])
+    assert (done(run), checkpoint_rounds(run)) == ([1, 2, 3], [2, 3])
     assert not (run / folders.STOPPED).exists(), "that was later"
     again = Experiment.from_config(straight.config, run, resume=True)
     list(again.rounds(7))
@@ -346,13 +346,13 @@ def test_choosing_by_accuracies_reveals_them() -> None:
 def test_a_comparison_counts_a_stopped_run_as_finished(
     tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comparisons, "curves", lambda *_: None)  # which take a while to draw
+    monkeypatch.setattr(comparisons, "draw_curves", lambda *_: None)  # which take a while to draw
     folder, name = tmp_path / "c", COMMAND[1]
     settings = ["rounds=9", "patience=3", f"data.source={source}", *COMMAND[3::2]]
 
-    def planned(*more: str) -> tuple[Comparison, list[Job]]:
-        return Comparison.planned(
-            folder, Request.of({}, name, "0", [*settings, *more], [], {"metric": "val"})
+    def planned(*more: str) -> tuple[Comparison, list[RunJob]]:
+        return Comparison.plan(
+            folder, ComparisonSpec.of({}, name, "0", [*settings, *more], [], {"metric": "val"})
         )
 
     comparison, (job,) = planned()

@@ -13,8 +13,8 @@ from typing import Any, Unpack
 
 import torch
 
-from barter.compute.precision import using
-from barter.compute.threads import threaded
+from barter.compute.precision import use_precision
+from barter.compute.threads import limit_threads
 from barter.core import seeds
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
@@ -24,7 +24,7 @@ from barter.core.errors import (
     ConfigError,
     PrivacyError,
     StateError,
-    in_short,
+    summarise_error,
 )
 from barter.core.nodes import Monitor, Silence, as_numbers
 from barter.core.params import BY_PYTHON
@@ -40,21 +40,21 @@ from barter.models.zoo import Own
 from barter.privacy import Privacy
 from barter.privacy.settings import Plan
 from barter.privacy.side_information import EPSILON
-from barter.privacy.statement import Statement, statement
+from barter.privacy.statement import Statement, make_statement
 from barter.runs.collapse import AccuracyWatch
 from barter.runs.folder import (
     RunFolder,
     Which,
     checkpoint_of,
+    checkpoint_rounds,
     early_stop,
-    finished,
     has_checkpoint,
-    kept_rounds,
     last_checkpoint,
+    read_finished_round,
 )
-from barter.runs.progress import onlooker
+from barter.runs.progress import make_onlooker
 from barter.runs.selection import Selection, Stop
-from barter.setup.assembly import Federation, assemble, shared, start_from
+from barter.setup.assembly import Federation, assemble, resolve_partition, start_from
 from barter.setup.config import (
     RESULT_FREE,
     Config,
@@ -62,12 +62,12 @@ from barter.setup.config import (
     as_algorithm,
     configure,
     first_difference,
-    plain,
-    read,
+    read_toml,
+    to_plain,
     to_toml,
     with_defaults,
 )
-from barter.setup.hardware import precision_named, with_threads
+from barter.setup.hardware import resolve_precision, with_threads
 from barter.setup.trust import code_names, note_consent, read_run, trusting
 
 __all__ = ["Experiment"]
@@ -116,10 +116,10 @@ class Experiment:
         monitor: Monitor | None = None,
         **settings: Unpack[RunSettings],
     ) -> None:
-        listed = [(models, None)] if isinstance(models, str) else zoo.listed(models)
+        listed = [(models, None)] if isinstance(models, str) else zoo.name_models(models)
         by_name = all(own is None for _, own in listed)
         data = data if isinstance(data, Data) else Data(source=data)
-        partition, clients = shared(data, partition, clients)
+        partition, clients = resolve_partition(data, partition, clients)
         config = configure(
             settings,
             algorithm=as_algorithm(algorithm),
@@ -158,7 +158,7 @@ class Experiment:
         return cls.of(federation, out, resume=resume, behind=behind, overrule=overrule)
 
     @classmethod
-    def revisited(cls, run: Path, *, unlimited: bool = False, trust: bool = False) -> Experiment:
+    def restore(cls, run: Path, *, unlimited: bool = False, trust: bool = False) -> Experiment:
         """Restore a run after its last round, on the CPU and for inspection only.
 
         Nothing is written or downloaded.
@@ -179,7 +179,7 @@ class Experiment:
             raise ConfigError(
                 f"{run} ran on Flower: its clients' images are at their sites, not here"
             )
-        last, state = finished(run)
+        last, state = read_finished_round(run)
         data = replace(config.data, download=False)
         privacy = replace(config.privacy, epsilon=None) if unlimited else config.privacy
         config = replace(
@@ -192,7 +192,7 @@ class Experiment:
             experiment.engine.recall(state["clients"])
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise CheckpointError(
-                f"{run} holds the checkpoint of another experiment: {in_short(error)}"
+                f"{run} holds the checkpoint of another experiment: {summarise_error(error)}"
             ) from error
         return experiment
 
@@ -238,14 +238,14 @@ class Experiment:
             self.task = federation.task
             self.architectures = list(federation.architectures)
         self.device = self.server.device
-        self.precision = precision_named(self.config.precision, self.device)
+        self.precision = resolve_precision(self.config.precision, self.device)
         self.server.monitor = self.engine
         self.engine.evaluation = self.config.evaluate
         self.engine.last_round = self.config.rounds
         local_clients = self.engine.clients.values() if isinstance(self.engine, LocalEngine) else ()
         for node in (self.server, *local_clients):
             node.evaluation = self.config.evaluate
-        self.engine.meet(self.server)
+        self.engine.set_server(self.server)
         self.round = 0
         self._unfinished = False
         if self.config.start and not (resume and out is not None and has_checkpoint(out)):
@@ -277,7 +277,7 @@ class Experiment:
             progress: Show progress on a terminal or in a notebook, unless another monitor does.
         """
         shows_progress = progress and self.round < n and isinstance(self.engine.watched, Silence)
-        watcher = onlooker(n, self.round) if shows_progress else None
+        watcher = make_onlooker(n, self.round) if shows_progress else None
         records = [] if self.folder is None else self.folder.records()
         self.engine.last_round = n
         while self.round < n and self.stopped is None:
@@ -306,10 +306,10 @@ class Experiment:
         self._unfinished = True
         try:
             with (
-                threaded(self.config.threads),
-                using(self.precision),
-                self.engine.at_home(),
-                self.server.seated(),
+                limit_threads(self.config.threads),
+                use_precision(self.precision),
+                self.engine.on_server_stream(),
+                self.server.use_lane_module(),
             ):
                 record = self._run(self.round + 1)
         except BaseException as error:
@@ -335,7 +335,7 @@ class Experiment:
     def privacy(self) -> Statement:
         """Return what the clients have released so far, and the privacy guarantee that follows."""
         selection = self.config.keep == "best" or self.config.patience is not None
-        return statement(
+        return make_statement(
             self.config.privacy,
             self.algorithm,
             self.engine.crossed,
@@ -353,8 +353,8 @@ class Experiment:
         """Raise if too few clients have budget left for another round like the earlier ones."""
         plan = Plan(self.config.privacy, self.algorithm)
         client_ids = self.engine.client_ids
-        released = {k: plan.released(seen) for k, seen in self.engine.crossed.items()}
-        exhausted = plan.exhausted(released, self.round)
+        released = {k: plan.count_releases(seen) for k, seen in self.engine.crossed.items()}
+        exhausted = plan.exhausted_clients(released, self.round)
         if len(client_ids) - len(exhausted) < (self.config.min_clients or len(client_ids)):
             names = ", ".join(map(str, exhausted[:5]))
             if len(exhausted) > 5:
@@ -435,7 +435,7 @@ class Experiment:
         """
         if self.folder is None or not isinstance(self.engine, LocalEngine):
             return ""
-        earlier = [t for t in kept_rounds(self.folder.path) if t < than]
+        earlier = [t for t in checkpoint_rounds(self.folder.path) if t < than]
         if not earlier:
             return ""
         return f"{before}`barter resume {self.folder.path} --round {earlier[-1]}` goes back"
@@ -544,9 +544,9 @@ class Experiment:
         except (ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"{path} holds a damaged checkpoint: its configuration is not TOML: "
-                f"{in_short(error)}"
+                f"{summarise_error(error)}"
             ) from error
-        key = first_difference(plain(self.config), begun, but=RESULT_FREE)
+        key = first_difference(to_plain(self.config), begun, but=RESULT_FREE)
         if key is not None:
             raise CheckpointError(
                 f"{path / 'config.toml'} was changed after round {self.round}: {key} differs; "
@@ -561,7 +561,7 @@ class Experiment:
 
     def _begun_with(self, tree: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values a run was begun with, and defaults for keys of newer versions."""
-        privacy = plain(replace(self.config, privacy=Privacy()))["privacy"]
+        privacy = to_plain(replace(self.config, privacy=Privacy()))["privacy"]
         return with_defaults({"privacy": privacy, **tree})
 
     def _recall_stop(self, folder: RunFolder, overrule: bool) -> None:
@@ -594,7 +594,7 @@ class Experiment:
         try:
             return last_checkpoint(path)
         except CheckpointError as error:
-            earlier = kept_rounds(path)[:-1]
+            earlier = checkpoint_rounds(path)[:-1]
             if not earlier or not isinstance(self.engine, LocalEngine):
                 raise
             back = f"`barter resume {path} --round {earlier[-1]}` goes back to an earlier round"
@@ -602,7 +602,7 @@ class Experiment:
 
     def _open(self, path: Path, resume: bool, behind: Which) -> RunFolder:
         """Create the run's folder, or open it and restore the checkpoint to continue from."""
-        code = code_names(plain(self.config))
+        code = code_names(to_plain(self.config))
         if not resume:
             return RunFolder.create(path, to_toml(self.config), lambda: note_consent(path, code))
         folder = RunFolder.existing(path)
@@ -617,8 +617,8 @@ class Experiment:
     def _continue(self, folder: RunFolder, behind: Which, code: list[str]) -> None:
         """Restore the checkpoint of an opened folder, and write to it what changes."""
         path = folder.path
-        begun = self._begun_with(read(folder.config))
-        key = first_difference(plain(self.config), begun, but=RESULT_FREE)
+        begun = self._begun_with(read_toml(folder.config))
+        key = first_difference(to_plain(self.config), begun, but=RESULT_FREE)
         if key is not None:
             raise CheckpointError(f"{path} is a run of another configuration: {key} differs")
         checkpoint = self._read_checkpoint(path, behind)
@@ -629,7 +629,7 @@ class Experiment:
                 self._restore(state, folder.records())
             except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
                 raise CheckpointError(
-                    f"{path} holds the checkpoint of another experiment: {in_short(error)}"
+                    f"{path} holds the checkpoint of another experiment: {summarise_error(error)}"
                 ) from error
         note_consent(path, code)
         folder.go_on_after(self.round)
@@ -642,7 +642,7 @@ class Experiment:
                 threads,
                 threads_before,
             )
-        values = plain(self.config)
+        values = to_plain(self.config)
         changes = {key: values[key] for key in ("keep", "keep_rounds", "patience")}
         changes["rounds"] = max(self.config.rounds, begun["rounds"])
         if threads is not None:
@@ -659,7 +659,7 @@ class Experiment:
         # Records may hold values of epsilon that clients reported after the checkpoint.
         for record in records:
             for k, metrics in record.clients.items():
-                self.engine.hear(k, metrics.get(EPSILON))
+                self.engine.record_epsilon(k, metrics.get(EPSILON))
 
 
 def _extend(error: Exception, text: str) -> None:

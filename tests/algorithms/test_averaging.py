@@ -21,10 +21,10 @@ from barter.core.errors import ConfigError
 from barter.core.evaluation import accuracy
 from barter.core.images import Augment, Spec
 from barter.core.model import Classifier, split
-from barter.core.params import describe
+from barter.core.params import describe_fields
 from barter.core.payload import isolate, nbytes
-from barter.models.pooled import projected
-from barter.ops.average import ROBUST, median
+from barter.models.pooled import add_projection_head
+from barter.ops.average import ROBUST, entrywise_median
 from barter.ops.fit import Anchor
 from barter.ops.statistics import norm_names
 from barter.setup.config import resolve, with_defaults
@@ -176,7 +176,7 @@ class Projected(FedAvg):
     """FedAvg on networks with a projection head."""
 
     def network(self, network: Classifier, share: float, spec: Spec) -> Classifier:
-        return projected(network, 16)
+        return add_projection_head(network, 16)
 
 
 class Pixels(Classifier):
@@ -213,7 +213,7 @@ def test_moons_contrast_by_hand() -> None:
 def test_moons_loss_by_hand() -> None:
     x = torch.ones(1, 1, 1, 2)
     model, glob, prev = Pixels((1.0, 0.0)), Pixels((1.0, 1.0)), Pixels((0.0, 1.0))
-    value = moon.loss(model, glob, prev, 3.0, 0.5, x, torch.tensor([0]))
+    value = moon.moon_loss(model, glob, prev, 3.0, 0.5, x, torch.tensor([0]))
     assert float(value.detach()) == pytest.approx(
         math.log(2) + 3 * math.log(1 + math.exp(-math.sqrt(0.5) / 0.5))
     )
@@ -245,8 +245,8 @@ def test_moon_compares_with_the_servers_model_and_the_clients_last(
         seen[name, client.id] = isolate(dict(client.model.state_dict()))
         return frozen(name, client)
 
-    frozen = moon.frozen
-    monkeypatch.setattr(moon, "frozen", spy)
+    frozen = moon.frozen_copy
+    monkeypatch.setattr(moon, "frozen_copy", spy)
     for _ in range(4):
         server = isolate(dict(experiment.server.model.state_dict()))
         last = {
@@ -257,9 +257,10 @@ def test_moon_compares_with_the_servers_model_and_the_clients_last(
         assert len(seen) == 2, "one client trains"
         for (name, k), weights in seen.items():
             assert same(weights, server if name == "start" else last[k])
-    assert not moon.frozen("start", experiment.engine.clients[0]).training
+    assert not moon.frozen_copy("start", experiment.engine.clients[0]).training
     assert not any(
-        p.requires_grad for p in moon.frozen("start", experiment.engine.clients[0]).parameters()
+        p.requires_grad
+        for p in moon.frozen_copy("start", experiment.engine.clients[0]).parameters()
     )
 
 
@@ -286,8 +287,8 @@ def test_a_network_that_was_split_by_hand_gets_no_projection_head() -> None:
     with pytest.raises(
         ConfigError, match="Pixels was split by hand and cannot be given a projection head"
     ):
-        projected(Pixels((1.0, 1.0)), 256)
-    network = projected(split(plain(SPEC)), 7)
+        add_projection_head(Pixels((1.0, 1.0)), 256)
+    network = add_projection_head(split(plain(SPEC)), 7)
     assert network.feature_dim == network.features(torch.zeros(2, 1, 8, 8)).shape[1] == 7
 
 
@@ -426,7 +427,7 @@ def test_feddyn_says_what_both_of_its_models_are_worth() -> None:
 AVERAGING = [
     name
     for name, kind in ALGORITHMS.items()
-    if "average" in {field.name for field in describe(kind)}
+    if "average" in {field.name for field in describe_fields(kind)}
 ]
 
 
@@ -438,7 +439,7 @@ def test_methods_that_average_can_name_a_robust_average(
 
     def noted(rows: Tensor) -> Tensor:
         asked.append(len(rows))
-        return median(rows)
+        return entrywise_median(rows)
 
     monkeypatch.setitem(ROBUST, "median", noted)
     small_federation(tiny(name, average="median"), clients=2, models="small-mlp").step()
@@ -467,14 +468,14 @@ def test_a_median_is_not_moved_by_one_client() -> None:
     honest, beside = (
         small_federation(tiny("fedavg", average="median"), models="small-mlp") for _ in range(2)
     )
-    arrive = beside.engine.arrived
+    arrive = beside.engine.receive_answer
 
     def lying(answer: Any, method: str, client: int, sent: Any) -> Any:
         if client == 2 and method == "client_update":
             answer = {n: 9 * v if v.is_floating_point() else v for n, v in answer.items()}
         return arrive(answer, method, client, sent)
 
-    beside.engine.arrived = lying  # type: ignore[method-assign]
+    beside.engine.receive_answer = lying  # type: ignore[method-assign]
     found = [run.step().server["global"] for run in (honest, beside)]
     before, after = (
         run.server.model.get_parameter("head.weight").norm() for run in (honest, beside)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from barter import Experiment
 from barter.algorithms import FedGH, FedTGP, LGFedAvg, fedproto, fedtgp
 from barter.algorithms.feddistill import Register
-from barter.algorithms.feddistill import loss as distilled
+from barter.algorithms.feddistill import feddistill_loss as distilled
 from barter.algorithms.fedproto import Follower
 from barter.algorithms.one_width import HeadClient, HeadServer
 from barter.core import seeds
@@ -26,8 +26,8 @@ from barter.core.model import Classifier
 from barter.core.nodes import Client
 from barter.data.partition import Classes
 from barter.data.task import Data
-from barter.ops.heads import head_state, put_on
-from barter.ops.prototypes import ByClass, class_means, joined, mean_of
+from barter.ops.heads import head_state, load_head
+from barter.ops.prototypes import ByClass, class_means, concatenate_tables, mean_table
 from barter.testing.conformance import few_digits
 from tests.conftest import federation, perceptrons, same, small_federation, tiny
 
@@ -50,7 +50,7 @@ def test_fedprotos_loss_by_hand() -> None:
     x = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)  # features (1, 0)
     prototypes, known = torch.tensor([[0.0, 2.0], [0.0, 0.0]]), torch.tensor([1.0, 0.0])
     rest = prototypes, known
-    of = [float(fedproto.loss(Pixels(), 3.0, x, torch.tensor([y]), *rest)) for y in (0, 1)]
+    of = [float(fedproto.fedproto_loss(Pixels(), 3.0, x, torch.tensor([y]), *rest)) for y in (0, 1)]
     assert of[0] == pytest.approx(math.log(2) + 3 * (1 + 4) / 2)
     assert of[1] == pytest.approx(math.log(2)), "a class without a prototype pulls nowhere"
 
@@ -137,7 +137,7 @@ def test_fedprotos_clients_get_the_mean_of_all() -> None:
     experiment = federation(tiny("fedproto"))
     (_,) = experiment.rounds(1)
     clients = [cast(Follower, c) for c in experiment.engine.clients.values()]
-    whole = mean_of([mean_features(client) for client in clients])
+    whole = mean_table([mean_features(client) for client in clients])
     for client in clients:
         assert torch.equal(client.prototypes[0]["classes"], whole["classes"])
         assert torch.allclose(client.prototypes[0]["vectors"], whole["vectors"], atol=1e-5)
@@ -292,7 +292,7 @@ def test_networks_are_judged_with_their_own_head_and_with_the_shared_one(name: s
     for k, client in experiment.engine.clients.items():
         assert same(cast(HeadClient, client).head, shared), "who did not take part has it too"
         by_shared = copy.deepcopy(client.model)
-        put_on(by_shared, shared)
+        load_head(by_shared, shared)
         for test, data in client.tests.items():
             assert record.clients[k][test] == accuracy(client.model, data)
             assert record.clients[k][f"shared_{test}"] == accuracy(by_shared, data)
@@ -341,7 +341,7 @@ def test_fedghs_head_by_hand() -> None:
         "classes": torch.tensor([0, 1]),
         "vectors": torch.tensor([[1.0, 0.0], [0.0, 2.0]]),
     }
-    head = FedGH(features=2, server_epochs=1, server_lr=0.5).generalised(server, table)
+    head = FedGH(features=2, server_epochs=1, server_lr=0.5).train_head(server, table)
     # Both classes are thought equally likely, so that the slope of a row is the mean of ±1/2 times the vectors.
     assert head["weight"].tolist() == [[0.125, -0.25], [-0.125, 0.25]]
     assert head["bias"].tolist() == [0.0, 0.0]
@@ -378,7 +378,7 @@ def test_fedghs_head_knows_what_an_average_of_heads_does_not() -> None:
     (_,) = experiment.rounds(1)
     clients = list(experiment.engine.clients.values())
     prototypes, heads = (
-        joined(mean_features(client) for client in clients),
+        concatenate_tables(mean_features(client) for client in clients),
         [head_state(c.model) for c in clients],
     )
 
@@ -398,11 +398,13 @@ def on_a_line(*places: float) -> ByClass:
 
 
 def test_fedtgps_margin_by_hand() -> None:
-    assert float(fedtgp.margin(on_a_line(0.0, 3.0, 4.0), 100.0)) == 3.0, (
+    assert float(fedtgp.prototype_margin(on_a_line(0.0, 3.0, 4.0), 100.0)) == 3.0, (
         "the loneliest class has a neighbour at 3"
     )
-    assert float(fedtgp.margin(on_a_line(0.0, 3.0, 4.0), 2.0)) == 2.0
-    assert float(fedtgp.margin(on_a_line(5.0), 100.0)) == 0.0, "a single class has no neighbour"
+    assert float(fedtgp.prototype_margin(on_a_line(0.0, 3.0, 4.0), 2.0)) == 2.0
+    assert float(fedtgp.prototype_margin(on_a_line(5.0), 100.0)) == 0.0, (
+        "a single class has no neighbour"
+    )
 
 
 def test_fedtgps_loss_by_hand() -> None:
@@ -410,7 +412,7 @@ def test_fedtgps_loss_by_hand() -> None:
         def forward(self) -> Tensor:
             return torch.tensor([[0.0, 0.0], [3.0, 4.0]])
 
-    value = fedtgp.loss(Fixed(2, 2), torch.zeros(1, 2), torch.tensor([0]), torch.tensor(1.5))
+    value = fedtgp.fedtgp_loss(Fixed(2, 2), torch.zeros(1, 2), torch.tensor([0]), torch.tensor(1.5))
     assert float(value) == pytest.approx(math.log(1 + math.exp(1.5 - 5.0)), rel=1e-5), (
         "0 + 1.5 against 5"
     )
@@ -420,7 +422,9 @@ def separation(server: fedtgp.Prototypist, **changes: Any) -> float:
     tables = {0: on_a_line(0.0, 2.0), 1: on_a_line(1.0, 3.0)}  # means at 1/2 and 5/2
     algorithm = FedTGP(features=8, server_epochs=300, server_lr=0.03, **changes)
     with seeds.scope(0, "learnt"):
-        one, other = algorithm.gathered(server, Replies(tables, {0: 1, 1: 1}, {}))["vectors"]
+        one, other = algorithm.merge_prototypes(server, Replies(tables, {0: 1, 1: 1}, {}))[
+            "vectors"
+        ]
     return float((one - other).norm())
 
 

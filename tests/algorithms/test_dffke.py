@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from barter import DFFKE, Classifier
-from barter.algorithms.dffke import review_loss, shown
+from barter.algorithms.dffke import augment_and_resize, review_loss
 from barter.core.images import Augment, Spec
 from barter.ops.docking import docking_loss
-from barter.ops.inversion import CodeBatch, Terms, Viewer, discrepancy, drawn_loss
+from barter.ops.inversion import CodeBatch, Terms, Viewer, decoded_inversion_loss, discrepancy
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -91,7 +91,7 @@ def decoder_loss(*clients: int, **terms: Any) -> tuple[Tensor, Tensor, Fixed]:
     )
     decoder: Any = Fixed()
     others = tuple(Linear(OTHER, B) for _ in clients)
-    loss, bare = drawn_loss(decoder, SPEC, viewers, others, Terms(**terms), batch)
+    loss, bare = decoded_inversion_loss(decoder, SPEC, viewers, others, Terms(**terms), batch)
     return loss, bare, decoder
 
 
@@ -212,7 +212,7 @@ def test_a_student_sees_transfer_images_augmented() -> None:
     assert abs(possible[0] - possible[1]) > 0.05
     torch.manual_seed(0)
     images, logits = torch.tensor([[[[0.3, -0.2]]]]), torch.tensor(target).float()
-    seen = [model.features(shown(SPEC, Augment(flip=True), images)) for _ in range(40)]
+    seen = [model.features(augment_and_resize(SPEC, Augment(flip=True), images)) for _ in range(40)]
     losses = [DFFKE().exchange_loss(model, features, logits).item() for features in seen]
     mirrored = [abs(loss - possible[1]) < 1e-5 for loss in losses]
     assert all(

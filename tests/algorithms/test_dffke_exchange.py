@@ -16,12 +16,12 @@ from torch import Tensor
 
 from barter import DFFKE, Classifier, Experiment, Local
 from barter.algorithms import dffke
-from barter.algorithms.dffke import Hub, Trader, shown
+from barter.algorithms.dffke import Hub, Trader, augment_and_resize
 from barter.core.images import Augment, Images, Spec
 from barter.core.payload import isolate, nbytes
 from barter.ops.fit import Trainer
-from barter.ops.inversion import drawn_loss
-from barter.ops.transfer import Lesson, heard
+from barter.ops.inversion import decoded_inversion_loss
+from barter.ops.transfer import Lesson, distribute_lessons
 from tests.conftest import TINY, federation, perceptrons, same, state, tiny
 
 
@@ -47,9 +47,9 @@ def watched(
 
     def noted(spec: Spec, augment: Augment, images: Tensor) -> Tensor:
         augments.add(augment)
-        return shown(spec, augment, images)
+        return augment_and_resize(spec, augment, images)
 
-    monkeypatch.setattr(dffke, "shown", noted)
+    monkeypatch.setattr(dffke, "augment_and_resize", noted)
     experiment = federation(
         Watched(**{**TINY["dffke"], **changes}), clients=clients, models="small-mlp"
     )
@@ -159,11 +159,11 @@ def test_one_peer_is_one_lesson_and_another_over_rounds(monkeypatch: pytest.Monk
 def test_each_hears_so_many_others_in_order(ids: list[int], peers: int | None, seed: int) -> None:
     torch.manual_seed(seed)
     lessons: dict[int, Lesson] = {i: [] for i in sorted(ids)}
-    for k, others in heard(lessons, peers).items():
+    for k, others in distribute_lessons(lessons, peers).items():
         assert list(others) == sorted(set(others) - {k})
         assert all(others[i] is lessons[i] for i in others)
         assert len(others) == (len(ids) - 1 if peers is None else min(peers, len(ids) - 1))
-    assert heard(lessons, peers).keys() == lessons.keys()
+    assert distribute_lessons(lessons, peers).keys() == lessons.keys()
 
 
 @pytest.mark.parametrize("warm", [True, False])
@@ -175,9 +175,9 @@ def test_a_warm_decoder_starts_where_the_last_rounds_ended(
     def noted(decoder: Any, *arguments: Any) -> Any:
         if len(starts) < experiment.round + 1:
             starts.append(isolate(dict(decoder.state_dict())))
-        return drawn_loss(decoder, *arguments)
+        return decoded_inversion_loss(decoder, *arguments)
 
-    monkeypatch.setattr("barter.ops.inversion.drawn_loss", noted)
+    monkeypatch.setattr("barter.ops.inversion.decoded_inversion_loss", noted)
     experiment = perceptrons(tiny("dffke", warm_decoder=warm, transfer="decoder"))
     list(experiment.rounds(3))
     assert isinstance(experiment.server, Hub)

@@ -16,7 +16,7 @@ from barter.data.task import Data
 from barter.models.generators import Decoder
 from barter.ops.docking import unify
 from barter.ops.fit import adam
-from barter.ops.transfer import draw, review, to_half
+from barter.ops.transfer import sample_review, to_half, transfer_images
 from barter.setup.config import resolve
 from barter.testing.conformance import few_digits
 from tests.conftest import TINY, federation, perceptrons, tiny
@@ -130,7 +130,7 @@ def test_review_takes_as_much_of_the_past_as_there_is_fresh() -> None:
                 )
                 assert int(targets["index"].max()) < sizes[targets["round"]]
     assert [targets["round"] for targets in lessons[0]] == [3, 1, 2], "some of every round before"
-    everything = review(client.buffer[:-1], client.id, 10**6)
+    everything = sample_review(client.buffer[:-1], client.id, 10**6)
     assert [part.tolist() for _, _, part in everything if part is not None] == 2 * [
         list(range(sizes[1]))
     ]
@@ -197,9 +197,11 @@ def test_statistics_take_the_place_of_embeddings_and_images() -> None:
     gaussians = sum(nbytes(model) for model in entry["gaussians"].values())
     assert records[1].bytes["learn"]["up"] == half + gaussians + 3 * 8
     for teacher in clients:
-        images = [draw(c, entry, teacher, entry["codes"][teacher]) for c in clients.values()]
+        images = [
+            transfer_images(c, entry, teacher, entry["codes"][teacher]) for c in clients.values()
+        ]
         assert all(torch.equal(images[0], other) for other in images), "everybody sees the same"
-        some = draw(clients[0], entry, teacher, entry["codes"][teacher][1:3])
+        some = transfer_images(clients[0], entry, teacher, entry["codes"][teacher][1:3])
         assert torch.allclose(some, images[0][1:3], atol=1e-5), "whatever part is decoded"
 
 

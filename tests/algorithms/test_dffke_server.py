@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from barter.algorithms.dffke import Hub
 from barter.core.images import Spec
-from barter.models.generators import Decoder, resized
+from barter.models.generators import Decoder, resize_images
 from barter.ops.docking import unify
 from barter.ops.fit import Trainer, adam
 from barter.ops.inversion import Schedule, Terms, Viewer, fit_decoder
-from barter.ops.statistics import whitening
-from barter.ops.views import number
+from barter.ops.statistics import whitening_transform
+from barter.ops.views import count_views
 from tests.conftest import federation, same, tiny
 
 
@@ -25,7 +25,7 @@ def test_the_decoder_draws_32_pixels_and_is_resized_from_there() -> None:
         decoder = Decoder(16, spec)
         images = decoder(torch.randn(2, 1, 16))
         assert images.shape == (2, 3, drawn, drawn)
-        assert resized(images, spec).shape == (2, 3, side, side)
+        assert resize_images(images, spec).shape == (2, 3, side, side)
     parameters = {
         code: sum(
             p.numel()
@@ -39,11 +39,11 @@ def test_the_decoder_draws_32_pixels_and_is_resized_from_there() -> None:
 def test_a_restored_decoder_draws_the_same() -> None:
     spec = Spec(1, 16, 16, 10, (0.5,), (0.5,))
     for parts in (0, 2):
-        decoder, views = Decoder(16, spec, parts), number(parts)
+        decoder, views = Decoder(16, spec, parts), count_views(parts)
         decoder(torch.randn(20, views, 16))
         codes = torch.randn(5, views, 16)
         state = {name: tensor.clone().contiguous() for name, tensor in decoder.state_dict().items()}
-        assert torch.equal(Decoder.restored(state, spec, parts)(codes), decoder.eval()(codes))
+        assert torch.equal(Decoder.from_state(state, spec, parts)(codes), decoder.eval()(codes))
 
 
 @pytest.mark.parametrize(("side", "parts"), [(32, 2), (32, 4), (28, 3), (20, 3)])
@@ -51,13 +51,13 @@ def test_the_code_of_a_part_tells_the_decoder_of_its_own_place(side: int, parts:
     """Each part's code goes to what the convolutions start from in its cell alone, and to all of the cell."""
     decoder = Decoder(4, Spec(1, side, side, 10, (0.5,), (0.5,)), parts)
     plain, told = decoder.part(torch.zeros(1, parts**2, 4)), side // 4
-    empty = decoder.placed(plain)
+    empty = decoder.arrange_tiles(plain)
     assert empty.shape == (1, 128, told, told)
     for row in range(parts):
         for column in range(parts):
             tiles = plain.clone()
             tiles[0, row * parts + column] += 1.0
-            touched = (decoder.placed(tiles) - empty)[0].amax(0) > 1e-6
+            touched = (decoder.arrange_tiles(tiles) - empty)[0].amax(0) > 1e-6
             low, high = (torch.tensor([row, column]) + torch.tensor([[0], [1]])) * told / parts
             inside = torch.zeros(told, told, dtype=torch.bool)
             inside[
@@ -114,7 +114,9 @@ def test_docking_layers_make_exactly_the_codes_and_are_kept_as_trained(whiten: f
         assert same(kept[k], plain[k])
         assert same(dict(z[k].state_dict()), kept[k]) == (whiten == 0)
     if whiten:
-        mean, matrix = whitening(torch.cat(list(unwhitened.values())).flatten(0, 1), whiten)
+        mean, matrix = whitening_transform(
+            torch.cat(list(unwhitened.values())).flatten(0, 1), whiten
+        )
         for k in embeddings:
             assert torch.allclose(codes[k], (unwhitened[k] - mean) @ matrix, atol=1e-4)
 

@@ -13,12 +13,12 @@ from barter.algorithms.dfrd import (
     DFRD,
     Codes,
     Ensemble,
-    as_averaged,
-    excess,
+    embedding_excess,
     label_weights,
-    moved,
-    transferability,
-    useful,
+    moving_average,
+    transferability_loss,
+    use_average,
+    usefulness,
 )
 from barter.core.evaluation import accuracy
 from barter.core.images import Spec
@@ -27,7 +27,7 @@ from barter.core.record import Round
 from barter.engines.local import LocalEngine
 from barter.models.generators import Merge, MergeGenerator
 from barter.ops.fit import Trainer, adam, fit, sgd
-from barter.ops.synthesis import assembled, diversity, fidelity, shown
+from barter.ops.synthesis import build_ensemble, diversity, fidelity, to_network_input
 from tests.conftest import federation, same, tiny
 
 
@@ -51,7 +51,7 @@ def test_transferability_by_hand(over: str, size: int) -> None:
     )  # KL(student ‖ ensemble): the direction of the authors' code
     divergence = (p * np.log(p / q)).sum(1)
     chosen = torch.tensor([1.0, 0.0])
-    value = transferability(torch.tensor(E), torch.tensor(F), chosen, 10.0, over)
+    value = transferability_loss(torch.tensor(E), torch.tensor(F), chosen, 10.0, over)
     assert value.item() == pytest.approx(-divergence[0] / size)
     other = (q * np.log(q / p)).sum(1)
     assert value.item() != pytest.approx(-other[0] / size)
@@ -60,7 +60,7 @@ def test_transferability_by_hand(over: str, size: int) -> None:
 @pytest.mark.parametrize("over", ["batch", "chosen"])
 def test_where_no_sample_satisfies_the_rule_transferability_is_zero(over: str) -> None:
     ensemble = torch.tensor(E, requires_grad=True)
-    value = transferability(ensemble, torch.tensor(F), torch.zeros(2), 10.0, over)
+    value = transferability_loss(ensemble, torch.tensor(F), torch.zeros(2), 10.0, over)
     value.backward()
     assert value.item() == 0
     assert ensemble.grad is not None
@@ -72,9 +72,9 @@ def test_the_rules_by_hand() -> None:
     ensemble = torch.eye(3)[[0, 0, 1, 1, 1]]
     student = torch.eye(3)[[0, 1, 0, 1, 2]]
     y = torch.zeros(5, dtype=torch.long)
-    assert useful(ensemble, student, y, "student-wrong").tolist() == [0, 1, 0, 0, 0]
-    assert useful(ensemble, student, y, "differ").tolist() == [0, 1, 1, 0, 1]
-    assert useful(ensemble, student, y, "all").tolist() == [1] * 5
+    assert usefulness(ensemble, student, y, "student-wrong").tolist() == [0, 1, 0, 0, 0]
+    assert usefulness(ensemble, student, y, "differ").tolist() == [0, 1, 1, 0, 1]
+    assert usefulness(ensemble, student, y, "all").tolist() == [1] * 5
 
 
 def test_fidelity_diversity_and_excess_by_hand() -> None:
@@ -86,7 +86,7 @@ def test_fidelity_diversity_and_excess_by_hand() -> None:
     assert diversity(x, h).item() == pytest.approx(np.exp(-(2 * 2 * 9) / 4), rel=1e-4)
     # Lengths 5 and 1 where γ √d is 2: only the first is in excess.
     names = torch.tensor([[3.0, 4.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
-    assert excess(names, 1.0).item() == pytest.approx((5 - 2) / 2)
+    assert embedding_excess(names, 1.0).item() == pytest.approx((5 - 2) / 2)
 
 
 def test_weights_and_labels_by_hand() -> None:
@@ -120,7 +120,7 @@ def test_the_slow_generator_by_hand() -> None:
         {"w": torch.tensor([4.0]), "n": torch.tensor(1)},
         {"w": torch.tensor([8.0]), "n": torch.tensor(2)},
     )
-    later = moved(slow, now, 0.75)
+    later = moving_average(slow, now, 0.75)
     assert later["w"].item() == 5.0
     assert later["n"].item() == 2
 
@@ -151,8 +151,8 @@ def test_the_generator_has_the_parameters_of_the_authors() -> None:
 @pytest.mark.parametrize("side", [8, 16, 32])
 def test_images_drawn_by_matrix_products_are_those_of_the_layers(side: int) -> None:
     generator = MergeGenerator(spec(side), 8)
-    h = generator.merged(torch.randn(3, 8), torch.tensor([1, 2, 3]))
-    assert torch.allclose(generator.drawn(h), generator.body(h[:, :, None, None]), atol=1e-5)
+    h = generator.merge_inputs(torch.randn(3, 8), torch.tensor([1, 2, 3]))
+    assert torch.allclose(generator.generate(h), generator.body(h[:, :, None, None]), atol=1e-5)
 
 
 @pytest.mark.parametrize("merge", get_args(Merge))
@@ -168,7 +168,7 @@ def test_the_merge_operators_by_hand(merge: Merge) -> None:
         "ncat": [2.0, 3.0, 0.0, 1.0, 0.0],
         "none": [2.0, 3.0],
     }
-    assert generator.merged(z, y).tolist() == [expected[merge]]
+    assert generator.merge_inputs(z, y).tolist() == [expected[merge]]
     assert (generator.names is None) == (merge in ("ncat", "none"))
 
 
@@ -215,7 +215,7 @@ def test_images_are_what_a_client_was_trained_on_though_it_sees_its_class_in_eve
     loss = partial(algorithm.generator_loss, generator, ensemble, other, task)  # type: ignore[arg-type]
     for _ in range(60):
         trainer.step(loss, torch.randn(30, 8), y, tau[:, y])
-    x = shown(generator(torch.randn(30, 8), y), task, "matched")
+    x = to_network_input(generator(torch.randn(30, 8), y), task, "matched")
     assert (ensemble(x, tau[:, y]).argmax(1) == y).float().mean() > 0.9, (
         "the clients see the labels either way"
     )
@@ -232,18 +232,20 @@ def test_the_generators_loss_is_the_sum_of_its_terms() -> None:
     told = Halves(2, [0.5, -0.5], 0.1, [[0.0] * 3, [0.0] * 3])  # has no opinion, but statistics
     ensemble = Ensemble([Fixed(E), told])  # type: ignore[list-item]
     value = algorithm.generator_loss(generator, ensemble, Fixed(F), task, z, y, torch.ones(2, 2))  # type: ignore[arg-type]
-    h = generator.merged(z, y)
-    s = shown(generator.drawn(h), task, "matched")
+    h = generator.merge_inputs(z, y)
+    s = to_network_input(generator.generate(h), task, "matched")
     names = generator.names(y) if generator.names is not None else torch.zeros(2, 4)
     # The ensemble names both rightly, the student only the second.
     chosen = torch.tensor([1.0, 0.0])
     parts = [
         fidelity(torch.tensor(E).float(), y),
         0.5
-        * transferability(torch.tensor(E).float(), torch.tensor(F).float(), chosen, 10.0, "batch"),
+        * transferability_loss(
+            torch.tensor(E).float(), torch.tensor(F).float(), chosen, 10.0, "batch"
+        ),
         2.0 * diversity(s, h),
-        0.2 * ensemble.inspected(s, torch.ones(2, 2))[1],
-        3.0 * excess(names, 0.1),
+        0.2 * ensemble.logits_and_distance(s, torch.ones(2, 2))[1],
+        3.0 * embedding_excess(names, 0.1),
     ]
     assert value.item() == pytest.approx(sum(part.item() for part in parts), rel=1e-5)
     assert all(part.item() != 0 for part in parts)
@@ -399,7 +401,7 @@ def test_fine_tuning_mends_what_averaging_broke() -> None:
     server.model.load_state_dict({at: (w + weights[1][at]) / 2 for at, w in weights[0].items()})
     server.averaged = isolate(dict(server.model.state_dict()))
     tau, p = label_weights(torch.ones(2, 10), 0.0)
-    ensemble, (generator, _) = assembled(server, weights), algorithm.recalled(server)
+    ensemble, (generator, _) = build_ensemble(server, weights), algorithm.load_generators(server)
     algorithm.play(server, generator, None, ensemble, tau, p)
     algorithm.judge(server, generator, ensemble, tau, p)
     assert experiment.test is not None
@@ -419,7 +421,7 @@ def test_the_record_has_the_average_beside_what_was_made_of_it() -> None:
     assert first.server["averaged"] != first.server["global"]
     server: Any = experiment.server
     before = isolate(dict(server.model.state_dict()))
-    with as_averaged(server):
+    with use_average(server):
         assert experiment.test is not None
         assert accuracy(server.model, experiment.test) == last.server["averaged"]
         assert not same(before, dict(server.model.state_dict()))

@@ -23,8 +23,8 @@ from barter.data.partition import Classes
 from barter.engines.local import LocalEngine
 from barter.models.generators import Decoder
 from barter.ops.ensemble import class_shares
-from barter.ops.statistics import compared
-from barter.ops.synthesis import Artist, Ensemble, diversity, named, painted
+from barter.ops.statistics import compare_statistics
+from barter.ops.synthesis import Artist, Ensemble, diversity, generate_from_codes, label_codes
 from tests.conftest import federation, same, tiny
 
 SPEC = Spec(1, 8, 8, 2, (0.0,), (1.0,))
@@ -82,14 +82,14 @@ def test_fedftgs_generator_loss_by_hand() -> None:
     generator, z, y = decoder(5), torch.randn(2, 3), torch.tensor([0, 1])
     teachers, model = ensemble(Says(math.log(3), 0.0), Says(0.0, 2.0)), Says(1.0, 1.0)
     weights = torch.tensor([[0.75, 0.0], [0.25, 1.0]])
-    loss = fedftg.hard_samples(generator, teachers, model, SPEC, 3.0, 5.0, z, y, weights)  # type: ignore[arg-type]
+    loss = fedftg.hard_sample_loss(generator, teachers, model, SPEC, 3.0, 5.0, z, y, weights)  # type: ignore[arg-type]
     # Mean absolute gaps of logits: the first client's are log 3 - 1 and 1, the second's 1 and 1.
     first = (math.log(3) - 1 + 1) / 2
     gap = (0.75 * first + 0.25 * 1 + 1 * 1) / 2
     # Wrong about class 0: 1 - 3/4 and the second's; about class 1 only the second is asked, who knows it.
     second = math.log(1 + math.exp(2)), math.log(1 + math.exp(-2))
     faithful = (0.75 * -math.log(0.75) + 0.25 * second[0] + second[1]) / 2
-    x = painted(generator, named(z, y, 2), SPEC)
+    x = generate_from_codes(generator, label_codes(z, y, 2), SPEC)
     expected = 3 * faithful + 5 * diversity(x, z, norm=1).item() - gap
     assert loss.item() == pytest.approx(expected, rel=1e-4)
 
@@ -104,7 +104,7 @@ def test_fedftg_seeks_where_the_average_moves_and_not_where_a_teacher_does() -> 
 
     def slope(teacher: float, student: float) -> float:
         given = ensemble(Says(0.0, 0.0, slope=teacher)), Says(9.0, 9.0, slope=student), SPEC
-        loss = fedftg.hard_samples(generator, *given, 0.0, 0.0, z, y, weights)  # type: ignore[arg-type]
+        loss = fedftg.hard_sample_loss(generator, *given, 0.0, 0.0, z, y, weights)  # type: ignore[arg-type]
         return sum(
             float(g.abs().sum())
             for g in torch.autograd.grad(loss, list(generator.start.parameters()))
@@ -117,7 +117,9 @@ def test_fedftg_seeks_where_the_average_moves_and_not_where_a_teacher_does() -> 
 def test_fedftgs_model_learns_the_weighted_predictions() -> None:
     teachers, model = ensemble(Says(math.log(3), 0.0), Says(0.0, 0.0)), Says(0.0, math.log(4))
     weights, y = torch.tensor([[0.5, 0.0], [0.5, 1.0]]), torch.tensor([0, 1])
-    loss = fedftg.global_loss(decoder(5), teachers, model, SPEC, torch.randn(2, 3), y, weights)  # type: ignore[arg-type]
+    loss = fedftg.ensemble_cross_entropy(
+        decoder(5), teachers, model, SPEC, torch.randn(2, 3), y, weights
+    )  # type: ignore[arg-type]
     # Predictions of class 0: 5/8 of the first image, 1/2 of the second; the model's is 1/5. Summed over classes.
     entropy = [-(p * math.log(0.2) + (1 - p) * math.log(0.8)) for p in (5 / 8, 1 / 2)]
     assert loss.item() == pytest.approx(sum(entropy) / 2, rel=1e-5)
@@ -320,8 +322,8 @@ def test_denses_images_look_inside_like_the_data() -> None:
         teachers = ensemble(experiment.engine.clients[0].model)
         with seeds.scope(0, "draw"):
             algorithm.draw(server, teachers, torch.ones(1, 10), torch.arange(10))
-        with compared(teachers) as found:
-            teachers.said(algorithm.images(server).batch(torch.arange(20)))
+        with compare_statistics(teachers) as found:
+            teachers.logits_by_model(algorithm.images(server).batch(torch.arange(20)))
         return float(sum(found))
 
     assert distance(10.0) < 0.8 * distance(0.0)
@@ -364,7 +366,7 @@ def test_fedzkts_generator_wants_what_its_model_does_not() -> None:
     losses = [
         fedzkt.disagreement(generator, teachers, model, SPEC, sign, z) for sign in (-1.0, 1.0)
     ]  # type: ignore[arg-type]
-    x = painted(generator, z, SPEC)
+    x = generate_from_codes(generator, z, SPEC)
     together = torch.stack([teacher(x) for teacher in teachers.models]).mean(0)
     assert losses[1].item() == pytest.approx(fedzkt.sl_loss(together, model(x)).item(), rel=1e-5), (
         "of mean logits"
@@ -481,7 +483,7 @@ def test_what_fediods_generator_wishes_by_hand() -> None:
     )
 
     def value(*weights: float) -> float:
-        return fediod.wishes(said, known, shares, sizes, 1.0, weights).item()
+        return fediod.generator_logit_loss(said, known, shares, sizes, 1.0, weights).item()
 
     def entropy(p: float) -> float:
         return -p * math.log(p) - (1 - p) * math.log(1 - p)
@@ -527,7 +529,7 @@ def test_fediods_slopes_are_those_of_one_place() -> None:
     said = torch.stack([judge.model.eval()(images) for judge in judges.values()])
     counts = torch.stack([judge.data.class_counts() for judge in judges.values()])
     sizes = counts.sum(1) / counts.sum()
-    whole = fediod.wishes(
+    whole = fediod.generator_logit_loss(
         said, server.model.eval()(images), class_shares(counts), sizes, 1.0, (1.0, 1.0, 10.0, 1.0)
     )
     for size, judge in zip(sizes, judges.values(), strict=True):
@@ -549,7 +551,9 @@ def test_fediods_generator_follows_the_slope() -> None:
     generator, z, slope = decoder(3), torch.randn(4, 3), torch.randn(4, 1, 8, 8)
     loss = fediod.imitation(generator, SPEC, z, slope)
     mine = torch.autograd.grad(loss, list(generator.parameters()))
-    theirs = torch.autograd.grad(painted(generator, z, SPEC), list(generator.parameters()), slope)
+    theirs = torch.autograd.grad(
+        generate_from_codes(generator, z, SPEC), list(generator.parameters()), slope
+    )
     assert all(
         torch.allclose(one, other, atol=1e-5) for one, other in zip(mine, theirs, strict=True)
     )
@@ -613,7 +617,7 @@ def test_fediod_teaches_the_server_all_classes() -> None:
         server = cast(Curator, experiment.server)
         with torch.no_grad():
             z = torch.randn(100, 16, generator=torch.Generator().manual_seed(0))
-            x = painted(decoder_of(server, cast(FedIOD, algorithm)), z, server.spec)
+            x = generate_from_codes(decoder_of(server, cast(FedIOD, algorithm)), z, server.spec)
             p = experiment.engine.clients[0].model.eval()(x).softmax(1).mean(0)
         return record.server["global"], float(-(p * p.log()).sum())
 

@@ -11,13 +11,19 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import nn
 
-from barter.algorithms.fedaf import FedAF, global_loss, interpolated, mean_by_class, symmetric_kl
-from barter.algorithms.feddm import FedDM, at_distance
+from barter.algorithms.fedaf import (
+    FedAF,
+    mean_by_class,
+    mix_with_new_weights,
+    server_loss,
+    symmetric_kl,
+)
+from barter.algorithms.feddm import FedDM, perturb_parameters
 from barter.core.clients import Replies
-from barter.core.images import Augment, Spec, prepared
+from barter.core.images import Augment, Spec, prepare_batch
 from barter.core.record import Round
 from barter.data.task import Data
-from barter.ops.condense import averaging
+from barter.ops.condense import averaging_matrix
 from tests.conftest import federation, same, state, tiny
 from tests.ops.test_condense import Linear
 
@@ -53,12 +59,12 @@ def test_equation_14_by_hand() -> None:
     apart = 0.5 * ((r[[0, 2]] - t) * np.log(r[[0, 2]] / t)).sum(1)
     R = torch.tensor(r).float()
     for known, terms in (([1.0, 1.0, 1.0], apart), ([1.0, 1.0, 0.0], apart[:1])):
-        told = global_loss(model, SPEC, 0.5, 4.0, pixels, labels, R, torch.tensor(known))
+        told = server_loss(model, SPEC, 0.5, 4.0, pixels, labels, R, torch.tensor(known))
         expected = [entropy + 0.5 * terms.mean(), entropy, terms.mean()]
         assert [x.item() for x in told] == pytest.approx(expected, abs=1e-5)
-    plain = global_loss(model, SPEC, 0.0, 4.0, pixels, labels, R, torch.ones(3))
+    plain = server_loss(model, SPEC, 0.0, 4.0, pixels, labels, R, torch.ones(3))
     assert [x.item() for x in plain] == pytest.approx([entropy] * 2, abs=1e-5)
-    nobody = global_loss(model, SPEC, 0.5, 4.0, pixels, labels, R, torch.zeros(3))
+    nobody = server_loss(model, SPEC, 0.5, 4.0, pixels, labels, R, torch.zeros(3))
     assert [x.item() for x in nobody] == pytest.approx([entropy, entropy, 0], abs=1e-5)
 
 
@@ -76,10 +82,10 @@ def test_equation_17() -> None:
     torch.manual_seed(0)
     model: Any = nn.Linear(3, 2)
     w = model.weight.detach().clone()
-    interpolated(1.0, model)
+    mix_with_new_weights(1.0, model)
     assert torch.equal(model.weight, w)
     torch.manual_seed(1)
-    interpolated(0.75, model)
+    mix_with_new_weights(0.75, model)
     torch.manual_seed(1)
     fresh = nn.Linear(3, 2)
     assert torch.allclose(model.weight, 0.75 * w + 0.25 * fresh.weight, atol=1e-6)
@@ -88,7 +94,7 @@ def test_equation_17() -> None:
 def test_feddm_draws_networks_at_a_distance() -> None:
     model: Any = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
     before = nn.utils.parameters_to_vector(model.parameters()).clone()
-    at_distance(5.0, model)
+    perturb_parameters(5.0, model)
     apart = nn.utils.parameters_to_vector(model.parameters()) - before
     assert apart.norm().item() == pytest.approx(5.0, rel=1e-5)
 
@@ -160,8 +166,8 @@ def given_away(client: Any, shared: Any, **changes: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     given = FedAF(ipc=2, steps=30, **changes).condense(client, shared)
     labels = given["classes"].repeat_interleave(given["sizes"])
-    logits = client.model.eval()(prepared(given["images"], client.data.spec, Augment()))
-    return given, (averaging(labels, given["classes"]) @ logits).detach()
+    logits = client.model.eval()(prepare_batch(given["images"], client.data.spec, Augment()))
+    return given, (averaging_matrix(labels, given["classes"]) @ logits).detach()
 
 
 def test_collaboration_draws_what_is_sent_to_what_everybody_has() -> None:
@@ -208,7 +214,11 @@ def test_knowledge_matching_holds_the_model_to_what_it_knew_of_the_originals() -
         FedAF(server_epochs=60, lambda_glob=weight, tau=1.0).train(
             server, Replies(lots, {0: 1}, {})
         )
-        means = server.model.eval()(prepared(images, server.spec, Augment())).view(2, 2, -1).mean(1)
+        means = (
+            server.model.eval()(prepare_batch(images, server.spec, Augment()))
+            .view(2, 2, -1)
+            .mean(1)
+        )
         said = means.softmax(1)
         assert said.argmax(1).tolist() == held.tolist(), "the classes are learnt either way"
         gap[weight] = (said - soft).abs().sum().item()
@@ -241,7 +251,7 @@ def test_images_that_are_all_alike_are_spoken_of() -> None:
     client: Any = experiment.engine.clients[0]
     label = client.data.labels[0].item()
     own = client.data.batch((client.data.labels == label).nonzero()[:, 0])
-    algorithm.look(client, own, torch.full((len(own),), label))
+    algorithm.report_variety(client, own, torch.full((len(own),), label))
     assert client.report["variety"] == pytest.approx(client.report["own_variety"])
     assert client.report["contrast"] == pytest.approx(0, abs=1e-6), "there is one class"
     rounds = [
@@ -249,7 +259,9 @@ def test_images_that_are_all_alike_are_spoken_of() -> None:
         for t in (1, 2)
     ]
     assert algorithm.remarks(rounds) == []
-    algorithm.look(client, own.mean(0) + 0.09 * (own - own.mean(0)), torch.full((len(own),), label))
+    algorithm.report_variety(
+        client, own.mean(0) + 0.09 * (own - own.mean(0)), torch.full((len(own),), label)
+    )
     rounds[1].clients[3].update(client.report)
     (remark,) = algorithm.remarks(rounds)
     assert re.match(

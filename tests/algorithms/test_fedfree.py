@@ -14,13 +14,13 @@ from barter.algorithms.fedfree import (
     Bridge,
     FedFree,
     Layer,
-    change,
     counterpart,
-    credits,
-    entropy,
-    fitted,
+    layer_outputs,
     layers_of,
-    respond,
+    output_changes,
+    relative_change,
+    resize_weight,
+    weight_entropy,
 )
 from barter.core.clients import Replies
 from barter.core.errors import ConfigError, PayloadError
@@ -45,9 +45,11 @@ def layer(weight: Any, bias: Any = None, depth: float = 0.0) -> Layer:
 
 def test_equation_2_by_hand() -> None:
     before, after = layer([[3.0, 0.0]], [4.0]), layer([[3.0, 1.0]], [6.0])
-    assert change(before, after).item() == pytest.approx((1 + 4) / (9 + 16))
-    assert change(layer([[3.0, 4.0]]), layer([[3.0, 9.0]])).item() == pytest.approx(25 / 25)
-    assert torch.isfinite(change(layer([[0.0]]), layer([[1.0]])))
+    assert relative_change(before, after).item() == pytest.approx((1 + 4) / (9 + 16))
+    assert relative_change(layer([[3.0, 4.0]]), layer([[3.0, 9.0]])).item() == pytest.approx(
+        25 / 25
+    )
+    assert torch.isfinite(relative_change(layer([[0.0]]), layer([[1.0]])))
 
 
 def test_only_plain_convolutions_and_linear_layers_are_shared() -> None:
@@ -108,12 +110,12 @@ def test_the_counterpart_is_of_the_same_kind_at_the_nearest_depth() -> None:
 def test_entropies_by_hand() -> None:
     weight = torch.tensor([0.0, 0.1, 0.2, 0.9])  # two bins between the extremes: three and one
     p = np.array([0.75, 0.25])
-    assert entropy(weight, "shannon", 2, 1.5) == pytest.approx(-(p * np.log(p)).sum())
-    assert entropy(weight, "collision", 2, 1.5) == pytest.approx(-np.log((p**2).sum()))
-    assert entropy(weight, "tsallis", 2, 2.0) == pytest.approx(1 - (p**2).sum())
-    assert entropy(weight, "tsallis", 2, 1.5) == pytest.approx((1 - (p**1.5).sum()) / 0.5)
+    assert weight_entropy(weight, "shannon", 2, 1.5) == pytest.approx(-(p * np.log(p)).sum())
+    assert weight_entropy(weight, "collision", 2, 1.5) == pytest.approx(-np.log((p**2).sum()))
+    assert weight_entropy(weight, "tsallis", 2, 2.0) == pytest.approx(1 - (p**2).sum())
+    assert weight_entropy(weight, "tsallis", 2, 1.5) == pytest.approx((1 - (p**1.5).sum()) / 0.5)
     for kind in ("shannon", "collision", "tsallis"):
-        assert entropy(torch.full((9,), 0.3), kind, 8, 1.5) == pytest.approx(0, abs=1e-12)  # type: ignore[arg-type]
+        assert weight_entropy(torch.full((9,), 0.3), kind, 8, 1.5) == pytest.approx(0, abs=1e-12)  # type: ignore[arg-type]
 
 
 def test_the_gain_compares_shapes_whatever_the_scale() -> None:
@@ -126,19 +128,19 @@ def test_the_gain_compares_shapes_whatever_the_scale() -> None:
 
 def test_layers_are_fitted_axis_by_axis_around_the_centre_of_the_kernel() -> None:
     weight = torch.arange(9.0).view(1, 1, 3, 3)
-    larger = fitted(weight, torch.Size([2, 1, 5, 5]), torch.full((2, 1, 5, 5), -1.0))
+    larger = resize_weight(weight, torch.Size([2, 1, 5, 5]), torch.full((2, 1, 5, 5), -1.0))
     assert torch.equal(larger[0, 0, 1:4, 1:4], weight[0, 0])
     assert (larger == -1).sum() == 50 - 9
-    assert fitted(weight, torch.Size([1, 1, 1, 1])).item() == 4
-    assert fitted(torch.tensor([1.0, 2.0, 3.0]), torch.Size([2])).tolist() == [1, 2]
+    assert resize_weight(weight, torch.Size([1, 1, 1, 1])).item() == 4
+    assert resize_weight(torch.tensor([1.0, 2.0, 3.0]), torch.Size([2])).tolist() == [1, 2]
 
 
 def test_equation_7_fills_with_zeros_or_keeps_what_it_does_not_cover() -> None:
     received = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     place = torch.full((2, 3), 9.0)
-    assert FedFree(fill="zero").projected(received, place).tolist() == [[1, 2, 3], [4, 0, 0]]
-    assert FedFree(fill="retain").projected(received, place).tolist() == [[1, 2, 9], [3, 4, 9]]
-    assert FedFree(fill="zero").projected(received, place[:1, :2]).tolist() == [[1, 2]]
+    assert FedFree(fill="zero").fit_to_layer(received, place).tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert FedFree(fill="retain").fit_to_layer(received, place).tolist() == [[1, 2, 9], [3, 4, 9]]
+    assert FedFree(fill="zero").fit_to_layer(received, place[:1, :2]).tolist() == [[1, 2]]
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.booleans())
@@ -154,7 +156,7 @@ def test_in_expectation_the_transfer_is_its_closed_form(
     size = (4000, max(b, d)) if not convolution else (400, max(b, d), 8, 8)
     sampled = method.discrepancy(w, g_bias, teacher, torch.randn(size))
     assert sampled.sum().item() == pytest.approx(
-        method.expected(w, g_bias, teacher).sum().item(), rel=0.15
+        method.expected_discrepancy(w, g_bias, teacher).sum().item(), rel=0.15
     )
 
 
@@ -189,7 +191,7 @@ def test_noise_without_borders() -> None:
     noise = torch.randn(2, 3, 8, 8)
     shifted = torch.roll(noise, (3, 5), (2, 3))
     weight, bias = torch.randn(4, 2, 3, 3), torch.randn(4)
-    one, other = (respond(weight, bias, x) for x in (noise, shifted))
+    one, other = (layer_outputs(weight, bias, x) for x in (noise, shifted))
     assert one.shape == (2 * 64, 4)
     assert torch.allclose(one.sort(0).values, other.sort(0).values, atol=1e-5)
 
@@ -256,7 +258,7 @@ def test_presets_differ_as_the_docstring_says() -> None:
 
 def test_an_output_counts_as_much_as_training_changed_it() -> None:
     before, after = layer([[1.0, 1.0], [2.0, 0.0]]), layer([[1.0, 3.0], [2.0, 0.0]])
-    assert credits(before, after).tolist() == [4.0, 0.0]
+    assert output_changes(before, after).tolist() == [4.0, 0.0]
     teachers = [{**layer([[8.0], [1.0]], [8.0, 1.0]), "credit": torch.tensor([3.0, 0.0])}]
     teachers += [{**layer([[4.0], [2.0]], [4.0, 2.0]), "credit": torch.tensor([1.0, 0.0])}]
     g = layer([[0.0], [5.0]], [0.0, 5.0])
@@ -269,7 +271,7 @@ def test_an_output_counts_as_much_as_training_changed_it() -> None:
     assert half["weight"].tolist() == [[3.5], [5.0]]
     assert FedFree(outputs="all").imitate(g, teachers)["weight"].tolist() == [[6.0], [1.5]]  # type: ignore[arg-type]
     narrow = {**layer([[1.0]]), "credit": torch.tensor([1.0])}
-    parts = FedFree().parts([teachers[0], narrow])  # type: ignore[list-item]
+    parts = FedFree().teacher_weights([teachers[0], narrow])  # type: ignore[list-item]
     assert [part.tolist() for part in parts] == [[0.75, 0.0], [0.25]]
 
 
@@ -359,7 +361,7 @@ def test_layers_are_those_of_the_clients_network() -> None:
     assert isinstance(algorithm, FedFree)
     assert isinstance(server, Bridge)
     one, two, *_ = layers_of(server.architectures[0]())
-    assert algorithm.sound(server, 0, [one, two]) == [one, two]
+    assert algorithm.check_upload(server, 0, [one, two]) == [one, two]
     for bad, said in (
         ({**one, "name": "other"}, "other is not a layer of the client's network"),
         ({**one, "kind": "linear"}, "not a layer of the client's network: linear"),
@@ -367,13 +369,13 @@ def test_layers_are_those_of_the_clients_network() -> None:
         ({**one, "bias": torch.zeros(len(one["weight"]))}, "not a layer"),
     ):
         with pytest.raises(PayloadError, match=said):
-            algorithm.sound(server, 0, [bad])  # type: ignore[list-item]
+            algorithm.check_upload(server, 0, [bad])  # type: ignore[list-item]
     with pytest.raises(PayloadError, match="2 layers, expected at most 2 different ones"):
-        algorithm.sound(server, 0, [one, one])
+        algorithm.check_upload(server, 0, [one, one])
     server.architectures = {}
     huge: Layer = {**one, "weight": torch.zeros(1, 1, 65, 1)}
     with pytest.raises(
         PayloadError, match=r"not a layer of the client's network: conv \(1, 1, 65, 1\)"
     ):
-        algorithm.sound(server, 0, [huge])
-    assert algorithm.sound(server, 0, [one]) == [one]
+        algorithm.check_upload(server, 0, [huge])
+    assert algorithm.check_upload(server, 0, [one]) == [one]

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from barter.algorithms.fedktl import (
     Aligner,
+    AligningServer,
     FedKTL,
-    Teacher,
     alignment,
     arcface,
-    loss,
+    fedktl_loss,
+    local_arcface_loss,
     mmd,
-    own_task,
 )
 from barter.core import seeds
 from barter.core.errors import ConfigError
@@ -28,9 +28,9 @@ from barter.core.images import Spec
 from barter.core.model import Classifier, SplitClassifier
 from barter.core.payload import leaves
 from barter.data.partition import Classes
-from barter.data.sources import load
-from barter.models.framed import FrameHead, framed
-from barter.models.pretrained import drawn, latents, pretrained
+from barter.data.sources import load_dataset
+from barter.models.framed import FrameHead, add_frame_head
+from barter.models.pretrained import generate_pixels, pretrained_generator, sample_latents
 from barter.ops.prototypes import ByClass
 from tests.conftest import Blots, federation, same, state, tiny
 
@@ -61,7 +61,7 @@ def test_corners_are_equally_far_apart() -> None:
         "1, and -1/3 from each other"
     )
     old = nn.Linear(3, 4)
-    network = framed(SplitClassifier(nn.Flatten(), old), 10.0)
+    network = add_frame_head(SplitClassifier(nn.Flatten(), old), 10.0)
     assert torch.equal(cast(Tensor, network.state_dict()["head.weight"]), old.weight), (
         "its projection is the old head"
     )
@@ -83,7 +83,7 @@ def test_the_own_tasks_loss_by_hand() -> None:
 
 def test_the_whole_loss_is_the_own_task_and_the_mean_square() -> None:
     spec = Spec(1, 1, 2, 2, (0.0,), (1.0,))
-    model = framed(SplitClassifier(nn.Flatten(), nn.Linear(2, 2)), 8.0)
+    model = add_frame_head(SplitClassifier(nn.Flatten(), nn.Linear(2, 2)), 8.0)
     projection = nn.Linear(2, 1)
     with torch.no_grad():
         projection.weight.copy_(torch.tensor([[2.0, 0.0]]))
@@ -92,8 +92,8 @@ def test_the_whole_loss_is_the_own_task_and_the_mean_square() -> None:
         1, 1, 1, 2
     )  # features (1, 0), projected to 3
     x = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
-    own = own_task(model, 8.0, 0.5, x, torch.tensor([1]))
-    whole = loss(
+    own = local_arcface_loss(model, 8.0, 0.5, x, torch.tensor([1]))
+    whole = fedktl_loss(
         model, projection, 7.0, spec, 8.0, 0.5, x, torch.tensor([1]), white, torch.tensor([[1.0]])
     )
     assert whole.item() == pytest.approx(own.item() + 7 * 4, rel=1e-5)
@@ -122,17 +122,17 @@ def test_alignment_pulls_to_the_own_centre() -> None:
 
 def test_drawn_images_are_the_clients_kind() -> None:
     code = torch.tensor([[-99.0, 99.0, -99.0, 99.0, 0.0]])  # black on the left, white on the right
-    grey = drawn(Blots(), code, Spec(1, 3, 3, 10, (0.5,), (0.5,)))
+    grey = generate_pixels(Blots(), code, Spec(1, 3, 3, 10, (0.5,), (0.5,)))
     assert grey.tolist() == [[[[0, 128, 255]] * 3]]
-    colour = drawn(Blots(), code.repeat(9, 1), Spec(3, 6, 8, 10, (0.5,) * 3, (0.5,) * 3))
+    colour = generate_pixels(Blots(), code.repeat(9, 1), Spec(3, 6, 8, 10, (0.5,) * 3, (0.5,) * 3))
     assert colour.shape == (9, 3, 6, 8)
     assert torch.equal(colour[0, 0], colour[8, 2])
     assert int(colour[0, 0, 0, 0]) == 0
 
 
 def test_a_generators_own_latent_vectors_are_taken() -> None:
-    assert latents(Shifted(), 3, CPU).unique().tolist() == [2.0]
-    assert latents(Blots(), 3, CPU).shape == (3, 5)
+    assert sample_latents(Shifted(), 3, CPU).unique().tolist() == [2.0]
+    assert sample_latents(Blots(), 3, CPU).shape == (3, 5)
 
 
 def test_without_a_generator_it_is_said_what_one_is(tmp_path: Path) -> None:
@@ -141,16 +141,16 @@ def test_without_a_generator_it_is_said_what_one_is(tmp_path: Path) -> None:
     ):
         list(federation(FedKTL()).rounds(1))
     with pytest.raises(ConfigError, match="generator='nowhere.pt': there is no such file"):
-        pretrained("nowhere.pt", "", CPU)
+        pretrained_generator("nowhere.pt", "", CPU)
     with pytest.raises(ConfigError, match="is a Linear without latent_dim"):
-        pretrained("tests.algorithms.test_fedktl:nameless", "", CPU)
+        pretrained_generator("tests.algorithms.test_fedktl:nameless", "", CPU)
     with pytest.raises(
         ConfigError, match="the generator 'tests.conftest:nobody' cannot be imported"
     ):
-        pretrained("tests.conftest:nobody", "", CPU)
+        pretrained_generator("tests.conftest:nobody", "", CPU)
     (tmp_path / "weights.pt").write_bytes(b"weights")
     with pytest.raises(ConfigError, match="weights.pt' is not TorchScript"):
-        pretrained(str(tmp_path / "weights.pt"), "", CPU)
+        pretrained_generator(str(tmp_path / "weights.pt"), "", CPU)
 
     class ByHand(Classifier):
         feature_dim = 48
@@ -158,7 +158,7 @@ def test_without_a_generator_it_is_said_what_one_is(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="ByHand was split by hand, and its head cannot be replaced"
     ):
-        framed(ByHand(), 64.0)
+        add_frame_head(ByHand(), 64.0)
 
 
 class Painter(nn.Module):
@@ -177,7 +177,7 @@ def test_weights_of_a_generator_that_was_trained_come_from_a_safetensors_file(
     tmp_path: Path,
 ) -> None:
     place, file = "tests.algorithms.test_fedktl:Painter", tmp_path / "painter.safetensors"
-    digits = load("digits").x_train.flatten(1) / 127.5 - 1
+    digits = load_dataset("digits").x_train.flatten(1) / 127.5 - 1
     _, lengths, axes = torch.linalg.svd(digits - digits.mean(0), full_matrices=False)
     trained = (
         axes[:16].T * lengths[:16] / len(digits) ** 0.5
@@ -193,10 +193,10 @@ def test_weights_of_a_generator_that_was_trained_come_from_a_safetensors_file(
 
     assert strangeness(str(file)) < 0.6 < 0.7 < strangeness("")
     with pytest.raises(ConfigError, match="weights='.*blank' are not those of this generator"):
-        pretrained(place, str(tmp_path / "blank"), CPU)
+        pretrained_generator(place, str(tmp_path / "blank"), CPU)
     save_file({"layer.weight": trained.contiguous()}, file)
     with pytest.raises(ConfigError, match="are not those of this generator: .*layer.bias"):
-        pretrained(place, str(file), CPU)
+        pretrained_generator(place, str(file), CPU)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -219,12 +219,12 @@ def finished(rounds: int = 2, clients: int = 2, **changes: Any) -> tuple[Any, li
 
 def test_a_round() -> None:
     experiment, (first, second) = finished(clients=3)
-    server, clients = cast(Teacher, experiment.server), experiment.engine.clients.values()
+    server, clients = cast(AligningServer, experiment.server), experiment.engine.clients.values()
     held = sorted({int(y) for client in clients for y in client.data.labels})
     assert server.known == held, "an image for each class that somebody has"
     (lesson,) = server.lessons
     assert lesson["images"].shape == (len(held), 1, 8, 8)
-    assert torch.equal(lesson["images"], drawn(Blots(), lesson["latents"], server.spec))
+    assert torch.equal(lesson["images"], generate_pixels(Blots(), lesson["latents"], server.spec))
     sent = 3 * 3 * (8 + 4 * 10)  # three classes of each, and where they lie in ten dimensions
     projection = 4 * (48 * 5 + 5)
     assert first.bytes == {"learn": {"up": sent, "down": 0}}
@@ -251,9 +251,11 @@ def test_what_is_sent_is_of_after_training() -> None:
 
 def test_every_round_begins_with_the_same_projection() -> None:
     experiment, _ = finished(1)
-    before = dict(leaves(cast(Teacher, experiment.server).lessons[0]["projection"]))
+    before = dict(leaves(cast(AligningServer, experiment.server).lessons[0]["projection"]))
     list(experiment.rounds(2))
-    assert same(before, dict(leaves(cast(Teacher, experiment.server).lessons[0]["projection"])))
+    assert same(
+        before, dict(leaves(cast(AligningServer, experiment.server).lessons[0]["projection"]))
+    )
 
 
 def test_without_its_term_what_the_generator_draws_does_not_matter() -> None:
@@ -277,7 +279,7 @@ def table() -> ByClass:
 def test_the_server_brings_prototypes_to_where_the_generator_draws_from() -> None:
     def aligned(**changes: Any) -> tuple[float, float]:
         algorithm = FedKTL(generator="tests.algorithms.test_fedktl:Shifted", **changes)
-        server = Teacher(Spec(1, 8, 8, 10, (0.5,), (0.5,)), {}, None, CPU)
+        server = AligningServer(Spec(1, 8, 8, 10, (0.5,), (0.5,)), {}, None, CPU)
         with seeds.scope(0, "server"):
             centres = algorithm.align(server, table())
         aligner = Aligner(10, 5)
@@ -313,7 +315,10 @@ def test_features_and_projection_learn_to_tell_what_images_were_drawn_from(
     def told(mu: float) -> float:
         algorithm = cast(FedKTL, tiny("fedktl", mu=mu))
         client = federation(algorithm).engine.clients[0]
-        images, start = drawn(Blots(), codes, client.data.spec), dict(projection.state_dict())
+        images, start = (
+            generate_pixels(Blots(), codes, client.data.spec),
+            dict(projection.state_dict()),
+        )
         with seeds.scope(0, "learn"):
             algorithm.learn(client, [{"images": images, "latents": codes, "projection": start}])
         features = client.model.eval().features((images.float() / 255 - 0.5) / 0.5)
@@ -332,8 +337,8 @@ def test_the_benchmarks_generator_is_one_that_the_method_takes(tmp_path: Path) -
     square[:, :, 7:21, 7:21] = 0.5
     painter, weights = trained(square, 20), tmp_path / "weights.safetensors"
     save_file(painter.state_dict(), weights)
-    again = pretrained("benchmarks.generator:grey28", str(weights), CPU)
-    codes = latents(again, 20, CPU)
+    again = pretrained_generator("benchmarks.generator:grey28", str(weights), CPU)
+    codes = sample_latents(again, 20, CPU)
     with torch.no_grad():
         assert torch.equal(again(codes), painter(codes))
         first, last = (F.mse_loss(network(codes), square[:20]) for network in (grey28(), painter))

@@ -11,11 +11,11 @@ from torch import Tensor
 from barter.algorithms.fedzge import (
     FedZGE,
     accuracy_by_batch,
+    adversarial_loss,
     distillation,
     diversity,
     equilibrium,
     fidelity,
-    transferability,
 )
 from barter.core.clients import Replies
 from barter.core.evaluation import accuracy
@@ -23,7 +23,7 @@ from barter.core.images import Spec
 from barter.core.payload import leaves
 from barter.core.wire import Wire
 from barter.models.generators import LabelGenerator
-from barter.ops.zeroth import directions
+from barter.ops.zeroth import sample_directions
 from tests.conftest import TINY, federation, perceptrons, same, small_federation, tiny
 
 
@@ -40,7 +40,7 @@ def test_the_losses_by_hand() -> None:
     assert fidelity(ensemble, y).item() == pytest.approx(-np.log(softmax(E)[[0, 1], [0, 1]]).mean())
     p, q = softmax(E / 5), softmax(S / 5)
     divergence = (p * np.log(p / q)).sum(1).mean()
-    assert transferability(ensemble, student, 5.0).item() == pytest.approx(-divergence)
+    assert adversarial_loss(ensemble, student, 5.0).item() == pytest.approx(-divergence)
     mean = softmax(E).mean(0)
     assert equilibrium(ensemble).item() == pytest.approx((mean * np.log(mean)).sum(), abs=1e-6)
     even = torch.zeros(4, 3)
@@ -122,7 +122,7 @@ def test_the_opinion_is_weighted_by_images_or_by_who_knows_a_class() -> None:
     told: Any = {0: {"counts": torch.tensor([30, 0])}, 1: {"counts": torch.tensor([5, 5])}}
     said = torch.tensor([[[1.0, 1.0]], [[5.0, 5.0]]])
     paper = FedZGE.preset("paper")
-    assert paper.opinion(said, paper.shares(answers, told)).tolist() == [[2.0, 2.0]]
+    assert paper.ensemble_logits(said, paper.shares(answers, told)).tolist() == [[2.0, 2.0]]
     sure = torch.tensor(
         [[[np.log(9.0), 0.0]], [[0.0, np.log(3.0)]]]
     )  # probabilities 0.9, 0.1 and 0.25, 0.75
@@ -131,7 +131,7 @@ def test_the_opinion_is_weighted_by_images_or_by_who_knows_a_class() -> None:
         30 / 35 * 0.9 + 5 / 35 * 0.25,
         0.75,
     ]  # of the second class nobody but the second client knows
-    assert own.opinion(sure, own.shares(answers, told)).exp()[0].tolist() == pytest.approx(
+    assert own.ensemble_logits(sure, own.shares(answers, told)).exp()[0].tolist() == pytest.approx(
         mixture, abs=1e-5
     )
 
@@ -146,7 +146,7 @@ def test_images_are_in_the_range_of_the_data_or_of_tanh() -> None:
         (FedZGE(canvas=False), -0.5, 1.5),
         (FedZGE.preset("paper"), -1.0, 1.0),
     ):
-        x, _, _ = algorithm.drawn(server, algorithm.recalled(server), 50)
+        x, _, _ = algorithm.generate_images(server, algorithm.load_generator(server), 50)
         assert x.min() >= least
         assert x.max() <= most
 
@@ -161,7 +161,7 @@ def test_the_estimate_points_down_the_true_gradient(estimator: str) -> None:
     algorithm: Any = FedZGE(
         queries=4000, noise=8, estimator=estimator, frequencies=None, canvas=False
     )  # type: ignore[arg-type]
-    x, z, y = algorithm.drawn(server, algorithm.recalled(server), 6)
+    x, z, y = algorithm.generate_images(server, algorithm.load_generator(server), 6)
     x, shares = x.detach(), torch.full((len(clients), 10), 1 / len(clients))
     loss = partial(algorithm.loss, shares, z, y)
 
@@ -170,7 +170,7 @@ def test_the_estimate_points_down_the_true_gradient(estimator: str) -> None:
 
     model, images = server.model.eval(), x.clone().requires_grad_()
     (exact,) = torch.autograd.grad(loss(said(images), model(images), images), images)
-    u = directions(x, algorithm.queries, "sphere")
+    u = sample_directions(x, algorithm.queries, "sphere")
     with torch.no_grad():
         answers = torch.stack([said(points) for points in (x, *(x + algorithm.eps * u))])
     estimate = algorithm.by_logits if estimator == "logits" else algorithm.by_loss
@@ -190,12 +190,15 @@ def test_what_clients_say_makes_the_generator_better(estimator: str) -> None:
         queries=20, noise=8, estimator=estimator, canvas=False, generator_lr=0.01
     )  # type: ignore[arg-type]
     server: Any = federation(algorithm, models="small-mlp").server
-    shares, generator = torch.full((len(clients), 10), 1 / len(clients)), algorithm.recalled(server)
+    shares, generator = (
+        torch.full((len(clients), 10), 1 / len(clients)),
+        algorithm.load_generator(server),
+    )
     optimizer, found = algorithm.optimizer(server, generator), []
     torch.manual_seed(0)
     for _ in range(30):
-        x, z, y = algorithm.drawn(server, generator, 40)
-        u = directions(x, algorithm.queries, algorithm.direction, algorithm.frequencies)
+        x, z, y = algorithm.generate_images(server, generator, 40)
+        u = sample_directions(x, algorithm.queries, algorithm.direction, algorithm.frequencies)
         with torch.no_grad():
             points = (x, *(x + algorithm.eps * u))
             said = torch.stack([torch.stack([model(p) for model in clients]) for p in points])
@@ -247,7 +250,7 @@ def test_without_queries_canvases_stay_as_they_are() -> None:
     list(experiment.rounds(1))
     server: Any = experiment.server
     algorithm: Any = experiment.algorithm
-    made, _, _ = algorithm.drawn(server, algorithm.recalled(server), 20)
+    made, _, _ = algorithm.generate_images(server, algorithm.load_generator(server), 20)
     assert not server.generator["body.8.weight"].any()
     assert made.std() > 0.5
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from barter.algorithms import FedGen, fedgen
-from barter.algorithms.fedgen import Source
+from barter.algorithms.fedgen import GeneratorServer
 from barter.algorithms.one_width import HeadServer
 from barter.core import seeds
 from barter.core.images import Spec
@@ -77,7 +77,7 @@ def test_the_clients_loss_by_hand() -> None:
     x = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)  # logits (1, 0)
     generator, labels = Table((math.log(3), 0.0), (0.0, math.log(7))), torch.tensor([0])
     rest = x, labels, torch.tensor([1]), torch.tensor(0.5)
-    value = fedgen.loss(Identity(), generator, 3.0, 5.0, *rest)
+    value = fedgen.fedgen_loss(Identity(), generator, 3.0, 5.0, *rest)
     plain = math.log(1 + math.exp(-1))
     made = math.log(1 + 1 / 7)  # a feature of class 1, the only one that is known
     q = 1 / (1 + math.exp(-1))
@@ -96,7 +96,7 @@ def test_answers_to_features_are_targets_and_do_not_move() -> None:
     black = torch.zeros(1, 1, 1, 2)
     rest = black, torch.tensor([0]), torch.tensor([0]), torch.tensor(1.0)
     generator = Table((math.log(3), 0.0), (0.0, 0.0))
-    with_it, without = (fedgen.loss(Tilted(), generator, 0.0, b, *rest) for b in (1.0, 0.0))
+    with_it, without = (fedgen.fedgen_loss(Tilted(), generator, 0.0, b, *rest) for b in (1.0, 0.0))
     (slope,) = torch.autograd.grad(with_it - without, tilt)
     assert torch.allclose(slope, torch.tensor([0.5 - 0.75, 0.5 - 0.25]), atol=1e-6), (
         "its own prediction less the target"
@@ -123,7 +123,9 @@ def test_clients_are_told_the_generator_that_was_trained(monkeypatch: pytest.Mon
     experiment = federation(tiny("fedgen"), partition=Classes(per_client=3))
     experiment.engine.cores = 1
     list(experiment.rounds(1))
-    trained = {at: w.clone() for at, w in cast(Source, experiment.server).generator.items()}
+    trained = {
+        at: w.clone() for at, w in cast(GeneratorServer, experiment.server).generator.items()
+    }
     list(experiment.rounds(2))
     assert [strength for _, _, strength in told] == [1.0] * 3 + [0.98] * 3
     assert told[0][:2] == ({}, []), "there is none in the first round"
@@ -132,7 +134,7 @@ def test_clients_are_told_the_generator_that_was_trained(monkeypatch: pytest.Mon
     for generator, known, _ in told[3:]:
         assert known == held, "labels are of classes that somebody has"
         assert same(generator, trained)
-    assert not same(trained, cast(Source, experiment.server).generator), "it is trained on"
+    assert not same(trained, cast(GeneratorServer, experiment.server).generator), "it is trained on"
 
 
 def test_clients_learn_from_the_generator_they_are_told() -> None:
@@ -160,7 +162,7 @@ def test_without_its_terms_it_is_lgfedavg() -> None:
 
 
 def test_the_generator_believes_those_who_know_a_class() -> None:
-    server = Source(SPEC, {}, None, torch.device("cpu"))
+    server = GeneratorServer(SPEC, {}, None, torch.device("cpu"))
     right = torch.tensor([[4.0, 0.0], [-4.0, 0.0]])
     heads = {
         0: {"weight": right, "bias": torch.zeros(2)},
@@ -173,7 +175,7 @@ def test_the_generator_believes_those_who_know_a_class() -> None:
         )  # each knows one class, and says so of x > 0
     assert server.known == [0, 1]
     assert server.report["generator_loss"] > 0
-    generator = LatentGenerator.restored(server.generator, 2)
+    generator = LatentGenerator.from_state(server.generator, 2)
     drawn = generator(torch.rand(20, 4), torch.arange(20) % 2)
     assert bool((drawn[:, 0] > 0).all()), (
         "the other's opinion of a class it never saw does not count"

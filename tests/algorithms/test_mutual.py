@@ -18,7 +18,7 @@ from barter.core.errors import ConfigError
 from barter.core.images import Spec
 from barter.core.model import Classifier
 from barter.core.payload import nbytes
-from barter.data.sources import load as source
+from barter.data.sources import load_dataset as source
 from tests.conftest import federation, same, tiny
 
 SPEC = Spec(1, 1, 2, 2, (0.0,), (1.0,))
@@ -46,7 +46,7 @@ def kl(p: float, q: float) -> float:
 
 def test_fmls_loss_by_hand_and_each_networks_part() -> None:
     own, shared = Says(0.9), Says(0.4)
-    value = fml.loss(own, shared, 0.25, 0.75, IMAGES, LABELS)
+    value = fml.fml_loss(own, shared, 0.25, 0.75, IMAGES, LABELS)
     mine = -0.25 * math.log(0.9) + 0.75 * kl(0.4, 0.9)
     theirs = -0.75 * math.log(0.4) + 0.25 * kl(0.9, 0.4)
     assert value.item() == pytest.approx(mine + theirs, abs=1e-5)
@@ -135,7 +135,7 @@ def test_fml_says_when_the_word_of_the_shared_network_counts_nothing() -> None:
 def test_fedkds_loss_by_hand_and_where_its_gradients_end() -> None:
     own, shared, translation = Says(0.9, 1.0), Says(0.4, 2.0), nn.Linear(2, 2, bias=False)
     nn.init.eye_(translation.weight)
-    value = fedkd.loss(own, shared, translation, IMAGES, LABELS)
+    value = fedkd.fedkd_loss(own, shared, translation, IMAGES, LABELS)
     task = -math.log(0.9) - math.log(0.4)
     apart = kl(0.4, 0.9) + kl(0.9, 0.4) + 1.0
     assert value.item() == pytest.approx(task + apart / task, abs=1e-5)

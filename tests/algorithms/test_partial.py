@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from barter.algorithms import FedDropout, FedRolex, HeteroFL
-from barter.core.answers import most_bytes, require
+from barter.core.answers import largest_answer, require_valid_answer
 from barter.core.errors import ConfigError, PayloadError
 from barter.core.images import Spec
 from barter.core.payload import nbytes
@@ -124,13 +124,15 @@ def test_nothing_is_measured_where_no_statistics_are_wanted(norm: str, models: s
 def test_statistics_that_cannot_be_are_refused(key: str, wrong: torch.Tensor, message: str) -> None:
     experiment = small_federation(tiny("fedrolex"), models="small-cnn")
     engine, server = experiment.engine, experiment.server
-    known = engine.known(server, 1)  # type: ignore[attr-defined]
+    known = engine.knowledge_of(server, 1)  # type: ignore[attr-defined]
     state = server.model.state_dict()
     answer = {"means": torch.zeros(64), "variances": torch.ones(64)}
-    require(answer, experiment.algorithm, "measure", (state,), known)
-    assert most_bytes(experiment.algorithm, "measure", (state,), known) == 2 * 4 * 64
+    require_valid_answer(answer, experiment.algorithm, "measure", (state,), known)
+    assert largest_answer(experiment.algorithm, "measure", (state,), known) == 2 * 4 * 64
     with pytest.raises(PayloadError, match=f"measure.{key}.*{message}"):
-        require({**answer, key: wrong}, experiment.algorithm, "measure", (state,), known)
+        require_valid_answer(
+            {**answer, key: wrong}, experiment.algorithm, "measure", (state,), known
+        )
 
 
 def moved(name: str, rounds: int) -> torch.Tensor:

@@ -67,7 +67,7 @@ def test_the_gradient_after_a_step_ahead_by_hand() -> None:
         ((white(0), white(1), white(0)), v - alpha * v * sigmoid(w) * sigmoid(-w)),
     ):
         model = OneWeight(w)
-        value = perfedavg.ahead(model, alpha, 1e-2, TWO, Augment(), *batches)
+        value = perfedavg.adaptation_loss(model, alpha, 1e-2, TWO, Augment(), *batches)
         (slope,) = torch.autograd.grad(value, [model.w])
         assert float(slope) == pytest.approx(expected, rel=1e-3)
 
@@ -78,7 +78,7 @@ def test_the_hessian_is_estimated_rightly() -> None:
     model = split(plain(spec)).double()
     images = [torch.randint(256, (20, 1, 8, 8), dtype=torch.uint8) for _ in range(2)]
     batches = [LabelledBatch(pixels, torch.randint(10, (20,))) for pixels in images]
-    x1, x2 = (perfedavg.prepared(pixels, spec, Augment()).double() for pixels in images)
+    x1, x2 = (perfedavg.prepare_batch(pixels, spec, Augment()).double() for pixels in images)
     w = dict(model.named_parameters())
     inner = torch.autograd.grad(
         F.cross_entropy(model(x1), batches[0].labels), list(w.values()), create_graph=True
@@ -88,7 +88,7 @@ def test_the_hessian_is_estimated_rightly() -> None:
     exact = torch.cat([slope.flatten() for slope in torch.autograd.grad(after, list(w.values()))])
     found = []
     for given in ([*batches, batches[0]], batches):
-        value = perfedavg.ahead(model.float(), 0.5, 1e-2, spec, Augment(), *given)
+        value = perfedavg.adaptation_loss(model.float(), 0.5, 1e-2, spec, Augment(), *given)
         found.append(
             torch.cat(
                 [slope.flatten() for slope in torch.autograd.grad(value, list(model.parameters()))]
@@ -113,11 +113,11 @@ def test_without_a_step_ahead_it_trains_as_fedavg_does_on_every_second_batch() -
     torch.manual_seed(3)
     PerFedAvg(alpha=0.0, epochs=1, batch_size=100, lr=0.1).train(client)
     torch.manual_seed(3)
-    batches = perfedavg.several(client.data, 100, 2)
+    batches = perfedavg.batch_groups(client.data, 100, 2)
     for _ in range(8):  # 15 batches, two at a time
         _, (pixels, labels) = next(batches)
         loss = F.cross_entropy(
-            model(perfedavg.prepared(pixels, client.data.spec, Augment())), labels
+            model(perfedavg.prepare_batch(pixels, client.data.spec, Augment())), labels
         )
         slopes = torch.autograd.grad(loss, list(model.parameters()))
         with torch.no_grad():
@@ -195,7 +195,7 @@ def test_perfedavg_finds_a_better_start_than_fedavg(monkeypatch: pytest.MonkeyPa
         model = OneWeight(0.0)
         for _ in range(300):
             values = [
-                perfedavg.ahead(model, alpha, 1e-2, TWO, Augment(), white(k), white(k))
+                perfedavg.adaptation_loss(model, alpha, 1e-2, TWO, Augment(), white(k), white(k))
                 for k in (0, 1)
             ]
             (slope,) = torch.autograd.grad(torch.stack(values).mean(), [model.w])
@@ -234,7 +234,7 @@ def test_layers_are_modules_with_weights() -> None:
         "head.weight",
         "head.bias",
     ]
-    assert pfedla.by_layer(names) == [names[:2], names[2:4], names[4:]]
+    assert pfedla.group_by_layer(names) == [names[:2], names[2:4], names[4:]]
 
 
 def test_models_are_mixed_layer_by_layer() -> None:
@@ -243,7 +243,7 @@ def test_models_are_mixed_layer_by_layer() -> None:
         for x, n in ((1.0, 3), (3.0, 6))
     ]
     alpha = torch.tensor([[0.75, 0.25], [0.0, 1.0]])
-    mix = pfedla.mixed(models, alpha, [["a.w", "a.n"], ["b.w"]])
+    mix = pfedla.mix_layers(models, alpha, [["a.w", "a.n"], ["b.w"]])
     assert torch.equal(mix["a.w"], torch.tensor([1.5, 0.0]))
     assert torch.equal(mix["a.n"], torch.tensor(4)), "counters are rounded"
     assert torch.equal(mix["b.w"], torch.tensor([30.0]))
@@ -266,8 +266,10 @@ def test_a_step_of_a_hypernetwork_by_hand() -> None:
         hyper(own, known), torch.tensor([[2 / 3, 1 / 3]]), atol=1e-6
     )  # of 2 and 1
     dots = torch.tensor([[3.0, 0.0]])  # ⟨θ_j, Δθ⟩: the first model lies where the training went
-    assert float(pfedla.gain(hyper, own, known, dots).detach()) == pytest.approx(-2.0, abs=1e-5)
-    Trainer.of(hyper, sgd(0.3)).step(partial(pfedla.gain, hyper), own, known, dots)
+    assert float(pfedla.direction_loss(hyper, own, known, dots).detach()) == pytest.approx(
+        -2.0, abs=1e-5
+    )
+    Trainer.of(hyper, sgd(0.3)).step(partial(pfedla.direction_loss, hyper), own, known, dots)
     # ∂(3 a / (a + b)) at (2, 1) is (3 · 1, -3 · 2) / 3², and each times the last hidden 2 for the weights.
     moved = torch.tensor([[1.0], [0.5]]) + 0.3 * 2 * torch.tensor([[1 / 3], [-2 / 3]])
     assert torch.allclose(hyper.body[6].weight.detach(), moved, atol=1e-5)

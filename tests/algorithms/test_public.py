@@ -19,7 +19,7 @@ from barter.algorithms.public import PublicDistillation
 from barter.core.clients import Replies
 from barter.core.errors import ConfigError
 from barter.data.partition import Classes
-from barter.data.sources import load
+from barter.data.sources import load_dataset
 from barter.data.task import Data
 from barter.ops.average import average
 from tests.conftest import federation, same, tiny
@@ -96,7 +96,7 @@ def test_fedmds_loss_by_hand() -> None:
 
 
 def test_fedmd_helps_clients_with_few_images() -> None:
-    digits = load("digits")
+    digits = load_dataset("digits")
     few = digits.x_train[:90], digits.y_train[:90], digits.x_test, digits.y_test
 
     def reached(samples: int) -> float:
@@ -119,7 +119,7 @@ def test_fedmd_helps_clients_with_few_images() -> None:
 
 
 def test_labels_of_other_classes_are_refused_where_they_are_needed() -> None:
-    digits = load("digits")
+    digits = load_dataset("digits")
     few = digits.y_train < 3
     data = Data(source=(digits.x_train[few], digits.y_train[few]), public="digits")
     for name in ("fedmd", "mhat"):
@@ -205,13 +205,13 @@ def test_feddf_averages_each_architecture_and_gives_it_to_everybody_who_has_it(
 ) -> None:
     monkeypatch.setattr(feddf, "distil", lambda *args, **kwargs: None)
     updates: list[Replies[Any]] = []
-    whole = FedDF.fused
+    whole = FedDF.fuse_models
 
     def noted(self: FedDF, server: Any, all_of_them: Replies[Any], *rest: Any) -> Any:
         updates.append(all_of_them)
         return whole(self, server, all_of_them, *rest)
 
-    monkeypatch.setattr(FedDF, "fused", noted)
+    monkeypatch.setattr(FedDF, "fuse_models", noted)
     experiment = in_process(tiny("feddf"), models="small-mlp,small-cnn,small-mlp")
     (record,) = experiment.rounds(1)
     (sent, _) = updates

@@ -14,15 +14,15 @@ import torch
 from barter import Experiment
 from barter.attacks import attack as attacking
 from barter.attacks import inversion as inverting
-from barter.attacks.attack import attack
-from barter.attacks.extraction import extracted, predictions
-from barter.attacks.labels import labels as read_labels
-from barter.attacks.labels import prior
+from barter.attacks.attack import run_attacks
+from barter.attacks.extraction import extract_model, find_predictions
+from barter.attacks.labels import estimate_prior
+from barter.attacks.labels import label_attacks as read_labels
 from barter.attacks.measures import share_error
-from barter.attacks.overheard import clients_of, overheard, split_test
+from barter.attacks.overheard import clients_of, collect_uploads, split_test
 from barter.attacks.result import Result
 from barter.cli.app import main
-from barter.compute.threads import threaded
+from barter.compute.threads import limit_threads
 from barter.core import seeds
 from barter.core.errors import ConfigError
 from barter.core.evaluation import predict
@@ -60,7 +60,7 @@ def by_name(results: list[Result], question: str) -> dict[str, dict[str, float]]
 def _little_work() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {
-            "IMAGES": 6,
+            "N_RECONSTRUCTED": 6,
             "PUBLIC": 60,
             "COPIES": 60,
             "EPOCHS": 8,
@@ -78,7 +78,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def attacked(run: Path) -> list[Result]:
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    results, paths = attack(run, 2, Silence())
+    results, paths = run_attacks(run, 2, Silence())
     assert paths == [run / "attack.json", run / "attack.png"]
     assert all(
         path.read_bytes() == before[path]
@@ -116,7 +116,7 @@ def test_what_left_unprotected_gives_images_members_and_labels_away(
 
 def test_what_is_heard_is_what_left(tmp_path: Path, run: Path) -> None:
     bare, hidden = (
-        overheard(Experiment.revisited(folder, unlimited=True))[0]
+        collect_uploads(Experiment.restore(folder, unlimited=True))[0]
         for folder in (
             run,
             made(tmp_path / "run", privacy={"learn.embeddings": "withhold"}, parts=0),
@@ -131,8 +131,8 @@ def test_what_is_heard_is_what_left(tmp_path: Path, run: Path) -> None:
 
 
 def test_heard_networks_are_the_clients_and_rows_belong_to_their_images(run: Path) -> None:
-    experiment = Experiment.revisited(run)
-    told = overheard(experiment)
+    experiment = Experiment.restore(run)
+    told = collect_uploads(experiment)
     for k, client in clients_of(experiment).items():
         network, rows, labels, places = (
             told[k].network,
@@ -151,7 +151,7 @@ def test_heard_networks_are_the_clients_and_rows_belong_to_their_images(run: Pat
 
 
 def test_means_of_classes_are_attacked_as_such(tmp_path: Path) -> None:
-    results, _ = attack(made(tmp_path / "run", privacy=MEANS, parts=0), 0, Silence())
+    results, _ = run_attacks(made(tmp_path / "run", privacy=MEANS, parts=0), 0, Silence())
     pictures, labels = by_name(results, "inversion"), by_name(results, "labels")
     assert "descent from there" not in pictures
     assert pictures["network from embeddings"]["found"] < 0.3
@@ -166,7 +166,7 @@ def test_a_spent_budget_does_not_stop_the_attack(tmp_path: Path) -> None:
             tiny("dffke", parts=0), clients=2, out=tmp_path / "run", privacy=privacy, rounds=1
         ).rounds(1)
     )
-    results, _ = attack(tmp_path / "run", 0, Silence())
+    results, _ = run_attacks(tmp_path / "run", 0, Silence())
     assert by_name(results, "labels")["learn.labels"]["right"] < 0.5
 
 
@@ -182,7 +182,7 @@ def test_a_spent_budget_does_not_stop_the_attack(tmp_path: Path) -> None:
 def test_what_a_method_does_not_tell_is_said(
     tmp_path: Path, name: str, question: str, words: str
 ) -> None:
-    results, paths = attack(made(tmp_path / "run", name), 2, Silence())
+    results, paths = run_attacks(made(tmp_path / "run", name), 2, Silence())
     assert any(words in result.note for result in results if result.question == question)
     assert [path.name for path in paths] == ["attack.json"]
 
@@ -194,23 +194,23 @@ def test_no_attack_takes_more_threads_than_the_run(
 
     def noting(*given: Any) -> Any:
         used.add(torch.get_num_threads())
-        return inverting.inversion(*given)
+        return inverting.inversion_attacks(*given)
 
-    monkeypatch.setattr(attacking, "inversion", noting)
+    monkeypatch.setattr(attacking, "inversion_attacks", noting)
     run = made(tmp_path / "run", "fedavg")
-    with threaded(2):
-        attack(run, 0, Silence())
+    with limit_threads(2):
+        run_attacks(run, 0, Silence())
         assert torch.get_num_threads() == 2
     assert used == {1}
 
 
 def test_counts_tell_all_and_prototypes_which_classes_there_are(tmp_path: Path) -> None:
     run = made(tmp_path / "counts", "fedftg")
-    assert by_name(attack(run, 0, Silence())[0], "labels")["learn.counts"]["distance"] == 0
-    told = attack(made(tmp_path / "means", "fedproto"), 0, Silence())[0]
+    assert by_name(run_attacks(run, 0, Silence())[0], "labels")["learn.counts"]["distance"] == 0
+    told = run_attacks(made(tmp_path / "means", "fedproto"), 0, Silence())[0]
     held = [
         client.data.class_counts()
-        for client in clients_of(Experiment.revisited(tmp_path / "means")).values()
+        for client in clients_of(Experiment.restore(tmp_path / "means")).values()
     ]
     exact = [share_error((counts > 0).long(), counts) for counts in held]
     assert by_name(told, "labels")["learn.classes"]["distance"] == pytest.approx(sum(exact) / 2)
@@ -234,7 +234,7 @@ def test_a_network_that_sees_one_class_everywhere_takes_it_for_frequent() -> Non
             parameter.zero_()
         network.head.bias[3] = 20.0  # type: ignore[union-attr, index]
     even = Images(public.pixels[:10], torch.arange(10), public.spec)
-    shares = prior(network, even)
+    shares = estimate_prior(network, even)
     assert float(shares[3] / shares.sum()) == pytest.approx(1.0, abs=1e-6)
 
 
@@ -256,7 +256,7 @@ def test_runs_on_flower_keep_their_images_elsewhere(run: Path, tmp_path: Path) -
     text = (run / "config.toml").read_text().replace('engine = "local"', 'engine = "flower"')
     (tmp_path / "config.toml").write_text(text)
     with pytest.raises(ConfigError, match="ran on Flower: its clients' images are at their sites"):
-        attack(tmp_path, 0, Silence())
+        run_attacks(tmp_path, 0, Silence())
 
 
 def test_the_command_finds_the_same_again_and_shows_it(
@@ -281,18 +281,18 @@ def test_the_command_finds_the_same_again_and_shows_it(
 
 def test_predictions_are_found_beside_the_images_that_were_asked_about() -> None:
     told = {"ask": {"said": torch.eye(3)[torch.tensor([0, 2, 1, 2])], "counts": torch.zeros(3)}}
-    assert predictions(told, {"ask": (torch.tensor([4, 5, 6]),)}, 3) is None, (
+    assert find_predictions(told, {"ask": (torch.tensor([4, 5, 6]),)}, 3) is None, (
         "three images, four predictions"
     )
-    assert predictions(told, {"other": (torch.tensor([4, 5, 6, 7]),)}, 3) is None
-    found = predictions(told, {"ask": (torch.tensor([4, 5, 6, 7]),)}, 3)
+    assert find_predictions(told, {"other": (torch.tensor([4, 5, 6, 7]),)}, 3) is None
+    found = find_predictions(told, {"ask": (torch.tensor([4, 5, 6, 7]),)}, 3)
     assert found is not None
     assert found[0].tolist() == [4, 5, 6, 7]
     assert found[1].argmax(1).tolist() == [0, 2, 1, 2]
 
 
 def test_a_network_learnt_from_predictions_predicts_alike_elsewhere(run: Path) -> None:
-    experiment = Experiment.revisited(run)
+    experiment = Experiment.restore(run)
     public, others = split_test(experiment)
     client = clients_of(experiment)[0]
     truth = [
@@ -300,7 +300,7 @@ def test_a_network_learnt_from_predictions_predicts_alike_elsewhere(run: Path) -
         for images in (public, others)
     ]
     with seeds.scope(0, "extraction"):
-        network = extracted(client.model, public, torch.arange(len(public)), truth[0])
+        network = extract_model(client.model, public, torch.arange(len(public)), truth[0])
     again = predict(network, others.batch, torch.arange(len(others)))
     assert float((again.argmax(1) == truth[1].argmax(1)).double().mean()) > 0.7
     assert not all(map(torch.equal, network.parameters(), client.model.parameters()))
@@ -319,7 +319,7 @@ def test_who_sends_predictions_alone_is_attacked_by_a_network_learnt_from_them(
     }
     for _ in Experiment(tiny("fedmd"), out=tmp_path / "run", **options).rounds(1):
         pass
-    results, _ = attack(tmp_path / "run", 2, Silence())
+    results, _ = run_attacks(tmp_path / "run", 2, Silence())
     assert by_name(results, "membership").keys() == {
         "loss threshold, network learnt from predictions",
         "RMIA with 2 shadow runs, network learnt from predictions",
@@ -330,8 +330,8 @@ def test_who_sends_predictions_alone_is_attacked_by_a_network_learnt_from_them(
 def test_images_that_are_given_away_are_held_beside_private_ones(tmp_path: Path) -> None:
     """In steps of no length they stay the originals that they started from."""
     folder = made(tmp_path / "run", "feddm", steps=1, image_lr=1e-9, init_images=1)
-    experiment = Experiment.revisited(folder, unlimited=True)
-    told = overheard(experiment)[0]
+    experiment = Experiment.restore(folder, unlimited=True)
+    told = collect_uploads(experiment)[0]
     assert told.network is None
     assert told.given is not None
     data = clients_of(experiment)[0].data
@@ -339,13 +339,13 @@ def test_images_that_are_given_away_are_held_beside_private_ones(tmp_path: Path)
     assert float(torch.cdist(told.given.flatten(1), own).min(1).values.max()) < 0.1, (
         "bytes of originals"
     )
-    results = attack(folder, 0, Silence())[0]
+    results = run_attacks(folder, 0, Silence())[0]
     assert by_name(results, "membership")["nearest of the images given away"]["tpr_0.1%"] > 0
 
 
 def test_numbers_that_tell_nothing_are_not_read_as_classes(run: Path) -> None:
-    experiment = Experiment.revisited(run)
-    told = overheard(experiment)
+    experiment = Experiment.restore(run)
+    told = collect_uploads(experiment)
     told[0].answers["teach"][0]["index"] = torch.arange(10)  # as many places as there are classes
     public, _ = split_test(experiment)
     assert not any(

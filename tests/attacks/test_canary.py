@@ -17,7 +17,7 @@ from barter.core.errors import ConfigError
 from barter.core.nodes import Client, Silence
 from barter.experiment import Experiment
 from barter.privacy import Privacy, mechanisms
-from barter.privacy.account import Gaussian, Sampled, spent
+from barter.privacy.account import GaussianRelease, SampledRelease, composed_epsilon
 from barter.privacy.noise import Seeded
 from tests.conftest import small_federation
 from tests.privacy.test_runs import Telling, Told
@@ -83,12 +83,12 @@ def test_no_guarantee_is_broken(part: str, make: Any) -> None:
 
 def test_epsilon_is_that_of_the_round() -> None:
     bounds = played(rows("gaussian clip=2 noise=3", "response epsilon=0.4"), tries=20)
-    assert bounds["tell.rows"].stated == spent({Gaussian(3.0): 1}, DELTA)
+    assert bounds["tell.rows"].stated == composed_epsilon({GaussianRelease(3.0): 1}, DELTA)
     assert bounds["tell.labels"].stated == pytest.approx(0.4, abs=1e-3)
     both = bounds[TOGETHER].stated
     assert bounds["tell.rows"].stated < both <= bounds["tell.rows"].stated + 0.41
     steps = played(averaging(TRAINING), tries=20, images=5)["training"]
-    assert steps.stated == spent({Sampled(2.0, 0.4): 3}, DELTA)
+    assert steps.stated == composed_epsilon({SampledRelease(2.0, 0.4): 3}, DELTA)
 
 
 def quieter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_a_bound_is_below_what_is_true_and_not_far() -> None:
     at = torch.Generator().manual_seed(0)
     apart = 1.5
     no, yes = (torch.randn(4000, generator=at).double() + shift for shift in (0.0, apart))
-    true = spent({Gaussian(2 / apart): 1}, 0.05)
+    true = composed_epsilon({GaussianRelease(2 / apart): 1}, 0.05)
     proved, hits, alarms = prove_epsilon(no, yes, 0.05)
     assert 0.6 * true < proved < true
     assert hits[0] < hits[1]

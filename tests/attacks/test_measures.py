@@ -7,7 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from barter.attacks.measures import auc, found, psnr, share_error, ssim, true_positives
+from barter.attacks.measures import (
+    auc_with_error,
+    is_nearest_original,
+    psnr,
+    share_error,
+    ssim,
+    true_positive_rate,
+)
 
 
 def flat(*values: float) -> torch.Tensor:
@@ -36,37 +43,40 @@ def test_ssim_of_one_window_by_its_formula() -> None:
 
 def test_an_image_is_found_where_no_other_is_nearer() -> None:
     every = flat(0.0, 0.4, 1.0)
-    assert found(every, torch.tensor([1, 2]), flat(0.5, 0.6)).tolist() == [True, False]
+    assert is_nearest_original(every, torch.tensor([1, 2]), flat(0.5, 0.6)).tolist() == [
+        True,
+        False,
+    ]
 
 
 def test_auc_counts_ties_half() -> None:
     members, others = torch.tensor([3.0, 2.0]), torch.tensor([2.0, 1.0])
-    assert auc(members, others)[0] == 3.5 / 4
-    assert auc(torch.tensor([1.0, 1.0]), torch.tensor([1.0, 1.0]))[0] == 0.5
+    assert auc_with_error(members, others)[0] == 3.5 / 4
+    assert auc_with_error(torch.tensor([1.0, 1.0]), torch.tensor([1.0, 1.0]))[0] == 0.5
 
 
 def test_the_error_of_an_auc_is_hanley_and_mcneils() -> None:
     members, others = torch.arange(100.0), torch.arange(100.0)
-    area, error = auc(members, others)
+    area, error = auc_with_error(members, others)
     assert (area, error) == (0.5, pytest.approx(0.0409, abs=1e-4))
 
 
 def test_true_positives_are_those_above_all_but_a_few_others() -> None:
     others = torch.arange(100.0)
     members = torch.tensor([98.0, 98.5, 99.5, 0.0])
-    assert true_positives(members, others, 0.01) == 0.5  # one of the others may be above
-    assert true_positives(members, others, 0.001) == 0.25  # none
+    assert true_positive_rate(members, others, 0.01) == 0.5  # one of the others may be above
+    assert true_positive_rate(members, others, 0.001) == 0.25  # none
     assert (
-        true_positives(torch.zeros(4), torch.zeros(100), 0.01) == 0.0
+        true_positive_rate(torch.zeros(4), torch.zeros(100), 0.01) == 0.0
     )  # equal scores tell nothing
-    assert true_positives(members, others, 1.0) == 1.0
+    assert true_positive_rate(members, others, 1.0) == 1.0
 
 
 @given(st.lists(st.integers(0, 9), min_size=1), st.lists(st.integers(0, 9), min_size=1))
 def test_auc_changes_sides(members: list[int], others: list[int]) -> None:
     one, other = torch.tensor(members), torch.tensor(others)
-    assert auc(one, other)[0] == pytest.approx(1 - auc(other, one)[0])
-    assert true_positives(one, other, 0.001) <= true_positives(one, other, 0.5)
+    assert auc_with_error(one, other)[0] == pytest.approx(1 - auc_with_error(other, one)[0])
+    assert true_positive_rate(one, other, 0.001) <= true_positive_rate(one, other, 0.5)
 
 
 def test_shares_are_compared_not_counts() -> None:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 import barter.models
 from barter.compute import fused, lanes
-from barter.compute.activations import RELU, activated
-from barter.compute.fused import Norm, fuse
+from barter.compute.activations import RELU, apply_activation
+from barter.compute.fused import FusedNorm, fuse
 from barter.core.images import Spec
-from barter.models.zoo import ZOO, build
+from barter.models.zoo import ZOO, build_network
 from tests.forked import forked, status
 
 cuda = pytest.mark.cuda
@@ -72,7 +72,7 @@ def normalised(
     )
     y.backward(dy)
     theirs, other = x.double().requires_grad_(), r.double().requires_grad_()
-    z = activated(truth(theirs) + other if added else truth(theirs), (act, 0.2))
+    z = apply_activation(truth(theirs) + other if added else truth(theirs), (act, 0.2))
     z.backward(dy.double())
     assert not arrived.any()
     assert norm.num_batches_tracked == truth.num_batches_tracked
@@ -149,7 +149,7 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path, monkeypatch: pytest.Mon
             ),
             (kernels.backward, {"ACT": act, "AFFINE": True, "TRAIN": act != "none"}),
         ]
-    work += [(kernels.max_pool, window), (kernels.max_pool_backward, window)]
+    work += [(kernels.max_pool_forward, window), (kernels.max_pool_backward, window)]
     pointers = {"arrived_ptr": "*i32", "count_ptr": "*i64", "winner_ptr": "*u8"}
     pointers |= dict.fromkeys(["x_ptr", "y_ptr", "dy_ptr", "dx_ptr", "g_ptr", "added_ptr"], "*bf16")
     for kernel, settings in work:
@@ -169,7 +169,7 @@ def test_a_fused_network_is_the_same_network(name: str) -> None:
     side = 64 if name.startswith(("efficient", "google", "vit")) else 32
     spec = Spec(3, side, side, 10, (0.5,) * 3, (0.5,) * 3)
     torch.manual_seed(0)
-    plain = build(name, spec).to(memory_format=LAST)
+    plain = build_network(name, spec).to(memory_format=LAST)
     other = fuse(fuse(copy.deepcopy(plain)))
     assert list(plain.state_dict()) == list(other.state_dict())
     lanes.take_over(other, plain)  # the same tree of modules
@@ -188,7 +188,7 @@ def test_hooks_see_what_they_saw() -> None:
     network[0].register_forward_hook(lambda module, inputs, output: seen.append(output.clone()))
     x = images(8, 4, 3, 3)
     y = fuse(network)(x)
-    assert isinstance(network[0], Norm)
+    assert isinstance(network[0], FusedNorm)
     assert float(seen[0].detach().min()) < 0
     assert torch.equal(y, F.relu(seen[0]))
     assert torch.equal(network[:1](x), seen[0])
@@ -306,7 +306,7 @@ def test_kernels_on_a_gpu(precision: torch.dtype) -> None:
 def test_a_fused_step_is_the_plain_step(name: str) -> None:
     spec = Spec(3, 64, 64, 10, (0.5,) * 3, (0.5,) * 3)
     torch.manual_seed(0)
-    plain = build(name, spec).cuda().to(memory_format=LAST)
+    plain = build_network(name, spec).cuda().to(memory_format=LAST)
     for dropout in [m for m in plain.modules() if isinstance(m, nn.Dropout)]:
         dropout.p = 0.0
     x, y = images(16, 3, 64, 64).cuda(), torch.arange(16, device="cuda") % 10
@@ -320,7 +320,7 @@ def test_a_fused_step_is_the_plain_step(name: str) -> None:
     truth = gradient(copy.deepcopy(plain).double(), torch.float64)
     assert far(mine, truth) < 3 * far(gradient(plain, torch.float32), truth) + 1e-5
     assert fused._launch() is not None
-    norm = Norm(8).cuda()
+    norm = FusedNorm(8).cuda()
     fuse(norm)
     z = norm(images(4, 8, 3, 3).cuda(), act=RELU)
     assert z.grad_fn is not None
@@ -364,12 +364,13 @@ def test_only_the_first_layer_of_a_resnet_goes_by_blocks() -> None:
     spec = Spec(3, 64, 64, 10, (0.5,) * 3, (0.5,) * 3)
     stems = [
         name
-        for name, part in fuse(build("resnet18", spec)).named_modules()
+        for name, part in fuse(build_network("resnet18", spec)).named_modules()
         if isinstance(part, fused._Stem)
     ]
     assert [name.rsplit(".", 1)[-1] for name in stems] == ["conv1"]
     assert not any(
-        isinstance(part, fused._Stem) for part in fuse(build("resnet18-3x3", spec)).modules()
+        isinstance(part, fused._Stem)
+        for part in fuse(build_network("resnet18-3x3", spec)).modules()
     )
     for changed in (
         {"padding_mode": "reflect"},

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from barter.compute import lanes
 from barter.compute.graphs import Captured, Forward
 from barter.compute.lanes import Lane
-from barter.core.evaluation import CHUNK, predict
+from barter.core.evaluation import PREDICT_CHUNK, predict
 
 
 def scaled(model: nn.Module, factor: float, x: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ def lane(monkeypatch: pytest.MonkeyPatch) -> Any:
     lane = SimpleNamespace(
         modules={"kept": kept}, forward=lambda key, make: made.setdefault(key, make()), made=made
     )
-    monkeypatch.setattr(lanes, "current", lambda: lane)
+    monkeypatch.setattr(lanes, "current_lane", lambda: lane)
     return lane
 
 
@@ -65,13 +65,13 @@ def test_a_closure_that_is_not_filled_yet_is_no_obstacle(
         return later(x)  # type: ignore[no-any-return]
 
     assert Forward.of(early) is None
-    monkeypatch.setattr(lanes, "current", lambda: None)
+    monkeypatch.setattr(lanes, "current_lane", lambda: None)
     assert Forward.of(early) is None
     later = lane.modules["kept"]
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("images", [1, CHUNK - 1, CHUNK, 2 * CHUNK + 17])
+@pytest.mark.parametrize("images", [1, PREDICT_CHUNK - 1, PREDICT_CHUNK, 2 * PREDICT_CHUNK + 17])
 def test_predictions_by_a_graph_are_those_without(images: int) -> None:
     device = torch.device("cuda", 0)
     lane = Lane(device, 2**30)

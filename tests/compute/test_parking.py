@@ -8,7 +8,7 @@ from barter.compute.parking import Parking
 from barter.core.errors import ConfigError
 from barter.core.nodes import Client
 from barter.experiment import Experiment
-from barter.setup.hardware import memory_within
+from barter.setup.hardware import limit_memory
 from tests.conftest import federation
 
 
@@ -27,7 +27,7 @@ def test_who_was_not_asked_for_longest_is_parked_first(monkeypatch: pytest.Monke
         client.device = torch.device("meta")  # so that the two places can be told apart
     parking = Parking(clients, limit=400)
     for k in (0, 1, 0, 2):
-        with parking.fetched(clients[k]):
+        with parking.on_device(clients[k]):
             pass
     assert list(parking.sizes) == [0, 2]
     assert moves == [(0, "meta"), (1, "meta"), (2, "meta"), (1, "cpu")]
@@ -38,20 +38,20 @@ def test_who_is_at_work_is_not_parked(monkeypatch: pytest.MonkeyPatch) -> None:
     for client in clients.values():
         client.device = torch.device("meta")
     parking = Parking(clients, limit=300)
-    with parking.fetched(clients[0]):
+    with parking.on_device(clients[0]):
         pass
-    with parking.fetched(clients[0]):  # on the device already, and not asked for longest
-        with parking.fetched(clients[1]):
+    with parking.on_device(clients[0]):  # on the device already, and not asked for longest
+        with parking.on_device(clients[1]):
             pass
         assert moves == [(0, "meta"), (1, "meta"), (1, "cpu")]
     parking.limit = 100
-    with parking.fetched(clients[0]):
+    with parking.on_device(clients[0]):
         pass
     assert moves[3:] == [(0, "cpu")], "a budget too small for one: it leaves when its turn is over"
 
 
 def test_without_a_device_there_is_no_budget() -> None:
-    assert memory_within(torch.device("cpu"), 3.0) == 0
+    assert limit_memory(torch.device("cpu"), 3.0) == 0
 
 
 @pytest.mark.parametrize("value", [0, -1, "much"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from barter.compute import threads
-from barter.compute.threads import free, threaded
+from barter.compute.threads import free_cores, limit_threads
 
 CORES = 4
 
@@ -42,7 +42,7 @@ def others(machine: Path, monkeypatch: pytest.MonkeyPatch, busy: list[int]) -> N
 
 
 def test_as_many_threads_as_free_cores(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert free() == 4
+    assert free_cores() == 4
     for busy, left in (
         ([20, 10, 0, 0], 4),
         ([100, 0, 0, 0], 3),
@@ -50,26 +50,26 @@ def test_as_many_threads_as_free_cores(machine: Path, monkeypatch: pytest.Monkey
         ([100] * 4, 1),
     ):
         others(machine, monkeypatch, busy)
-        assert free() == left, busy
+        assert free_cores() == left, busy
 
 
 def test_no_more_than_a_container_may_use(machine: Path) -> None:
     (machine / "cpu.max").write_text("max 100000\n")
-    assert free() == 4
+    assert free_cores() == 4
     (machine / "cpu.max").write_text("200000 100000\n")
-    assert free() == 2
+    assert free_cores() == 2
     (machine / "cpu.max").unlink()
     (machine / "cpu").mkdir()
     (machine / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
     for quota, left in (("-1\n", 4), ("50000\n", 1), ("300000\n", 3)):
         (machine / "cpu" / "cpu.cfs_quota_us").write_text(quota)
-        assert free() == left
+        assert free_cores() == left
 
 
 def test_the_users_word_counts(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     others(machine, monkeypatch, [100] * 4)
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    assert free() == 4
+    assert free_cores() == 4
 
 
 def test_without_a_measurement_the_load_counts(
@@ -78,13 +78,13 @@ def test_without_a_measurement_the_load_counts(
     (machine / "stat").unlink()
     monkeypatch.setattr(threads.os, "cpu_count", lambda: 4)
     monkeypatch.setattr(threads.os, "getloadavg", lambda: (1.2, 9.0, 9.0))
-    assert free() == 3
+    assert free_cores() == 3
 
 
 def test_threads_are_as_before_afterwards() -> None:
     before = torch.get_num_threads()
-    with threaded(2):
+    with limit_threads(2):
         assert torch.get_num_threads() == 2
-        with threaded(None):
+        with limit_threads(None):
             assert torch.get_num_threads() == 2
     assert torch.get_num_threads() == before

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from barter import DFFKE, Local
-from barter.algorithms.dffke import shown
+from barter.algorithms.dffke import augment_and_resize
 from barter.compute import lanes
 from barter.compute.graphs import contents, identity, modules_of, objection
 from barter.compute.trainer import Anchor, Trainer
 from barter.core.images import Augment, Spec
-from barter.ops.fit import Subject, adam, classification, joint, sgd
-from barter.ops.inversion import Terms, Viewer, drawn_loss
+from barter.ops.fit import Subject, adam, classification, join_subjects, sgd
+from barter.ops.inversion import Terms, Viewer, decoded_inversion_loss
 from tests.conftest import federation, small_federation, tiny
 
 SPEC = Spec(1, 8, 8, 10, (0.5,), (0.5,))
@@ -49,23 +49,28 @@ def test_partials_and_methods_are_known_by_value() -> None:
     def taught(algorithm: DFFKE, augment: Augment) -> Subject:
         return Subject(
             [torch.rand(3, 2)],
-            partial(shown, SPEC, augment),
+            partial(augment_and_resize, SPEC, augment),
             partial(algorithm.exchange_loss, model),
         )
 
     for make in (
         lambda: partial(classification, model, Spec(1, 8, 8, 10, (0.5,), (0.5,)), Augment(2, True)),
-        lambda: joint(
+        lambda: join_subjects(
             model, [taught(DFFKE(share=0.5), Augment(2, True)), taught(DFFKE(), Augment())], 4
         )[0],
         lambda: partial(
-            drawn_loss, model, SPEC, (Viewer(model, model),), (model,), Terms(differ="kl")
+            decoded_inversion_loss,
+            model,
+            SPEC,
+            (Viewer(model, model),),
+            (model,),
+            Terms(differ="kl"),
         ),
     ):
         assert identity(make()) == identity(make())
         assert not objection(make())
     one, *others = (
-        identity(joint(model, subjects, 4)[0])
+        identity(join_subjects(model, subjects, 4)[0])
         for subjects in (
             [taught(DFFKE(), Augment())],
             [taught(DFFKE(tau=0.5), Augment())],
@@ -132,12 +137,12 @@ def test_what_could_change_behind_a_graph_is_an_objection() -> None:
 
 
 def test_without_a_lane_nothing_is_kept() -> None:
-    assert lanes.current() is None
+    assert lanes.current_lane() is None
     module = nn.Linear(2, 1)
     assert lanes.keep("name", module) is module
-    assert lanes.kept("name", lambda: module) is module
-    lanes.breathe()
-    lanes.rest()
+    assert lanes.lane_module("name", lambda: module) is module
+    lanes.throttle()
+    lanes.wait_for_device()
 
 
 @pytest.mark.parametrize("mixed", [True, False])

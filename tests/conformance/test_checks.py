@@ -18,7 +18,7 @@ from barter.core.params import Count
 from barter.core.payload import State
 from barter.ops.fit import fit, sgd
 from barter.testing import conformance
-from barter.testing.conformance import CHECKS, Trial, problem
+from barter.testing.conformance import CHECKS, Trial, find_problem
 from tests.conftest import tiny
 
 
@@ -202,26 +202,30 @@ class Headless(Sound):
         (Sends, "runs", "a barter.core.nodes.Client cannot be sent"),
         (
             Trusts,
-            "bears_a_liar",
+            "tolerates_malformed_answers",
             "whose answer is .* to 'rows': .*stack expects each tensor to be equal size",
         ),
         (
             Passes,
-            "bears_a_liar",
+            "tolerates_malformed_answers",
             "whose answer is .* to 'rows': 0 of 3 clients answered 'take', 2 must",
         ),
         (
             Poisons,
-            "bears_a_liar",
+            "tolerates_malformed_answers",
             "whose answer is .* to 'rows': round \\d+ left NaN or infinity in the server's state "
             "\\(model",
         ),
-        (Hides, "bears_a_liar", "whose answer is .* to 'rows': no failure of 'rows' is recorded"),
+        (
+            Hides,
+            "tolerates_malformed_answers",
+            "whose answer is .* to 'rows': no failure of 'rows' is recorded",
+        ),
         (Silent, "is_documented", "mystery has no comment behind it"),
     ],
 )
 def test_a_broken_rule_is_named(kind: type[Algorithm[Any, Any]], check: str, message: str) -> None:
-    said = problem(getattr(conformance, check), Trial(kind()))
+    said = find_problem(getattr(conformance, check), Trial(kind()))
     assert re.search(message, said), said
     assert "\n" not in said
     assert len(said) < 400, "no tensors are printed"
@@ -229,9 +233,9 @@ def test_a_broken_rule_is_named(kind: type[Algorithm[Any, Any]], check: str, mes
 
 def test_a_wire_that_isolates_nobody_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     trial = Trial(tiny("fedavg"))
-    assert problem(conformance.isolates_parties, trial) == ""
+    assert find_problem(conformance.isolates_parties, trial) == ""
     monkeypatch.setattr(conformance, "isolate", lambda tree, device=None, path="": tree)
-    assert "beside a receiver that overwrites its copy: server.model" in problem(
+    assert "beside a receiver that overwrites its copy: server.model" in find_problem(
         conformance.isolates_parties, trial
     )
 

@@ -88,15 +88,15 @@ def test_a_run_takes_over_the_tracks_of_those_that_are_gone() -> None:
 
 def test_parking_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on_the_device = finished(on_cuda(name))
-    fetched = Parking.fetched
+    fetched = Parking.on_device
     seen: list[str] = []
 
     def watched(self: Parking, client: Any) -> Any:
         seen.append(next(client.model.parameters()).device.type)
         return fetched(self, client)
 
-    monkeypatch.setattr(Parking, "fetched", watched)
-    monkeypatch.setattr(Parking, "crowded", lambda self: True)
+    monkeypatch.setattr(Parking, "on_device", watched)
+    monkeypatch.setattr(Parking, "is_crowded", lambda self: True)
     parked = finished(on_cuda(name))
     assert seen.count("cpu") == len(seen) > 3
     assert same(

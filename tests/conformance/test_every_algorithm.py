@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 
 from barter import ALGORITHMS
-from barter.core.params import describe
+from barter.core.params import describe_fields
 from barter.engines import local
 from barter.testing.conformance import CHECKS, Trial, few_digits
 from tests.conftest import NEEDED, TINY, federation, tiny
@@ -102,7 +102,7 @@ def test_keeps_to_what_all_do(
 
 def test_fields_have_defaults_and_the_file_opens_with_a_citation(name: str) -> None:
     kind = ALGORITHMS[name]
-    assert all(field.default is not inspect.Parameter.empty for field in describe(kind))
+    assert all(field.default is not inspect.Parameter.empty for field in describe_fields(kind))
     assert kind.citation().endswith((".", ")."))
     for preset in kind.presets:
         assert isinstance(kind.preset(preset), kind)

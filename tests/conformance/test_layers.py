@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import barter
-from barter.data.splits import HARMLESS
+from barter.data.splits import PICKLE_NAMES
 
 ROOT = Path(barter.__file__).parent
 MAY_IMPORT = {
@@ -209,8 +209,8 @@ def test_of_others_pickles_nothing_but_arrays_is_read() -> None:
     assert set(named) == {"Unpickler", "UnpicklingError"}
     (reader,) = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
     assert [ast.unparse(base) for base in reader.bases] == ["pickle.Unpickler"]
-    assert {module.partition(".")[0] for module, _ in HARMLESS} == {"numpy"}
-    assert {name for _, name in HARMLESS} == {
+    assert {module.partition(".")[0] for module, _ in PICKLE_NAMES} == {"numpy"}
+    assert {name for _, name in PICKLE_NAMES} == {
         "_reconstruct",
         "scalar",
         "ndarray",

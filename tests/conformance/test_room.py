@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from barter import ALGORITHMS
-from barter.core.answers import most_bytes, require
+from barter.core.answers import largest_answer, require_valid_answer
 from barter.core.errors import PayloadError
 from barter.core.payload import Payload, nbytes
 from barter.data.task import Data
@@ -52,7 +52,7 @@ def told(
 ) -> list[tuple[BaseEngine, Payload, int, tuple[Any, ...]]]:
     """The answers to a method, as they arrive: where, what, whose, and to what."""
     found: list[tuple[BaseEngine, Payload, int, tuple[Any, ...]]] = []
-    arrived = BaseEngine.arrived
+    arrived = BaseEngine.receive_answer
 
     def noted(
         self: BaseEngine, answer: Payload, method: str, client: int, sent: tuple[Any, ...]
@@ -61,7 +61,7 @@ def told(
             found.append((self, answer, client, sent))
         return arrived(self, answer, method, client, sent)
 
-    monkeypatch.setattr(BaseEngine, "arrived", noted)
+    monkeypatch.setattr(BaseEngine, "receive_answer", noted)
     return found
 
 
@@ -72,8 +72,8 @@ def require_room(
     ratios = []
     for engine, answer, client, sent in found:
         assert engine.server is not None
-        known = engine.known(engine.server, client)
-        most = most_bytes(engine.algorithm, method, sent, known)
+        known = engine.knowledge_of(engine.server, client)
+        most = largest_answer(engine.algorithm, method, sent, known)
         assert most is not None
         assert nbytes(answer) <= most
         ratios.append(most / nbytes(answer))
@@ -82,7 +82,7 @@ def require_room(
             with pytest.raises(
                 PayloadError, match=rf"^{method} has \d+ bytes, expected at most {most}$"
             ):
-                require(more, engine.algorithm, method, sent, known)
+                require_valid_answer(more, engine.algorithm, method, sent, known)
     assert min(ratios) <= loose
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from barter.core.answers import Known, most_bytes, require, shapes_of, validate
+from barter.core.answers import Known, largest_answer, require_valid_answer, shapes_of, validate
 from barter.core.contracts import (
-    Classes,
     Counts,
+    DistinctClasses,
     Entries,
     Floats,
     Labels,
@@ -42,7 +42,7 @@ class Offer(TypedDict):
 
 
 class Rows(TypedDict):
-    classes: Annotated[Tensor, Classes("n")]
+    classes: Annotated[Tensor, DistinctClasses("n")]
     vectors: Annotated[Tensor, Floats("n", "vector")]
 
 
@@ -174,7 +174,7 @@ FULL = {"examples": 3, "embeddings": torch.zeros(7, 5)}
     ],
 )
 def test_what_was_asked_for_passes(method: str, tree: Any) -> None:
-    require(tree, Methods(), method, SENT.get(method, ()), KNOWN)
+    require_valid_answer(tree, Methods(), method, SENT.get(method, ()), KNOWN)
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_what_was_asked_for_passes(method: str, tree: Any) -> None:
 )
 def test_what_was_not_asked_for_is_refused(method: str, tree: Any, said: str) -> None:
     with pytest.raises(PayloadError, match=said):
-        require(tree, Methods(), method, SENT.get(method, ()), KNOWN)
+        require_valid_answer(tree, Methods(), method, SENT.get(method, ()), KNOWN)
 
 
 @pytest.mark.parametrize(
@@ -387,9 +387,9 @@ def test_what_was_not_asked_for_is_refused(method: str, tree: Any, said: str) ->
     ],
 )
 def test_how_large_an_answer_can_be(method: str, most: int | None) -> None:
-    assert most_bytes(Methods(), method, SENT.get(method, ()), KNOWN) == most
+    assert largest_answer(Methods(), method, SENT.get(method, ()), KNOWN) == most
     if method in ("state", "shared", "factors"):
-        assert most_bytes(Methods(), method, (), Known(SPEC, 10)) is None, (
+        assert largest_answer(Methods(), method, (), Known(SPEC, 10)) is None, (
             "of a network that nobody knows"
         )
 
@@ -398,15 +398,15 @@ def test_a_key_is_there_when_the_algorithm_says_so() -> None:
     class Quiet(Methods):
         embeds = False
 
-    require({"examples": 3}, Quiet(), "offer", (), KNOWN)
+    require_valid_answer({"examples": 3}, Quiet(), "offer", (), KNOWN)
     with pytest.raises(PayloadError, match="offer has the unknown embeddings"):
-        require(FULL, Quiet(), "offer", (), KNOWN)
+        require_valid_answer(FULL, Quiet(), "offer", (), KNOWN)
 
 
 def test_what_the_server_does_not_know_may_be_any_weights() -> None:
-    require({"a": X}, Methods(), "state", (), Known(SPEC, 1))
+    require_valid_answer({"a": X}, Methods(), "state", (), Known(SPEC, 1))
     with pytest.raises(PayloadError, match="all unexpected or missing"):
-        require({}, Methods(), "state", (), Known(SPEC, 1))
+        require_valid_answer({}, Methods(), "state", (), Known(SPEC, 1))
 
 
 class Variates:
@@ -422,14 +422,14 @@ def test_a_state_may_be_of_parameters_alone_and_a_message_says_how() -> None:
     whole, parameters = network.state_dict(), dict(network.named_parameters())
     trained = {name: p.detach() for name, p in parameters.items()}
     known = Known(SPEC, 10, weights=shapes_of(whole), parameters=frozenset(parameters))
-    require(trained, Variates(), "trained", (), known)
-    require(whole, Variates(), "plain", (), known)
+    require_valid_answer(trained, Variates(), "trained", (), known)
+    require_valid_answer(whole, Variates(), "plain", (), known)
     for answer in (whole, {"0.weight": trained["0.weight"]}, {}):
         with pytest.raises(PayloadError, match="is not the client's weights"):
-            require(answer, Variates(), "trained", (), known)
+            require_valid_answer(answer, Variates(), "trained", (), known)
     with pytest.raises(PayloadError, match=r"Annotated\[State, Weights\(parameters_only=True\)\]"):
-        require(trained, Variates(), "plain", (), known)
-    assert most_bytes(Variates(), "trained", (), known) == 4 * (6 + 3 + 3 + 3)
+        require_valid_answer(trained, Variates(), "plain", (), known)
+    assert largest_answer(Variates(), "trained", (), known) == 4 * (6 + 3 + 3 + 3)
 
 
 @pytest.mark.parametrize("whose", ["known", "unknown"])
@@ -443,14 +443,14 @@ def test_statistics_of_normalisation_have_ranges_of_their_own(whose: str) -> Non
     parameters = frozenset({"norm.weight"})
     weights = shapes_of(state) if whose == "known" else {}
     known = Known(SPEC, 1, weights=weights, parameters=parameters)
-    require(state, Methods(), "state", (), known)
+    require_valid_answer(state, Methods(), "state", (), known)
     for name, value, said in (
         ("norm.running_var", torch.tensor([1.0, -1e-3]), "minimum of its values is -0.001"),
         ("norm.num_batches_tracked", torch.tensor(-1), "minimum of its values is -1"),
         ("norm.num_batches_tracked", torch.tensor(2**40), "expected 0 to 1e\\+09"),
     ):
         with pytest.raises(PayloadError, match=f"state.{name}: .*{said}"):
-            require({**state, name: value}, Methods(), "state", (), known)
+            require_valid_answer({**state, name: value}, Methods(), "state", (), known)
     assert not {
         found.kind for found in validate(state, Methods(), "state", (), known).magnitudes
     } ^ ({"weight", "statistic"} if whose == "known" else {"value"})
@@ -459,6 +459,8 @@ def test_statistics_of_normalisation_have_ranges_of_their_own(whose: str) -> Non
 def test_an_index_of_a_network_stays_in_its_range() -> None:
     state = {"places": torch.tensor([0, 1, 5]), "counter": torch.tensor([3, 4])}
     known = Known(SPEC, 1, weights=shapes_of(state), tables={"places": (0, 5)})
-    require(state, Methods(), "state", (), known)
+    require_valid_answer(state, Methods(), "state", (), known)
     with pytest.raises(PayloadError, match="state.places: the maximum of its values is 6"):
-        require({**state, "places": torch.tensor([0, 1, 6])}, Methods(), "state", (), known)
+        require_valid_answer(
+            {**state, "places": torch.tensor([0, 1, 6])}, Methods(), "state", (), known
+        )

@@ -164,7 +164,7 @@ def test_an_answer_that_the_server_can_make_nothing_of_is_its_clients_failure() 
     def halved(client: int, word: str) -> int:
         return 10 // (client - 1) + len(word)
 
-    found = clients.run(CHAT.greet, "hi").each(halved)
+    found = clients.run(CHAT.greet, "hi").map(halved)
     assert found == {0: -6, 2: 14, 3: 9}
     assert found.num_examples == {k: len(engine.clients[k].data) for k in (0, 2, 3)}
     assert found.failures[1].error == "ZeroDivisionError: integer division or modulo by zero"
@@ -173,20 +173,20 @@ def test_an_answer_that_the_server_can_make_nothing_of_is_its_clients_failure() 
     with pytest.raises(
         ClientError, match="2 of 4 clients answered 'greet', 3 must: client 1 failed in 'greet'"
     ):
-        found.each(lambda client, number: 1 // (number - 14))
+        found.map(lambda client, number: 1 // (number - 14))
 
 
 def test_who_failed_before_counts_when_answers_are_looked_at() -> None:
     replies = group(min_clients=3).run(CHAT.fail, 2)
     with pytest.raises(ClientError, match="2 of 4 clients answered 'fail', 3 must"):
-        replies.each(lambda client, answer: 1 // answer)
+        replies.map(lambda client, answer: 1 // answer)
 
 
 def test_answers_of_nobodys_are_looked_at_without_excuse() -> None:
     replies = Replies({0: 1, 1: 0}, {0: 1, 1: 1}, {})
     with pytest.raises(ZeroDivisionError):
-        replies.each(lambda client, answer: 1 // answer)
-    assert replies.each(lambda client, answer: client + answer) == {0: 1, 1: 1}
+        replies.map(lambda client, answer: 1 // answer)
+    assert replies.map(lambda client, answer: client + answer) == {0: 1, 1: 1}
 
 
 def test_replies_are_sorted() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from barter.core.images import Augment, Images, Spec, augmented
+from barter.core.images import Augment, Images, Spec, augment_images
 
 
 def numbered(n: int, side: int, augment: Augment, size: int | None = None) -> Images:
@@ -64,7 +64,7 @@ def test_images_come_in_the_size_the_task_asks_for() -> None:
 def test_images_that_are_floats_already_are_shifted_over_zeros() -> None:
     torch.manual_seed(0)
     picture = torch.randn(2, 3, 4)
-    batch = augmented(picture.expand(200, -1, -1, -1), Augment(crop=1, flip=True))
+    batch = augment_images(picture.expand(200, -1, -1, -1), Augment(crop=1, flip=True))
     assert (batch.shape, batch.dtype) == ((200, 2, 3, 4), torch.float32)
     padded = [torch.nn.functional.pad(side, [1] * 4) for side in (picture, picture.flip(-1))]
     shifts = [
@@ -81,4 +81,4 @@ def test_images_that_are_floats_already_are_shifted_over_zeros() -> None:
 
 def test_without_augmentation_images_are_what_they_were() -> None:
     picture = torch.randn(2, 1, 3, 3)
-    assert augmented(picture, Augment()) is picture
+    assert augment_images(picture, Augment()) is picture

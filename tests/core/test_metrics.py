@@ -9,7 +9,7 @@ from sklearn.metrics import f1_score, log_loss, roc_auc_score
 
 from barter import FedAvg, Local
 from barter.core.metrics import Evaluation, auc, calibration_error, macro_f1, measure
-from barter.setup.config import plain, resolve
+from barter.setup.config import resolve, to_plain
 from tests.conftest import perceptrons, tiny
 
 
@@ -90,4 +90,4 @@ def test_tests_can_be_left_out_and_metrics_added() -> None:
 def test_the_table_of_a_configuration() -> None:
     config = resolve({"evaluate": {"every": 2, "clients": 5, "metrics": ["auc"]}})
     assert config.evaluate == Evaluation(every=2, clients=5, metrics=("auc",))
-    assert plain(config)["evaluate"]["tests"] == ["global", "local"]
+    assert to_plain(config)["evaluate"]["tests"] == ["global", "local"]

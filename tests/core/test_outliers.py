@@ -21,7 +21,7 @@ SPEC = Spec(channels=1, height=8, width=8, classes=10, mean=(0.5,), std=(0.2,))
 
 def network(name: str = "small-cnn") -> Classifier:
     torch.manual_seed(0)
-    return zoo.build(name, SPEC)
+    return zoo.build_network(name, SPEC)
 
 
 class Methods:
@@ -184,6 +184,6 @@ def test_every_family_member_is_unlike_the_others_and_accepted() -> None:
     spec = Spec(channels=3, height=32, width=32, classes=10, mean=(0.5,) * 3, std=(0.2,) * 3)
     peaks = {}
     for k, name in enumerate(names):
-        net: nn.Module = zoo.build(name, spec)
+        net: nn.Module = zoo.build_network(name, spec)
         peaks[k] = float(probe(net, net.state_dict(), spec))  # type: ignore[arg-type]
     assert find_large_logits(peaks, dict.fromkeys(peaks, 0.0)) == {}

@@ -6,7 +6,15 @@ from typing import Any, Literal
 import pytest
 
 from barter.core.errors import ConfigError
-from barter.core.params import Count, Fraction, Whole, build, check, describe, did_you_mean
+from barter.core.params import (
+    Count,
+    Fraction,
+    Whole,
+    build_dataclass,
+    check_fields,
+    describe_fields,
+    did_you_mean,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +31,11 @@ class Knobs:
     label: str = ""  # what it is called
 
     def __post_init__(self) -> None:
-        check(self, "knobs.")
+        check_fields(self, "knobs.")
 
 
 def test_good_values_pass_and_whole_numbers_become_floats() -> None:
-    knobs = build(Knobs, {"share": 1, "limit": 0, "mode": "slow"}, "knobs.")
+    knobs = build_dataclass(Knobs, {"share": 1, "limit": 0, "mode": "slow"}, "knobs.")
     assert (knobs.share, type(knobs.share), knobs.limit, knobs.mode) == (1.0, float, 0, "slow")
 
 
@@ -53,11 +61,11 @@ def test_good_values_pass_and_whole_numbers_become_floats() -> None:
 )
 def test_bad_values_say_what_is_right(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build(Knobs, values, "knobs.")
+        build_dataclass(Knobs, values, "knobs.")
 
 
 def test_fields_describe_themselves() -> None:
-    share, rounds, limit, mode, *_ = describe(Knobs)
+    share, rounds, limit, mode, *_ = describe_fields(Knobs)
     assert (share.name, share.kind, share.default, share.meaning) == (
         "share",
         "float > 0 and <= 1",

@@ -8,16 +8,25 @@ import pytest
 import torch
 
 from barter.core import robust
-from barter.core.robust import Defence, Rule
+from barter.core.robust import AggregationRule, Defence
 
-RULES: list[Rule] = ["median", "trimmed-mean", "clip", "krum", "multi-krum", "geometric-median"]
+RULES: list[AggregationRule] = [
+    "median",
+    "trimmed-mean",
+    "clip",
+    "krum",
+    "multi-krum",
+    "geometric-median",
+]
 
 
 def rows(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.double)[:, None]
 
 
-def combined(rule: Rule, x: torch.Tensor, share: float = 0.3, **options: object) -> list[float]:
+def combined(
+    rule: AggregationRule, x: torch.Tensor, share: float = 0.3, **options: object
+) -> list[float]:
     (result,) = Defence(rule, share).combine([x], "states", **options)  # type: ignore[arg-type]
     return result.tolist()
 
@@ -101,7 +110,7 @@ def test_cosine_leaves_out_no_more_than_the_assumed_share() -> None:
 
 
 @pytest.mark.parametrize("rule", [*RULES, "cosine"])
-def test_a_minority_cannot_move_the_result_far(rule: Rule) -> None:
+def test_a_minority_cannot_move_the_result_far(rule: AggregationRule) -> None:
     torch.manual_seed(0)
     honest = torch.randn(7, 20).double()
     since = [torch.zeros(20).double() - 3]  # All honest clients have moved by about 3.
@@ -114,7 +123,9 @@ def test_a_minority_cannot_move_the_result_far(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("rule", [*RULES, "cosine"])
-def test_entries_that_some_clients_lack_are_aggregated_over_the_others(rule: Rule) -> None:
+def test_entries_that_some_clients_lack_are_aggregated_over_the_others(
+    rule: AggregationRule,
+) -> None:
     x = torch.tensor([[1.0, 1.0], [1.0, 0.0], [1.0, 0.0], [1.0, 0.0]]).double()
     held = torch.tensor([[1.0, 1.0], [1.0, 0.0], [1.0, 0.0], [1.0, 0.0]]).double()
     start = [torch.zeros(2).double()]
@@ -123,7 +134,7 @@ def test_entries_that_some_clients_lack_are_aggregated_over_the_others(rule: Rul
 
 
 @pytest.mark.parametrize("rule", [*RULES, "cosine"])
-def test_sets_far_from_the_others_are_left_out(rule: Rule) -> None:
+def test_sets_far_from_the_others_are_left_out(rule: AggregationRule) -> None:
     torch.manual_seed(0)
     centre = torch.randn(1, 4, 8).double() * 3
     summaries = centre + 0.1 * torch.randn(10, 4, 8).double()

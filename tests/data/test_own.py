@@ -17,9 +17,9 @@ from barter import Experiment
 from barter.core.errors import CheckpointError, ConfigError
 from barter.data.dataset import from_python
 from barter.data.partition import Dirichlet, Domains, Indices, Listed, Partition
-from barter.data.sources import load
+from barter.data.sources import load_dataset
 from barter.data.task import Data, make_task
-from barter.setup.config import read, read_run_values, resolve, with_settings
+from barter.setup.config import read_run_values, read_toml, resolve, with_settings
 from tests.conftest import federation, same, state, tiny
 
 CPU = torch.device("cpu")
@@ -164,7 +164,7 @@ def test_runs_on_data_from_python_go_on_there_and_only_with_the_same(tmp_path: P
                 resume=True,
             )
     with pytest.raises(ConfigError, match="data were given in Python"):
-        Experiment.from_config(resolve(read(tmp_path / "run" / "config.toml")))
+        Experiment.from_config(resolve(read_toml(tmp_path / "run" / "config.toml")))
     second = federation(tiny("local"), data=given, **options, out=tmp_path / "run", resume=True)
     list(second.rounds(2))
     assert same(state(second), state(straight))
@@ -203,7 +203,7 @@ def test_functions_and_partitions_by_name(tmp_path: Path) -> None:
     assert [
         len(images) for images in make_task(config.data, config.partition, 2, 0, CPU).train
     ] == [24, 24]
-    assert len(load(f"{__name__}:mine").y_train) == 32
+    assert len(load_dataset(f"{__name__}:mine").y_train) == 32
     for source, message in (
         (
             "nodules:mine",
@@ -214,7 +214,7 @@ def test_functions_and_partitions_by_name(tmp_path: Path) -> None:
         (f"{__name__}:CPU", "data: a device is no data set"),
     ):
         with pytest.raises(ConfigError, match=message):
-            load(source)
+            load_dataset(source)
 
     here = f"{__name__}:EveryOther"
     config = resolve(
@@ -226,7 +226,7 @@ def test_functions_and_partitions_by_name(tmp_path: Path) -> None:
     assert first.folder is not None
     first.folder.release()
     resumed = Experiment.from_config(
-        resolve(read(tmp_path / "run" / "config.toml")), tmp_path / "run", resume=True
+        resolve(read_toml(tmp_path / "run" / "config.toml")), tmp_path / "run", resume=True
     )
     assert resumed.round == 1
     for name, message in (

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from barter import Experiment, Local
 from barter.cli.app import app
 from barter.core.errors import ConfigError
-from barter.data.sources import load
+from barter.data.sources import load_dataset
 from barter.data.task import Data
 from barter.setup.config import resolve
 
@@ -84,7 +84,7 @@ def test_files_as_other_libraries_write_them(tmp_path: Path, scale: str) -> None
             )
             held = {"x": x.transpose(0, 3, 1, 2), "y": np.arange(n) % 4}
             np.savez_compressed(tmp_path / part / f"{k}.npz", data=np.array(held, dtype=object))
-    data = load(f"clients:{tmp_path}")
+    data = load_dataset(f"clients:{tmp_path}")
     assert torch.equal(data.x_train[:8].permute(0, 2, 3, 1), torch.as_tensor(images(8, seed=0)))
     assert torch.equal(data.x_train[8:].permute(0, 2, 3, 1), torch.as_tensor(images(8, seed=1)))
     assert data.domain_train.tolist() == 8 * [0] + 8 * [1]
@@ -99,7 +99,7 @@ def test_a_bright_file_is_on_the_scale_of_the_others(tmp_path: Path) -> None:
     np.savez(
         tmp_path / "train" / "1.npz", x=np.full((4, 6, 5, 3), 0.6, dtype=np.float32), y=np.arange(4)
     )
-    bright = load(f"clients:{tmp_path}").x_train[4:]
+    bright = load_dataset(f"clients:{tmp_path}").x_train[4:]
     assert bright.unique().tolist() == [204], "(0.6 + 1) / 2 of 255"
 
 
@@ -133,7 +133,7 @@ def test_nothing_that_a_file_asks_for_is_run(
         ConfigError,
         match=r"Python objects, which are not loaded.*np\.savez\(path, x=d\['x'\], y=d\['y'\]\)",
     ):
-        load(f"clients:{tmp_path / 'split'}")
+        load_dataset(f"clients:{tmp_path / 'split'}")
     assert not TRAPPED.exists()
     np.load(tmp_path / "split" / "train" / "0.npz", allow_pickle=True)["data"].item()
     assert TRAPPED.exists(), "and that was a real trap"
@@ -141,7 +141,7 @@ def test_nothing_that_a_file_asks_for_is_run(
 
 def test_what_is_not_a_split_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no train/0.npz"):
-        load(f"clients:{tmp_path}")
+        load_dataset(f"clients:{tmp_path}")
     path = save(tmp_path / "split")
     for settings, message in (
         ({"partition": {"name": "iid"}}, "split already; leave out partition"),
@@ -153,10 +153,10 @@ def test_what_is_not_a_split_is_refused(tmp_path: Path) -> None:
     (path / "train" / "2.npz").write_bytes(b"no archive")
     (path / "test" / "1.npz").unlink()
     with pytest.raises(ConfigError, match="test/1.npz: there is no such file"):
-        load(f"clients:{path}")
+        load_dataset(f"clients:{path}")
     (path / "train" / "1.npz").unlink()
     with pytest.raises(ConfigError, match="lacks 1.npz: clients are numbered from 0 on"):
-        load(f"clients:{path}")
+        load_dataset(f"clients:{path}")
     for changes, message in (
         ({"x": images(4).astype(np.float32)}, "float32 of shape .* between 0 and 2.*; give bytes"),
         ({"x": images(4)[..., 0, 0]}, "uint8 of shape"),
@@ -169,7 +169,7 @@ def test_what_is_not_a_split_is_refused(tmp_path: Path) -> None:
             **({"y": np.arange(4)} | changes if "x" in changes else changes),
         )
         with pytest.raises(ConfigError, match=message):
-            load(f"clients:{other}")
+            load_dataset(f"clients:{other}")
     (other / "train" / "0.npz").write_bytes(b"no archive")
     with pytest.raises(ConfigError, match="cannot be read as an npz file"):
-        load(f"clients:{other}")
+        load_dataset(f"clients:{other}")

@@ -11,7 +11,7 @@ from torch import Tensor
 from barter.core.errors import ConfigError
 from barter.core.images import Images, Spec
 from barter.data.partition import Dirichlet, Iid, Quantity
-from barter.data.task import Data, Task, held_out, make_task, overlap
+from barter.data.task import Data, Task, make_task, overlap, split_validation
 
 CPU = torch.device("cpu")
 
@@ -71,12 +71,12 @@ def test_validation_images_are_held_out_from_each_clients_own() -> None:
 def test_every_image_can_be_held_out_and_one_stays() -> None:
     dataset = Data().load()
     part = np.arange(40)
-    found = [held_out(dataset, part, 0.1, seed, 0) for seed in range(100)]
+    found = [split_validation(dataset, part, 0.1, seed, 0) for seed in range(100)]
     assert all(len(kept) == 4 and len(rest) == 36 for rest, kept in found)
     assert set(np.concatenate([kept for _, kept in found])) == set(part)
-    assert [len(kept) for kept in held_out(dataset, part[:2], 0.9, 0, 0)] == [1, 1]
+    assert [len(kept) for kept in split_validation(dataset, part[:2], 0.9, 0, 0)] == [1, 1]
     with pytest.raises(ConfigError, match="client 3 has 1 training image, and needs two"):
-        held_out(dataset, part[:1], 0.1, 0, 3)
+        split_validation(dataset, part[:1], 0.1, 0, 3)
 
 
 def test_without_classes_a_changed_label_changes_no_validation_image() -> None:
@@ -86,7 +86,9 @@ def test_without_classes_a_changed_label_changes_no_validation_image() -> None:
     other = replace(dataset, y_train=labels)
     part = np.arange(200)
     for by_class in (False, True):
-        one, two = (held_out(d, part, 0.1, 0, 0, by_class=by_class)[1] for d in (dataset, other))
+        one, two = (
+            split_validation(d, part, 0.1, 0, 0, by_class=by_class)[1] for d in (dataset, other)
+        )
         assert np.array_equal(one, two) != by_class
         assert len(one) == 20
 

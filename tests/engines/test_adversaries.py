@@ -14,7 +14,7 @@ from barter.core.errors import ConfigError
 from barter.core.payload import leaves
 from barter.engines.adversaries import Adversaries, AttackName, choose, poison, uploads
 from barter.experiment import Experiment
-from barter.setup.config import Config, plain, resolve, to_toml, with_defaults
+from barter.setup.config import Config, resolve, to_plain, to_toml, with_defaults
 from tests.conftest import perceptrons, small_federation, tiny
 
 
@@ -163,13 +163,13 @@ def test_what_means_nothing_is_refused_with_a_way_out() -> None:
 def test_the_settings_are_written_and_older_files_do_not_need_them(tmp_path: Path) -> None:
     adversaries = Adversaries(fraction=0.2, attack="flipped-labels")
     config = Config(algorithm=FedAvg(), robust="krum", robust_share=0.2, adversaries=adversaries)
-    tree = plain(config)
+    tree = to_plain(config)
     assert (tree["robust"], tree["adversaries"]["attack"]) == ("krum", "flipped-labels")
     assert 'attack = "flipped-labels"' in to_toml(config)
     assert resolve(tree) == config
-    older = {k: v for k, v in plain(Config(algorithm=FedAvg())).items() if "robust" not in k}
+    older = {k: v for k, v in to_plain(Config(algorithm=FedAvg())).items() if "robust" not in k}
     del older["adversaries"]
-    assert with_defaults(older) == plain(Config(algorithm=FedAvg()))
+    assert with_defaults(older) == to_plain(Config(algorithm=FedAvg()))
 
 
 def kinds_consulted(experiment: Experiment, monkeypatch: pytest.MonkeyPatch) -> set[str]:

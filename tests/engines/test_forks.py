@@ -21,7 +21,7 @@ from barter.core.clients import Clients
 from barter.core.errors import ClientError
 from barter.core.nodes import Client, Server
 from barter.engines import local
-from barter.engines.forks import Job, side_by_side
+from barter.engines.forks import ForkedCall, run_in_processes
 from barter.experiment import Experiment
 from tests.conftest import federation, perceptrons, same, small_federation, state, tiny
 from tests.engines.test_local import Notes
@@ -35,8 +35,8 @@ def work_of(
     timeout: float | None = None,
 ) -> dict[int, Any]:
     told: list[float] = []
-    turns = {k: Job(work, known or []) for k, work in jobs.items()}
-    homes = side_by_side(turns, width, lambda _: None, told.append, timeout)
+    turns = {k: ForkedCall(work, known or []) for k, work in jobs.items()}
+    homes = run_in_processes(turns, width, lambda _: None, told.append, timeout)
     return {k: (home, death) for k, home, death in homes}
 
 
@@ -151,8 +151,8 @@ def test_no_process_and_no_file_is_left_behind() -> None:
     before = set(os.listdir("/proc/self/fd"))
     for _ in range(3):
         work_of({k: (lambda k=k: k) for k in range(5)})
-        turns = {k: Job(lambda: 1, []) for k in range(4)}
-        half = side_by_side(turns, 2, lambda _: None, lambda _: None)
+        turns = {k: ForkedCall(lambda: 1, []) for k in range(4)}
+        half = run_in_processes(turns, 2, lambda _: None, lambda _: None)
         next(half)
         half.close()  # as after an interrupt
     assert set(os.listdir("/proc/self/fd")) == before
@@ -278,7 +278,7 @@ def test_short_turns_are_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = federation(Local(max_epochs=1))
     experiment.engine.cores = 2
     experiment.engine._cost = {"learn": 1.0, "evaluate": 1.0}
-    monkeypatch.setattr(local.forks, "side_by_side", None)
+    monkeypatch.setattr(local.forks, "run_in_processes", None)
     list(experiment.rounds(1))
 
 

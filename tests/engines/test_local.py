@@ -91,7 +91,7 @@ def test_alone_is_who_has_heard_nothing_of_others() -> None:
 def test_knowing_alone_costs_nothing_but_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     measured, unmeasured = federation(tiny("fedrolex")), federation(tiny("fedrolex"))
     list(measured.rounds(2))
-    monkeypatch.setattr(unmeasured.engine, "alone", lambda: False)
+    monkeypatch.setattr(unmeasured.engine, "is_local_only", lambda: False)
     (first, _) = unmeasured.rounds(2)
     assert "before_global" not in first.clients[0]
     assert same(state(measured), state(unmeasured))
@@ -107,14 +107,14 @@ def test_a_client_counts_for_ten_times_the_one_in_the_middle_at_most(
     experiment = small_federation(tiny("fedavg"))
     engine, said = experiment.engine, {0: 30, 1: 50, 2: 2**39}
     monkeypatch.setattr(engine, "examples", said.__getitem__)
-    assert engine.counting([0, 2]) == {0: 30, 2: 500}
-    assert engine.counting([1, 2]) == {1: 50, 2: 500}
+    assert engine.image_counts([0, 2]) == {0: 30, 2: 500}
+    assert engine.image_counts([1, 2]) == {1: 50, 2: 500}
     (warning,) = [record.getMessage() for record in caplog.records]
     assert (
         warning == "client 2 claims 549755813888 images: in means it is weighted as if it had 500"
     )
     said[2] = 500
-    assert engine.counting([2]) == {2: 500}
+    assert engine.image_counts([2]) == {2: 500}
     asked = Clients(engine, [2]).run(experiment.algorithm.evaluate)
     assert asked.num_examples == {2: 500}
 
@@ -131,7 +131,7 @@ def test_classes_that_a_client_claims_count_for_no_more_than_its_images(
         """What the server hears of so many images of the first classes."""
         claimed = torch.tensor([*counts] + [0] * (classes - len(counts)))
         answer = {"weights": weights, "counts": claimed}
-        arrived = engine.arrived(answer, "learn", client, (weights,))
+        arrived = engine.receive_answer(answer, "learn", client, (weights,))
         assert all(
             torch.equal(weights[name], tensor) for name, tensor in arrived["weights"].items()
         )

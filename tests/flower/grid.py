@@ -46,7 +46,7 @@ class LoopbackGrid(Grid):
         for name, value in {"_run_id": 1, "_node_id": 1, "_task_id": 1}.items():
             monkeypatch.setattr(TaskIdentity, name, value)
         monkeypatch.setattr(deploy, "POLL_SECONDS", 0)  # all sites are here
-        monkeypatch.setattr(client_app, "ask", self._hand_over)
+        monkeypatch.setattr(client_app, "ask_worker", self._hand_over)
         monkeypatch.setattr(client_app.atexit, "register", lambda function: function)
 
     def _hand_over(self, door: Path, frame: Frame, deadline: float) -> tuple[Frame, Nobody]:

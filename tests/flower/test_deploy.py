@@ -27,7 +27,7 @@ from barter.cli.app import main
 from barter.flower import deploy, loopback
 from barter.flower.supervise import FLOWER, load_setup
 from barter.runs.progress import Watcher
-from barter.setup.config import read, resolve
+from barter.setup.config import read_toml, resolve
 from tests.flower.grid import LoopbackGrid
 from tests.forked import forked, status
 
@@ -41,7 +41,7 @@ def test_init_writes_all_that_a_deployment_needs(
     folder = tmp_path / "d"
     assert main([*INIT, str(folder), *SITES, "--algorithm", "fedzge", "--set", "rounds=7"]) == 0
     assert "README.md describes the next steps" in capsys.readouterr().out
-    run = resolve(read(folder / "run.toml"))
+    run = resolve(read_toml(folder / "run.toml"))
     assert (type(run.algorithm).__name__, run.rounds, run.clients, run.engine) == (
         "FedZGE",
         7,
@@ -238,7 +238,9 @@ def test_what_stops_the_server_is_told_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool
 ) -> None:
     folder = tmp_path / "d"
-    deploy.init(folder, resolve({"clients": 1}), [{"name": "a", "share": 0}], "127.0.0.1:1")
+    deploy.create_deployment(
+        folder, resolve({"clients": 1}), [{"name": "a", "share": 0}], "127.0.0.1:1"
+    )
 
     def conduct(*_: Any) -> None:
         raise ValueError("rows of two kinds:\n3 and 4")
@@ -247,7 +249,9 @@ def test_what_stops_the_server_is_told_in_one_line(
     monkeypatch.setattr(deploy, "_end_with", lambda parent: None)
     if not room:
         monkeypatch.setattr(
-            deploy, "refused", lambda folder: f"{folder} cannot be written: No space left on device"
+            deploy,
+            "write_obstacle",
+            lambda folder: f"{folder} cannot be written: No space left on device",
         )
     context = Context(1, 1, {}, RecordDict(), {"folder": str(folder), "out": str(tmp_path / "run")})
     with pytest.raises(ValueError):

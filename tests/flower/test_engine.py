@@ -20,7 +20,7 @@ from barter.core.errors import BarterError, ClientError, ConfigError
 from barter.core.payload import isolate, leaves, nbytes
 from barter.experiment import Experiment
 from barter.flower import deploy, engine
-from barter.flower.client_app import in_bulk
+from barter.flower.client_app import pack_blobs
 from barter.flower.deploy import conduct
 from barter.flower.frames import Frame
 from barter.privacy.side_information import PROGRESS
@@ -219,7 +219,7 @@ def test_the_more_sites_there_are_the_seldomer_they_are_asked_how_far_they_are(
 ) -> None:
     clock, asked = SimpleNamespace(monotonic=lambda: second), list[int]()
     monkeypatch.setattr(engine, "time", clock)
-    monkeypatch.setattr(engine, "ask", lambda *_: asked.append(clock.monotonic()) or {})
+    monkeypatch.setattr(engine, "send_requests", lambda *_: asked.append(clock.monotonic()) or {})
     progress = engine.Progress(grid, 0.0)
     for second in range(30):  # noqa: B007  # the clock says it
         assert list(progress.poll(set(range(sites)))) == []
@@ -249,7 +249,9 @@ def test_what_all_are_told_is_encoded_once(
     grid: LoopbackGrid, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent, push, made = [], grid.push_messages, []
-    monkeypatch.setattr(engine, "in_bulk", lambda blobs: (made.append(blobs), in_bulk(blobs))[1])
+    monkeypatch.setattr(
+        engine, "pack_blobs", lambda blobs: (made.append(blobs), pack_blobs(blobs))[1]
+    )
 
     def pushed(messages: Iterable[Message]) -> Iterable[str]:
         sent.append([message.content.get("bulk") for message in messages])
@@ -472,7 +474,7 @@ def test_a_site_is_who_its_key_says(
 def test_a_run_goes_on_without_a_site_that_stays_away(
     grid: LoopbackGrid, run: Run, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("barter.flower.deploy.PATIENCE", 0.1)
+    monkeypatch.setattr("barter.flower.deploy.CONNECT_SECONDS", 0.1)
     run(1, min_clients=2)
     grid.offline.add(100)
     experiment = run(2, min_clients=2)
@@ -507,7 +509,7 @@ def larger(answer: Callable[[], Any]) -> Any:
 def test_a_run_goes_on_without_a_site_that_is_not_what_it_was(
     grid: LoopbackGrid, run: Run, hello: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("barter.flower.deploy.PATIENCE", 0.1)
+    monkeypatch.setattr("barter.flower.deploy.CONNECT_SECONDS", 0.1)
     run(1, min_clients=2)
 
     def deliver(node: int, request: dict[str, Any], answer: Callable[[], Any]) -> Any:
@@ -575,7 +577,7 @@ def test_interrupted_twice_in_one_round(
 def test_what_the_server_took_back_does_not_come_again(
     grid: LoopbackGrid, run: Run, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("barter.flower.deploy.PATIENCE", 0.1)
+    monkeypatch.setattr("barter.flower.deploy.CONNECT_SECONDS", 0.1)
     run(1, min_clients=2)
     before = isolate(grid.sites[102].client.memory())
     interrupted(grid, run, 2)  # all three have done round 2, and it is taken back

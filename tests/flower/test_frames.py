@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from barter.core.errors import PayloadError
 from barter.core.payload import DTYPES
 from barter.flower.codec import decode, encode
-from barter.flower.frames import DONE, Blob, Frame, ask, receive, send, serve
+from barter.flower.frames import DONE, Blob, Frame, ask_worker, receive, send, serve_frames
 
 dtypes = st.sampled_from(list(DTYPES.values()))
 
@@ -99,7 +99,7 @@ def door(tmp_path: Path) -> Path:
 def serving(door: Path, answer: Callable[[Frame], Frame]) -> list[str]:
     lost: list[str] = []
     threading.Thread(
-        target=serve, args=(door, answer, lambda: lost.append("lost")), daemon=True
+        target=serve_frames, args=(door, answer, lambda: lost.append("lost")), daemon=True
     ).start()
     while not door.exists():
         time.sleep(0.01)
@@ -108,13 +108,13 @@ def serving(door: Path, answer: Callable[[Frame], Frame]) -> list[str]:
 
 def test_who_leaves_without_a_word_is_missed(door: Path) -> None:
     lost = serving(door, lambda frame: Frame(frame.header.upper(), {}))
-    reply, polite = ask(door, Frame("hello", {}), time.monotonic() + 5)
+    reply, polite = ask_worker(door, Frame("hello", {}), time.monotonic() + 5)
     assert reply.header == "HELLO"
     polite.sendall(DONE)
     polite.close()
     time.sleep(0.2)
     assert lost == []
-    _, killed = ask(door, Frame("hello", {}), time.monotonic() + 5)
+    _, killed = ask_worker(door, Frame("hello", {}), time.monotonic() + 5)
     killed.close()
     time.sleep(0.2)
     assert lost == ["lost"]
@@ -135,17 +135,17 @@ def test_a_worker_that_dies_is_asked_again_but_not_for_ever(door: Path) -> None:
         return frame
 
     serving(door, dies)
-    reply, _ = ask(door, Frame("x", {}), time.monotonic() + 10)
+    reply, _ = ask_worker(door, Frame("x", {}), time.monotonic() + 10)
     assert reply.header == "x"
     assert len(asked) == 3
     asked.clear()
     with pytest.raises(ConnectionError, match="died 2 times over this call"):
-        ask(door, Frame("x", {}), time.monotonic() + 10, tries=2)
+        ask_worker(door, Frame("x", {}), time.monotonic() + 10, tries=2)
 
 
 def test_nobody_is_there(door: Path) -> None:
     with pytest.raises(ConnectionError, match="is `barter site` running"):
-        ask(door, Frame("x", {}), time.monotonic() + 0.6)
+        ask_worker(door, Frame("x", {}), time.monotonic() + 0.6)
 
 
 @pytest.mark.parametrize("module", ["client_app", "node"])

@@ -28,7 +28,7 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 from barter.core.errors import ConfigError
 from barter.flower import gateway
 from barter.flower.address import Address, require_name
-from barter.flower.gateway import MEMBERS, STRANGERS, Gate, at_most
+from barter.flower.gateway import MEMBERS, STRANGERS, Gate, size_limit
 from barter.flower.supervise import FLOWER, free_port
 
 CONTROL, SITES = 9091, 8443
@@ -132,16 +132,16 @@ def test_an_answer_has_an_end() -> None:
 
 def test_an_answer_ends_where_its_contract_does(tmp_path: Path) -> None:
     largest = tmp_path / "largest"
-    assert at_most(100, None) == at_most(100, largest) == 100
+    assert size_limit(100, None) == size_limit(100, largest) == 100
     for text, most in (("40", 40), ("400", 100), ("", 100), ("nonsense", 100)):
         largest.write_text(text)
-        assert at_most(100, largest) == most
+        assert size_limit(100, largest) == most
 
 
 def test_who_is_slow_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     door = Door()
     assert door.ask(PULL, b"x", b"y", pause=0.01) == 200
-    monkeypatch.setattr(gateway, "PATIENCE", 0.05)
+    monkeypatch.setattr(gateway, "REQUEST_SECONDS", 0.05)
     assert door.ask(PULL, b"x", b"y", pause=0.04) == 408
     assert door.bodies == [b"xy"]
 

@@ -30,10 +30,10 @@ from barter.core.errors import PayloadError
 from barter.flower import flwr_internals, node, supervise
 from barter.flower.client_app import IN_A_PIECE, from_records, to_records
 from barter.flower.codec import decode, encode
-from barter.flower.flwr_internals import Fleet, strange
+from barter.flower.flwr_internals import Fleet, unsupported_reason
 from barter.flower.frames import Blob, Frame
 from barter.flower.handshake import Setup
-from barter.flower.heartbeat import NOT_LET_IN, Turn, pause
+from barter.flower.heartbeat import NOT_LET_IN, ProgressFile, poll_interval
 from tests.flower.test_frames import serving
 from tests.forked import forked, status, until
 
@@ -163,7 +163,7 @@ def test_a_node_asks_the_worker_and_says_why_there_is_no_answer(link: Link, tmp_
         link.send(content, kind, ttl=0.6)
         message = link.fleet().pull()
         assert message is not None
-        link.fleet().push(node.answer(message, tmp_path / door), 0.0)
+        link.fleet().push(node.answer_message(message, tmp_path / door), 0.0)
     well, *others = [reply for reply, _ in link.replies]
     assert not well.has_error()
     said = [reply.error for reply in others]
@@ -243,8 +243,10 @@ def test_others_are_heard_while_a_call_goes_on(
             assert go.wait(5)
         return Message(message.content, reply_to=message)
 
-    monkeypatch.setattr(node, "answer", answer)
-    serving = threading.Thread(target=node.serve, args=(link.fleet(), Path("door")), daemon=True)
+    monkeypatch.setattr(node, "answer_message", answer)
+    serving = threading.Thread(
+        target=node.serve_messages, args=(link.fleet(), Path("door")), daemon=True
+    )
     serving.start()
     until(lambda: len(link.replies) == 1)
     go.set()
@@ -260,13 +262,13 @@ def test_the_node_says_how_far_its_worker_is(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr("barter.flower.heartbeat.time.monotonic", lambda: now[0])
-    turn = Turn(tmp_path / "turn")
+    turn = ProgressFile(tmp_path / "turn")
 
     def said() -> Any:
         link.send(to_records(encode(None)), "query.progress")
         message = link.fleet().pull()
         assert message is not None
-        reply = node.answer(message, tmp_path / "door")  # where no worker answers
+        reply = node.answer_message(message, tmp_path / "door")  # where no worker answers
         return reply.error.code if reply.has_error() else decode(from_records(reply.content))
 
     assert said() == 2, "nothing was begun"
@@ -281,7 +283,9 @@ def test_the_node_says_how_far_its_worker_is(
     assert said() == 1.0
     turn.begin()
     assert said() == 0.0
-    Turn(tmp_path / "nowhere" / "turn").begin()  # a disk that takes nothing is no reason to stop
+    ProgressFile(
+        tmp_path / "nowhere" / "turn"
+    ).begin()  # a disk that takes nothing is no reason to stop
 
 
 def test_a_reply_that_is_announced_and_does_not_come_is_not_waited_for(
@@ -290,7 +294,7 @@ def test_a_reply_that_is_announced_and_does_not_come_is_not_waited_for(
     from flwr.superlink.grid import http_grid
 
     monkeypatch.setattr(http_grid, "pull_objects", http_grid.pull_objects)
-    flwr_internals.hurry(2.0)
+    flwr_internals.poll_faster(2.0)
     begin, here = time.monotonic(), {"a": b"1"}
 
     def pull(id: str) -> bytes:
@@ -311,30 +315,35 @@ def test_a_reply_that_is_announced_and_does_not_come_is_not_waited_for(
 
 
 def test_who_has_nothing_to_do_looks_less_and_less_often() -> None:
-    assert [pause(idle) for idle in (0.0, 0.5, 3.0, 10.0, 3600.0)] == pytest.approx(
+    assert [poll_interval(idle) for idle in (0.0, 0.5, 3.0, 10.0, 3600.0)] == pytest.approx(
         [0.05, 0.05, 0.3, 1.0, 1.0]
     )
 
 
 def test_the_flower_that_is_installed_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert strange() == ""
+    assert unsupported_reason() == ""
     monkeypatch.setattr(flwr_internals, "push_objects", lambda objects: None)
-    assert strange().endswith(": <lambda> does not take push_object_fn, object_ids_to_push")
+    assert unsupported_reason().endswith(
+        ": <lambda> does not take push_object_fn, object_ids_to_push"
+    )
     monkeypatch.setattr(flwr_internals, "MISSING", "cannot import name 'push_objects'")
-    assert strange().endswith("cannot import name 'push_objects'")
+    assert unsupported_reason().endswith("cannot import name 'push_objects'")
     monkeypatch.setattr(flwr_internals, "version", lambda name: "1.50.1")
-    assert strange() == "flwr 1.50.1 was not tested with barter, which supports 1.41.x and 1.42.x"
+    assert (
+        unsupported_reason()
+        == "flwr 1.50.1 was not tested with barter, which supports 1.41.x and 1.42.x"
+    )
 
 
 def test_a_flower_that_is_not_known_is_left_to_its_own_node(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    assert not supervise.by_flower(Setup(name="a", share=0))
-    assert supervise.by_flower(Setup(name="a", share=0, supernode=True))
+    assert not supervise.uses_supernode(Setup(name="a", share=0))
+    assert supervise.uses_supernode(Setup(name="a", share=0, supernode=True))
     assert caplog.messages == []
-    monkeypatch.setattr(supervise, "strange", lambda: "flwr 9 was not tried")
-    assert supervise.by_flower(Setup(name="a", share=0))
+    monkeypatch.setattr(supervise, "unsupported_reason", lambda: "flwr 9 was not tried")
+    assert supervise.uses_supernode(Setup(name="a", share=0))
     (said,) = caplog.messages
     assert said.endswith("takes seconds for every call: flwr 9 was not tried")
 

@@ -22,7 +22,7 @@ from barter.cli.app import main
 from barter.core.payload import isolate, leaves
 from barter.flower.supervise import FLOWER, free_port
 from barter.runs import checkpoint
-from barter.runs.folder import last_checkpoint, records
+from barter.runs.folder import last_checkpoint, read_records
 from tests.conftest import TINY, digits_file, federation, same, tiny
 
 CPU = torch.device("cpu")
@@ -34,7 +34,10 @@ def remembered(folder: Path) -> Any:
     found |= {
         f"client-{path.parts[-3]}": path for path in folder.glob("memory/*/*/now.safetensors")
     }
-    return {name: checkpoint.read(path, CPU)[0]["memory"] for name, path in sorted(found.items())}
+    return {
+        name: checkpoint.read_checkpoint(path, CPU)[0]["memory"]
+        for name, path in sorted(found.items())
+    }
 
 
 @pytest.mark.parametrize(
@@ -226,7 +229,7 @@ class Deployment:
 
     def finish(self, seconds: float = 400) -> list[Any]:
         assert self.running["coordinator"].wait(seconds) == 0, self.log
-        return records(self.folder / "run")
+        return read_records(self.folder / "run")
 
     @property
     def log(self) -> str:
@@ -320,15 +323,20 @@ def test_a_killed_node_comes_back(deploy: Callable[..., Deployment]) -> None:
     d.asleep("s2")
     (node,) = processes(d.folder, "barter.flower.node", "s2")
     os.kill(node, signal.SIGKILL)
-    d.until(lambda: any(r.failures for r in records(d.folder / "run")), 200)
-    broken = next(r for r in records(d.folder / "run") if r.failures)
+    d.until(lambda: any(r.failures for r in read_records(d.folder / "run")), 200)
+    broken = next(r for r in read_records(d.folder / "run") if r.failures)
     assert "site s2" in broken.failures[0]
     back = d.until(
-        lambda: [r for r in records(d.folder / "run") if r.round > broken.round and not r.failures],
+        lambda: [
+            r for r in read_records(d.folder / "run") if r.round > broken.round and not r.failures
+        ],
         300,
     )
     assert back[0].clients[2]["bytes_up"] > 0
-    assert d.turns("s2") == sum(r.clients[2]["bytes_up"] > 0 for r in records(d.folder / "run")) + 1
+    assert (
+        d.turns("s2")
+        == sum(r.clients[2]["bytes_up"] > 0 for r in read_records(d.folder / "run")) + 1
+    )
 
 
 @pytest.mark.slow
@@ -379,7 +387,7 @@ def test_a_killed_coordinator_goes_on_where_it_was(
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     d.running["coordinator"].wait(120)
-    assert len(records(d.folder / "run")) == 2
+    assert len(read_records(d.folder / "run")) == 2
     d.coordinator()
     rounds = d.finish()
     assert [r.round for r in rounds] == [1, 2, 3, 4]

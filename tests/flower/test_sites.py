@@ -17,7 +17,7 @@ from barter.core.images import Spec
 from barter.data.task import Data
 from barter.flower.consent import Consent
 from barter.flower.handshake import Hello, Setup, agree, introduce, make_site
-from barter.runs.folder import kept_rounds
+from barter.runs.folder import checkpoint_rounds
 from barter.runs.journal import Journal
 from barter.runs.selection import best_round
 from barter.setup.config import Config, to_toml
@@ -197,7 +197,7 @@ def test_sites_with_data_and_networks_of_their_own(
         ), "there is no pooled validation set"
     best = best_round(rounds)
     assert best is not None
-    assert kept_rounds(tmp_path / "run") == sorted({best.round, 2})
+    assert checkpoint_rounds(tmp_path / "run") == sorted({best.round, 2})
     for one in grid.sites.values():
         assert (len(one.client.data), len(one.client.tests["val_local"])) == (48, 12)
     assert [member.examples for member in experiment.engine.members.values()] == [48, 48]

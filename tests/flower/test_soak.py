@@ -29,8 +29,8 @@ from barter.algorithms import ALGORITHMS
 from barter.core.payload import isolate, leaves
 from barter.experiment import Experiment
 from barter.flower.supervise import FLOWER, free_port
-from barter.runs.folder import last_checkpoint, records, rounds_done
-from barter.setup.config import read, resolve
+from barter.runs.folder import count_rounds, last_checkpoint, read_records
+from barter.setup.config import read_toml, resolve
 from tests.conftest import TINY, digits_file, same
 from tests.flower.test_processes import left_behind, processes, remembered
 
@@ -147,7 +147,7 @@ class Soak:
             f"{path.name}:\n" + "\n".join(path.read_text(errors="replace").splitlines()[-15:])
             for path in logs
         ]
-        return "\n".join([f"{rounds_done(self.folder / 'run')} rounds; {self.harmed}", *tails])
+        return "\n".join([f"{count_rounds(self.folder / 'run')} rounds; {self.harmed}", *tails])
 
     def tend(self) -> bool:
         """Start again what has ended; whether the run is over."""
@@ -199,7 +199,7 @@ class Soak:
     def run(self, seconds: float) -> None:
         """From its first round on harm it for so long, and then let it come to its end."""
         end = time.monotonic() + PATIENCE
-        while not rounds_done(self.folder / "run"):
+        while not count_rounds(self.folder / "run"):
             self.tend()
             assert time.monotonic() < end, self.said
             time.sleep(0.2)
@@ -248,11 +248,11 @@ def test_a_harmed_federation_ends_as_a_calm_one(
     soak = Soak(tmp_path / "soak", algorithm, LEAST[algorithm], max(3, int(seconds / 15)), rng)
     with soak.whole():
         soak.run(seconds)
-    found, rounds = last_checkpoint(soak.folder / "run"), records(soak.folder / "run")
+    found, rounds = last_checkpoint(soak.folder / "run"), read_records(soak.folder / "run")
     log.warning("%s: %d rounds, harm: %s", algorithm, len(rounds), " ".join(soak.harmed))
     monkeypatch.syspath_prepend(soak.place)
     monkeypatch.chdir(tmp_path)
-    config = resolve(read(soak.folder / "run.toml"))
+    config = resolve(read_toml(soak.folder / "run.toml"))
     assert [record.round for record in rounds] == list(range(1, config.rounds + 1)), soak.said
     assert not left_behind(soak.folder), "no process is left"
     left = [

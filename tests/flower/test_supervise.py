@@ -19,8 +19,8 @@ pytest.importorskip("flwr")
 
 from barter.core.errors import ConfigError
 from barter.flower.handshake import Setup
-from barter.flower.heartbeat import Pulse, overdue, since
-from barter.flower.supervise import Kept, Watched, _only_one, _rooms
+from barter.flower.heartbeat import Pulse, overdue, seconds_since
+from barter.flower.supervise import RestartingChild, WatchedChild, _only_one, _rooms
 from tests.forked import forked, status, until
 
 WORKER = """
@@ -42,13 +42,15 @@ CASES = {
 
 
 @pytest.fixture
-def watched(tmp_path: Path) -> Iterator[Callable[[str], Watched]]:
-    made: list[Watched] = []
+def watched(tmp_path: Path) -> Iterator[Callable[[str], WatchedChild]]:
+    made: list[WatchedChild] = []
 
-    def make(body: str) -> Watched:
+    def make(body: str) -> WatchedChild:
         (tmp_path / "worker.py").write_text(WORKER + body)
         command = [sys.executable, str(tmp_path / "worker.py"), str(tmp_path)]
-        made.append(Watched("worker", command, os.environ, tmp_path / "log", tmp_path / "pulse"))
+        made.append(
+            WatchedChild("worker", command, os.environ, tmp_path / "log", tmp_path / "pulse")
+        )
         return made[-1]
 
     yield make
@@ -58,7 +60,7 @@ def watched(tmp_path: Path) -> Iterator[Callable[[str], Watched]]:
 
 @pytest.mark.parametrize("body", CASES.values(), ids=CASES)
 def test_who_is_not_heard_of_is_ended_and_started_again(
-    body: str, watched: Callable[[str], Watched], caplog: pytest.LogCaptureFixture
+    body: str, watched: Callable[[str], WatchedChild], caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = watched(body)
     worker.tend()
@@ -80,7 +82,7 @@ def test_who_is_not_heard_of_is_ended_and_started_again(
     assert len(caplog.messages) == 1, "a new one is not judged by what the old one said"
 
 
-def test_who_never_begins_is_ended_too(watched: Callable[[str], Watched]) -> None:
+def test_who_never_begins_is_ended_too(watched: Callable[[str], WatchedChild]) -> None:
     worker = watched("")
     worker.begin, worker.command = 0.5, ["sleep", "60"]
     worker.tend()
@@ -89,7 +91,7 @@ def test_who_never_begins_is_ended_too(watched: Callable[[str], Watched]) -> Non
 
 
 def test_a_call_may_take_the_time_that_it_has(
-    watched: Callable[[str], Watched], tmp_path: Path
+    watched: Callable[[str], WatchedChild], tmp_path: Path
 ) -> None:
     worker = watched(
         "with pulse.call(30): ctypes.PyDLL(None).sleep(2)\n(home / 'done').touch()\ntime.sleep(60)"
@@ -101,7 +103,7 @@ def test_a_call_may_take_the_time_that_it_has(
 
 
 def test_who_cannot_be_started_is_tried_again(
-    watched: Callable[[str], Watched],
+    watched: Callable[[str], WatchedChild],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -132,12 +134,12 @@ def test_a_sign_of_life_that_finds_no_room_ends_nobody(
 
 def test_a_call_is_as_old_as_its_first_beginning(tmp_path: Path) -> None:
     begun = tmp_path / "begun"
-    assert since(begun, "one") == 0
+    assert seconds_since(begun, "one") == 0
     time.sleep(0.1)
-    assert 0.1 <= since(begun, "one") < 5
-    assert since(begun, "two") == 0
+    assert 0.1 <= seconds_since(begun, "one") < 5
+    assert seconds_since(begun, "two") == 0
     begun.write_text("two")  # a disk that was full
-    assert since(begun, "two") == 0
+    assert seconds_since(begun, "two") == 0
 
 
 def full(*_: object) -> None:
@@ -250,7 +252,9 @@ def test_where_no_lock_can_be_written_a_site_says_so_and_runs(
 def test_why_a_child_ended_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for status_, why in ((77, "the key is unknown"), (3, f"see {tmp_path / 'log'}")):
         reasons = {77: "the key is unknown"}
-        child = Kept("node", ["sh", "-c", f"exit {status_}"], os.environ, tmp_path / "log", reasons)
+        child = RestartingChild(
+            "node", ["sh", "-c", f"exit {status_}"], os.environ, tmp_path / "log", reasons
+        )
         child.tend()
         until(lambda child=child: child.poll() is not None)  # type: ignore[misc]
         child.tend()

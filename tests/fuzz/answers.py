@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from barter import Experiment
-from barter.core.errors import in_short
+from barter.core.errors import summarise_error
 from barter.core.payload import Payload, isolate, leaves
 from tests.conftest import small_federation, tiny
 from tests.fuzz.limits import Hang, within_limits
@@ -86,8 +86,8 @@ class Tap:
     def __post_init__(self) -> None:
         engine = self.experiment.engine
         self.liar = engine.client_ids[-1]
-        self.arrive = engine.arrived
-        engine.arrived = self.arrived  # type: ignore[method-assign]
+        self.arrive = engine.receive_answer
+        engine.receive_answer = self.arrived  # type: ignore[method-assign]
 
     def arrived(self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]) -> Payload:
         if client != self.liar:
@@ -202,7 +202,7 @@ class Subject:
         try:
             record = first.step()
         except Exception as error:
-            return Outcome("ended", in_short(error))
+            return Outcome("ended", summarise_error(error))
         finally:
             self._release(first)
         outcome = self._judge(first, record.failures)
@@ -211,11 +211,11 @@ class Subject:
         try:
             second = self._experiment(run, resume=True)
         except Exception as error:
-            return Outcome("no resume", in_short(error))
+            return Outcome("no resume", summarise_error(error))
         try:
             after = second.step()
         except Exception as error:
-            return Outcome("no resume", f"round {case.begin + 2}: {in_short(error)}")
+            return Outcome("no resume", f"round {case.begin + 2}: {summarise_error(error)}")
         finally:
             self._release(second)
         outcome = self._judge(second, after.failures)

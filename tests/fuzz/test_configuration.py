@@ -13,7 +13,7 @@ import tomli_w
 from barter.algorithms import ALGORITHMS
 from barter.core.errors import ConfigError
 from barter.flower.consent import Consent
-from barter.setup.config import known_keys, plain, read, resolve, to_toml, with_settings
+from barter.setup.config import known_keys, read_toml, resolve, to_plain, to_toml, with_settings
 from tests.conftest import NEEDED
 from tests.fuzz.limits import EDGES, Cases, damaged, one_line
 
@@ -58,7 +58,8 @@ def changed(rng: random.Random, tree: dict[str, Any]) -> dict[str, Any]:
 def test_values(cases: Cases) -> None:
     """What is taken can be written down, and is the same again."""
     whole = [
-        plain(resolve({"algorithm": {"name": name, **NEEDED.get(name, {})}})) for name in ALGORITHMS
+        to_plain(resolve({"algorithm": {"name": name, **NEEDED.get(name, {})}}))
+        for name in ALGORITHMS
     ]
     for rng in cases(250):
         tree = changed(rng, rng.choice(whole))
@@ -83,14 +84,14 @@ def test_files(cases: Cases, tmp_path: Path) -> None:
     for rng in cases(300):
         path.write_bytes(damaged(rng, whole))
         with one_line():
-            resolve(read(path))
+            resolve(read_toml(path))
 
 
 def test_deep_files_are_refused(tmp_path: Path) -> None:
     for text in ("a = " + "[" * 5000, "a = " + "{a = " * 3000, ".".join("a" * 1000) + " = 1"):
         (tmp_path / "c.toml").write_text(text)
         with one_line():
-            resolve(read(tmp_path / "c.toml"))
+            resolve(read_toml(tmp_path / "c.toml"))
 
 
 @pytest.mark.parametrize("part", ["a", '"a"', "'a'", r'"\".\""', "a\t"])
@@ -101,7 +102,7 @@ def test_endless_keys_are_refused_at_once(part: str, line: str, tmp_path: Path) 
     with pytest.raises(
         ConfigError, match=r"c\.toml is not TOML: a key of more than a hundred parts$"
     ):
-        read(path)
+        read_toml(path)
     with pytest.raises(ValueError, match="a key of more than a hundred parts"):
         Consent().require_code("a", path.read_text())
 
@@ -109,4 +110,4 @@ def test_endless_keys_are_refused_at_once(part: str, line: str, tmp_path: Path) 
 def test_words_and_numbers_with_dots_are_no_keys(tmp_path: Path) -> None:
     tree = {"models": ".".join("a" * 90), "start": "../" * 200, "mean": [0.5] * 500}
     (tmp_path / "c.toml").write_text(tomli_w.dumps(tree))
-    assert read(tmp_path / "c.toml") == tree
+    assert read_toml(tmp_path / "c.toml") == tree

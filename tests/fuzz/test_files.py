@@ -17,11 +17,11 @@ from PIL import Image
 from barter.core.errors import BarterError
 from barter.core.payload import leaves
 from barter.data.partition import Iid
-from barter.data.sources import load
+from barter.data.sources import load_dataset
 from barter.data.splits import read_split
 from barter.data.task import Data, make_task
 from barter.runs import checkpoint
-from barter.runs.folder import METRICS, records
+from barter.runs.folder import METRICS_FILE, read_records
 from tests.conftest import same
 from tests.fuzz.limits import EDGES, Cases, damaged, one_line
 
@@ -154,7 +154,7 @@ def test_pictures(cases: Cases, tmp_path: Path, kind: str) -> None:
     for rng in cases(40):
         (tmp_path / "a" / "2.png").write_bytes(damaged(rng, rng.choice(whole)))
         with one_line():
-            assert load(f"folder:{tmp_path}", size=4).x_train.shape[1:] == (3, 4, 4)
+            assert load_dataset(f"folder:{tmp_path}", size=4).x_train.shape[1:] == (3, 4, 4)
 
 
 def test_checkpoints(cases: Cases, tmp_path: Path) -> None:
@@ -163,12 +163,12 @@ def test_checkpoints(cases: Cases, tmp_path: Path) -> None:
         tmp_path / "c.safetensors",
         {"w": torch.arange(40.0), "n": [1, None, "a"], "b": torch.ones(3, 2)},
     )
-    checkpoint.write(path, state, {"round": "3"})
+    checkpoint.write_checkpoint(path, state, {"round": "3"})
     whole = path.read_bytes()
     for rng in cases(400):
         path.write_bytes(damaged(rng, whole))
         with one_line():
-            found, notes = checkpoint.read(path, CPU)
+            found, notes = checkpoint.read_checkpoint(path, CPU)
             assert same(dict(leaves(found)), dict(leaves(state)))
             assert notes["round"] == "3"
 
@@ -198,8 +198,8 @@ def test_records(cases: Cases, tmp_path: Path) -> None:
     """A line that is no record is none; the others can be used."""
     for rng in cases(400):
         line = json.dumps(swapped(rng, LINE) if rng.randrange(2) else LINE).encode()
-        (tmp_path / METRICS).write_bytes(b"\n".join([damaged(rng, line), line, b""]))
-        for record in records(tmp_path):
+        (tmp_path / METRICS_FILE).write_bytes(b"\n".join([damaged(rng, line), line, b""]))
+        for record in read_records(tmp_path):
             assert record.scalars().keys() >= {"bytes/up", "seconds/round", "failures"}
             assert isinstance(record.traffic("up"), int | float)
             assert record.to_json()

@@ -13,7 +13,7 @@ import torch
 
 from barter.core.payload import leaves, pack, unpack
 from barter.flower.codec import decode, encode
-from barter.flower.frames import LENGTH, Blob, Frame, receive, send
+from barter.flower.frames import FRAME_LENGTH, Blob, Frame, receive, send
 from tests.fuzz.limits import EDGES, Cases, damaged, one_line
 
 TREE = {
@@ -110,7 +110,10 @@ def test_frames(cases: Cases) -> None:
 def test_a_few_bytes_do_not_choose_how_much_memory_is_taken(length: int) -> None:
     table = [["t0", "float32", [length // 4], length]]
     head = json.dumps(['{"tensor": "t0"}', table]).encode()
-    for message in (LENGTH.pack(length) + b"[", LENGTH.pack(len(head)) + head + b"1234"):
+    for message in (
+        FRAME_LENGTH.pack(length) + b"[",
+        FRAME_LENGTH.pack(len(head)) + head + b"1234",
+    ):
         here, there = socket.socketpair()
         with here, there, one_line():
             here.sendall(message)

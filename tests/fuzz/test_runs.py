@@ -12,7 +12,7 @@ import torch
 
 from barter import Experiment
 from barter.runs import checkpoint
-from barter.runs.folder import _file, records
+from barter.runs.folder import _file, read_records
 from barter.setup.trust import read_run
 from barter.trained.model import load_all
 from tests.conftest import digits_file, federation, tiny
@@ -55,13 +55,13 @@ def crafted(rng: random.Random, state: Any, notes: dict[str, str]) -> tuple[Any,
 def test_crafted_checkpoints(cases: Cases, finished: Path, tmp_path: Path) -> None:
     """Each is loaded and resumed, or refused in one line; nothing large is allocated."""
     run = tmp_path / "run"
-    state, notes = checkpoint.read(_file(finished, 1), CPU)
+    state, notes = checkpoint.read_checkpoint(_file(finished, 1), CPU)
     notes = {key: notes[key] for key in ("round", "config", "data")}
     for rng in cases(60):
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(finished, run)
         try:
-            checkpoint.write(_file(run, 1), *crafted(rng, state, notes))
+            checkpoint.write_checkpoint(_file(run, 1), *crafted(rng, state, notes))
         except Exception:  # No payload: such a file cannot be written.
             continue
         with one_line():
@@ -72,4 +72,4 @@ def test_crafted_checkpoints(cases: Cases, finished: Path, tmp_path: Path) -> No
             assert experiment.folder is not None
             experiment.folder.release()
             assert experiment.round == 1
-        assert len(records(run)) <= 1
+        assert len(read_records(run)) <= 1

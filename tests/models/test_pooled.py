@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from barter.core.errors import ConfigError
 from barter.core.images import Spec
 from barter.core.model import Classifier
-from barter.models.pooled import Pool, pooled
-from barter.models.zoo import build
+from barter.models.pooled import Pool, pool_features
+from barter.models.zoo import build_network
 
 SPEC = Spec(1, 8, 8, 10, (0.5,), (0.25,))
 
@@ -26,9 +26,9 @@ def test_pooling_is_torchs(before: int, after: int) -> None:
 
 
 def test_a_network_gets_the_width_and_a_head_for_it() -> None:
-    network = build("small-cnn", SPEC)
+    network = build_network("small-cnn", SPEC)
     before, images = network.feature_dim, torch.randn(4, 1, 8, 8)
-    wide = pooled(network, 3 * before)
+    wide = pool_features(network, 3 * before)
     assert (wide.feature_dim, wide.features(images).shape, wide(images).shape) == (
         3 * before,
         (4, 3 * before),
@@ -41,7 +41,7 @@ def test_a_network_gets_the_width_and_a_head_for_it() -> None:
     assert not any("matrix" in name for name in wide.state_dict()), (
         "nothing but weights is kept or sent"
     )
-    assert pooled(network, before) is network
+    assert pool_features(network, before) is network
 
 
 def test_a_network_that_was_split_by_hand_says_what_to_do() -> None:
@@ -55,4 +55,4 @@ def test_a_network_that_was_split_by_hand_says_what_to_do() -> None:
         ConfigError,
         match="Mine has 7 .* a Linear layer.* or with feature_dim = 9, or give the method features=7",
     ):
-        pooled(Mine(), 9)
+        pool_features(Mine(), 9)

@@ -6,7 +6,7 @@ import torch
 from barter.core.errors import ConfigError
 from barter.core.images import Spec
 from barter.models.families import FAMILIES
-from barter.models.zoo import ZOO, build, members
+from barter.models.zoo import ZOO, build_network, client_architectures
 
 
 def spec(channels: int, side: int, classes: int = 10) -> Spec:
@@ -14,7 +14,7 @@ def spec(channels: int, side: int, classes: int = 10) -> Spec:
 
 
 def parameters(name: str, task: Spec) -> int:
-    return sum(p.numel() for p in build(name, task).parameters())
+    return sum(p.numel() for p in build_network(name, task).parameters())
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ HEAVY = {"resnet101", "resnet152", "resnet50", "efficientnet-v2-s"}
 @pytest.mark.parametrize("name", sorted(set(ZOO) - HEAVY))
 @pytest.mark.parametrize("channels", [1, 3])
 def test_every_model_takes_grey_and_colour_and_trains(name: str, channels: int) -> None:
-    model = build(name, spec(channels, 32, classes=7))
+    model = build_network(name, spec(channels, 32, classes=7))
     x = torch.randn(2, channels, 32, 32)
     features = model.features(x)
     assert features.shape == (2, model.feature_dim)
@@ -51,13 +51,13 @@ def test_every_model_takes_grey_and_colour_and_trains(name: str, channels: int) 
 
 @pytest.mark.parametrize("name", sorted(HEAVY))
 def test_the_large_ones_build(name: str) -> None:
-    assert build(name, spec(3, 32)).feature_dim > 1000
+    assert build_network(name, spec(3, 32)).feature_dim > 1000
 
 
 @pytest.mark.parametrize("side", [8, 12, 16, 28, 32])
 @pytest.mark.parametrize("name", FAMILIES["small-5"])
 def test_small_models_take_small_images(name: str, side: int) -> None:
-    assert build(name, spec(1, side))(torch.randn(2, 1, side, side)).shape == (2, 10)
+    assert build_network(name, spec(1, side))(torch.randn(2, 1, side, side)).shape == (2, 10)
 
 
 @pytest.mark.parametrize(
@@ -65,30 +65,32 @@ def test_small_models_take_small_images(name: str, side: int) -> None:
 )
 def test_an_input_that_does_not_fit_says_so(name: str, side: int) -> None:
     with pytest.raises(ConfigError, match=f"{name}.*{side}x{side}"):
-        build(name, spec(3, side))
+        build_network(name, spec(3, side))
 
 
 def test_unknown_names_have_neighbours() -> None:
     with pytest.raises(ConfigError, match="did you mean 'resnet18'"):
-        build("resnet-18", spec(3, 32))
+        build_network("resnet-18", spec(3, 32))
     with pytest.raises(ConfigError, match="did you mean 'htfe-10'"):
-        members("hfte-10", 3)
+        client_architectures("hfte-10", 3)
 
 
 def test_small_stems_keep_the_resolution() -> None:
     x = torch.randn(1, 3, 32, 32)
-    small, large = (build(name, spec(3, 32)).eval() for name in ("resnet18-3x3", "resnet18"))
+    small, large = (
+        build_network(name, spec(3, 32)).eval() for name in ("resnet18-3x3", "resnet18")
+    )
     shapes = [m.body.layer1(m.body.maxpool(m.body.conv1(x))).shape[-1] for m in (small, large)]  # type: ignore[union-attr]
     assert shapes == [32, 8]
 
 
 def test_families() -> None:
-    assert members("small-5", 7) == [*FAMILIES["small-5"], "small-cnn", "small-vgg"]
-    assert members("resnet18", 2) == ["resnet18", "resnet18"]
+    assert client_architectures("small-5", 7) == [*FAMILIES["small-5"], "small-cnn", "small-vgg"]
+    assert client_architectures("resnet18", 2) == ["resnet18", "resnet18"]
     assert {name: len(family) for name, family in FAMILIES.items()} == {
         "htfe-1": 1, "htfe-2": 2, "htfe-3": 3, "htfe-4": 4, "htfe-5": 5, "htfe-8": 8, "htfe-9": 9, "htfe-10": 10,
         "fedfree-8": 8, "resnets-3-3-4": 10, "small-5": 5,
     }  # fmt: skip
     assert all(name in ZOO for family in FAMILIES.values() for name in family)
     assert len(set(FAMILIES["htfe-10"])) == 10
-    assert members("resnets-3-3-4", 10).count("resnet50") == 4
+    assert client_architectures("resnets-3-3-4", 10).count("resnet50") == 4

@@ -9,21 +9,21 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from barter import Local
-from barter.core.images import Augment, Images, Spec, prepared
+from barter.core.images import Augment, Images, Spec, prepare_batch
 from barter.core.model import Classifier
 from barter.core.payload import nbytes
 from barter.ops.condense import (
     Canvas,
-    averaging,
+    averaging_matrix,
+    concatenate_lots,
     condense,
-    ends,
-    gathered,
-    lot,
+    first_and_last_terms,
+    images_per_class,
     matching_loss,
     mean_images,
-    portions,
-    quantised,
-    redrawn,
+    pack_lot,
+    quantise_images,
+    reinitialise,
     sliced_wasserstein,
 )
 from barter.ops.fit import Trainer, sgd
@@ -50,7 +50,7 @@ class Linear(Classifier):
 
 def test_class_means_by_hand() -> None:
     labels, rows = torch.tensor([2, 0, 2]), torch.tensor([[1.0, 0.0], [5.0, 5.0], [3.0, 4.0]])
-    means = averaging(labels, torch.tensor([0, 1, 2])) @ rows
+    means = averaging_matrix(labels, torch.tensor([0, 1, 2])) @ rows
     assert means.tolist() == [[5, 5], [0, 0], [2, 2]]
 
 
@@ -87,8 +87,8 @@ def test_the_distance_has_a_gradient() -> None:
 @given(st.integers(0, 255), st.integers(0, 255))
 def test_bytes_come_back_as_they_were(a: int, b: int) -> None:
     pixels = torch.tensor([[[[a, b]]]], dtype=torch.uint8)
-    assert torch.equal(quantised(prepared(pixels, SPEC, Augment()), SPEC), pixels)
-    assert quantised(torch.tensor([[[[99.0, -99.0]]]]), SPEC).tolist() == [[[[255, 0]]]]
+    assert torch.equal(quantise_images(prepare_batch(pixels, SPEC, Augment()), SPEC), pixels)
+    assert quantise_images(torch.tensor([[[[99.0, -99.0]]]]), SPEC).tolist() == [[[[255, 0]]]]
 
 
 def data(counts: dict[int, int]) -> Images:
@@ -99,20 +99,20 @@ def data(counts: dict[int, int]) -> Images:
 
 def test_who_is_condensed_into_how_many() -> None:
     images = data({0: 60, 1: 7, 2: 1})
-    assert portions(images, 50, 50) == {0: 50}
-    assert portions(images, 5, 1) == {0: 5, 1: 5, 2: 1}
-    assert portions(images, 5, 100) == {}
+    assert images_per_class(images, 50, 50) == {0: 50}
+    assert images_per_class(images, 5, 1) == {0: 5, 1: 5, 2: 1}
+    assert images_per_class(images, 5, 100) == {}
 
 
 def test_images_start_as_means_of_their_class() -> None:
     start = mean_images(data({0: 4, 2: 9}), {0: 2, 2: 3}, of=5)
-    assert quantised(start, SPEC)[:, 0, 0].tolist() == [[0, 1]] * 2 + [[100, 101]] * 3
+    assert quantise_images(start, SPEC)[:, 0, 0].tolist() == [[0, 1]] * 2 + [[100, 101]] * 3
 
 
 def test_no_two_start_from_the_same_original() -> None:
     pixels = torch.arange(20, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 1, 2)
     images = Images(pixels, torch.arange(20) % 2, SPEC)
-    start = quantised(mean_images(images, {0: 10, 1: 4}, of=1), SPEC)[:, 0, 0, 0].tolist()
+    start = quantise_images(mean_images(images, {0: 10, 1: 4}, of=1), SPEC)[:, 0, 0, 0].tolist()
     assert sorted(start[:10]) == list(range(0, 20, 2)), "all that there are"
     assert len(set(start[10:])) == 4
     assert all(x % 2 for x in start[10:])
@@ -122,12 +122,12 @@ def test_the_bytes_of_a_lot_are_those_of_its_images() -> None:
     """Table 7 of FedAF counts one byte per pixel and channel: 50 images of a CIFAR class are 153,600 bytes."""
     spec = Spec(3, 32, 32, 10, (0.5,) * 3, (0.25,) * 3)
     cifar = Images(torch.zeros(130, 3, 32, 32, dtype=torch.uint8), torch.arange(130) % 2, spec)
-    sizes = portions(cifar, 50, 50)
-    given_away = lot(cifar, sizes, mean_images(cifar, sizes, 5))
+    sizes = images_per_class(cifar, 50, 50)
+    given_away = pack_lot(cifar, sizes, mean_images(cifar, sizes, 5))
     assert given_away["images"].dtype is torch.uint8
     assert nbytes(given_away) == 2 * 153_600 + 2 * (8 + 8)
-    empty = lot(cifar, {}, None)
-    images, labels = gathered([given_away, empty])
+    empty = pack_lot(cifar, {}, None)
+    images, labels = concatenate_lots([given_away, empty])
     assert len(images) == len(labels) == 100
     assert labels.tolist() == [0] * 50 + [1] * 50
 
@@ -140,7 +140,7 @@ def test_a_network_is_redrawn_but_not_its_statistics() -> None:
         norm.weight.fill_(7)
         norm.running_mean.fill_(5)  # type: ignore[union-attr]
     before = model[0].weight.clone()
-    redrawn(model)
+    reinitialise(model)
     assert not torch.equal(model[0].weight, before)
     assert model[0].weight.abs().max() <= 1 / math.sqrt(4) + 1e-6, (
         "from the distribution it started from"
@@ -177,15 +177,20 @@ def test_the_matching_loss_by_hand() -> None:
 
 def test_the_terms_of_a_loss_at_both_ends() -> None:
     told = [torch.tensor([3.0, 4.0]), torch.tensor([1.0, 2.0])]
-    assert ends(["a", "b"], told) == {"a_start": 3, "b_start": 4, "a_end": 1, "b_end": 2}
-    assert ends(["a", "b"], [torch.tensor([3.0])]) == {"a_start": 3, "a_end": 3}, (
+    assert first_and_last_terms(["a", "b"], told) == {
+        "a_start": 3,
+        "b_start": 4,
+        "a_end": 1,
+        "b_end": 2,
+    }
+    assert first_and_last_terms(["a", "b"], [torch.tensor([3.0])]) == {"a_start": 3, "a_end": 3}, (
         "one step, and a term that is off"
     )
 
 
 def test_condensed_images_have_the_mean_features_of_the_originals() -> None:
     client = federation(Local(), models="small-cnn").engine.clients[0]
-    sizes = portions(client.data, 2, 1)
+    sizes = images_per_class(client.data, 2, 1)
     start = mean_images(client.data, sizes, 1)
 
     def distance(images: Tensor) -> float:
@@ -193,11 +198,11 @@ def test_condensed_images_have_the_mean_features_of_the_originals() -> None:
         classes = torch.tensor(list(sizes))
         labels = torch.tensor([c for c, n in sizes.items() for _ in range(n)])
         with torch.no_grad():
-            real = averaging(client.data.labels, classes) @ model.features(
+            real = averaging_matrix(client.data.labels, classes) @ model.features(
                 client.data.batch(torch.arange(len(client.data)))
             )
             return float(
-                (averaging(labels, classes) @ model.features(images) - real).square().sum()
+                (averaging_matrix(labels, classes) @ model.features(images) - real).square().sum()
             )
 
     options = {"steps": 40, "batch_size": 10**6, "recipe": sgd(0.5, 0.9)}
@@ -212,12 +217,12 @@ def test_condensed_images_have_the_mean_features_of_the_originals() -> None:
 def test_pixels_stay_between_black_and_white() -> None:
     """What is matched is what is sent: nothing is lost when images become bytes, but for rounding."""
     client = federation(Local(max_epochs=1)).engine.clients[0]
-    sizes = portions(client.data, 2, 1)
+    sizes = images_per_class(client.data, 2, 1)
     start = mean_images(client.data, sizes, of=1)
     made, _ = condense(
         client, start, sizes, steps=5, batch_size=50, recipe=sgd(50.0), sampled=lambda model: None
     )
-    sent = prepared(quantised(made, client.data.spec), client.data.spec, Augment())
+    sent = prepare_batch(quantise_images(made, client.data.spec), client.data.spec, Augment())
     assert not torch.allclose(made, start, atol=0.1), "they were moved"
     assert torch.allclose(made, sent, atol=0.51 / 255 / min(client.data.spec.std))
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from barter.core.clients import Replies
-from barter.ops.average import average, median, trimmed
+from barter.ops.average import average, entrywise_median, entrywise_trimmed_mean
 from barter.ops.distill import kl
 
 P, Q = np.array([0.9, 0.06, 0.04]), np.array([0.3, 0.3, 0.4])
@@ -45,21 +45,24 @@ def test_average_of_equals_is_the_same() -> None:
 
 def test_a_median_is_the_middle_of_each_entry_by_itself() -> None:
     three = torch.tensor([[1.0, 9.0], [2.0, -7.0], [1e6, 0.0]])
-    assert median(three).tolist() == [2.0, 0.0]
-    assert median(torch.cat([three, torch.tensor([[4.0, 1.0]])])).tolist() == [3.0, 0.5], (
-        "the mean of two"
-    )
-    assert median(three[:1]).tolist() == [1.0, 9.0]
+    assert entrywise_median(three).tolist() == [2.0, 0.0]
+    assert entrywise_median(torch.cat([three, torch.tensor([[4.0, 1.0]])])).tolist() == [
+        3.0,
+        0.5,
+    ], "the mean of two"
+    assert entrywise_median(three[:1]).tolist() == [1.0, 9.0]
 
 
 def test_a_trimmed_mean_leaves_out_both_ends_of_each_entry() -> None:
     rows = torch.tensor([[1.0], [2.0], [3.0], [6.0], [1e6]])
-    assert trimmed(rows).tolist() == [pytest.approx(11 / 3)], "one of five at each end"
-    assert trimmed(rows[1:4]).tolist() == [3.0], "one of three"
-    assert trimmed(rows[:2]).tolist() == [1.5], "none of two"
-    assert trimmed(rows[:1]).tolist() == [1.0]
+    assert entrywise_trimmed_mean(rows).tolist() == [pytest.approx(11 / 3)], (
+        "one of five at each end"
+    )
+    assert entrywise_trimmed_mean(rows[1:4]).tolist() == [3.0], "one of three"
+    assert entrywise_trimmed_mean(rows[:2]).tolist() == [1.5], "none of two"
+    assert entrywise_trimmed_mean(rows[:1]).tolist() == [1.0]
     ten = torch.arange(10.0)[:, None] ** 2  # 4 + 9 + 16 + 25 + 36 + 49 without two at each end
-    assert trimmed(ten).tolist() == [pytest.approx(139 / 6)]
+    assert entrywise_trimmed_mean(ten).tolist() == [pytest.approx(139 / 6)]
 
 
 def test_robust_averages_count_all_alike_and_keep_types() -> None:

@@ -11,13 +11,13 @@ from barter.core.images import Images, Spec
 from barter.core.model import SplitClassifier
 from barter.ops.ensemble import (
     class_shares,
-    consensus,
     distil,
-    drawn,
     logit_loss,
-    mixed,
+    mean_predictions,
+    merge_logits,
+    reduce_entropy,
     require_labels,
-    sharpened,
+    sample_index,
     soft_loss,
 )
 from barter.ops.fit import sgd
@@ -33,33 +33,33 @@ def images(*labels: int) -> Images:
 
 def test_consensus_is_a_mean_in_which_classes_may_count_by_who_has_them() -> None:
     one, other = torch.tensor([[2.0, 0.0, 4.0]]), torch.tensor([[0.0, 6.0, 0.0]])
-    assert consensus([one, other]).tolist() == [[1.0, 3.0, 2.0]]
+    assert mean_predictions([one, other]).tolist() == [[1.0, 3.0, 2.0]]
     shares = class_shares(torch.tensor([[30, 0, 0], [10, 5, 0]]))
     assert shares.tolist() == [[0.75, 0.0, 0.5], [0.25, 1.0, 0.5]], "all alike where nobody has any"
-    assert consensus([one, other], shares).tolist() == [[1.5, 6.0, 2.0]]
+    assert mean_predictions([one, other], shares).tolist() == [[1.5, 6.0, 2.0]]
 
 
 def test_a_mixture_trusts_those_who_know_a_class() -> None:
     said = torch.tensor([[[math.log(9.0), 0.0]], [[0.0, math.log(3.0)]]])  # 0.9, 0.1 and 0.25, 0.75
     shares = torch.tensor([[0.75, 0.0], [0.25, 1.0]])
-    assert mixed(said, shares).exp()[0].tolist() == pytest.approx(
+    assert merge_logits(said, shares).exp()[0].tolist() == pytest.approx(
         [0.75 * 0.9 + 0.25 * 0.25, 0.75], abs=1e-5
     )
     loud = torch.stack(
         [said[0] * 100, said[1]]
     )  # a network with large logits is sure, and no more than that
-    assert mixed(loud, shares).exp()[0].tolist() == pytest.approx(
+    assert merge_logits(loud, shares).exp()[0].tolist() == pytest.approx(
         [0.75 + 0.25 * 0.25, 0.75], abs=1e-5
     )
-    assert mixed(torch.stack([said, loud]), shares).shape == (2, 1, 2)
+    assert merge_logits(torch.stack([said, loud]), shares).shape == (2, 1, 2)
 
 
 def test_era_by_hand() -> None:
     p = torch.tensor([[0.75, 0.25]])
-    assert sharpened(p, 0.1)[0, 0].item() == pytest.approx(1 / (1 + math.exp(-5))), (
+    assert reduce_entropy(p, 0.1)[0, 0].item() == pytest.approx(1 / (1 + math.exp(-5))), (
         "a softmax of probabilities"
     )
-    assert sharpened(p, 1.0)[0, 0].item() == pytest.approx(1 / (1 + math.exp(-0.5))), (
+    assert reduce_entropy(p, 1.0)[0, 0].item() == pytest.approx(1 / (1 + math.exp(-0.5))), (
         "at T = 1 less sure than before"
     )
 
@@ -81,9 +81,12 @@ def test_labels_that_cannot_be_the_tasks_are_refused() -> None:
 
 
 def test_places_are_drawn_once_each() -> None:
-    some, every = drawn(images(*range(3)), 2).tolist(), drawn(images(*range(3)), None).tolist()
+    some, every = (
+        sample_index(images(*range(3)), 2).tolist(),
+        sample_index(images(*range(3)), None).tolist(),
+    )
     assert len(set(some)) == 2
-    assert sorted(every) == [0, 1, 2] == sorted(drawn(images(*range(3)), 9).tolist())
+    assert sorted(every) == [0, 1, 2] == sorted(sample_index(images(*range(3)), 9).tolist())
 
 
 def test_distilling_is_descent_on_the_chosen_images() -> None:

@@ -24,7 +24,7 @@ from barter.ops.fit import (
     fit_by,
     fit_rows,
     index_batches,
-    joint,
+    join_subjects,
     sgd,
 )
 from tests.conftest import federation
@@ -127,7 +127,7 @@ def test_subjects_of_one_course_share_a_pass_and_its_statistics() -> None:
     two = Subject(
         rows, partial(torch.mul, torch.tensor(2.0)), partial(squared, model), (torch.tensor(2.0),)
     )
-    loss, batches = joint(model.train(), [one, two], 4)
+    loss, batches = join_subjects(model.train(), [one, two], 4)
     value = loss(*next(batches))
     assert norm.running_mean is not None
     assert norm.running_var is not None
@@ -137,7 +137,7 @@ def test_subjects_of_one_course_share_a_pass_and_its_statistics() -> None:
     by_hand = sum((2 * x) ** 2 for x in z[:2]) + 3 * sum((2 * x - 1) ** 2 for x in z[2:])
     assert value.item() == pytest.approx(by_hand, rel=1e-4)
     for subject, mean in ((one, 2.0), (two, 12.0)):
-        loss, batches = joint(model, [subject], 4)
+        loss, batches = join_subjects(model, [subject], 4)
         loss(*next(batches))
         assert norm.running_mean.item() == pytest.approx(mean)
 
@@ -148,7 +148,7 @@ def test_a_batch_holds_as_much_of_each_subject() -> None:
         Subject([torch.rand(n, 1), torch.rand(n, 1)], torch.clone, partial(squared, model))
         for n in (50, 7, 3)
     ]
-    _, batches = joint(model, subjects, 30)
+    _, batches = join_subjects(model, subjects, 30)
     (parts,) = next(batches)
     assert [(len(part.data), *map(len, part.targets)) for part in parts] == [
         (10, 10),

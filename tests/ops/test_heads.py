@@ -10,8 +10,8 @@ from torch import nn
 from barter.core.errors import ConfigError
 from barter.core.images import Spec
 from barter.core.model import Classifier, SplitClassifier
-from barter.ops.compress import compressed, restored
-from barter.ops.heads import felt, head_state, put_on
+from barter.ops.compress import compress_update, decompress_update
+from barter.ops.heads import head_state, load_head, remove_ineffective
 from tests.conftest import federation, tiny
 
 
@@ -21,9 +21,9 @@ def test_a_head_goes_from_one_network_to_another() -> None:
         for body in (nn.Flatten(), nn.Sequential(nn.Linear(9, 4)))
     )
     before = one.head.weight.clone()
-    put_on(one, {})
+    load_head(one, {})
     assert torch.equal(one.head.weight, before), "there was none yet"
-    put_on(one, head_state(other))
+    load_head(one, head_state(other))
     assert torch.equal(one.head.weight, other.head.weight)
     assert torch.equal(one.head.bias, other.head.bias)
     assert sorted(head_state(other)) == ["bias", "weight"], (
@@ -73,12 +73,17 @@ def test_what_all_classes_share_is_taken_off_a_change_and_no_prediction_notices(
         return network(x).softmax(1)
 
     with torch.no_grad():
-        assert torch.allclose(told(felt(change, network)), told(change), atol=1e-4)
-        assert torch.allclose(felt(change, network)["head.weight"], own - own.mean(0), atol=1e-5)
+        assert torch.allclose(told(remove_ineffective(change, network)), told(change), atol=1e-4)
+        assert torch.allclose(
+            remove_ineffective(change, network)["head.weight"], own - own.mean(0), atol=1e-5
+        )
         by_hand = Handmade()
-        assert felt(change, by_hand) is change, "who knows what it does with its weights"
+        assert remove_ineffective(change, by_hand) is change, (
+            "who knows what it does with its weights"
+        )
         plain, better = (
-            restored(compressed(c, 0.95), change) for c in (change, felt(change, network))
+            decompress_update(compress_update(c, 0.95), change)
+            for c in (change, remove_ineffective(change, network))
         )
         assert torch.linalg.matrix_rank(plain["head.weight"]) == 1, (
             "what is common drowns what is not"

@@ -14,13 +14,13 @@ from barter.core.clients import Replies
 from barter.core.images import Spec
 from barter.core.model import SplitClassifier
 from barter.core.nodes import Server
-from barter.core.robust import Defence, Rule
+from barter.core.robust import AggregationRule, Defence
 from barter.ops.average import average
 from barter.ops.condense import Lot
-from barter.ops.ensemble import consensus, mixed
-from barter.ops.prototypes import ByClass, mean_of, trusted
+from barter.ops.ensemble import mean_predictions, merge_logits
+from barter.ops.prototypes import ByClass, mean_table, trusted
 from barter.ops.statistics import combine_statistics
-from barter.ops.submodel import combined
+from barter.ops.submodel import average_submodels
 from barter.ops.synthesis import joint_prediction
 from barter.ops.trust import confirmed_teachers, consistent_clients, trusted_sets
 
@@ -38,7 +38,7 @@ N = 10  # clients, of which the last two are adversarial
 
 
 @pytest.fixture(params=RULES)
-def defended(request: pytest.FixtureRequest) -> Iterator[Rule]:
+def defended(request: pytest.FixtureRequest) -> Iterator[AggregationRule]:
     torch.manual_seed(0)
     with robust.using(Defence(request.param, 0.2)):
         yield request.param
@@ -60,7 +60,7 @@ def states(start: Tensor, step: Tensor, factor: float) -> Replies[dict[str, Tens
     return Replies(answers, dict.fromkeys(answers, 20), {})
 
 
-def test_states(defended: Rule) -> None:
+def test_states(defended: AggregationRule) -> None:
     start, step = torch.randn(40), torch.randn(40)
     since = {"weight": start, "num_batches_tracked": torch.tensor(0)}
     result = average(states(start, step, -10.0), since=since)
@@ -70,7 +70,7 @@ def test_states(defended: Rule) -> None:
     assert result["num_batches_tracked"] in (5, 6)
 
 
-def test_states_without_a_common_start(defended: Rule) -> None:
+def test_states_without_a_common_start(defended: AggregationRule) -> None:
     start, step = torch.randn(40), torch.randn(40)
     result = average(states(start, step, -10.0))
     assert near(result["weight"], start + step, 0.35)
@@ -82,7 +82,7 @@ def test_the_mean_without_a_defence_is_far_away() -> None:
     assert not near(average(states(start, step, -10.0))["weight"], start + step, 1.0)
 
 
-def test_submodels(defended: Rule) -> None:
+def test_submodels(defended: AggregationRule) -> None:
     full = {"weight": torch.zeros(4, 3), "rest": torch.zeros(2)}
     step = torch.randn(4, 3)
     every = torch.arange(3)
@@ -94,7 +94,7 @@ def test_submodels(defended: Rule) -> None:
     }
     places = {k: {**part, "rest": (torch.arange(0),)} for k, part in where.items()}
     states_of_parts = {k: {**part, "rest": torch.zeros(0)} for k, part in parts.items()}
-    result = combined(full, states_of_parts, places, dict.fromkeys(parts, 1.0))
+    result = average_submodels(full, states_of_parts, places, dict.fromkeys(parts, 1.0))
     rest = 0.6 * step.abs().max() if defended == "clip" else 0.0
     assert near(result["weight"], step, 0.1 + rest)
     assert result["rest"].tolist() == [0, 0]  # Nobody had these.
@@ -108,13 +108,13 @@ def predictions() -> tuple[Tensor, Tensor]:
     return logits, truth
 
 
-def test_logits(defended: Rule) -> None:
+def test_logits(defended: AggregationRule) -> None:
     logits, truth = predictions()
     equal = torch.full((N, 5), 1 / N)
     by_image = torch.full((N, 30), 1 / N)
     for result in (
-        consensus(list(logits)),
-        consensus(list(logits), equal),
+        mean_predictions(list(logits)),
+        mean_predictions(list(logits), equal),
         joint_prediction(logits, by_image),
     ):
         assert result.shape == truth.shape
@@ -122,10 +122,10 @@ def test_logits(defended: Rule) -> None:
         assert (result.argmax(1) == truth.argmax(1)).float().mean() > 0.9
 
 
-def test_probabilities(defended: Rule) -> None:
+def test_probabilities(defended: AggregationRule) -> None:
     logits, truth = predictions()
     several = logits[None].expand(2, N, 30, 5)  # FedZGE asks for several images at once.
-    result = mixed(several, torch.full((N, 5), 1 / N))
+    result = merge_logits(several, torch.full((N, 5), 1 / N))
     assert result.shape == (2, 30, 5)
     assert (result[0].argmax(1) == truth.argmax(1)).float().mean() > 0.9
 
@@ -144,9 +144,9 @@ def prototypes(attack: str) -> tuple[dict[int, ByClass], Tensor]:
 
 
 @pytest.mark.parametrize("attack", ["extreme", "flipped"])
-def test_prototypes(defended: Rule, attack: str) -> None:
+def test_prototypes(defended: AggregationRule, attack: str) -> None:
     tables, truth = prototypes(attack)
-    result = mean_of(tables.values())
+    result = mean_table(tables.values())
     assert result["classes"].tolist() == [0, 1, 2, 3, 4]
     # Of a class, two of eight vectors are adversarial: more than the assumed share.
     exact = defended in ("median", "krum", "cosine", "auto")
@@ -158,12 +158,12 @@ def test_prototypes(defended: Rule, attack: str) -> None:
 
 
 @pytest.mark.parametrize("attack", ["extreme", "flipped"])
-def test_tables_that_a_server_learns_from(defended: Rule, attack: str) -> None:
+def test_tables_that_a_server_learns_from(defended: AggregationRule, attack: str) -> None:
     tables, _ = prototypes(attack)
     assert trusted(tables) == [tables[k] for k in range(N - 2)]
 
 
-def test_statistics_of_normalisation(defended: Rule) -> None:
+def test_statistics_of_normalisation(defended: AggregationRule) -> None:
     parts = [
         {"means": torch.full((3,), 1.0), "variances": torch.full((3,), 2.0)} for _ in range(N - 1)
     ]
@@ -173,7 +173,7 @@ def test_statistics_of_normalisation(defended: Rule) -> None:
     assert near(result["variances"], torch.full((3,), 2.0), 1e-3)
 
 
-def test_condensed_sets(defended: Rule) -> None:
+def test_condensed_sets(defended: AggregationRule) -> None:
     spec = Spec(1, 4, 4, 3, (0.0,), (1.0,))
     model = SplitClassifier(nn.Flatten(), nn.Linear(16, 3))
     server = Server(spec, {}, model, torch.device("cpu"))
@@ -209,7 +209,7 @@ class Linear(nn.Module):
         return 5 * x.flatten(1)[:, self.order]
 
 
-def test_teachers_whom_others_contradict_are_left_out(defended: Rule) -> None:
+def test_teachers_whom_others_contradict_are_left_out(defended: AggregationRule) -> None:
     right = Linear(torch.arange(4))
     replicas: dict[int, nn.Module] = dict.fromkeys(range(6), right)
     images = {k: torch.eye(4).repeat(5, 1)[:, None, None] for k in range(6)}
@@ -242,11 +242,11 @@ def test_auto_without_adversaries_is_the_mean_of_the_method() -> None:
         return [
             average(answers, since=since)["weight"],
             average(answers)["weight"],
-            combined({"weight": start}, parts, where, weights)["weight"],
-            consensus(logits),
-            consensus(logits, shares),
-            mixed(torch.stack(logits), shares),
-            mean_of(honest)["vectors"],
+            average_submodels({"weight": start}, parts, where, weights)["weight"],
+            mean_predictions(logits),
+            mean_predictions(logits, shares),
+            merge_logits(torch.stack(logits), shares),
+            mean_table(honest)["vectors"],
             measured["means"],
             measured["variances"],
         ]

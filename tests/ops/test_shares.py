@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from barter import Classifier
-from barter.core.evaluation import accuracy, evaluate
+from barter.core.evaluation import accuracy, evaluate_client
 from barter.core.images import Augment, Images, Spec
 from barter.core.nodes import Client
 from barter.ops.fit import classification, fit, sgd
-from barter.ops.shares import log_shares
+from barter.ops.shares import log_class_prior
 from tests.conftest import small_federation, tiny
 
 SPEC = Spec(1, 8, 8, 3, (0.5,), (0.5,))
@@ -42,12 +42,12 @@ class Constant(Classifier):
 
 
 def test_shares_by_hand() -> None:
-    assert log_shares(images(3, 0, 1)).exp().tolist() == pytest.approx([4 / 7, 1 / 7, 2 / 7])
+    assert log_class_prior(images(3, 0, 1)).exp().tolist() == pytest.approx([4 / 7, 1 / 7, 2 / 7])
 
 
 @given(st.lists(st.integers(0, 40), min_size=3, max_size=3).filter(any))
 def test_shares_are_shares_and_follow_the_counts(counts: list[int]) -> None:
-    shares = log_shares(images(*counts)).exp()
+    shares = log_class_prior(images(*counts)).exp()
     assert float(shares.sum()) == pytest.approx(1)
     assert (
         shares.argsort(stable=True).tolist() == torch.tensor(counts).argsort(stable=True).tolist()
@@ -58,7 +58,7 @@ def test_a_network_that_sees_nothing_learns_no_shares() -> None:
     """All that there is to learn of black images is how frequent classes are: 30, 10 and 20 of 60."""
     data = images(30, 10, 20)
     learnt = []
-    for by_class in (None, log_shares(data)):
+    for by_class in (None, log_class_prior(data)):
         client = Client(0, Constant(0.0, 0.0, 0.0), torch.device("cpu"), data, {})
         fit(client, epochs=400, batch_size=60, recipe=sgd(0.5, 0.0, 0.0), by_class=by_class)
         learnt.append(client.model(torch.zeros(1, 1, 8, 8))[0].detach())
@@ -86,8 +86,8 @@ def test_only_the_clients_own_test_knows_what_is_frequent_at_home() -> None:
     tests = {"global": images(1, 1, 2), "local": images(3, 1, 0)}
     tests |= {"val": tests["global"], "val_local": tests["local"]}
     client = Client(0, Constant(0.0, 1.0, 0.5), torch.device("cpu"), images(3, 1, 0), tests)
-    assert evaluate(client) == dict.fromkeys(tests, 0.25)
-    assert evaluate(client, torch.tensor([2.0, 0.0, 0.0])) == {
+    assert evaluate_client(client) == dict.fromkeys(tests, 0.25)
+    assert evaluate_client(client, torch.tensor([2.0, 0.0, 0.0])) == {
         **{"global": 0.25, "local": 0.75},
         **{"val": 0.25, "val_local": 0.75},
     }
@@ -100,8 +100,8 @@ def test_a_client_of_dffke_adds_what_is_frequent_at_home_on_its_own_test_and_not
     method = tiny("dffke")
     client = small_federation(method).engine.clients[0]
     model, shown = client.model, torch.rand(4, *client.data.spec.shape)
-    assert torch.equal(method.say(client, shown)["logits"], model.eval()(shown))
-    assert type(method)(balanced=False).at_home(client) is None
+    assert torch.equal(method.predict_targets(client, shown)["logits"], model.eval()(shown))
+    assert type(method)(balanced=False).local_offset(client) is None
     assert method.evaluate(client)["local"] == accuracy(
-        model, client.tests["local"], log_shares(client.data)
+        model, client.tests["local"], log_class_prior(client.data)
     )

@@ -12,21 +12,21 @@ from torch import Tensor, nn
 
 from barter.core.images import Spec
 from barter.core.nodes import Server
-from barter.ops.distill import kl, kl_each, tempered
+from barter.ops.distill import kl, kl_each, tempered_kl
 from barter.ops.fit import sgd
-from barter.ops.statistics import compared
+from barter.ops.statistics import compare_statistics
 from barter.ops.synthesis import (
     Ensemble,
     Player,
-    assembled,
-    canvases,
-    collapsed,
+    build_ensemble,
+    collapse_remarks,
     diversity,
     duel,
     fidelity,
     fidelity_by_label,
-    named,
-    pooled,
+    label_codes,
+    merge_spectra,
+    sample_canvases,
     spectrum,
     variety,
     within_range,
@@ -46,7 +46,7 @@ def test_divergences_by_hand() -> None:
     other = 0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25)
     assert kl_each(P, Q).tolist() == pytest.approx([one, other])
     assert kl(P, Q).item() == pytest.approx((one + other) / 2)
-    assert tempered(2.0, 2 * Q, 2 * P).item() == pytest.approx(4 * (one + other) / 2), (
+    assert tempered_kl(2.0, 2 * Q, 2 * P).item() == pytest.approx(4 * (one + other) / 2), (
         "the teacher comes last"
     )
 
@@ -107,7 +107,7 @@ def test_a_generator_collapses_unless_images_of_a_class_must_differ(within: bool
     y = torch.arange(60) % classes
     for _ in range(300):
         z = torch.randn(60, 4)
-        x = 2 * generator(named(z, y, classes)).tanh()
+        x = 2 * generator(label_codes(z, y, classes)).tanh()
         loss = fidelity(network(x), y) + diversity(x, z, y if within else None)
         optimizer.zero_grad()
         loss.backward()
@@ -115,14 +115,16 @@ def test_a_generator_collapses_unless_images_of_a_class_must_differ(within: bool
     found = variety(x.detach()[:, None, None], y)
     assert found["contrast"] > 0.5, "the classes differ in both cases"
     assert found["variety"] > 0.8 if within else found["variety"] < 0.01
-    assert bool(collapsed([SimpleNamespace(server=found)], "")) == (not within)  # type: ignore[list-item]
+    assert bool(collapse_remarks([SimpleNamespace(server=found)], "")) == (not within)  # type: ignore[list-item]
 
 
 def test_a_spectrum_pooled_is_that_of_all_images() -> None:
     torch.manual_seed(0)
     one, other = torch.randn(30, 2, 4, 6) + 1, 3 * torch.randn(10, 2, 4, 6)
     whole = spectrum(torch.cat([one, other]))
-    assert torch.allclose(pooled([spectrum(one), spectrum(other)], [30, 10]), whole, atol=1e-5)
+    assert torch.allclose(
+        merge_spectra([spectrum(one), spectrum(other)], [30, 10]), whole, atol=1e-5
+    )
     flat = spectrum(torch.full((2, 1, 4, 4), 0.5))
     assert flat[0, 0, 0, 0].item() == pytest.approx(0.5 * 4), (
         "the lowest frequency is the mean, times the side"
@@ -135,7 +137,7 @@ def test_canvases_have_the_frequencies_and_the_variety_of_the_data() -> None:
     data = experiment.engine.clients[0].data
     x = data.batch(torch.arange(len(data)))
     torch.manual_seed(0)
-    made = canvases(2000, spectrum(x))
+    made = sample_canvases(2000, spectrum(x))
     assert torch.allclose(spectrum(made), spectrum(x), atol=0.15)
     assert torch.allclose(made.mean(0), x.mean(0), atol=0.1)
     shown = within_range(made, data.spec)
@@ -149,13 +151,13 @@ def test_a_run_whose_generator_collapsed_says_so() -> None:
     def ended(variety: float) -> Any:
         return [SimpleNamespace(server={"variety": variety})]
 
-    (remark,) = collapsed(ended(0.04), "raise beta_div")
+    (remark,) = collapse_remarks(ended(0.04), "raise beta_div")
     assert "0.040 standard deviations" in remark
     assert remark.endswith("; raise beta_div")
     assert (
-        collapsed(ended(0.06), "")
-        == collapsed([], "")
-        == collapsed([SimpleNamespace(server={})], "")
+        collapse_remarks(ended(0.06), "")
+        == collapse_remarks([], "")
+        == collapse_remarks([SimpleNamespace(server={})], "")
         == []
     )  # type: ignore[list-item]
     for name in ("dense", "dfrd", "fedftg", "fediod", "fedzge", "fedzkt"):
@@ -178,12 +180,12 @@ def test_networks_are_compared_with_their_statistics() -> None:
     x = torch.tensor([[1.0, 3.0], [1.0, -1.0]])[
         :, :, None, None
     ].requires_grad_()  # means 1 and 1, variances 0 and 4
-    with compared(network) as found:
+    with compare_statistics(network) as found:
         network(x)
     assert found[0].item() == pytest.approx(1 + 1), "a mean is 1 off, and a variance is"
     assert len(found) == 3
     torch.autograd.grad(found[0], x, retain_graph=True)
-    with compared(network) as again:
+    with compare_statistics(network) as again:
         network(x.detach())
         network(x.detach())
     assert len(again) == 6
@@ -194,7 +196,7 @@ def test_networks_are_compared_with_their_statistics() -> None:
 def test_images_count_by_their_weights_where_these_are_given() -> None:
     layer = nn.BatchNorm1d(1).eval()  # used to mean 0 and variance 1
     x = torch.tensor([[1.0], [5.0], [100.0]])
-    with compared(layer, torch.tensor([3.0, 1.0, 0.0])) as found:
+    with compare_statistics(layer, torch.tensor([3.0, 1.0, 0.0])) as found:
         layer(x)
     assert found[0].item() == pytest.approx(2 + 2), (
         "1, 1, 1 and 5 have the mean 2 and the variance 3"
@@ -209,16 +211,16 @@ def test_to_each_client_images_are_strange_that_it_should_know() -> None:
         torch.tensor([[3.0], [9.0], [9.0], [9.0]]),
         torch.tensor([[1.0, 0, 0, 0], [0, 1.0, 1.0, 1.0]]),
     )
-    opinion, strangeness = ensemble.inspected(x, known)
+    opinion, strangeness = ensemble.logits_and_distance(x, known)
     assert torch.allclose(opinion, ensemble(x, known))
     # To the first, which knows a quarter, an image is 3 off and does not vary; to the second all are as they should be.
     assert strangeness.item() == pytest.approx((3 + 1) / 4)
-    nobody = ensemble.inspected(x, torch.zeros(2, 4))
+    nobody = ensemble.logits_and_distance(x, torch.zeros(2, 4))
     assert [value.abs().sum().item() for value in nobody] == [0, 0]
 
 
 def test_networks_that_keep_no_statistics_are_not_compared() -> None:
-    with compared(
+    with compare_statistics(
         nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 2))
     ) as found:
         pass
@@ -226,7 +228,9 @@ def test_networks_that_keep_no_statistics_are_not_compared() -> None:
 
 
 def test_labels_are_told_apart_from_noise() -> None:
-    assert named(torch.tensor([[5.0, 6.0]]), torch.tensor([1]), 3).tolist() == [[5, 6, 0, 1, 0]]
+    assert label_codes(torch.tensor([[5.0, 6.0]]), torch.tensor([1]), 3).tolist() == [
+        [5, 6, 0, 1, 0]
+    ]
 
 
 class Number(nn.Module):
@@ -283,11 +287,11 @@ def test_optimizers_may_be_new_in_each_turn() -> None:
 def test_the_ensemble_is_what_came_back_and_frozen() -> None:
     experiment = federation(tiny("dfrd", base="none"), models="small-mlp,small-cnn")
     clients = experiment.engine.clients
-    ensemble = assembled(
+    ensemble = build_ensemble(
         experiment.server, {k: dict(clients[k].model.state_dict()) for k in (1, 2)}
     )
     x = clients[0].data.batch(torch.arange(4))
-    said = ensemble.said(x)
+    said = ensemble.logits_by_model(x)
     assert isinstance(ensemble, Ensemble)
     for row, k in zip(said, (1, 2), strict=True):
         assert torch.equal(row, clients[k].model.eval()(x))

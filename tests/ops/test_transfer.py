@@ -10,7 +10,15 @@ from torch import Tensor
 
 from barter.core.errors import PayloadError
 from barter.ops.fit import batches, epoch_length
-from barter.ops.transfer import Entry, Lesson, Page, drawn, newest, review, sound
+from barter.ops.transfer import (
+    Entry,
+    Lesson,
+    Page,
+    check_lesson,
+    decode_pages,
+    newest_entries,
+    sample_review,
+)
 
 
 def entry(t: int, sizes: dict[int, int]) -> Entry:
@@ -28,14 +36,14 @@ def named(t: int, owner: int, places: Tensor) -> Tensor:
 
 def test_the_newest_entries_each_round_once() -> None:
     entries = [entry(t, {0: 1}) for t in (1, 2, 4)]
-    assert newest(entries, None) == entries
+    assert newest_entries(entries, None) == entries
     for limit, rounds in ((0, []), (1, [4]), (2, [2, 4]), (3, [1, 2, 4]), (9, [1, 2, 4])):
-        assert [kept["round"] for kept in newest(entries, limit)] == rounds
+        assert [kept["round"] for kept in newest_entries(entries, limit)] == rounds
     again = entry(2, {0: 5})
-    kept = newest([*entries, again], None)
+    kept = newest_entries([*entries, again], None)
     assert [one["round"] for one in kept] == [1, 2, 4]
     assert kept[1] is again, "the later word counts"
-    assert newest([], 3) == []
+    assert newest_entries([], 3) == []
 
 
 def test_a_lesson_is_of_images_that_there_are() -> None:
@@ -46,7 +54,7 @@ def test_a_lesson_is_of_images_that_there_are() -> None:
         return [{"round": t, "logits": torch.zeros(rows, 3), **chosen}]  # type: ignore[typeddict-item]
 
     for good in (on(3, 5), on(3, 5) + on(1, 2, [1, 0]), on(3, 5) + on(1, 0, [])):
-        assert sound(entries, 1, good) is good
+        assert check_lesson(entries, 1, good) is good
     for bad, said in (
         ([], r"of rounds \[\], and there are images of rounds \[1, 3\]"),
         (on(1, 2), r"a lesson of rounds \[1\]"),
@@ -57,9 +65,9 @@ def test_a_lesson_is_of_images_that_there_are() -> None:
         (on(3, 5) + on(1, 1, [2]), "on image 2 of round 1, of which there are 2"),
     ):
         with pytest.raises(PayloadError, match=said):
-            sound(entries, 1, bad)
+            check_lesson(entries, 1, bad)
     with pytest.raises(PayloadError, match="on image 4 of round 3, of which there are 0"):
-        sound(entries, 0, on(3, 5))
+        check_lesson(entries, 0, on(3, 5))
 
 
 histories = st.lists(st.dictionaries(st.integers(0, 3), st.integers(1, 12), max_size=4), max_size=6)
@@ -75,7 +83,7 @@ def test_a_review_is_so_many_of_ones_own_images(
 ) -> None:
     torch.manual_seed(seed)
     entries = book(sizes)
-    pages = review(entries, owner, asked)
+    pages = sample_review(entries, owner, asked)
     available = {one["round"]: len(one["codes"][owner]) for one in entries if owner in one["codes"]}
     rounds = [t for t, _, _ in pages]
     assert rounds == [t for t in available if t in rounds], "in order, each round once"
@@ -94,7 +102,7 @@ def test_every_image_is_as_likely_to_be_reviewed() -> None:
     entries = [entry(1, {0: 2}), entry(2, {1: 5}), entry(3, {0: 6})]
     counts = {(t, i): 0 for t, n in ((1, 2), (3, 6)) for i in range(n)}
     for _ in range(800):
-        for t, _, part in review(entries, 0, 2):
+        for t, _, part in sample_review(entries, 0, 2):
             assert part is not None
             for i in part.tolist():
                 counts[t, i] += 1
@@ -134,7 +142,7 @@ def test_images_come_page_by_page_and_are_drawn_round_by_round(
         assert codes[:, 0].unique().tolist() == [entry["round"]]
         return halved(entry, owner, codes)
 
-    images = drawn(entries, pages, draw)
+    images = decode_pages(entries, pages, draw)
     assert len(images) == len(pages)
     assert all(torch.equal(one, other) for one, other in zip(images, expected, strict=True))
     assert calls == sorted({t for t, _, _ in pages}), (
@@ -145,7 +153,7 @@ def test_images_come_page_by_page_and_are_drawn_round_by_round(
 def test_images_by_hand() -> None:
     entries = [entry(1, {0: 3, 1: 2}), entry(2, {0: 1})]
     pages: list[Page] = [(2, 0, None), (1, 1, None), (1, 0, torch.tensor([2, 0]))]
-    images = drawn(entries, pages, halved)
+    images = decode_pages(entries, pages, halved)
     assert [(2 * x).tolist() for x in images] == [
         [[2, 0, 0]],
         [[1, 1, 0], [1, 1, 1]],

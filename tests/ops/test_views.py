@@ -11,10 +11,18 @@ from torch import Tensor, nn
 
 from barter.core.images import Images, Spec
 from barter.core.model import Classifier
-from barter.models.generators import Decoder, resized
+from barter.models.generators import Decoder, resize_images
 from barter.ops.fit import adam
 from barter.ops.inversion import Schedule, Terms, Viewer, fit_decoder
-from barter.ops.views import cut, embeddings, in_turn, number, of_view, parts_of, seen
+from barter.ops.views import (
+    choose_views,
+    count_views,
+    embed_all_views,
+    extract_views,
+    parts_of_views,
+    parts_per_side,
+    select_view,
+)
 from tests.conftest import federation, tiny
 
 
@@ -26,8 +34,8 @@ def test_the_first_view_is_the_whole() -> None:
     images = torch.randn(3, 2, 8, 8)
     for side in (8, 16):
         for parts in (0, 2, 3):
-            whole = seen(images, torch.zeros(3, dtype=torch.long), parts, spec(side, 2))
-            assert torch.allclose(whole, resized(images, spec(side, 2)), atol=1e-5)
+            whole = extract_views(images, torch.zeros(3, dtype=torch.long), parts, spec(side, 2))
+            assert torch.allclose(whole, resize_images(images, spec(side, 2)), atol=1e-5)
 
 
 def test_parts_by_hand() -> None:
@@ -39,7 +47,7 @@ def test_parts_by_hand() -> None:
     ) * 5 / 8 - 0.5  # where the middle of each new pixel lies, in old ones
     for view, (low, left) in enumerate([(0, 0), (0, 3), (3, 0), (3, 3)], 1):
         for image, start, axis in ((rows, low, 2), (columns, left, 3)):
-            part = seen(image.contiguous(), torch.tensor([view]), 2, spec(8))
+            part = extract_views(image.contiguous(), torch.tensor([view]), 2, spec(8))
             expected = (start + drawn_out).clamp(
                 0, 7
             )  # at the edge of the image its last pixel goes on
@@ -48,7 +56,7 @@ def test_parts_by_hand() -> None:
 
 def test_nothing_outside_of_a_part_matters_to_it() -> None:
     image = torch.randn(1, 1, 16, 16, requires_grad=True)
-    seen(
+    extract_views(
         image, torch.tensor([4]), 2, spec(16)
     ).sum().backward()  # the last: 10 pixels from the 7th on
     assert image.grad is not None
@@ -60,23 +68,23 @@ def test_nothing_outside_of_a_part_matters_to_it() -> None:
 
 @given(st.integers(1, 200), st.integers(2, 5))
 def test_views_come_in_turn(images: int, parts: int) -> None:
-    views = in_turn(images, parts, torch.device("cpu"))
+    views = choose_views(images, parts, torch.device("cpu"))
     assert ((views == 0) == (torch.arange(images) % parts == 0)).all()
-    counts = torch.bincount(views, minlength=number(parts))[1:]
+    counts = torch.bincount(views, minlength=count_views(parts))[1:]
     assert len(counts) == parts**2
     assert counts.max() - counts.min() <= 1
 
 
 @given(st.integers(0, 9).filter(lambda parts: parts != 1))
 def test_the_number_of_views_tells_that_of_parts(parts: int) -> None:
-    assert parts_of(number(parts)) == parts
+    assert parts_of_views(count_views(parts)) == parts
 
 
 def test_an_image_is_not_cut_into_parts_of_less_than_eight_pixels() -> None:
     sides = {8: 0, 15: 0, 16: 2, 28: 3, 32: 4, 128: 4}
-    assert {side: cut(4, spec(side)) for side in sides} == sides
-    assert cut(2, spec(32)) == 2
-    assert cut(0, spec(32)) == 0
+    assert {side: parts_per_side(4, spec(side)) for side in sides} == sides
+    assert parts_per_side(2, spec(32)) == 2
+    assert parts_per_side(0, spec(32)) == 0
 
 
 class Brightness(Classifier):
@@ -102,13 +110,14 @@ def halves(images: int) -> Images:
 def test_embeddings_of_parts_are_those_of_what_is_seen_of_them() -> None:
     data, index = halves(8), torch.tensor([5, 0, 2])
     model = Brightness()
-    made = embeddings(model, data, index, 2)
+    made = embed_all_views(model, data, index, 2)
     assert made.shape == (3, 5, 1)
     for view in range(5):
-        looked = seen(data.batch(index), torch.full((3,), view), 2, data.spec)
+        looked = extract_views(data.batch(index), torch.full((3,), view), 2, data.spec)
         assert torch.equal(made[:, view], model.features(looked))
     assert torch.equal(
-        of_view(made, torch.tensor([4, 0, 1])), torch.stack([made[0, 4], made[1, 0], made[2, 1]])
+        select_view(made, torch.tensor([4, 0, 1])),
+        torch.stack([made[0, 4], made[1, 0], made[2, 1]]),
     )
     assert torch.allclose(made[:, 0], torch.zeros(()), atol=1e-6), "all wholes are alike"
     assert made[:, 1].std() > 0.1
@@ -119,14 +128,14 @@ def test_embeddings_of_parts_are_those_of_what_is_seen_of_them() -> None:
 def test_parts_tell_the_decoder_where_things_are(parts: int) -> None:
     torch.manual_seed(0)
     data, model, same = halves(8), Brightness(), nn.Identity()
-    codes = {0: embeddings(model, data, torch.arange(8), parts)}
+    codes = {0: embed_all_views(model, data, torch.arange(8), parts)}
     server = federation(tiny("dffke")).server
     server.spec = data.spec
     schedule = Schedule(1, 40, 8, mixed=True)
     state, _ = fit_decoder(
         server, {}, {0: Viewer(model, same)}, codes, codes, adam(1e-2), schedule, Terms()
     )
-    drawn = Decoder.restored(state, data.spec, parts)(codes[0]).flatten(1)
+    drawn = Decoder.from_state(state, data.spec, parts)(codes[0]).flatten(1)
     private = data.batch(torch.arange(8)).flatten(1)
     likeness = F.cosine_similarity(
         drawn - drawn.mean(1, keepdim=True), private - private.mean(1, keepdim=True)

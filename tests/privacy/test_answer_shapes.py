@@ -18,8 +18,8 @@ from barter.core.contracts import Floats, Places, When
 from barter.core.nodes import Client
 from barter.data.partition import Classes
 from barter.privacy import Privacy
-from barter.privacy.answer_shapes import shaped_by_images, unsent
-from barter.privacy.parts import parts_of
+from barter.privacy.answer_shapes import parts_shaped_by_images, unsent_parts
+from barter.privacy.parts import answer_parts
 from barter.privacy.settings import Plan
 from tests.conftest import small_federation, tiny
 
@@ -40,10 +40,10 @@ SHAPED = {
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_which_shapes_tell(name: str) -> None:
     algorithm = ALGORITHMS[name]()
-    shaped = shaped_by_images(algorithm, parts_of(algorithm))
+    shaped = parts_shaped_by_images(algorithm, answer_parts(algorithm))
     assert shaped == SHAPED.get(name, set())
-    parts = ({part for part in shaped if "." in part} or shaped) - unsent(
-        algorithm, parts_of(algorithm)
+    parts = ({part for part in shaped if "." in part} or shaped) - unsent_parts(
+        algorithm, answer_parts(algorithm)
     )
     plan = Plan(Privacy(epsilon=1, parts=dict.fromkeys(parts, "withhold")), algorithm)
     assert parts <= set(plan.open()), "nothing that is done to numbers closes them"
@@ -129,15 +129,15 @@ class Shapes(Algorithm):
 def test_what_a_contract_fixes() -> None:
     algorithm: Any = Shapes()
     free = {"tell.free", "tell.open", "tell.bare", "tell.maybe", "tell.words"}
-    assert shaped_by_images(algorithm, parts_of(algorithm)) == {
+    assert parts_shaped_by_images(algorithm, answer_parts(algorithm)) == {
         *free,
         "tell",
         "several",
         "several.value",
         "either",
     }
-    assert unsent(algorithm, ["tell"]) == {"tell.off"}
-    assert not unsent(Shapes(wide=True), ["tell"])
+    assert unsent_parts(algorithm, ["tell"]) == {"tell.off"}
+    assert not unsent_parts(Shapes(wide=True), ["tell"])
 
 
 def test_a_site_that_wants_a_promise_stays_away(tmp_path: Path) -> None:

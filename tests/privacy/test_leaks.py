@@ -21,7 +21,7 @@ from barter.engines.local import LocalEngine
 from barter.experiment import Experiment
 from barter.privacy import Privacy
 from barter.privacy.side_information import PIXELS, RESULTS
-from barter.privacy.statement import statement
+from barter.privacy.statement import make_statement
 from tests.conftest import small_federation, tiny
 
 TRAINING = Privacy(epsilon=1000, training="clip=1 noise=1")
@@ -116,12 +116,14 @@ def test_training_of_which_nobody_says_the_cost_has_no_epsilon() -> None:
     experiment = federation(FedAvg)
     experiment.step()
     said = {k: epsilon for k, epsilon in experiment.engine.told.items() if k != 1}
-    found = statement(TRAINING, experiment.algorithm, experiment.engine.crossed, said, secret=True)
+    found = make_statement(
+        TRAINING, experiment.algorithm, experiment.engine.crossed, said, secret=True
+    )
     assert math.isinf(found.epsilon)
     assert found.why == ("client 1 reports no finite ε",)
     for nonsense in (None, "little", math.nan, -1.0):
         experiment.engine.told.clear()
-        experiment.engine.hear(1, nonsense)
+        experiment.engine.record_epsilon(1, nonsense)
         assert math.isinf(experiment.privacy().epsilon)
 
 

@@ -15,12 +15,17 @@ from barter.cli.app import main
 from barter.core.errors import CheckpointError, PrivacyError
 from barter.core.images import Spec
 from barter.privacy import Privacy
-from barter.privacy.account import Gaussian, Sampled, calibrated, spent
+from barter.privacy.account import (
+    GaussianRelease,
+    SampledRelease,
+    calibrate_noise,
+    composed_epsilon,
+)
 from barter.privacy.guard import Guard
 from barter.privacy.ledger import Ledger
 from barter.privacy.prices import protected_epsilon, total_epsilon
 from barter.setup.config import Config, to_toml
-from barter.setup.participants import initial
+from barter.setup.participants import initial_network
 from tests.conftest import small_federation, tiny
 
 DELTA = 1e-5
@@ -28,8 +33,8 @@ BUDGET = 8.0
 CALLS = 5
 # Noise with which so many calls cost nearly the budget: after call k, a site that prices all its
 # releases by the current noise says 7.92.
-NOISES = [calibrated(7.92, DELTA, k) for k in range(1, CALLS + 1)]
-TRUE = spent({Gaussian(noise): 1 for noise in NOISES}, DELTA)
+NOISES = [calibrate_noise(7.92, DELTA, k) for k in range(1, CALLS + 1)]
+TRUE = composed_epsilon({GaussianRelease(noise): 1 for noise in NOISES}, DELTA)
 
 
 def noisy(noise: float, **options: Any) -> Privacy:
@@ -58,7 +63,7 @@ def test_settings_that_change_do_not_change_what_was_released(settings: list[Pri
     for privacy in settings[1:]:
         guard = Guard(privacy, experiment.algorithm, secret=True)
         assert guard.cost(client.released) == said, "whatever the settings are by now"
-        with suppress(PrivacyError), guard.sealing(client, "client_update", 0):
+        with suppress(PrivacyError), guard.seal_images(client, "client_update", 0):
             if privacy.training:
                 client.data.training.count(0.1, 50)
             guard.protect(client, "client_update", answer, (), 0)
@@ -73,7 +78,7 @@ def test_each_release_has_its_own_price() -> None:
     assert total_epsilon(account, DELTA) == pytest.approx(TRUE, rel=1e-9)
     assert TRUE > 1.5 * BUDGET
     steps = "training: dp-sgd clip=1.0 noise=2.0 rate=0.1"
-    both = spent({Gaussian(NOISES[0]): 1, Sampled(2.0, 0.1): 50}, DELTA)
+    both = composed_epsilon({GaussianRelease(NOISES[0]): 1, SampledRelease(2.0, 0.1): 50}, DELTA)
     mixed = {"a: gaussian clip=1.0 noise=" + repr(NOISES[0]): 1, steps: 50, "b: withhold": 9}
     assert total_epsilon(mixed, DELTA) == both
     assert total_epsilon({"training 0.1 2.0": 50}, DELTA) == total_epsilon({steps: 50}, DELTA), (
@@ -133,7 +138,7 @@ class Caller:
         self, privacy: Privacy, round: int, run: str = "0" * 16, **fields: Any
     ) -> dict[str, Any]:
         spec = {"channels": 1, "height": 8, "width": 8, "classes": 4, "mean": [0.5], "std": [0.25]}
-        weights = initial("small-mlp", Spec.of(spec), 0).state_dict()
+        weights = initial_network("small-mlp", Spec.of(spec), 0).state_dict()
         session = {
             "run": run,
             "config": self.config(privacy, **fields),
@@ -173,8 +178,8 @@ def test_more_rounds_are_no_other_settings(tmp_path: Path) -> None:
 
 
 def test_the_budget_over_all_runs_holds_whatever_a_run_is_called(tmp_path: Path) -> None:
-    noise = calibrated(5.0, DELTA, 1)
-    three, four = (spent({Gaussian(noise): n}, DELTA) for n in (3, 4))
+    noise = calibrate_noise(5.0, DELTA, 1)
+    three, four = (composed_epsilon({GaussianRelease(noise): n}, DELTA) for n in (3, 4))
     budget = (three + four) / 2
     assert 4 * 5 > four > budget > 8, "composed, not added"
     caller = Caller(tmp_path, budget=budget)
@@ -263,7 +268,7 @@ def test_the_ledger_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert "answer" in caller.ask(noisy(4.0, delta=1e-6), round, run)
     assert main(["privacy", "--ledger", str(tmp_path)]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    two, three = (f"{spent({Gaussian(4.0): n}, 1e-6):.3g}" for n in (2, 3))
+    two, three = (f"{composed_epsilon({GaussianRelease(4.0): n}, 1e-6):.3g}" for n in (2, 3))
     assert f"client_update gaussian clip=5.0 noise=4.0 2 {two}" in text
     assert f"the run as a whole {two}" in text
     assert f"All 2 runs together: ε = {three} with δ = 1e-06" in text

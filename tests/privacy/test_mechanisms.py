@@ -20,8 +20,8 @@ from barter.privacy.mechanisms import (
     Gaussian,
     Laplace,
     Mechanism,
+    ReleaseContext,
     Response,
-    Turn,
     Withhold,
 )
 from barter.privacy.noise import Seeded, Source, System
@@ -42,7 +42,7 @@ def at(seed: int) -> torch.Generator:
 def apply(
     mechanism: Mechanism, values: list[Any], each: Any = "image", source: Source | None = None
 ) -> list[Any]:
-    return mechanism.apply(values, Turn(CLIENT, each, source or Seeded(0)))
+    return mechanism.apply(values, ReleaseContext(CLIENT, each, source or Seeded(0)))
 
 
 def replaced(values: Tensor, by: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def test_changes_are_bounded_too(one: Tensor, other: Tensor) -> None:
 
     def told(x: Tensor) -> Tensor:
         (weights,) = change.apply(
-            [{"a": x[:2], "b": x[2:]}], Turn(CLIENT, "answer", Seeded(0), (7, down))
+            [{"a": x[:2], "b": x[2:]}], ReleaseContext(CLIENT, "answer", Seeded(0), (7, down))
         )
         return torch.cat([weights["a"], weights["b"]])
 
@@ -113,7 +113,7 @@ def test_changes_are_bounded_too(one: Tensor, other: Tensor) -> None:
     near = 1 + one / one.norm()
     assert torch.allclose(told(near), near), "what is near enough stays"
     with pytest.raises(ConfigError, match="the server sent nothing of the answer's structure"):
-        change.apply([one], Turn(CLIENT, "answer", Seeded(0), (7, down)))
+        change.apply([one], ReleaseContext(CLIENT, "answer", Seeded(0), (7, down)))
 
 
 def test_noise_has_the_size_that_is_paid_for() -> None:
@@ -125,8 +125,8 @@ def test_noise_has_the_size_that_is_paid_for() -> None:
         told = apply(Laplace(3.0, 2.0), [nothing], source=source)[0]
         assert float(told.abs().mean()) == pytest.approx(6.0, rel=0.02)
         assert abs(float(told.mean())) < 0.2
-    assert Gaussian(3.0, 2.0).release() == account.Gaussian(2.0)
-    assert Laplace(3.0, 0.5).release() == account.Pure(4.0)
+    assert Gaussian(3.0, 2.0).release() == account.GaussianRelease(2.0)
+    assert Laplace(3.0, 0.5).release() == account.PureRelease(4.0)
 
 
 def test_seeded_noise_comes_again_and_the_systems_does_not() -> None:

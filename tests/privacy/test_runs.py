@@ -26,7 +26,7 @@ from barter.privacy import Privacy
 from barter.privacy.guard import Guard
 from barter.privacy.prices import Description
 from barter.privacy.statement import Statement
-from barter.setup.config import Config, read, resolve, to_toml, with_settings
+from barter.setup.config import Config, read_toml, resolve, to_toml, with_settings
 from barter.testing.conformance import few_digits
 from tests.conftest import same, small_federation, state, tiny
 
@@ -170,14 +170,14 @@ def test_a_resumed_run_goes_on_with_its_account_and_its_noise(tmp_path: Path) ->
 
 
 def resolve_own(folder: Path) -> dict[str, Any]:
-    return read(folder / "config.toml")
+    return read_toml(folder / "config.toml")
 
 
 def test_runs_that_were_begun_before_there_was_privacy_go_on(tmp_path: Path) -> None:
     old = small_federation(Telling(), models="small-mlp", out=tmp_path, rounds=2)
     old.step()
     old.folder.release()  # type: ignore[union-attr]
-    config = read(tmp_path / "config.toml")
+    config = read_toml(tmp_path / "config.toml")
     del config["privacy"]
     (tmp_path / "config.toml").write_text(tomli_w.dumps(config))
     small_federation(Telling(), models="small-mlp", out=tmp_path, rounds=2, resume=True).step()
@@ -227,9 +227,9 @@ def test_rows_that_a_trained_network_made_promise_nothing_alone() -> None:
         "learn.weights": "withhold",
         "teach.logits": "gaussian clip=1",
     }
-    privacy = Privacy(epsilon=4, parts=parts).settled(tiny("dffke"), 1)
+    privacy = Privacy(epsilon=4, parts=parts).settle(tiny("dffke"), 1)
     guard = Guard(privacy, tiny("dffke"))
-    assert {part: guard.plan.given(part) for part in guard.plan.covers} == {
+    assert {part: guard.plan.public_assumption(part) for part in guard.plan.covers} == {
         "learn.embeddings": "the client's network",
         "learn.labels": "the client's network",
         "learn.weights": "",
@@ -272,7 +272,7 @@ def test_all_of_a_method_can_be_withheld(name: str, method: str) -> None:
 
 def test_a_word_cannot_be_withheld() -> None:
     with pytest.raises(ConfigError, match=r"learn='withhold': learn.name holds a word, which"):
-        Privacy(parts={"learn": "withhold"}).settled(tiny("fedfree"), 1)
+        Privacy(parts={"learn": "withhold"}).settle(tiny("fedfree"), 1)
 
 
 def test_variances_of_networks_stay_what_they_are() -> None:
@@ -391,7 +391,7 @@ def test_mistakes_are_found_before_anything_runs(
 ) -> None:
     privacy = Privacy(epsilon=epsilon, parts=parts)
     if message is None:
-        assert privacy.settled(Telling(), 2) == privacy
+        assert privacy.settle(Telling(), 2) == privacy
         return
     with pytest.raises(ConfigError, match=message):
         Config(algorithm=Telling(), privacy=privacy, rounds=2)
@@ -400,19 +400,19 @@ def test_mistakes_are_found_before_anything_runs(
 def test_a_part_that_another_configuration_would_send_is_none() -> None:
     privacy = Privacy(epsilon=4, parts={"teach.embeddings": "gaussian clip=1"})
     assert (
-        "noise=" in privacy.settled(tiny("dffke", embedding_loss=True), 1).parts["teach.embeddings"]
+        "noise=" in privacy.settle(tiny("dffke", embedding_loss=True), 1).parts["teach.embeddings"]
     )
     with pytest.raises(
         ConfigError, match="DFFKE as configured sends no 'teach.embeddings': leave it out"
     ):
-        privacy.settled(tiny("dffke"), 1)
+        privacy.settle(tiny("dffke"), 1)
 
 
 def test_every_part_is_named_once() -> None:
     with pytest.raises(
         ConfigError, match="FedAvg sends no 'learn.labels': there are: client_update$"
     ):
-        Privacy(parts={"learn.labels": "withhold"}).settled(FedAvg(), 1)
+        Privacy(parts={"learn.labels": "withhold"}).settle(FedAvg(), 1)
 
 
 @dataclass(frozen=True, kw_only=True)

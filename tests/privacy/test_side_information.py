@@ -24,8 +24,8 @@ from barter.flower.handshake import Setup
 from barter.flower.site import FAILED, Site
 from barter.flower.supervise import reports_progress
 from barter.privacy import Privacy
-from barter.privacy.side_information import PROGRESS, RESULTS, said_of_itself
-from barter.privacy.statement import Statement, statement
+from barter.privacy.side_information import PROGRESS, RESULTS, facts_in_hello
+from barter.privacy.statement import Statement, make_statement
 from barter.runs.journal import Journal
 from barter.setup.config import Config, to_toml
 from barter.testing.conformance import few_digits
@@ -285,7 +285,7 @@ def test_results_follow_from_private_training_unless_labels_choose_the_tests() -
     privacy = Privacy(training="clip=1 noise=1")
     seen = {0: {RESULTS: 1, "client_update": 1}}
     for by_labels in (False, True):
-        found = statement(
+        found = make_statement(
             privacy, tiny("fedavg"), seen, {0: 3.0}, secret=True, tests_by_labels=by_labels
         )
         (row,) = (r for r in found.rows if r.part == RESULTS and r.about == TRAINED)
@@ -296,7 +296,7 @@ def test_progress_has_a_row_where_sites_report_it() -> None:
     """When training ends early depends on images, unless it is private."""
     seen = {0: {PROGRESS: 3, "client_update": 1}}
     for privacy, protection in ((PROMISE, NOTHING), (Privacy(training="clip=1 noise=1"), TRAINING)):
-        found = lines(statement(privacy, tiny("fedavg"), seen, {0: 3.0}, secret=True))
+        found = lines(make_statement(privacy, tiny("fedavg"), seen, {0: 3.0}, secret=True))
         assert (PROGRESS, TRAINED, protection, 3, protection == NOTHING) in found
     assert [reports_progress(Setup(name="a", share=0, epsilon=e)) for e in (None, 8.0)] == [
         True,
@@ -322,17 +322,19 @@ def test_an_evaluation_sees_no_more_of_sealed_images_than_an_answer() -> None:
 
 
 def test_a_site_that_only_said_hello_has_spent_nothing() -> None:
-    hello = said_of_itself(numbered=False, pixels=False)
+    hello = facts_in_hello(numbered=False, pixels=False)
     crossed, training = (
         {0: {**hello, "client_update": 1}, 1: hello},
         Privacy(epsilon=9, training="clip=1 noise=1"),
     )
-    assert statement(training, tiny("fedavg"), crossed, {0: 3.0}, secret=True).clients == {
+    assert make_statement(training, tiny("fedavg"), crossed, {0: 3.0}, secret=True).clients == {
         0: 3.0,
         1: 0.0,
     }
     crossed[1] = {**hello, RESULTS: 1}
-    assert math.isinf(statement(training, tiny("fedavg"), crossed, {0: 3.0}, secret=True).epsilon)
+    assert math.isinf(
+        make_statement(training, tiny("fedavg"), crossed, {0: 3.0}, secret=True).epsilon
+    )
 
 
 def test_a_client_that_only_measures_needs_no_epsilon_of_its_own() -> None:

@@ -19,14 +19,14 @@ from barter.core.images import Spec
 from barter.flower import engine
 from barter.flower.consent import Consent
 from barter.flower.deploy import conduct
-from barter.flower.handshake import Hello, federation
+from barter.flower.handshake import Hello, build_server
 from barter.flower.site import FAILED, Site
 from barter.privacy import Privacy
 from barter.privacy.ledger import Ledger
 from barter.privacy.prices import protected_epsilon
 from barter.runs.journal import Journal
 from barter.setup.config import Config, to_toml
-from barter.setup.participants import initial
+from barter.setup.participants import initial_network
 from tests.conftest import tiny
 from tests.flower.grid import LoopbackGrid, site
 
@@ -94,7 +94,7 @@ def test_a_site_that_wants_a_promise_says_nothing_else(tmp_path: Path) -> None:
             "history": {},
         }
         session = {**about, "architecture": "small-mlp", "attempt": "a"}
-        weights = initial("small-mlp", Spec.of(hello["spec"]), run.seed).state_dict()
+        weights = initial_network("small-mlp", Spec.of(hello["spec"]), run.seed).state_dict()
         call = {
             "ask": "call",
             "session": session,
@@ -143,7 +143,7 @@ def own(tmp_path: Path) -> Callable[..., tuple[Site, Ask]]:
             about = {"run": "0" * 16, "attempt": "a", "history": {}, "client": 0}
             session = {**about, "config": to_toml(run), "architecture": "small-mlp", **changes}
             if args is None:
-                args = (initial("small-mlp", Spec.of(spec), run.seed).state_dict(),)
+                args = (initial_network("small-mlp", Spec.of(spec), run.seed).state_dict(),)
             method = {"method": next(iter(run.algorithm.crosses)), "args": args}
             call = {"round": 1, "before": 0, "evaluate": False, "alone": False, **method}
             return dict(one.answer({"ask": "call", "session": {**session, "spec": spec}, **call}))
@@ -217,7 +217,7 @@ def test_a_site_chooses_its_public_images(own: Any, tmp_path: Path) -> None:
         np.load(tmp_path / "own.npz")["x_train"][0, 0, 0, 0]
     )
     with pytest.raises(ConfigError, match="site a has other public images than data.public="):
-        federation(
+        build_server(
             run, Spec(1, 8, 8, 4, (0.5,), (0.25,)), {0: Hello.read(one.answer(hello)["hello"])}
         )
 
@@ -235,7 +235,7 @@ def test_what_a_site_told_counts_also_where_the_server_takes_it_back(tmp_path: P
     one = site(tmp_path / "memory", name="a", share=0, device="cpu")
     run = config(3, 1)
     spec = one.introduce(to_toml(run))["spec"]
-    weights = initial("small-mlp", Spec.of(spec), run.seed).state_dict()
+    weights = initial_network("small-mlp", Spec.of(spec), run.seed).state_dict()
 
     def ask(attempt: str, history: dict[str, int], round: int) -> dict[str, Any]:
         about = {

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 
 from barter.compute.trainer import Trainer
 from barter.core.errors import ClientError, ConfigError, PrivacyError
-from barter.core.images import Augment, Images, PrivateTraining, Sealed, Spec, prepared
+from barter.core.images import Augment, Images, PrivateTraining, Sealed, Spec, prepare_batch
 from barter.data.task import Data
 from barter.engines.local import LocalEngine
 from barter.experiment import Experiment
-from barter.models.grouped import grouped
+from barter.models.grouped import use_group_norm
 from barter.ops import private as private_ops
 from barter.ops.fit import fit, sgd
 from barter.ops.private import clipped_sum
 from barter.privacy import Privacy, account
-from barter.privacy.account import Sampled, calibrated_steps, spent
+from barter.privacy.account import SampledRelease, calibrate_step_noise, composed_epsilon
 from barter.privacy.noise import Seeded
 from barter.privacy.prices import Description
-from barter.setup.participants import initial
+from barter.setup.participants import initial_network
 from barter.testing.conformance import few_digits
 from tests.conftest import same, small_federation, state, tiny
 
@@ -40,8 +40,8 @@ def images(n: int, seed: int = 0) -> Images:
 
 
 def network(name: str = "small-resnet") -> Any:
-    model = initial(name, SPEC, 0).train()
-    grouped(model)
+    model = initial_network(name, SPEC, 0).train()
+    use_group_norm(model)
     return model
 
 
@@ -59,7 +59,7 @@ def test_each_images_gradient_is_cut_by_itself(name: str) -> None:
     expected = torch.zeros(sum(p.numel() for p in model.parameters()))
     lengths = []
     for i in range(len(data)):
-        x = prepared(data.pixels[i : i + 1], SPEC, Augment())
+        x = prepare_batch(data.pixels[i : i + 1], SPEC, Augment())
         slopes = torch.autograd.grad(
             F.cross_entropy(model(x), data.labels[i : i + 1]), list(model.parameters())
         )
@@ -146,7 +146,7 @@ def test_a_private_run_learns_and_is_accounted_for() -> None:
     n = len(client.data)
     steps = 2 * -(-n // 50)
     assert client.released == {f"training: dp-sgd clip=1.0 noise=0.7 rate={50 / n!r}": steps}
-    cost = spent({Sampled(0.7, 50 / n): steps}, 1e-5)
+    cost = composed_epsilon({SampledRelease(0.7, 50 / n): steps}, 1e-5)
     assert second.clients[1]["epsilon"] == pytest.approx(cost)
     statement = experiment.privacy()
     assert (
@@ -179,9 +179,9 @@ def test_noise_is_found_for_all_rounds_of_each_client() -> None:
     for k, client in experiment.engine.clients.items():  # type: ignore[attr-defined]
         ((name, steps),) = client.released.items()
         price = Description.read(name).price()
-        assert isinstance(price, Sampled)
+        assert isinstance(price, SampledRelease)
         noises.add(price.noise)
-        assert last.clients[k]["epsilon"] == spent({price: steps}, 1e-5)
+        assert last.clients[k]["epsilon"] == composed_epsilon({price: steps}, 1e-5)
         assert 6 - 1e-3 < last.clients[k]["epsilon"] <= 6
     assert len(noises) > 1, "clients with fewer images need more"
     with pytest.raises(PrivacyError, match="spent after round 2"):
@@ -201,19 +201,21 @@ def test_no_noise_is_found_for_an_epsilon_that_protects_nothing(
 ) -> None:
     """It took more than half a minute, in which the accountant was asked again and again."""
     asked: list[Any] = []
-    monkeypatch.setattr(account, "_spent", lambda *args: asked.append(args) or 1e9)
+    monkeypatch.setattr(account, "_composed_epsilon", lambda *args: asked.append(args) or 1e9)
     with pytest.raises(ConfigError, match="epsilon=5000: such an epsilon protects nothing"):
-        Privacy(**privacy).settled(tiny("fedavg"), 20)
+        Privacy(**privacy).settle(tiny("fedavg"), 20)
     assert not asked
-    given = Privacy(epsilon=5000, training="clip=1 noise=0.2").settled(tiny("fedavg"), 20)
+    given = Privacy(epsilon=5000, training="clip=1 noise=0.2").settle(tiny("fedavg"), 20)
     assert given.training == "clip=1 noise=0.2"
 
 
 def test_noise_is_found_with_few_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    answer = account._spent
-    monkeypatch.setattr(account, "_spent", lambda *args: asked.append(args) or answer(*args))
-    assert calibrated_steps(9.0, 1e-5, 1.0, 10) > 1
+    answer = account._composed_epsilon
+    monkeypatch.setattr(
+        account, "_composed_epsilon", lambda *args: asked.append(args) or answer(*args)
+    )
+    assert calibrate_step_noise(9.0, 1e-5, 1.0, 10) > 1
     assert len(asked) <= 16
 
 
@@ -221,7 +223,7 @@ def test_a_client_keeps_the_noise_it_has_found() -> None:
     privacy = Privacy(training="clip=1 epsilon=5 rounds=2")
     experiment = small_federation(tiny("fedavg"), models="small-mlp", privacy=privacy)
     client, guard = experiment.engine.clients[0], experiment.engine.guard  # type: ignore[attr-defined]
-    with guard.sealing(client, "client_update", 0):
+    with guard.seal_images(client, "client_update", 0):
         noise = client.data.training.count(0.5, 4)
         assert client.data.training.count(0.5, 2) == noise
     assert client.released == {f"training: dp-sgd clip=1.0 noise={noise!r} rate=0.5": 6}

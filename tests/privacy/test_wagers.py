@@ -18,7 +18,7 @@ from barter import Classifier, FedAvg
 from barter.core.images import Images, Spec
 from barter.engines.local import LocalEngine
 from barter.privacy import Privacy
-from barter.privacy.account import Gaussian, Sampled, spent
+from barter.privacy.account import GaussianRelease, SampledRelease, composed_epsilon
 from tests.conftest import small_federation
 from tests.privacy.test_runs import Told, telling
 
@@ -68,7 +68,7 @@ def test_nobody_tells_images_apart_better_than_epsilon_allows(noise: float, call
         calls,
     )
     for delta, least in ((1e-5, 0.2), (0.05, 0.8)):
-        promised = spent({Gaussian(noise): calls}, delta)
+        promised = composed_epsilon({GaussianRelease(noise): calls}, delta)
         assert least * promised < most_certain(no, yes, delta) < promised, (
             "a good attack, and not too good"
         )
@@ -129,5 +129,5 @@ def trained(noise: float, tries: int) -> list[Tensor]:
 @pytest.mark.slow
 def test_nobody_tells_trained_networks_apart_better_than_epsilon_allows() -> None:
     no, yes = trained(noise=1.0, tries=500)
-    promised = spent({Sampled(1.0, 0.5): 2}, 0.2)
+    promised = composed_epsilon({SampledRelease(1.0, 0.5): 2}, 0.2)
     assert 0.2 * promised < most_certain(no, yes, 0.2) < promised

@@ -18,9 +18,9 @@ from barter.runs import folder as folders
 from barter.runs.folder import (
     RunFolder,
     checkpoint_of,
-    kept_rounds,
+    checkpoint_rounds,
+    count_rounds,
     last_checkpoint,
-    rounds_done,
 )
 from tests.forked import forked, status, until
 
@@ -71,21 +71,21 @@ def test_earlier_checkpoints_stay_as_asked_and_the_disk_holds_no_more_than_neede
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = RunFolder.create(tmp_path / "run", "seed = 1")
-    written, during = folders.write, list[list[int]]()
+    written, during = folders.write_checkpoint, list[list[int]]()
 
     def watched(*args: Any) -> None:
-        during.append(kept_rounds(folder.path))
+        during.append(checkpoint_rounds(folder.path))
         written(*args)
 
-    monkeypatch.setattr(folders, "write", watched)
+    monkeypatch.setattr(folders, "write_checkpoint", watched)
     for t in range(1, 6):
         folder.append(record(t))
         folder.save(t, {"x": torch.ones(1)}, {}, keep={1, t - 1})
     assert during == [[], [1], [1, 2], [1, 3], [1, 4]], "what can go goes before"
-    assert kept_rounds(folder.path) == [1, 4, 5]
+    assert checkpoint_rounds(folder.path) == [1, 4, 5]
     assert [checkpoint_of(folder.path, which)[0] for which in (1, 4, "last")] == [1, 4, 5]
     folder.go_on_after(4)
-    assert kept_rounds(folder.path) == [1, 4]
+    assert checkpoint_rounds(folder.path) == [1, 4]
     assert [r.round for r in folder.records()] == [1, 2, 3, 4]
 
 
@@ -209,7 +209,9 @@ STATE: dict[str, Any] = {"server": {}, "clients": {}}
 def test_a_checkpoint_that_claims_another_round_is_damaged(tmp_path: Path, said: str) -> None:
     """Whatever follows from a round's number, such as a list of all rounds before, is not made of a false one."""
     folder = RunFolder.create(tmp_path / "run", "seed = 1")
-    checkpoint.write(folder.checkpoints / "round-000002.safetensors", STATE, {"round": said})
+    checkpoint.write_checkpoint(
+        folder.checkpoints / "round-000002.safetensors", STATE, {"round": said}
+    )
     with pytest.raises(CheckpointError, match=r"round-000002\.safetensors is damaged"):
         last_checkpoint(folder.path)
 
@@ -253,7 +255,7 @@ def test_a_round_that_is_recorded_twice_counts_once(tmp_path: Path) -> None:
         file.write("\n{]\n" + record(-3).to_json() + "\n")
         file.write(record(3).to_json()[:-9])  # cut short
     assert [r.round for r in folder.records()] == [1, 2]
-    assert rounds_done(folder.path) == 2
+    assert count_rounds(folder.path) == 2
 
 
 def test_a_folder_that_could_not_be_prepared_is_free_at_once(tmp_path: Path) -> None:

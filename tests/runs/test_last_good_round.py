@@ -23,9 +23,9 @@ from barter.core.record import Round
 from barter.data.task import Data
 from barter.report.run import RunReport
 from barter.runs.collapse import AccuracyWatch
-from barter.runs.folder import kept_rounds, records
+from barter.runs.folder import checkpoint_rounds, read_records
 from barter.runs.progress import Watcher
-from barter.setup.config import read, resolve
+from barter.setup.config import read_toml, resolve
 from tests.conftest import TINY, digits_file, perceptrons, same, state
 
 
@@ -59,14 +59,14 @@ def scripted(run: Path, *accuracies: object, **options: Any) -> Experiment:
 
 def replaced(experiment: Experiment, client: int, round: int, times: float) -> None:
     """Have a client answer with weights that are so many times as large, in one round."""
-    arrive = experiment.engine.arrived
+    arrive = experiment.engine.receive_answer
 
     def arrived(answer: Any, method: str, k: int, sent: Any) -> Any:
         if k == client and method == "client_update" and experiment.engine.round == round:
             answer = {n: v * times if v.is_floating_point() else v for n, v in answer.items()}
         return arrive(answer, method, k, sent)
 
-    experiment.engine.arrived = arrived  # type: ignore[method-assign]
+    experiment.engine.receive_answer = arrived  # type: ignore[method-assign]
 
 
 def watched(*accuracies: float | None, chance: float = 0.1) -> tuple[AccuracyWatch, list[int]]:
@@ -110,20 +110,20 @@ def test_chance_is_that_of_the_most_frequent_class() -> None:
 def test_the_last_good_round_survives_a_collapse(tmp_path: Path) -> None:
     run = tmp_path / "run"
     experiment = scripted(run, 0.5, 0.6, 0.1, 0.1, 0.1, 0.7, 0.7)
-    kept = [kept_rounds(run) for _ in experiment.rounds(5)]
+    kept = [checkpoint_rounds(run) for _ in experiment.rounds(5)]
     assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5]]
-    (warning,) = records(run)[2].warnings
+    (warning,) = read_records(run)[2].warnings
     assert warning == (
         f"accuracy fell to chance: 10.0% after 60.0% in round 2; `barter resume {run} --round 2` "
         "goes back"
     )
-    assert not any(record.warnings for record in records(run) if record.round != 3)
+    assert not any(record.warnings for record in read_records(run) if record.round != 3)
     assert "fell to chance" in RunReport(run, images=False).page(live=False)
     assert experiment.folder is not None
     experiment.folder.release()
     again = scripted(run, 0.5, 0.6, 0.1, 0.1, 0.1, 0.7, 0.7, resume=True)
     list(again.rounds(6))
-    assert kept_rounds(run) == [5, 6], "it has recovered"
+    assert checkpoint_rounds(run) == [5, 6], "it has recovered"
     assert again.folder is not None
     again.folder.release()
 
@@ -142,10 +142,10 @@ def test_a_run_goes_back_to_the_last_good_round(tmp_path: Path) -> None:
         if record.round == 1:
             experiment.accuracy_watch.highest = 1.0
             experiment.accuracy_watch.chance = 0.99  # All that follows is chance.
-    assert kept_rounds(run) == [1, 3]
+    assert checkpoint_rounds(run) == [1, 3]
     assert experiment.folder is not None
     experiment.folder.release()
-    config = resolve(read(run / "config.toml"))
+    config = resolve(read_toml(run / "config.toml"))
     again = Experiment.from_config(config, run, resume=True, behind=1)
     assert same(state(again), found[0])
     again.step()
@@ -168,8 +168,8 @@ def test_a_state_with_nan_is_not_saved_and_who_stands_out_is_named(tmp_path: Pat
     assert said.endswith(
         f"`barter resume {run}` repeats round 3, `barter resume {run} --round 1` goes back"
     )
-    assert kept_rounds(run) == [1, 2]
-    assert [record.round for record in records(run)] == [1, 2]
+    assert checkpoint_rounds(run) == [1, 2]
+    assert [record.round for record in read_records(run)] == [1, 2]
     again = perceptrons(Diverges(**TINY["fedavg"]), out=run, resume=True)
     assert same(state(again), good)
 

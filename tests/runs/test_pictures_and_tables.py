@@ -15,9 +15,9 @@ from rich.console import Console
 from barter.core.errors import ConfigError
 from barter.core.record import Round
 from barter.runs import picture
-from barter.runs.picture import COLOURS, Kinds, bubbles, curves
-from barter.runs.progress import Watcher, duration, size
-from barter.runs.tables import closing_cells, closing_table, count_table, gain
+from barter.runs.picture import COLOURS, Kinds, draw_bubbles, draw_curves
+from barter.runs.progress import Watcher, format_bytes, format_duration
+from barter.runs.tables import accuracy_gain, closing_cells, closing_table, count_table
 
 
 def record(t: int, up: int) -> Round:
@@ -115,7 +115,7 @@ def test_means_compare_the_same_clients_and_count_the_idle_ones() -> None:
     second = Round(
         2, {0: client(0.3), 1: client(0.5), 2: client(0.1)}, {}, {}, {}, [], participants=[1]
     )
-    assert gain([first, second], "global").points == pytest.approx(10.0)
+    assert accuracy_gain([first, second], "global").points == pytest.approx(10.0)
     _, together = closing_cells([first, second], ["a", "b", "c"], None, None)
     assert [row[0] for row in together] == [
         "mean of 1 with both",
@@ -137,7 +137,7 @@ def test_the_title_of_a_sheet_is_seen_whole_and_above_its_images(
     drawn: list[Any] = []
     monkeypatch.setattr(picture, "_save", lambda figure, path: drawn.append(figure))
     title = "DFRD, round 2: private images and what was made of them. Experimenter's view only"
-    picture.sheet(
+    picture.draw_sheet(
         [("server", None, torch.zeros(columns, 8, 8, 1), ["1"] * columns)],
         title,
         tmp_path / "sheet.png",
@@ -155,7 +155,7 @@ def test_the_class_table_adds_up() -> None:
 
 
 def test_sizes_and_durations() -> None:
-    assert [size(n) for n in (0, 999, 1500, 2_340_000, 5e9, 5e12)] == [
+    assert [format_bytes(n) for n in (0, 999, 1500, 2_340_000, 5e9, 5e12)] == [
         "0 B",
         "999 B",
         "2 kB",
@@ -163,7 +163,7 @@ def test_sizes_and_durations() -> None:
         "5.0 GB",
         "5000.0 GB",
     ]
-    assert [duration(s) for s in (0.01, 0.34, 4.44, 9.97, 65, 3600 * 2 + 125)] == [
+    assert [format_duration(s) for s in (0.01, 0.34, 4.44, 9.97, 65, 3600 * 2 + 125)] == [
         "under 0.1 s",
         "0.3 s",
         "4.4 s",
@@ -204,7 +204,7 @@ def test_bubbles_show_where_samples_are(tmp_path: Path) -> None:
         Kinds("class", ["a", "b"], [[100, 0], [0, 25]]),
         Kinds("domain", ["x", "y"], [[100, 0], [25, 0]]),
     ]
-    bubbles(kinds, "title", path)
+    draw_bubbles(kinds, "title", path)
     blue, red = ink(path, COLOURS[0]), ink(path, COLOURS[1])
     columns = np.flatnonzero(blue.any(0))
     gap = int(np.argmax(np.diff(columns)))
@@ -216,15 +216,15 @@ def test_bubbles_show_where_samples_are(tmp_path: Path) -> None:
         "domains are below classes"
     )
     with pytest.raises(ConfigError, match="cannot be written"):
-        bubbles(kinds, "title", tmp_path / "none" / "p.png")
+        draw_bubbles(kinds, "title", tmp_path / "none" / "p.png")
     with pytest.raises(ConfigError, match="ending .png"):
-        bubbles(kinds, "title", tmp_path / "p.jpeg2")
+        draw_bubbles(kinds, "title", tmp_path / "p.jpeg2")
 
 
 @pytest.mark.parametrize("clients", [1, 7, 120])
 def test_nothing_of_a_split_is_cut_off(clients: int, tmp_path: Path) -> None:
     path, names = tmp_path / "p.png", ["a name that is much longer than one would like", "$b$"]
-    bubbles(
+    draw_bubbles(
         [Kinds("class", names, [[4, 9]] * clients)],
         "folder:/" + "a/very/long/path/" * 6 + "\nalpha 1",
         path,
@@ -246,7 +246,7 @@ def test_the_names_of_many_methods_leave_their_curves_room(methods: int, tmp_pat
     }
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # matplotlib warns where nothing is left of the axes
-        curves(lines, "accuracy (%)", tmp_path / "curves.png")
+        draw_curves(lines, "accuracy (%)", tmp_path / "curves.png")
     picture = np.asarray(Image.open(tmp_path / "curves.png").convert("L"))
     spine = max(
         (column < 50).sum() for column in picture.T[: picture.shape[1] // 4]

@@ -13,15 +13,15 @@ from barter.core.record import Round
 from barter.runs.summary import (
     Column,
     Question,
-    cells,
+    confidence_interval,
     known_metrics,
-    paired,
+    metric_value,
     summarise,
+    summary_cells,
     to_csv,
     to_latex,
     to_markdown,
-    to_rounds,
-    value,
+    to_round_csv,
 )
 
 
@@ -60,11 +60,11 @@ RESULTS = {
 
 def test_what_a_round_is_worth() -> None:
     record = rounds(0.4, server=0.9)[0]
-    assert value(record, "global") == pytest.approx(0.4)
-    assert value(record, "own") == pytest.approx(0.5)
-    assert value(record, "server") == 0.9
-    assert value(rounds(0.4)[0], "server") is None
-    assert value(Round(1, {0: {"epochs": 3.0}}, {}, {}, {}, []), "own") is None
+    assert metric_value(record, "global") == pytest.approx(0.4)
+    assert metric_value(record, "own") == pytest.approx(0.5)
+    assert metric_value(record, "server") == 0.9
+    assert metric_value(rounds(0.4)[0], "server") is None
+    assert metric_value(Round(1, {0: {"epochs": 3.0}}, {}, {}, {}, []), "own") is None
     trained = Round(
         1,
         {0: {"before_global": 0.2, "before_local": 0.6}, 1: {"before_global": 0.4}},
@@ -73,7 +73,7 @@ def test_what_a_round_is_worth() -> None:
         {},
         [],
     )
-    assert (value(trained, "trained"), value(trained, "trained-own")) == (
+    assert (metric_value(trained, "trained"), metric_value(trained, "trained-own")) == (
         pytest.approx(0.3),
         pytest.approx(0.6),
     )
@@ -95,31 +95,31 @@ def test_means_and_deviations_by_hand() -> None:
 
 def test_the_interval_is_students() -> None:
     # Differences 1, 2, 3: mean 2, deviation 1, and the 97.5 % quantile of t with two degrees of freedom is 4.302653.
-    assert paired([1.0, 2.0, 3.0]) == pytest.approx(
+    assert confidence_interval([1.0, 2.0, 3.0]) == pytest.approx(
         (2 - 4.302653 / 3**0.5, 2 + 4.302653 / 3**0.5), rel=1e-6
     )
     # With 4 degrees of freedom it is 2.776445; the deviation of 0, 0, 0, 0, 5 is the root of 5.
-    assert paired([0.0, 0.0, 0.0, 0.0, 5.0]) == pytest.approx(
+    assert confidence_interval([0.0, 0.0, 0.0, 0.0, 5.0]) == pytest.approx(
         (1 - 2.776445, 1 + 2.776445), rel=1e-6
     )
-    assert paired([1.0, 2.0]) is None
-    assert paired([]) is None
+    assert confidence_interval([1.0, 2.0]) is None
+    assert confidence_interval([]) is None
 
 
 @given(st.lists(st.floats(-1, 1), min_size=3, max_size=9), st.floats(-1, 1))
 def test_an_interval_holds_its_mean_and_moves_with_it(values: list[float], shift: float) -> None:
-    low, high = paired(values) or (0.0, 0.0)
+    low, high = confidence_interval(values) or (0.0, 0.0)
     mean = Column(tuple(values)).mean
     assert mean is not None
     assert low <= mean + 1e-12
     assert mean <= high + 1e-12
-    assert paired([v + shift for v in values]) == pytest.approx(
+    assert confidence_interval([v + shift for v in values]) == pytest.approx(
         (low + shift, high + shift), abs=1e-9
     )
 
 
 def test_cells_say_what_is_best_and_what_is_not_sure() -> None:
-    headings, rows = cells(summarise(RESULTS, Question("global", "alone", 0.35)))
+    headings, rows = summary_cells(summarise(RESULTS, Question("global", "alone", 0.35)))
     assert headings == [
         *("method", "seeds", "clients: global test", "clients: local test", "server: global test"),
         *("bytes", "seconds", "rounds to 35% clients: global test"),
@@ -153,7 +153,7 @@ def test_cells_say_what_is_best_and_what_is_not_sure() -> None:
 
 
 def test_without_baseline_and_target_there_are_no_such_columns() -> None:
-    headings, rows = cells(summarise({"alone": RESULTS["alone"]}, Question()))
+    headings, rows = summary_cells(summarise({"alone": RESULTS["alone"]}, Question()))
     assert headings == [
         *("method", "seeds", "clients: global test", "clients: local test", "bytes", "seconds"),
     ]
@@ -199,8 +199,8 @@ def test_what_came_of_local_training_stands_in_the_table_if_asked_for() -> None:
         return [Round(1, {0: {"global": 0.5, "before_global": before}}, {}, {"round": 1.0}, {}, [])]
 
     results = {"a": {0: trained(0.25)}, "b": {0: trained(0.75)}}
-    assert "trained: global test" not in cells(summarise(results, Question()))[0]
-    headings, rows = cells(summarise(results, Question("trained")))
+    assert "trained: global test" not in summary_cells(summarise(results, Question()))[0]
+    headings, rows = summary_cells(summarise(results, Question("trained")))
     at = headings.index("trained: global test")
     assert [row[at] for row in rows] == [("25.0", False), ("75.0", True)]
 
@@ -214,7 +214,7 @@ def by_server(accuracy: float, client: float) -> list[Round]:
 def test_methods_are_judged_by_their_primary_model() -> None:
     """One model for all is what averaging trains; its clients' networks are what training left behind."""
     results = {"alone": {0: rounds(0.3)}, "average": {0: by_server(0.6, 0.2)}}
-    headings, rows = cells(summarise(results, Question(baseline="alone", target=0.5)))
+    headings, rows = summary_cells(summarise(results, Question(baseline="alone", target=0.5)))
     assert headings[:5] == ["method", "seeds", "model", "accuracy", "clients: global test"]
     assert [row[2][0] for row in rows] == ["clients", "server"]
     assert [row[3] for row in rows] == [("30.0", False), ("60.0", True)]
@@ -222,7 +222,7 @@ def test_methods_are_judged_by_their_primary_model() -> None:
     average = summarise(results, Question(baseline="alone", target=0.5)).rows[1]
     assert average.difference.values == pytest.approx((0.3,)), "0.6 of the server, 0.3 of clients"
     assert average.reached.values == (1,)
-    headings, _ = cells(summarise({"average": results["average"]}, Question()))
+    headings, _ = summary_cells(summarise({"average": results["average"]}, Question()))
     assert headings[2] == "server: global test", "if all have one, it comes first"
 
 
@@ -232,21 +232,21 @@ def test_metrics_over_clients_by_hand() -> None:
         1: {"global": 0.6, "local": 0.9, "local_images": 10.0},
     }
     record = Round(1, clients, {"drift": 3.5}, {"round": 1.0}, {}, [], [0, 1])
-    assert value(record, "own") == pytest.approx(0.7), "clients count alike"
-    assert value(record, "own-by-images") == pytest.approx((30 * 0.5 + 10 * 0.9) / 40)
-    assert (value(record, "worst"), value(record, "worst-own")) == (0.2, 0.5)
-    assert value(record, "spread") == pytest.approx(0.2), "0.4 is the mean, each is 0.2 away"
-    assert (value(record, "mood"), value(record, "server:drift")) == (7.0, 3.5)
+    assert metric_value(record, "own") == pytest.approx(0.7), "clients count alike"
+    assert metric_value(record, "own-by-images") == pytest.approx((30 * 0.5 + 10 * 0.9) / 40)
+    assert (metric_value(record, "worst"), metric_value(record, "worst-own")) == (0.2, 0.5)
+    assert metric_value(record, "spread") == pytest.approx(0.2), "0.4 is the mean, each is 0.2 away"
+    assert (metric_value(record, "mood"), metric_value(record, "server:drift")) == (7.0, 3.5)
     results = {"a": {0: [record]}}
     assert {"mood", "server:drift", "worst"} <= set(known_metrics(results))
-    (line,) = csv.DictReader(io.StringIO(to_rounds(results)))
+    (line,) = csv.DictReader(io.StringIO(to_round_csv(results)))
     assert (line["mood"], line["server:drift"], line["participants"]) == ("7.0", "3.5", "2")
-    headings, rows = cells(summarise(results, Question("mood")))
+    headings, rows = summary_cells(summarise(results, Question("mood")))
     assert rows[0][headings.index("mood")] == ("7", True), "no share: not in percent"
 
 
 def test_every_round_of_every_run_is_a_line() -> None:
-    table = list(csv.DictReader(io.StringIO(to_rounds(RESULTS))))
+    table = list(csv.DictReader(io.StringIO(to_round_csv(RESULTS))))
     assert len(table) == 7 * 2
     first = next(
         line

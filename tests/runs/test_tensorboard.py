@@ -7,7 +7,7 @@ import pytest
 
 from barter.cli.app import main
 from barter.core.record import Round
-from barter.runs.folder import records
+from barter.runs.folder import read_records
 
 SMALL = (
     "--algorithm",
@@ -81,7 +81,7 @@ def test_a_log_that_was_begun_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert main(["run", *SMALL, "--set", "rounds=1", "--out", str(run), "--tensorboard"]) == 0
     assert main(["resume", str(run), "--rounds", "2"]) == 0
-    means = [(r.round, pytest.approx(r.mean("global"), abs=1e-6)) for r in records(run)]
+    means = [(r.round, pytest.approx(r.mean("global"), abs=1e-6)) for r in read_records(run)]
     assert len(means) == 2
     assert curves(run)["global/mean"] == means
 

@@ -12,7 +12,7 @@ from typing_extensions import TypeVar
 
 from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.clients import Clients
-from barter.core.evaluation import note_before
+from barter.core.evaluation import record_before_exchange
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
 from barter.core.payload import State
@@ -75,7 +75,7 @@ class Broadcast(Algorithm[S, C]):
         """
         self.begin(client, w)
         self.train(client)
-        note_before(client)
+        record_before_exchange(client)
         return self.outgoing(client.model)
 
     def begin(self, client: C, w: State) -> None:

@@ -27,18 +27,18 @@ __all__ = ["Central"]
 
 
 # Images have the size of the client's files, which must be the same for all clients.
-Side: TypeAlias = Annotated[int, Within(1, 1e6, "side")]
+ImageSide: TypeAlias = Annotated[int, Within(1, 1e6, "side")]
 Gift: TypeAlias = tuple[
     Annotated[Tensor, Pixels("examples", "side", "side")], Annotated[Tensor, Labels("examples")]
 ]
 
 
-def as_most(side: int, client: int, own: int) -> int:
+def require_side(side: int, client: int, own: int) -> int:
     """Return the side of a client's images if it is the most frequent one.
 
     Args:
         side: The most frequent side, in pixels.
-        client: The client's id; unused, but `Replies.each` passes it.
+        client: The client's id; unused, but `Replies.map` passes it.
         own: The side of this client's images.
 
     Raises:
@@ -68,16 +68,16 @@ class Central(Algorithm):
     def round(self, server: Server, clients: Clients, t: int) -> None:
         sides = clients.run(self.measure)
         side = mode(sides.values())
-        compatible = clients.only(sides.each(partial(as_most, side)))
+        compatible = clients.only(sides.map(partial(require_side, side)))
         uploads = compatible.run(self.give, side)
         pool = [torch.cat(parts) for parts in zip(*uploads.values(), strict=True)]
         clients.run(self.learn, pool)
 
-    def measure(self, client: Client) -> Side:
+    def measure(self, client: Client) -> ImageSide:
         """Return the number of pixels on a side of the client's images."""
         return client.data.side
 
-    def give(self, client: Client, side: Side) -> Gift:
+    def give(self, client: Client, side: ImageSide) -> Gift:
         """Return the client's images and labels."""
         return client.data.pixels, client.data.labels
 

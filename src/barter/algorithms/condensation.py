@@ -23,11 +23,11 @@ from barter.ops.condense import (
     Collaboration,
     Lot,
     condense,
-    ends,
-    labels_of,
-    lot,
+    condensed_labels,
+    first_and_last_terms,
+    images_per_class,
     mean_images,
-    portions,
+    pack_lot,
 )
 from barter.ops.fit import Trainer, epoch_length, index_batches, sgd
 from barter.ops.synthesis import variety
@@ -68,7 +68,7 @@ class Condensation(Algorithm[Server, Condenser]):
     server_lr: Positive = 0.01
     momentum: NonNegative = 0.9  # momentum of the SGD for the model; in FedAF for images too
 
-    def condensed(
+    def condense_for_upload(
         self,
         client: Condenser,
         momentum: float,
@@ -89,7 +89,7 @@ class Condensation(Algorithm[Server, Condenser]):
             collaboration: Called with the condensed classes; returns FedAF's collaborative term.
         """
         data = client.data
-        sizes = portions(data, self.ipc, self.min_samples)
+        sizes = images_per_class(data, self.ipc, self.min_samples)
         images = None
         if sizes:
             classes = torch.tensor(list(sizes), device=client.device)
@@ -107,11 +107,11 @@ class Condensation(Algorithm[Server, Condenser]):
                 collaboration=None if collaboration is None else collaboration(classes),
             )
             client.report |= terms
-            self.look(client, images, labels_of(sizes, client.device))
+            self.report_variety(client, images, condensed_labels(sizes, client.device))
         client.images = [] if images is None else [images]
-        return lot(data, sizes, images)
+        return pack_lot(data, sizes, images)
 
-    def look(self, client: Condenser, images: Tensor, labels: Tensor) -> None:
+    def report_variety(self, client: Condenser, images: Tensor, labels: Tensor) -> None:
         """Report the variety of the condensed images, and of the originals of the same classes."""
         members = [
             (client.data.labels == c).nonzero()[: self.batch_size, 0] for c in torch.unique(labels)
@@ -152,7 +152,9 @@ class Condensation(Algorithm[Server, Condenser]):
     ) -> tuple[Tensor, Tensor] | None:
         if not isinstance(party, Condenser) or not party.images:
             return None
-        labels = labels_of(portions(party.data, self.ipc, self.min_samples), party.device)
+        labels = condensed_labels(
+            images_per_class(party.data, self.ipc, self.min_samples), party.device
+        )
         chosen = wanted(labels)
         return labels[chosen], party.images[0][chosen]
 
@@ -183,7 +185,7 @@ class Condensation(Algorithm[Server, Condenser]):
             values = trainer.step(loss, images[index], labels[index], *beside)
             if step in (0, steps - 1):
                 first_and_last.append(torch.stack([value.float() for value in values]))
-        server.report |= ends(terms, first_and_last)
+        server.report |= first_and_last_terms(terms, first_and_last)
 
     def receive(self, client: Condenser, w: State) -> None:
         """Load the server's weights."""

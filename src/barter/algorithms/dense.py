@@ -50,20 +50,20 @@ from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive
 from barter.core.record import Round
 from barter.models.generators import Decoder
-from barter.ops.condense import quantised
-from barter.ops.distill import kl_each, tempered
-from barter.ops.ensemble import class_shares, consensus, distil
+from barter.ops.condense import quantise_images
+from barter.ops.distill import kl_each, tempered_kl
+from barter.ops.ensemble import class_shares, distil, mean_predictions
 from barter.ops.fit import Trainer, adam, epoch_length, fit, sgd
 from barter.ops.modules import stack_field
-from barter.ops.statistics import compared
+from barter.ops.statistics import compare_statistics
 from barter.ops.synthesis import (
     Ensemble,
     Teacher,
-    assembled,
-    collapsed,
+    build_ensemble,
+    collapse_remarks,
     fidelity,
-    painted,
-    useful,
+    generate_from_codes,
+    usefulness,
     variety,
 )
 
@@ -94,7 +94,7 @@ class Sketch(nn.Module):
         self.z = nn.Parameter(torch.randn(samples, noise))
 
     def forward(self) -> Tensor:
-        return painted(self.decoder, self.z, self.spec)
+        return generate_from_codes(self.decoder, self.z, self.spec)
 
 
 def sketch_loss(
@@ -122,10 +122,10 @@ def sketch_loss(
         shares: The weight of each client for each class (clients, classes).
     """
     x = sketch()
-    with compared(ensemble) as distances:
-        teacher = consensus(list(ensemble.said(x).float()), shares)
+    with compare_statistics(ensemble) as distances:
+        teacher = mean_predictions(list(ensemble.logits_by_model(x).float()), shares)
     student = model(x).float()
-    divergence = useful(teacher, student, y, "differ") * kl_each(teacher, student)
+    divergence = usefulness(teacher, student, y, "differ") * kl_each(teacher, student)
     return fidelity(teacher, y) + lam_bn * sum(distances) - lam_adv * divergence.mean(), x
 
 
@@ -180,7 +180,7 @@ class DENSE(Algorithm[Archive]):
         new = clients.sample(self.fraction).run_missing(self.learn, server.teachers)
         server.teachers = {**server.teachers, **new}
         weights = {k: teacher["weights"] for k, teacher in server.teachers.items()}
-        ensemble = assembled(server, weights)
+        ensemble = build_ensemble(server, weights)
         counts = stack_field(server.teachers, "counts")
         shares = class_shares(counts if self.weighting == "classes" else torch.ones_like(counts))
         classes = counts.sum(0).nonzero().flatten()
@@ -224,7 +224,7 @@ class DENSE(Algorithm[Archive]):
             least_loss = torch.minimum(value, least_loss)
         model.requires_grad_(True)
         server.report["generator_loss"] = float(least_loss)
-        pixels = torch.cat([*server.pixels, quantised(best_images, server.spec)])
+        pixels = torch.cat([*server.pixels, quantise_images(best_images, server.spec)])
         labels = torch.cat([*server.labels, y])
         server.pixels = [pixels[-self.pool :]]
         server.labels = [labels[-self.pool :]]
@@ -239,7 +239,7 @@ class DENSE(Algorithm[Archive]):
         index = torch.arange(len(images), device=server.device)
 
         def joint_logits(x: Tensor) -> Tensor:
-            return consensus(list(ensemble.said(x)), shares)
+            return mean_predictions(list(ensemble.logits_by_model(x)), shares)
 
         targets = predict(joint_logits, images.batch, index)
         distil(
@@ -247,14 +247,16 @@ class DENSE(Algorithm[Archive]):
             images,
             index,
             [targets],
-            partial(tempered, self.temperature),
+            partial(tempered_kl, self.temperature),
             batch_size=self.distil_batch,
             recipe=sgd(self.distil_lr, self.momentum),
             steps=epoch_length(len(images), self.distil_batch),
         )
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
-        return collapsed(rounds, "a higher lam_adv, or passes of fewer generator_steps, may help")
+        return collapse_remarks(
+            rounds, "a higher lam_adv, or passes of fewer generator_steps, may help"
+        )
 
     def creations(
         self, party: Archive | Client, wanted: Callable[[Tensor], Tensor]

@@ -37,7 +37,7 @@ of each field):
 - `mixed`: batches hold images of all clients, because training on one client's batch after another
   undoes the previous step. They hold private images too, because normalisation layers would
   otherwise see these with other statistics in training than afterwards.
-- `augmented`: students see augmented transfer images; otherwise they memorise patterns.
+- `augment_images`: students see augmented transfer images; otherwise they memorise patterns.
 - `balanced`: networks do not learn the local class prior. Clients add it to their logits for images
   of their own distribution, so that learning from others costs nothing there. They do not add it
   where they teach: others would learn which classes go with which client's images.
@@ -64,15 +64,15 @@ from barter.core.answers import WORD, Known
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Floats, Labels, Room, Weights, When, Within
 from barter.core.errors import ConfigError
-from barter.core.evaluation import adjusted, note_before, predict
-from barter.core.images import Augment, Images, Spec, augmented, prepared
+from barter.core.evaluation import add_offset, predict, record_before_exchange
+from barter.core.images import Augment, Images, Spec, augment_images, prepare_batch
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive, Whole
 from barter.core.payload import State, nbytes
 from barter.core.robust import Aggregate
 from barter.core.seeds import stream_seed
-from barter.models.generators import drawn_side, resized
+from barter.models.generators import decoder_side, resize_images
 from barter.ops.distill import kl
 from barter.ops.docking import unify
 from barter.ops.embedding_models import (
@@ -81,25 +81,25 @@ from barter.ops.embedding_models import (
     mix_embeddings,
     sample_embeddings,
 )
-from barter.ops.fit import Subject, adam, alternate, epoch_length, fit, joint
+from barter.ops.fit import Subject, adam, alternate, epoch_length, fit, join_subjects
 from barter.ops.inversion import Discrepancy, Schedule, Terms, Viewer, fit_decoder
-from barter.ops.shares import log_shares
+from barter.ops.shares import log_class_prior
 from barter.ops.transfer import (
     Entry,
     Lesson,
+    check_lesson,
+    collect_lessons,
+    decode_images,
     decode_samples,
-    depicted,
-    draw,
-    heard,
-    lesson,
-    newest,
+    distribute_lessons,
+    newest_entries,
+    prepare_lesson,
     sample,
-    sound,
-    taught,
     to_half,
+    transfer_images,
 )
 from barter.ops.trust import confirmed_teachers, consistent_clients
-from barter.ops.views import cut, embeddings, number
+from barter.ops.views import count_views, embed_all_views, parts_per_side
 
 __all__ = ["DFFKE", "Hub", "Trader"]
 
@@ -146,19 +146,19 @@ class Trader(Client):
     offered: dict[int, Tensor] = {}
 
 
-def shown(spec: Spec, augment: Augment, images: Tensor) -> Tensor:
+def augment_and_resize(spec: Spec, augment: Augment, images: Tensor) -> Tensor:
     """Augment transfer images and resize them to the networks' input size."""
-    return resized(augmented(images, augment), spec)
+    return resize_images(augment_images(images, augment), spec)
 
 
 def review_loss(
     model: Classifier, features: Tensor, labels: Tensor, home: Tensor | None = None
 ) -> Tensor:
     """Return the cross entropy on private images; the log class prior `home` is added to logits."""
-    return F.cross_entropy(adjusted(model.logits(features), home), labels)
+    return F.cross_entropy(add_offset(model.logits(features), home), labels)
 
 
-PAPER: dict[str, object] = {
+PAPER_FIELDS: dict[str, object] = {
     "max_epochs": 100,
     "later_epochs": None,
     "share": 0.15,
@@ -205,7 +205,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         "teach.round": "nothing",
         "teach.index": "nothing",
     }
-    presets = {"paper": PAPER, "code": {**PAPER, **CODE}}
+    presets = {"paper": PAPER_FIELDS, "code": {**PAPER_FIELDS, **CODE}}
     former_names = {"participation": "fraction", "embeddings": "reveal"}
 
     fraction: Fraction = 1.0  # ρ: fraction of clients sampled per round
@@ -282,7 +282,7 @@ class DFFKE(Algorithm[Hub, Trader]):
 
     @classmethod
     def upgrade(cls, fields: Mapping[str, object]) -> dict[str, object]:
-        """Translate `embeddings` and `transfer = "public"` of older versions to `reveal`."""
+        """Translate `embed_all_views` and `transfer = "public"` of older versions to `reveal`."""
         kept = {name: value for name, value in fields.items() if name != "embeddings"}
         upgraded = super().upgrade(kept)
         if fields.get("embeddings") == "noise":
@@ -337,9 +337,9 @@ class DFFKE(Algorithm[Hub, Trader]):
 
     def views(self, known: Known) -> int:
         """Return the number of views of an image: the whole image and its parts."""
-        return number(cut(self.parts, known.spec))
+        return count_views(parts_per_side(self.parts, known.spec))
 
-    def offered(self, examples: int) -> int:
+    def offer_size(self, examples: int) -> int:
         """Return how many of its `examples` images a client offers."""
         return min(max(2, math.ceil(self.share * examples)), examples)
 
@@ -349,7 +349,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         A lesson has logits for the n images that the client offered in this round, and for up to n
         images of the past rounds that it remembers.
         """
-        n = self.offered(known.examples)
+        n = self.offer_size(known.examples)
         numbers = known.spec.classes + self.embedding_loss * self.code_dim
         rounds = 1 + (n if self.memory is None else min(n, self.memory))
         return 2 * n * (4 * numbers + 8) + rounds * WORD
@@ -364,14 +364,16 @@ class DFFKE(Algorithm[Hub, Trader]):
         entry = self.make_transfer_data(server, offers, t)  # Eqs. 10-12
         entries = [*server.buffer, entry]
         deliveries = self.deliver(server, entry)
-        lessons = traders.only(offers).scatter(self.teach, deliveries).each(partial(sound, entries))
+        lessons = (
+            traders.only(offers).scatter(self.teach, deliveries).map(partial(check_lesson, entries))
+        )
         server.held |= dict.fromkeys(lessons, t)
         if len(lessons) < 2:
             return
         teachers = self.confirmed(server, entry, offers, lessons)
         received = {
             k: {i: taught for i, taught in others.items() if i in teachers}
-            for k, others in heard(lessons, self.peers).items()
+            for k, others in distribute_lessons(lessons, self.peers).items()
         }
         received = {k: others for k, others in received.items() if others}
         traders.only(received).scatter(self.exchange, received)  # Eqs. 13-14
@@ -406,10 +408,10 @@ class DFFKE(Algorithm[Hub, Trader]):
             if "gaussians" in entry:
                 x = decode_samples(entry, k, codes, server.spec)
             elif entry["decoder"]:
-                x = depicted(entry["decoder"], server.spec, codes)
+                x = decode_images(entry["decoder"], server.spec, codes)
             else:
                 x = codes.float()
-            return resized(x, server.spec)
+            return resize_images(x, server.spec)
 
         logits = {}
         for k, taught_by in lessons.items():
@@ -428,7 +430,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         epochs = self.max_epochs
         if client.exchanges and self.later_epochs is not None:
             epochs = self.later_epochs
-        home = self.at_home(client)
+        home = self.local_offset(client)
         fitted = fit(
             client,
             epochs=epochs,
@@ -439,16 +441,16 @@ class DFFKE(Algorithm[Hub, Trader]):
         )
         client.report["epochs"] = fitted.epochs
         if epochs:
-            note_before(client, home)
+            record_before_exchange(client, home)
 
-    def at_home(self, client: Trader) -> Tensor | None:
-        return log_shares(client.data) if self.balanced else None
+    def local_offset(self, client: Trader) -> Tensor | None:
+        return log_class_prior(client.data) if self.balanced else None
 
     def learn(self, client: Trader) -> Offer:
         """Train locally and return what the server makes transfer data from."""
         self.train(client)
         data = client.data
-        examples = self.offered(len(data))
+        examples = self.offer_size(len(data))
         offer: Offer = {"examples": examples}
         if self.inverts:
             weights = client.model.state_dict()
@@ -457,7 +459,7 @@ class DFFKE(Algorithm[Hub, Trader]):
             return offer
         index = torch.randperm(len(data), device=client.device)[:examples]
         client.offered[0] = index
-        e = embeddings(client.model, data, index, cut(self.parts, data.spec))
+        e = embed_all_views(client.model, data, index, parts_per_side(self.parts, data.spec))
         labels = data.labels[index]
         if self.describes:
             offer["gaussians"] = fit_class_gaussians(e, labels, data.spec.classes, self.rank)
@@ -502,7 +504,7 @@ class DFFKE(Algorithm[Hub, Trader]):
             }
         if self.transfer == "decoder":
             return {"round": t, "codes": codes, "decoder": decoder}
-        images = {k: depicted(decoder, server.spec, code).half() for k, code in codes.items()}
+        images = {k: decode_images(decoder, server.spec, code).half() for k, code in codes.items()}
         return {"round": t, "codes": images, "decoder": {}}
 
     def collect_embeddings(
@@ -523,7 +525,7 @@ class DFFKE(Algorithm[Hub, Trader]):
                 y[k], noise = sample(model, offer["examples"], stream_seed(seed, k))
                 e[k] = sample_embeddings(model, y[k], noise)
             return e, y
-        views = number(cut(self.parts, server.spec))
+        views = count_views(parts_per_side(self.parts, server.spec))
         device = server.device
         for k, offer in offers.items():
             shape = (offer["examples"], views, models[k].feature_dim)
@@ -565,7 +567,7 @@ class DFFKE(Algorithm[Hub, Trader]):
             for k in entry["codes"]
         }
         docking = server.docking if self.embedding_loss else {}
-        server.buffer = newest([*server.buffer, entry], self.memory)
+        server.buffer = newest_entries([*server.buffer, entry], self.memory)
         server.report["buffer_bytes"] = nbytes(server.buffer)
         return {
             k: {"entries": [*old, entry], "docking": docking.get(k, {})}
@@ -578,18 +580,23 @@ class DFFKE(Algorithm[Hub, Trader]):
         Of earlier rounds' images, a random sample B_k^t is used.
         """
         room = None if self.memory is None else self.memory + 1  # R past rounds and this one
-        client.buffer = newest(client.buffer + delivery["entries"], room)
+        client.buffer = newest_entries(client.buffer + delivery["entries"], room)
         client.docking = delivery["docking"]
         if 0 in client.offered:
             client.offered[client.buffer[-1]["round"]] = client.offered.pop(0)
-        return lesson(client.buffer, client.id, partial(draw, client), partial(self.say, client))
+        return prepare_lesson(
+            client.buffer,
+            client.id,
+            partial(transfer_images, client),
+            partial(self.predict_targets, client),
+        )
 
-    def say(self, client: Trader, images: Tensor) -> dict[str, Tensor]:
+    def predict_targets(self, client: Trader, images: Tensor) -> dict[str, Tensor]:
         """Return the client's logits on images and, with `embedding_loss`, docked embeddings."""
         model = client.model.eval()
         every = torch.arange(len(images), device=client.device)
         features = predict(
-            model.features, lambda part: resized(images[part], client.data.spec), every
+            model.features, lambda part: resize_images(images[part], client.data.spec), every
         )
         answer = {"logits": model.logits(features).detach()}
         if self.embedding_loss:
@@ -611,10 +618,10 @@ class DFFKE(Algorithm[Hub, Trader]):
         )
         # Subjects that share a batch have fewer images each in a step, hence more steps.
         steps *= len(subjects) // len(groups)
-        courses = [joint(client.model, group, self.batch_size) for group in groups]
+        courses = [join_subjects(client.model, group, self.batch_size) for group in groups]
         alternate(client, courses, steps, adam(self.lr, self.weight_decay, cosine=self.cosine))
         client.exchanges += 1
-        client.buffer = newest(client.buffer, self.memory)
+        client.buffer = newest_entries(client.buffer, self.memory)
         remembered = [entry["round"] for entry in client.buffer]
         client.offered = {t: client.offered[t] for t in remembered if t in client.offered}
         client.report["buffer_bytes"] = nbytes(client.buffer)
@@ -623,28 +630,30 @@ class DFFKE(Algorithm[Hub, Trader]):
         """Return what a client learns in an exchange: private images, then the peers' lessons."""
         data = client.data
         model = client.model
-        home = self.at_home(client)
+        home = self.local_offset(client)
         subjects = []
         if self.local_review:
             subjects.append(
                 Subject(
                     [data.pixels, data.labels],
-                    partial(prepared, spec=data.spec, augment=data.augment),
+                    partial(prepare_batch, spec=data.spec, augment=data.augment),
                     partial(review_loss, model),
                     () if home is None else (home,),
                 )
             )
-        show = partial(shown, data.spec, self.augment(data))
+        show = partial(augment_and_resize, data.spec, self.augment(data))
         loss = partial(self.exchange_loss, model)
         docking = tuple(client.docking.values())
-        for rows in taught(client.buffer, lessons, partial(draw, client), mixed=self.mixed):
+        for rows in collect_lessons(
+            client.buffer, lessons, partial(transfer_images, client), mixed=self.mixed
+        ):
             subjects.append(Subject(rows, show, loss, docking))
         return subjects
 
     def augment(self, data: Images) -> Augment:
         """Return the client's augmentation in training, scaled to the width of transfer images."""
-        width = drawn_side(data.spec) if self.inverts else data.spec.width
-        return data.augment.resized(data.side, width) if self.augmented else Augment()
+        width = decoder_side(data.spec) if self.inverts else data.spec.width
+        return data.augment.rescale(data.side, width) if self.augmented else Augment()
 
     def exchange_loss(
         self, model: Classifier, features: Tensor, target: Tensor, *docked: Tensor
@@ -665,11 +674,11 @@ class DFFKE(Algorithm[Hub, Trader]):
             return None
         chosen = wanted(client.offered[t])
         codes = entry["codes"][client.id][chosen]
-        return client.offered[t][chosen], draw(client, entry, client.id, codes)
+        return client.offered[t][chosen], transfer_images(client, entry, client.id, codes)
 
     def transfer_images(self, client: Trader, t: int) -> tuple[Tensor, Tensor] | None:
         entry = next((entry for entry in client.buffer if entry["round"] == t), None)
         if entry is None or t not in client.offered:
             return None
         codes = entry["codes"][client.id]
-        return client.offered[t], draw(client, entry, client.id, codes)
+        return client.offered[t], transfer_images(client, entry, client.id, codes)

@@ -57,7 +57,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from barter.algorithms.partial import PartialTraining, Update
+from barter.algorithms.partial import PartialTraining, SubmodelUpdate
 from barter.core.algorithm import ServerModel
 from barter.core.clients import Clients, Replies
 from barter.core.evaluation import accuracy
@@ -72,20 +72,20 @@ from barter.ops.average import average
 from barter.ops.distill import kl, kl_each
 from barter.ops.fit import adam, sgd
 from barter.ops.modules import copy_state, restore_module, stack_field
-from barter.ops.submodel import Extraction, Places
+from barter.ops.submodel import Extraction, SubmodelIndices
 from barter.ops.synthesis import (
     Ensemble,
     Output,
     Player,
     Rule,
-    assembled,
-    collapsed,
+    build_ensemble,
+    collapse_remarks,
     diversity,
     duel,
     fidelity,
     label_weights,
-    shown,
-    useful,
+    to_network_input,
+    usefulness,
     variety,
 )
 
@@ -114,7 +114,7 @@ class Distiller(Server):
     averaged: State = {}  # empty if models are not averaged
 
 
-def transferability(
+def transferability_loss(
     ensemble: Tensor, student: Tensor, chosen: Tensor, temperature: float, over: str
 ) -> Tensor:
     """Return L_tran (Eq. 3): minus KL(student ‖ ensemble) on the chosen images.
@@ -127,13 +127,13 @@ def transferability(
     return -(chosen * divergence).sum() / size
 
 
-def excess(names: Tensor, gamma: float) -> Tensor:
+def embedding_excess(names: Tensor, gamma: float) -> Tensor:
     """Return the mean length of label embeddings in excess of γ √width."""
     beyond: Tensor = names.norm(dim=1) - gamma * names.shape[1] ** 0.5
     return beyond.clamp_min(0).mean()
 
 
-def moved(slow: State, now: State, momentum: float) -> State:
+def moving_average(slow: State, now: State, momentum: float) -> State:
     """Return λ w̃ + (1 - λ) w (Eq. 6); integer buffers are copied from `now`."""
     return {
         name: momentum * slow[name] + (1 - momentum) * w if w.is_floating_point() else w.clone()
@@ -142,7 +142,7 @@ def moved(slow: State, now: State, momentum: float) -> State:
 
 
 @contextmanager
-def as_averaged(server: Distiller) -> Iterator[None]:
+def use_average(server: Distiller) -> Iterator[None]:
     """Set the server's model to its averaged weights before fine-tuning, within the context."""
     tuned = copy_state(server.model)
     server.model.load_state_dict(server.averaged)
@@ -238,12 +238,15 @@ class DFRD(PartialTraining[Distiller]):
     def tells_counts(self) -> bool:
         return True
 
-    def averaged(
-        self, server: Distiller, updates: Replies[Update], where: Mapping[int, Places]
+    def average_updates(
+        self,
+        server: Distiller,
+        updates: Replies[SubmodelUpdate],
+        where: Mapping[int, SubmodelIndices],
     ) -> State:
         if self.base != "fedavg":
-            return super().averaged(server, updates, where)
-        weights = updates.each(lambda _, update: update["weights"])
+            return super().average_updates(server, updates, where)
+        weights = updates.map(lambda _, update: update["weights"])
         return average(weights, since=server.model.state_dict())
 
     def round(self, server: Distiller, clients: Clients, t: int) -> None:
@@ -252,16 +255,16 @@ class DFRD(PartialTraining[Distiller]):
             updates = active.scatter(self.train, {k: {} for k in active})
         else:
             updates = self.exchange(server, active, t)  # Eq. 1
-        ensemble = assembled(server, {k: update["weights"] for k, update in updates.items()})
+        ensemble = build_ensemble(server, {k: update["weights"] for k, update in updates.items()})
         counts = stack_field(updates, "counts").float()
         tau, p = label_weights(counts, self.smoothing)
         server.averaged = copy_state(server.model) if self.base != "none" else {}
-        generator, slow = self.recalled(server)
+        generator, slow = self.load_generators(server)
         self.play(server, generator, slow, ensemble, tau, p)  # Eqs. 2 to 5 and 7
         self.remember(server, generator)  # Eq. 6
         self.judge(server, generator, ensemble, tau, p)
 
-    def recalled(self, server: Distiller) -> tuple[MergeGenerator, MergeGenerator | None]:
+    def load_generators(self, server: Distiller) -> tuple[MergeGenerator, MergeGenerator | None]:
         """Return the generator and its slow copy as the last round left them.
 
         The slow copy is None in the first round, and if its weight α is zero.
@@ -342,22 +345,22 @@ class DFRD(PartialTraining[Distiller]):
 
         The last term is not in the paper; see `beta_bn`.
         """
-        h = generator.merged(z, y)
-        s = shown(generator.drawn(h), spec, self.output)
+        h = generator.merge_inputs(z, y)
+        s = to_network_input(generator.generate(h), spec, self.output)
         strangeness: Tensor | float = 0.0
         if self.beta_bn:
-            e, strangeness = ensemble.inspected(s, weights)
+            e, strangeness = ensemble.logits_and_distance(s, weights)
         else:
             e = ensemble(s, weights).float()
         with torch.no_grad():
             f = model(s).float()
-        chosen = useful(e.detach(), f, y, self.rule)
-        transfer = transferability(e, f, chosen, self.temperature, self.tran_mean)
+        chosen = usefulness(e.detach(), f, y, self.rule)
+        transfer = transferability_loss(e, f, chosen, self.temperature, self.tran_mean)
         loss = fidelity(e, y) + self.beta_tran * transfer
         loss = loss + self.beta_div * diversity(s, h) + self.beta_bn * strangeness
         if generator.names is None:
             return loss
-        return loss + self.beta_ey * excess(generator.names(y), self.gamma)
+        return loss + self.beta_ey * embedding_excess(generator.names(y), self.gamma)
 
     def global_loss(
         self,
@@ -376,7 +379,7 @@ class DFRD(PartialTraining[Distiller]):
 
         def divergence(source: MergeGenerator, codes: Codes) -> Tensor:
             with torch.no_grad():
-                s = shown(source(codes.z, codes.y), spec, self.output)
+                s = to_network_input(source(codes.z, codes.y), spec, self.output)
                 e = ensemble(s, codes.weights).float()
             return kl(e / self.temperature, model(s).float() / self.temperature)
 
@@ -395,7 +398,7 @@ class DFRD(PartialTraining[Distiller]):
         else:
             slow = {name: torch.zeros_like(w) for name, w in now.items()}
         server.generator = now
-        server.slow = moved(slow, now, self.slow_momentum)
+        server.slow = moving_average(slow, now, self.slow_momentum)
 
     @torch.no_grad()
     def judge(
@@ -412,8 +415,8 @@ class DFRD(PartialTraining[Distiller]):
         ensemble predicts the label, and how often the model, before and after fine-tuning, predicts
         the same class as the ensemble.
         """
-        x, y = self.made(server, generator, p)
-        logits, strangeness = ensemble.inspected(x, tau[:, y])
+        x, y = self.generate_batch(server, generator, p)
+        logits, strangeness = ensemble.logits_and_distance(x, tau[:, y])
         predicted = logits.argmax(1)
         server.report |= variety(x, y)
         server.report["strangeness"] = float(strangeness)
@@ -421,38 +424,40 @@ class DFRD(PartialTraining[Distiller]):
         agreement = (server.model.eval()(x).argmax(1) == predicted).float().mean()
         server.report["agreement"] = agreement
         if server.averaged:
-            with as_averaged(server):
+            with use_average(server):
                 agreement_before = (server.model(x).argmax(1) == predicted).float().mean()
             server.report["agreement_before"] = agreement_before
 
     @torch.no_grad()
-    def made(
+    def generate_batch(
         self, server: Distiller, generator: MergeGenerator, p: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Generate a batch of images with labels sampled in proportion to `p`; return both."""
         z = torch.randn(self.samples, self.noise, device=server.device)
         y = torch.multinomial(p, self.samples, replacement=True)
-        return shown(generator.train()(z, y), server.spec, self.output), y
+        return to_network_input(generator.train()(z, y), server.spec, self.output), y
 
     def creations(
         self, party: Distiller | Client, wanted: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor] | None:
         if not isinstance(party, Distiller):
             return None
-        generator, _ = self.recalled(party)
-        x, y = self.made(party, generator, torch.ones(party.spec.classes, device=party.device))
+        generator, _ = self.load_generators(party)
+        x, y = self.generate_batch(
+            party, generator, torch.ones(party.spec.classes, device=party.device)
+        )
         chosen = wanted(y)
         return y[chosen], x[chosen]
 
     def evaluate_server(self, server: Distiller, test: Images) -> dict[str, float]:
         scores = super().evaluate_server(server, test)
         if server.averaged:
-            with as_averaged(server):
+            with use_average(server):
                 scores["averaged"] = accuracy(server.model, test)
         return scores
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
-        remarks = collapsed(rounds, "a higher beta_div may help")
+        remarks = collapse_remarks(rounds, "a higher beta_div may help")
         worse = sum(r.server.get("global", 1.0) < r.server.get("averaged", 0.0) for r in rounds)
         if 2 * worse > len(rounds):
             remarks.append(

@@ -31,7 +31,7 @@ from barter.algorithms.public import PublicDistillation
 from barter.core.algorithm import ServerModel
 from barter.core.nodes import Server
 from barter.core.params import Count, Positive
-from barter.ops.ensemble import public_images, sharpened
+from barter.ops.ensemble import public_images, reduce_entropy
 from barter.ops.fit import Recipe, sgd
 
 __all__ = ["DSFL"]
@@ -55,11 +55,11 @@ class DSFL(PublicDistillation):
     def recipe(self) -> Recipe:
         return sgd(self.lr)
 
-    def decided(self, server: Server, places: Tensor, mean: Tensor) -> Tensor:
+    def compute_targets(self, server: Server, places: Tensor, mean: Tensor) -> Tensor:
         """Sharpen the mean, train the server's model on it, and return it."""
         target = mean / mean.sum(1, keepdim=True)
         if self.temperature is not None:
-            target = sharpened(mean, self.temperature)
+            target = reduce_entropy(mean, self.temperature)
         track = partial(server.track, "distil")
-        self.taught(server.model, public_images(server), places, [target], self.loss, track)
+        self.distil_public(server.model, public_images(server), places, [target], self.loss, track)
         return target

@@ -62,14 +62,14 @@ from barter.algorithms.condensation import Condensation, Condenser
 from barter.core import robust
 from barter.core.algorithm import Crossing
 from barter.core.clients import Clients, Replies
-from barter.core.contracts import Classes, Floats
+from barter.core.contracts import DistinctClasses, Floats
 from barter.core.evaluation import predict
-from barter.core.images import Augment, Spec, prepared
+from barter.core.images import Augment, Spec, prepare_batch
 from barter.core.model import Classifier
 from barter.core.nodes import Server
 from barter.core.params import Count, Fraction, NonNegative, Positive
-from barter.ops.condense import Collaboration, Lot, averaging, gathered, redrawn
-from barter.ops.prototypes import ByClass, lookup, mean_of
+from barter.ops.condense import Collaboration, Lot, averaging_matrix, concatenate_lots, reinitialise
+from barter.ops.prototypes import ByClass, lookup, mean_table
 from barter.ops.trust import trusted_sets
 
 __all__ = ["FedAF"]
@@ -78,7 +78,7 @@ __all__ = ["FedAF"]
 class Means(TypedDict):
     """The mean logits of some classes."""
 
-    classes: Annotated[Tensor, Classes("n")]
+    classes: Annotated[Tensor, DistinctClasses("n")]
     logits: Annotated[Tensor, Floats("n", "classes")]
 
 
@@ -89,10 +89,10 @@ class Labelled(Lot):
 
 
 @torch.no_grad()
-def interpolated(gamma: float, model: Classifier) -> None:
+def mix_with_new_weights(gamma: float, model: Classifier) -> None:
     """Set the parameters to γ w + (1 - γ) w̃ in place, with a newly initialised w̃ (Eq. 17)."""
     w = [parameter.clone() for parameter in model.parameters()]
-    redrawn(model)
+    reinitialise(model)
     for parameter, old in zip(model.parameters(), w, strict=True):
         parameter.lerp_(old, gamma)
 
@@ -102,7 +102,7 @@ def symmetric_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return 0.5 * ((log_p.exp() - log_q.exp()) * (log_p - log_q)).sum(1)
 
 
-def global_loss(
+def server_loss(
     model: Classifier,
     spec: Spec,
     weight: float,
@@ -122,11 +122,11 @@ def global_loss(
         r: Soft label of each class (classes, classes).
         known: 1 for classes that have a soft label, else 0.
     """
-    logits = model(prepared(pixels, spec, Augment())).float()
+    logits = model(prepare_batch(pixels, spec, Augment())).float()
     entropy = F.cross_entropy(logits, labels)
     if not weight:
         return entropy, entropy
-    means = averaging(labels, torch.arange(spec.classes, device=labels.device))
+    means = averaging_matrix(labels, torch.arange(spec.classes, device=labels.device))
     present = (means.sum(1) > 0).float() * known
     divergence = symmetric_kl(r.clamp_min(1e-12).log(), F.log_softmax(means @ logits / tau, 1))
     knowledge = (divergence * present).sum() / present.sum().clamp_min(1)
@@ -149,12 +149,12 @@ def mean_by_class(
         tables: list[ByClass] = [
             {"classes": held, "vectors": rows} for held, rows in parts.values()
         ]
-        table = mean_of(tables)
+        table = mean_table(tables)
         width = table["vectors"].shape[1]
         return lookup([table], classes, width, table["vectors"].device)
     all_rows = torch.cat([rows for _, rows in parts.values()])
     labels = torch.cat([held for held, _ in parts.values()])
-    mean = averaging(labels, torch.arange(classes, device=labels.device))
+    mean = averaging_matrix(labels, torch.arange(classes, device=labels.device))
     return mean @ all_rows, (mean.sum(1) > 0).float()
 
 
@@ -210,7 +210,10 @@ class FedAF(Condensation):
         every = torch.arange(len(client.data), device=client.device)
         logits = predict(client.model.eval(), client.data.batch, every)
         classes = client.data.class_counts().nonzero()[:, 0]
-        return {"classes": classes, "logits": averaging(client.data.labels, classes) @ logits}
+        return {
+            "classes": classes,
+            "logits": averaging_matrix(client.data.labels, classes) @ logits,
+        }
 
     def merge(self, server: Server, local: Replies[Means]) -> Means:
         """Return V: the mean logits over clients, for the classes that any client holds (Eq. 8)."""
@@ -223,10 +226,10 @@ class FedAF(Condensation):
         """Return the condensed images S_k, as bytes, and the soft labels R_k."""
         own = self.summarise(client)
         start = client.images[0] if self.warm_start and client.images else None
-        lot = self.condensed(
+        lot = self.condense_for_upload(
             client,
             self.momentum,
-            partial(interpolated, self.gamma),
+            partial(mix_with_new_weights, self.gamma),
             start=start,
             collaboration=partial(self.collaboration, client, shared),
         )
@@ -245,12 +248,12 @@ class FedAF(Condensation):
         """Train the global model on all condensed images and the soft labels of the originals."""
         trusted = trusted_sets(server, lots)
         lots = Replies({k: lots[k] for k in trusted}, lots.num_examples, lots.failures)
-        images, labels = gathered(lots.values())
+        images, labels = concatenate_lots(lots.values())
         server.report["condensed"] = len(labels)
         if not len(labels):
             return
         parts = {k: (lot["classes"], lot["soft"]) for k, lot in lots.items()}
         soft, known = mean_by_class(server.spec.classes, parts)
-        loss = partial(global_loss, server.model, server.spec, self.lambda_glob, self.tau)
+        loss = partial(server_loss, server.model, server.spec, self.lambda_glob, self.tau)
         terms = ["loss", "entropy", "knowledge"]
         self.learn(server, loss, images, labels, soft, known, terms=terms)

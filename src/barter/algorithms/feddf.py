@@ -35,13 +35,13 @@ from torch import Tensor
 from barter.compute import lanes
 from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.clients import Clients, Replies
-from barter.core.evaluation import note_before, predict
+from barter.core.evaluation import predict, record_before_exchange
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
 from barter.core.payload import State
 from barter.ops.average import Average, average
-from barter.ops.ensemble import consensus, distil, drawn, logit_loss, public_images
+from barter.ops.ensemble import distil, logit_loss, mean_predictions, public_images, sample_index
 from barter.ops.fit import adam, fit, sgd
 
 __all__ = ["FedDF"]
@@ -78,23 +78,23 @@ class FedDF(Algorithm):
     def round(self, server: Server, clients: Clients, t: int) -> None:
         updates = clients.sample(self.fraction).run(self.learn)
         public = public_images(server)
-        index = drawn(public, self.samples)
-        ensemble = consensus(
+        index = sample_index(public, self.samples)
+        ensemble = mean_predictions(
             [predict(server.replica(k, w), public.batch, index) for k, w in updates.items()]
         )
         fused: dict[str, State] = {}
         for architecture, members in _group_by_architecture(server, updates).items():
-            fused[architecture] = self.fused(server, updates, members, index, ensemble)
+            fused[architecture] = self.fuse_models(server, updates, members, index, ensemble)
         receivers = {k: fused[server.names[k]] for k in clients if server.names[k] in fused}
         clients.only(receivers).scatter(self.receive, receivers)
 
     def learn(self, client: Client) -> State:
         """Train the client's network on its own data and return its weights."""
         fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=sgd(self.lr))
-        note_before(client)
+        record_before_exchange(client)
         return client.model.state_dict()
 
-    def fused(
+    def fuse_models(
         self,
         server: Server,
         updates: Replies[State],
@@ -120,7 +120,7 @@ class FedDF(Algorithm):
         def build() -> Classifier:
             return server.architectures[first]().to(server.device)
 
-        student = lanes.kept(("student", architecture), build)
+        student = lanes.lane_module(("student", architecture), build)
         member_updates = Replies({k: updates[k] for k in members}, updates.num_examples, {})
         student.load_state_dict(average(member_updates, by=self.average))
         distil(

@@ -39,10 +39,10 @@ from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, NonNegative, Positive
 from barter.core.record import Round
-from barter.ops.fit import Optimizer, by_name, fit_by
-from barter.ops.prototypes import ByClass, class_means, lookup, mean_of
+from barter.ops.fit import Optimizer, fit_by, recipe_by_name
+from barter.ops.prototypes import ByClass, class_means, lookup, mean_table
 
-__all__ = ["FedDistill", "Register", "loss"]
+__all__ = ["FedDistill", "Register", "feddistill_loss"]
 
 
 class Register(Server):
@@ -51,7 +51,7 @@ class Register(Server):
     answers: dict[int, ByClass] = {}
 
 
-def loss(
+def feddistill_loss(
     model: Classifier,
     gamma: float,
     x: Tensor,
@@ -94,7 +94,7 @@ class FedDistill(Algorithm[Register]):
         payloads: dict[int, list[ByClass]] = {}
         for k in clients:
             others = [answer for i, answer in server.answers.items() if i != k]
-            payloads[k] = [mean_of(others)] if others else []
+            payloads[k] = [mean_table(others)] if others else []
         server.answers |= clients.scatter(self.learn, payloads)
 
     def learn(
@@ -114,10 +114,10 @@ class FedDistill(Algorithm[Register]):
         client.report["heard"] = float(known[data.labels].mean())
         fit_by(
             client,
-            partial(loss, model, self.gamma),
+            partial(feddistill_loss, model, self.gamma),
             epochs=self.epochs,
             batch_size=self.batch_size,
-            recipe=by_name(self.optimizer, self.lr),
+            recipe=recipe_by_name(self.optimizer, self.lr),
             beside=(answers, known),
         )
         index = torch.arange(len(data), device=client.device)

@@ -32,7 +32,7 @@ from barter.core.images import Augment
 from barter.core.model import Classifier
 from barter.core.nodes import Server
 from barter.core.params import NonNegative, Positive
-from barter.ops.condense import Lot, gathered
+from barter.ops.condense import Lot, concatenate_lots
 from barter.ops.fit import classification
 from barter.ops.trust import trusted_sets
 
@@ -40,7 +40,7 @@ __all__ = ["FedDM"]
 
 
 @torch.no_grad()
-def at_distance(rho: float, model: Classifier) -> None:
+def perturb_parameters(rho: float, model: Classifier) -> None:
     """Move the model's parameters by a distance ρ in a random direction, in place."""
     directions = [torch.randn_like(parameter) for parameter in model.parameters()]
     length = torch.stack([direction.square().sum() for direction in directions]).sum().sqrt()
@@ -70,13 +70,13 @@ class FedDM(Condensation):
 
     def condense(self, client: Condenser) -> Lot:
         """Condense the client's images by matching mean features and logits."""
-        return self.condensed(
-            client, self.image_momentum, partial(at_distance, self.rho), match_logits=True
+        return self.condense_for_upload(
+            client, self.image_momentum, partial(perturb_parameters, self.rho), match_logits=True
         )
 
     def train(self, server: Server, lots: Replies[Lot]) -> None:
         """Train the global model on all clients' condensed images."""
-        images, labels = gathered(lots[k] for k in trusted_sets(server, lots))
+        images, labels = concatenate_lots(lots[k] for k in trusted_sets(server, lots))
         server.report["condensed"] = len(labels)
         if len(labels):
             loss = partial(classification, server.model, server.spec, Augment())

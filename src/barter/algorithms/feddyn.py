@@ -44,7 +44,7 @@ from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive
 from barter.core.payload import State
 from barter.ops.average import average
-from barter.ops.fit import Anchor, anchored, fit, sgd
+from barter.ops.fit import Anchor, fit, make_anchor, sgd
 
 __all__ = ["Cloud", "Drifter", "FedDyn"]
 
@@ -63,7 +63,7 @@ class Drifter(Client):
     h: State = {}  # h_i; empty means zero
 
 
-class Task(TypedDict):
+class TrainingRequest(TypedDict):
     """The payload for a client's training."""
 
     weights: State  # w_cloud
@@ -97,27 +97,29 @@ class FedDyn(Algorithm[Cloud, Drifter]):
         active = clients.only(server.sizes).sample(self.fraction)
         mean_size = fmean(server.sizes.values())
         w = server.model.state_dict()
-        tasks: dict[int, Task] = {}
+        tasks: dict[int, TrainingRequest] = {}
         for k in active:
             tasks[k] = {"weights": w, "alpha": self.alpha * mean_size / server.sizes[k]}
         updates = active.scatter(self.client_update, tasks)
         server.average = average(updates, alike=True, since=w)
-        server.h = drifted(server.model, server.h, w, server.average, len(updates) / len(clients))
+        server.h = update_drift(
+            server.model, server.h, w, server.average, len(updates) / len(clients)
+        )
         shifted = {name: server.average[name] + h for name, h in server.h.items()}
         server.model.load_state_dict(server.average | shifted)
 
     def present(self, client: Drifter) -> None:
         """Return nothing: every reply carries the client's number of images."""
 
-    def client_update(self, client: Drifter, task: Task) -> State:
+    def client_update(self, client: Drifter, task: TrainingRequest) -> State:
         """Train with the regulariser, update the client's drift, and return the weights."""
         w = task["weights"]
         model = client.model
         model.load_state_dict(w)
         centre = {name: w[name] - h for name, h in client.h.items()} or w
-        self.train(client, anchored(client, centre, task["alpha"]))
+        self.train(client, make_anchor(client, centre, task["alpha"]))
         trained = model.state_dict()
-        client.h = drifted(model, client.h, w, trained)
+        client.h = update_drift(model, client.h, w, trained)
         return trained
 
     def train(self, client: Drifter, anchor: Anchor) -> None:
@@ -132,7 +134,9 @@ class FedDyn(Algorithm[Cloud, Drifter]):
         return {**super().evaluate_server(server, test), "average_global": accuracy(model, test)}
 
 
-def drifted(model: nn.Module, h: State, before: State, after: State, share: float = 1.0) -> State:
+def update_drift(
+    model: nn.Module, h: State, before: State, after: State, share: float = 1.0
+) -> State:
     """Return h plus a share of the change of the weights.
 
     Args:

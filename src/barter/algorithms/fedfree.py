@@ -60,7 +60,7 @@ from barter.core.answers import WORD, Known
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Floats, Room, When, Within
 from barter.core.errors import ConfigError, PayloadError
-from barter.core.evaluation import note_before
+from barter.core.evaluation import record_before_exchange
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
 from barter.core.record import Round
@@ -69,8 +69,8 @@ from barter.ops.fit import fit, sgd
 
 __all__ = ["Bridge", "FedFree"]
 
-LARGEST = 64  # largest accepted side of a kernel in pixels
-TINY = 1e-12  # Keeps Eq. 2 finite for a layer that starts at zero.
+MAX_KERNEL_SIDE = 64  # largest accepted side of a kernel in pixels
+MIN_NORM = 1e-12  # Keeps Eq. 2 finite for a layer that starts at zero.
 AS_PUBLISHED = {
     "match": "depth",
     "outputs": "all",
@@ -127,25 +127,25 @@ def layers_of(model: nn.Module) -> list[Layer]:
     return layers
 
 
-def outline(layer: Layer) -> tuple[Kind, torch.Size, bool]:
+def layer_signature(layer: Layer) -> tuple[Kind, torch.Size, bool]:
     """Return a layer's kind, the shape of its weight, and whether it has a bias."""
     return layer["kind"], layer["weight"].shape, "bias" in layer
 
 
-def parameters(layer: Layer) -> Tensor:
+def flat_parameters(layer: Layer) -> Tensor:
     """Return weight and bias as one flat tensor."""
     parts = [layer["weight"], layer["bias"]] if "bias" in layer else [layer["weight"]]
     return torch.cat([part.flatten() for part in parts])
 
 
-def change(before: Layer, after: Layer) -> Tensor:
+def relative_change(before: Layer, after: Layer) -> Tensor:
     """Return how much training changed a layer, relative to its initial parameters (Eq. 2)."""
-    old = parameters(before)
-    new = parameters(after)
-    return (new - old).square().sum() / (old.square().sum() + TINY)
+    old = flat_parameters(before)
+    new = flat_parameters(after)
+    return (new - old).square().sum() / (old.square().sum() + MIN_NORM)
 
 
-def credits(before: Layer, after: Layer) -> Tensor:
+def output_changes(before: Layer, after: Layer) -> Tensor:
     """Return how much training changed each output of a layer."""
     return (after["weight"] - before["weight"]).flatten(1).square().sum(1)
 
@@ -156,7 +156,7 @@ def counterpart(layer: Layer, others: Mapping[str, Layer]) -> str | None:
     return same_kind[round(layer["depth"] * (len(same_kind) - 1))] if same_kind else None
 
 
-def entropy(weight: Tensor, kind: Entropy, bins: int, order: float) -> float:
+def weight_entropy(weight: Tensor, kind: Entropy, bins: int, order: float) -> float:
     """Return the entropy H of the histogram of a layer's weights, in nats.
 
     Args:
@@ -173,7 +173,7 @@ def entropy(weight: Tensor, kind: Entropy, bins: int, order: float) -> float:
     return float(-p.square().sum().log())
 
 
-def fitted(weight: Tensor, shape: torch.Size, onto: Tensor | None = None) -> Tensor:
+def resize_weight(weight: Tensor, shape: torch.Size, onto: Tensor | None = None) -> Tensor:
     """Crop or extend a weight to another shape.
 
     The first outputs and inputs and the centre of the kernel are copied; the rest is zero, or taken
@@ -193,7 +193,7 @@ def fitted(weight: Tensor, shape: torch.Size, onto: Tensor | None = None) -> Ten
     return target
 
 
-def respond(weight: Tensor, bias: Tensor | None, noise: Tensor) -> Tensor:
+def layer_outputs(weight: Tensor, bias: Tensor | None, noise: Tensor) -> Tensor:
     """Return a layer's outputs for noise: (samples or positions, outputs).
 
     The noise must have at least as many channels as the layer has inputs.
@@ -279,7 +279,7 @@ class FedFree(Algorithm[Bridge, Client]):
 
     def round(self, server: Bridge, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)
-        uploads = active.run(self.learn).each(partial(self.sound, server))  # Eq. 2
+        uploads = active.run(self.learn).map(partial(self.check_upload, server))  # Eq. 2
         self.share(server, uploads)  # Eqs. 3-5
         gifts = self.align(server, uploads)  # Eq. 6
         active.scatter(self.receive, {k: gifts.get(k, []) for k in active})  # Eq. 7
@@ -289,17 +289,19 @@ class FedFree(Algorithm[Bridge, Client]):
         """Train locally and return the k layers that training changed most (Eq. 2)."""
         before = layers_of(client.model)
         fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=sgd(self.lr))
-        note_before(client)
+        record_before_exchange(client)
         after = layers_of(client.model)
         if self.credited:
             for old, new in zip(before, after, strict=True):
-                new["credit"] = credits(old, new)
-        changes = torch.stack([change(old, new) for old, new in zip(before, after, strict=True)])
+                new["credit"] = output_changes(old, new)
+        changes = torch.stack(
+            [relative_change(old, new) for old, new in zip(before, after, strict=True)]
+        )
         critical = changes.argsort(descending=True, stable=True)[: self.layers].tolist()
         client.report["given"] = len(critical)
         return [after[position] for position in critical]
 
-    def sound(self, server: Bridge, k: int, uploaded: list[Layer]) -> list[Layer]:
+    def check_upload(self, server: Bridge, k: int, uploaded: list[Layer]) -> list[Layer]:
         """Return client k's layers after checking that its network has them.
 
         If the server cannot build the network, only their form is checked.
@@ -309,13 +311,13 @@ class FedFree(Algorithm[Bridge, Client]):
                 than k layers.
         """
         expected = layers_of(server.architectures[k]()) if k in server.architectures else uploaded
-        outlines = {layer["name"]: outline(layer) for layer in expected}
+        outlines = {layer["name"]: layer_signature(layer) for layer in expected}
         for layer in uploaded:
-            kind, shape, _ = outline(layer)
+            kind, shape, _ = layer_signature(layer)
             axes = 4 if kind == "conv" else 2
             kernel = max(shape[2:], default=0)
-            same = outlines.get(layer["name"]) == outline(layer)
-            if not same or len(shape) != axes or kernel > LARGEST:
+            same = outlines.get(layer["name"]) == layer_signature(layer)
+            if not same or len(shape) != axes or kernel > MAX_KERNEL_SIDE:
                 raise PayloadError(
                     f"{layer['name']} is not a layer of the client's network: {kind} {tuple(shape)}"
                 )
@@ -331,14 +333,14 @@ class FedFree(Algorithm[Bridge, Client]):
         teachers: dict[str, list[Layer]] = {}
         for k, uploaded in uploads.items():
             for layer in uploaded:
-                name = self.place(server, k, layer)
+                name = self.matching_layer(server, k, layer)
                 if name is not None:
                     teachers.setdefault(name, []).append(layer)
         for name, imitated in teachers.items():
             for _ in range(self.steps):
                 server.layers[name] = self.imitate(server.layers.get(name, imitated[0]), imitated)
 
-    def place(self, server: Bridge, k: int, layer: Layer) -> str | None:
+    def matching_layer(self, server: Bridge, k: int, layer: Layer) -> str | None:
         """Return the name of the server's layer that corresponds to client k's layer, or None."""
         if self.match == "place":
             return f"{server.names[k]}/{layer['name']}"
@@ -349,7 +351,7 @@ class FedFree(Algorithm[Bridge, Client]):
         w = g["weight"].clone().requires_grad_()
         b = g.get("bias", torch.zeros(len(w), device=w.device)).clone().requires_grad_()
         if self.transfer == "analytic":
-            gaps = [self.expected(w, b, layer) for layer in teachers]
+            gaps = [self.expected_discrepancy(w, b, layer) for layer in teachers]
         else:
             inputs = max(w.shape[1], *(layer["weight"].shape[1] for layer in teachers))
             kernels = [size for layer in (g, *teachers) for size in layer["weight"].shape[2:]]
@@ -358,7 +360,7 @@ class FedFree(Algorithm[Bridge, Client]):
             gaps = [self.discrepancy(w, b, layer, noise) for layer in teachers]
         losses = [
             (weight[: len(gap)] * gap).sum()
-            for weight, gap in zip(self.parts(teachers), gaps, strict=True)
+            for weight, gap in zip(self.teacher_weights(teachers), gaps, strict=True)
         ]
         w_gradient, b_gradient = torch.autograd.grad(torch.stack(losses).sum(), (w, b))
         return {
@@ -369,7 +371,7 @@ class FedFree(Algorithm[Bridge, Client]):
             "bias": b.detach() - self.server_lr * b_gradient,
         }
 
-    def parts(self, teachers: Sequence[Layer]) -> list[Tensor]:
+    def teacher_weights(self, teachers: Sequence[Layer]) -> list[Tensor]:
         """Return each teacher's weight for each output, with a sum of 1 over teachers.
 
         Weights are equal, or proportional to how much training changed the output.
@@ -381,8 +383,8 @@ class FedFree(Algorithm[Bridge, Client]):
         if self.outputs == "all":
             return [torch.ones_like(c) / len(teachers) for c in credit]
         most_outputs = torch.Size([max(map(len, credit))])
-        total = torch.stack([fitted(c, most_outputs) for c in credit]).sum(0)
-        return [c / (total[: len(c)] + TINY) for c in credit]
+        total = torch.stack([resize_weight(c, most_outputs) for c in credit]).sum(0)
+        return [c / (total[: len(c)] + MIN_NORM) for c in credit]
 
     def discrepancy(self, w: Tensor, b: Tensor, layer: Layer, noise: Tensor) -> Tensor:
         """Return the mean squared difference of two layers' outputs for noise (a term of Eq. 3).
@@ -390,16 +392,16 @@ class FedFree(Algorithm[Bridge, Client]):
         The result has one value per output that both layers have.
         """
         outputs = min(len(w), len(layer["weight"]))
-        target = respond(layer["weight"], layer.get("bias"), noise)[:, :outputs]
-        return (respond(w, b, noise)[:, :outputs] - target).square().mean(0)
+        target = layer_outputs(layer["weight"], layer.get("bias"), noise)[:, :outputs]
+        return (layer_outputs(w, b, noise)[:, :outputs] - target).square().mean(0)
 
-    def expected(self, w: Tensor, b: Tensor, layer: Layer) -> Tensor:
+    def expected_discrepancy(self, w: Tensor, b: Tensor, layer: Layer) -> Tensor:
         """Return the expectation of `discrepancy` over noise, in closed form."""
         outputs = min(len(w), len(layer["weight"]))
         inner = [max(a, c) for a, c in zip(w.shape[1:], layer["weight"].shape[1:], strict=True)]
         shape = torch.Size([outputs, *inner])
         target_bias = layer.get("bias", torch.zeros(outputs, device=w.device))[:outputs]
-        gap = fitted(w[:outputs], shape) - fitted(layer["weight"][:outputs], shape)
+        gap = resize_weight(w[:outputs], shape) - resize_weight(layer["weight"][:outputs], shape)
         return gap.flatten(1).square().sum(1) + (b[:outputs] - target_bias).square()
 
     def align(self, server: Bridge, uploads: Replies[list[Layer]]) -> dict[int, list[Layer]]:
@@ -429,8 +431,8 @@ class FedFree(Algorithm[Bridge, Client]):
 
     def gain(self, theta: Tensor, g: Tensor) -> float:
         """Return the knowledge gain KGE of weights `g` over weights `theta` (Eq. 6)."""
-        local = entropy(theta, self.entropy, self.bins, self.tsallis_order)
-        shared = entropy(g, self.entropy, self.bins, self.tsallis_order)
+        local = weight_entropy(theta, self.entropy, self.bins, self.tsallis_order)
+        shared = weight_entropy(g, self.entropy, self.bins, self.tsallis_order)
         return shared - local
 
     def receive(self, client: Client, gifts: list[Layer]) -> None:
@@ -438,13 +440,13 @@ class FedFree(Algorithm[Bridge, Client]):
         client.report["taken"] = len(gifts)
         for g in gifts:
             layer = client.model.get_submodule(g["name"])
-            outputs = slice(None) if self.outputs == "all" else self.trained(client, layer)
+            outputs = slice(None) if self.outputs == "all" else self.trained_outputs(client, layer)
             for parameter, received in ((layer.weight, g["weight"]), (layer.bias, g["bias"])):
                 if isinstance(parameter, Tensor):
-                    projected = self.projected(received, parameter.detach())
+                    projected = self.fit_to_layer(received, parameter.detach())
                     parameter.data[outputs] = projected[outputs]
 
-    def trained(self, client: Client, layer: nn.Module) -> Tensor | slice:
+    def trained_outputs(self, client: Client, layer: nn.Module) -> Tensor | slice:
         """Return the outputs of a layer that the client's data train: of a head, its classes."""
         if layer is getattr(client.model, "head", None):
             return client.data.class_counts() > 0
@@ -464,10 +466,10 @@ class FedFree(Algorithm[Bridge, Client]):
             f"{why}"
         ]
 
-    def projected(self, received: Tensor, place: Tensor) -> Tensor:
+    def fit_to_layer(self, received: Tensor, place: Tensor) -> Tensor:
         """Return a received weight or bias in the shape of the client's own (Eq. 7)."""
         if self.fill == "retain":
-            return fitted(received, place.shape, place)
+            return resize_weight(received, place.shape, place)
         flat = torch.zeros(place.numel(), device=place.device)
         size = min(received.numel(), place.numel())
         flat[:size] = received.flatten()[:size]

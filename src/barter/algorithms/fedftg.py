@@ -61,24 +61,24 @@ from barter.ops.synthesis import (
     Ensemble,
     Player,
     Teacher,
-    assembled,
-    collapsed,
+    build_ensemble,
+    collapse_remarks,
     diversity,
     duel,
-    exhibited,
     fidelity_by_label,
+    generate_from_codes,
+    images_for_display,
     joint_prediction,
+    label_codes,
     label_weights,
-    named,
-    painted,
-    painter,
-    put_away,
+    server_generator,
+    store_generator,
 )
 
-__all__ = ["FedFTG", "global_loss", "hard_samples"]
+__all__ = ["FedFTG", "ensemble_cross_entropy", "hard_sample_loss"]
 
 
-def hard_samples(
+def hard_sample_loss(
     generator: Decoder,
     ensemble: Ensemble,
     model: Classifier,
@@ -102,8 +102,8 @@ def hard_samples(
         y: The labels for which images are generated.
         weights: The weight of each client for each image (clients, images).
     """
-    x = painted(generator, named(z, y, spec.classes), spec)
-    teacher_logits = ensemble.said(x).float()
+    x = generate_from_codes(generator, label_codes(z, y, spec.classes), spec)
+    teacher_logits = ensemble.logits_by_model(x).float()
     student_logits = model(x).float()
     differences = (student_logits - teacher_logits.detach()).abs().mean(2)
     gap: Tensor = (weights * differences).sum(0).mean()
@@ -114,7 +114,7 @@ def hard_samples(
     )
 
 
-def global_loss(
+def ensemble_cross_entropy(
     generator: Decoder,
     ensemble: Ensemble,
     model: Classifier,
@@ -135,8 +135,8 @@ def global_loss(
         weights: The weight of each client for each image (clients, images).
     """
     with torch.no_grad():
-        x = painted(generator, named(z, y, spec.classes), spec)
-        predictions = ensemble.said(x).float().softmax(2)
+        x = generate_from_codes(generator, label_codes(z, y, spec.classes), spec)
+        predictions = ensemble.logits_by_model(x).float().softmax(2)
         target = joint_prediction(predictions, weights)
     return soft_loss(model(x).float(), target)
 
@@ -171,13 +171,13 @@ class FedFTG(FedAvg):
 
     def round(self, server: Server, clients: Clients, t: int) -> None:
         updates = clients.sample(self.fraction).run(self.learn, server.model.state_dict())
-        weights = updates.each(lambda _, update: update["weights"])
+        weights = updates.map(lambda _, update: update["weights"])
         server.model.load_state_dict(
             average(weights, by=self.average, since=server.model.state_dict())
         )
         counts = stack_field(updates, "counts")
         shares, frequencies = label_weights(counts.float(), 0.0)
-        self.tune(server, assembled(server, weights), shares, frequencies)
+        self.tune(server, build_ensemble(server, weights), shares, frequencies)
 
     def learn(self, client: Client, w: State) -> Teacher:
         """Train the server's weights; return them with the client's class counts."""
@@ -195,9 +195,11 @@ class FedFTG(FedAvg):
         assert isinstance(server, Artist)
         model = server.model
         spec = server.spec
-        generator = painter(server, self.noise + spec.classes)
-        seek = partial(hard_samples, generator, ensemble, model, spec, self.lam_cls, self.lam_dis)
-        learn = partial(global_loss, generator, ensemble, model, spec)
+        generator = server_generator(server, self.noise + spec.classes)
+        seek = partial(
+            hard_sample_loss, generator, ensemble, model, spec, self.lam_cls, self.lam_dis
+        )
+        learn = partial(ensemble_cross_entropy, generator, ensemble, model, spec)
 
         def draw() -> list[Tensor]:
             z = torch.randn(self.samples, self.noise, device=server.device)
@@ -209,10 +211,10 @@ class FedFTG(FedAvg):
         student = Player(model, recipe, learn, draw, self.global_steps)
         duel(server, artist, student, self.iterations, training=False)
         z, y, _ = draw()
-        put_away(server, generator, named(z, y, spec.classes), y)
+        store_generator(server, generator, label_codes(z, y, spec.classes), y)
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
-        return collapsed(rounds, "a higher lam_dis may help")
+        return collapse_remarks(rounds, "a higher lam_dis may help")
 
     def creations(
         self, party: Server | Client, wanted: Callable[[Tensor], Tensor]
@@ -220,4 +222,4 @@ class FedFTG(FedAvg):
         classes = party.spec.classes if isinstance(party, Server) else party.data.spec.classes
         y = torch.arange(self.samples, device=party.device) % classes
         z = torch.randn(self.samples, self.noise, device=party.device)
-        return exhibited(party, named(z, y, classes), y, wanted)
+        return images_for_display(party, label_codes(z, y, classes), y, wanted)

@@ -61,17 +61,17 @@ from barter.ops.heads import Head, head_state
 from barter.ops.modules import copy_state, restore_module, stack_field
 from barter.ops.synthesis import diversity, fidelity_by_label, label_weights
 
-__all__ = ["FedGen", "Source", "Update", "generator_loss", "loss"]
+__all__ = ["FedGen", "GeneratorServer", "HeadUpdate", "fedgen_loss", "generator_loss"]
 
 
-class Source(HeadServer):
+class GeneratorServer(HeadServer):
     """A server with a shared head and a generator of features."""
 
     generator: State = {}
     known: list[int] = []  # the classes that the generator was trained for
 
 
-class Update(TypedDict):
+class HeadUpdate(TypedDict):
     """The upload of a client."""
 
     head: Head
@@ -103,7 +103,7 @@ def generator_loss(
     return fidelity_by_label(logits, y, shares) + eta * diversity(z.float(), noise, norm=1)
 
 
-def loss(
+def fedgen_loss(
     model: Classifier,
     generator: LatentGenerator,
     alpha: float,
@@ -139,7 +139,7 @@ def loss(
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedGen(SharedHead[Source]):
+class FedGen(SharedHead[GeneratorServer]):
     """Average the heads, and train a generator of features from which all clients learn."""
 
     aggregates = ("states",)
@@ -164,19 +164,19 @@ class FedGen(SharedHead[Source]):
     # aggregation of updates: mean weighted by image counts, or robust (median, trimmed mean)
     average: Average = "mean"
 
-    def round(self, server: Source, clients: Clients, t: int) -> None:
+    def round(self, server: GeneratorServer, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)
         head = self.missing_head(server, active)
         strength = self.decay ** (t - 1)
         updates = active.run(self.learn, head, server.generator, server.known, strength)
-        heads = updates.each(lambda _, update: update["head"])
+        heads = updates.map(lambda _, update: update["head"])
         counts = stack_field(updates, "counts")
         self.improve(server, heads, counts)
         self.share_head(server, clients, average(heads, by=self.average))
 
     def learn(
         self, client: HeadClient, head: State, generator: State, known: list[int], strength: float
-    ) -> Update:
+    ) -> HeadUpdate:
         """Train with the shared head and the generator; return the head and class counts.
 
         Args:
@@ -190,8 +190,8 @@ class FedGen(SharedHead[Source]):
         device = client.device
         self.put_head_on(client, head)
         if generator and (self.alpha or self.beta):
-            source = LatentGenerator.restored(generator, data.spec.classes)
-            client_loss = partial(loss, client.model, source, self.alpha, self.beta)
+            source = LatentGenerator.from_state(generator, data.spec.classes)
+            client_loss = partial(fedgen_loss, client.model, source, self.alpha, self.beta)
             known_classes = torch.tensor(known, device=device)
             factor = torch.tensor(strength, device=device)
             self.train(client, client_loss, (known_classes, factor))
@@ -199,7 +199,7 @@ class FedGen(SharedHead[Source]):
             self.train(client)
         return {"head": head_state(client.model), "counts": data.class_counts()}
 
-    def improve(self, server: Source, heads: dict[int, State], counts: Tensor) -> None:
+    def improve(self, server: GeneratorServer, heads: dict[int, State], counts: Tensor) -> None:
         """Train the generator with the clients' heads, weighted by their class counts.
 
         Args:

@@ -38,12 +38,12 @@ from barter.core.params import Count, Positive
 from barter.core.payload import State
 from barter.ops.fit import fit_rows, sgd
 from barter.ops.modules import copy_state, restore_module
-from barter.ops.prototypes import ByClass, joined, prototypes_of, trusted
+from barter.ops.prototypes import ByClass, concatenate_tables, prototypes_of, trusted
 
-__all__ = ["FedGH", "loss"]
+__all__ = ["FedGH", "fedgh_loss"]
 
 
-def loss(head: nn.Linear, vectors: Tensor, classes: Tensor) -> Tensor:
+def fedgh_loss(head: nn.Linear, vectors: Tensor, classes: Tensor) -> Tensor:
     """Return the cross entropy of the head on prototypes and their classes."""
     return F.cross_entropy(head(vectors), classes)
 
@@ -70,7 +70,7 @@ class FedGH(SharedHead):
     def round(self, server: HeadServer, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)
         prototypes = active.run(self.learn, self.missing_head(server, active))
-        head = self.generalised(server, joined(trusted(prototypes)))
+        head = self.train_head(server, concatenate_tables(trusted(prototypes)))
         self.share_head(server, clients, head)
 
     def learn(
@@ -81,7 +81,7 @@ class FedGH(SharedHead):
         self.train(client)
         return prototypes_of(client.model, client.data)
 
-    def generalised(self, server: HeadServer, prototypes: ByClass) -> State:
+    def train_head(self, server: HeadServer, prototypes: ByClass) -> State:
         """Train the shared head on all clients' prototypes and return its weights."""
         new = nn.Linear(self.features, server.spec.classes)
         head = restore_module(server, "head", new, server.head)
@@ -89,7 +89,7 @@ class FedGH(SharedHead):
             server,
             "head",
             head,
-            partial(loss, head),
+            partial(fedgh_loss, head),
             (prototypes["vectors"], prototypes["classes"]),
             epochs=self.server_epochs,
             batch_size=self.batch_size,

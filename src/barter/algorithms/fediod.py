@@ -47,24 +47,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from barter.compute.precision import exact
+from barter.compute.precision import full_precision
 from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Counts, Floats
-from barter.core.images import Augment, Spec, prepared
+from barter.core.images import Augment, Spec, prepare_batch
 from barter.core.model import Classifier
 from barter.core.nodes import Client
 from barter.core.params import Count, Fraction, NonNegative, Positive
 from barter.core.payload import State
 from barter.core.record import Round
 from barter.models.generators import Decoder, PatchDiscriminator
-from barter.ops.distill import tempered
-from barter.ops.ensemble import class_shares, consensus
+from barter.ops.distill import tempered_kl
+from barter.ops.ensemble import class_shares, mean_predictions
 from barter.ops.fit import Trainer, adam, fit, sgd
 from barter.ops.modules import copy_state, restore_module
-from barter.ops.synthesis import Artist, collapsed, exhibited, painted, painter, put_away
+from barter.ops.synthesis import (
+    Artist,
+    collapse_remarks,
+    generate_from_codes,
+    images_for_display,
+    server_generator,
+    store_generator,
+)
 
-__all__ = ["Curator", "FedIOD", "Judge", "discrimination", "realism", "wishes"]
+__all__ = ["Curator", "FedIOD", "Judge", "discrimination", "generator_logit_loss", "realism"]
 
 # Logits on batches of images.
 Said: TypeAlias = Annotated[Tensor, Floats("batches", "samples", "classes")]
@@ -101,7 +108,7 @@ def _patch_loss(logits: Tensor, real: float) -> Tensor:
 def discrimination(judge: PatchDiscriminator, spec: Spec, pixels: Tensor, drawn: Tensor) -> Tensor:
     """Return the discriminator's loss on real images (as bytes) and generated ones."""
     on_generated = _patch_loss(judge(drawn), 0.0)
-    on_real = _patch_loss(judge(prepared(pixels, spec, Augment())), 1.0)
+    on_real = _patch_loss(judge(prepare_batch(pixels, spec, Augment())), 1.0)
     return (on_generated + on_real) / 2
 
 
@@ -112,15 +119,15 @@ def realism(judge: PatchDiscriminator, x: Tensor) -> Tensor:
 
 def imitation(generator: Decoder, spec: Spec, z: Tensor, slope: Tensor) -> Tensor:
     """Return a surrogate loss with a given gradient with respect to the images of some noise."""
-    return (painted(generator, z, spec).float() * slope).sum()
+    return (generate_from_codes(generator, z, spec).float() * slope).sum()
 
 
-def learning(model: Classifier, temperature: float, x: Tensor, said: Tensor) -> Tensor:
+def student_loss(model: Classifier, temperature: float, x: Tensor, said: Tensor) -> Tensor:
     """Return the distillation loss of the model with the clients' joint logits."""
-    return tempered(temperature, model(x).float(), said)
+    return tempered_kl(temperature, model(x).float(), said)
 
 
-def wishes(
+def generator_logit_loss(
     said: Tensor,
     known: Tensor,
     shares: Tensor,
@@ -149,7 +156,7 @@ def wishes(
     imbalance = (class_frequencies * (class_frequencies + 1e-12).log2()).sum(1)
     mean = p.mean(0, keepdim=True)
     divergence = (mean * ((mean + 1e-12).log() - log_p)).sum(2).mean()
-    distance = tempered(temperature, known, consensus(list(said), shares))
+    distance = tempered_kl(temperature, known, mean_predictions(list(said), shares))
     per_client = sizes * (align * entropy + balance * imbalance)
     return per_client.sum() + agree * divergence - adv * distance
 
@@ -203,7 +210,7 @@ class FedIOD(Algorithm[Curator, Judge]):
         new = active.only(k for k in active if k not in server.counts).run(self.learn)
         server.counts = {**server.counts, **new}
         active = active.only(server.counts)
-        generator = painter(server, self.noise)
+        generator = server_generator(server, self.noise)
         generator_trainer = Trainer.of(generator, adam(self.generator_lr, beta1=0.5))
         recipe = sgd(self.global_lr, self.momentum, self.global_weight_decay)
         model_trainer = Trainer.of(server.model, recipe)
@@ -213,7 +220,7 @@ class FedIOD(Algorithm[Curator, Judge]):
             gradient = self.slope(server, active, batches[0], answers)
             self.study(server, model_trainer, batches[1:], answers)
             generator_trainer.step(partial(imitation, generator, server.spec), z, gradient)
-        put_away(server, generator, self.codes(server))
+        store_generator(server, generator, self.codes(server))
 
     def learn(self, client: Judge) -> Annotated[Tensor, Counts("classes")]:
         """Train the client's network and return the number of images of each class."""
@@ -238,7 +245,7 @@ class FedIOD(Algorithm[Curator, Judge]):
             then those that the server's model learns from.
         """
         noises = [self.codes(server) for _ in range(1 + self.global_steps)]
-        batches = [painted(generator, codes, server.spec).float() for codes in noises]
+        batches = [generate_from_codes(generator, codes, server.spec).float() for codes in noises]
         return noises[0], torch.stack(batches)
 
     def judge(
@@ -255,7 +262,7 @@ class FedIOD(Algorithm[Curator, Judge]):
         client.moments = trainer.moments()
         client.batch = [batches[0].clone()]
         client.model.eval()
-        with torch.no_grad(), exact():
+        with torch.no_grad(), full_precision():
             return torch.stack([client.model(batch) for batch in batches])
 
     def discriminator(self, client: Judge) -> PatchDiscriminator:
@@ -283,7 +290,7 @@ class FedIOD(Algorithm[Curator, Judge]):
         weights = (self.w_adv, self.w_align, self.w_balance, self.w_agree)
         model_logits = server.model.eval()(images)
         shares = class_shares(counts)
-        value = wishes(logits, model_logits, shares, sizes, self.temperature, weights)
+        value = generator_logit_loss(logits, model_logits, shares, sizes, self.temperature, weights)
         by_logits, through_model = torch.autograd.grad(value, (logits, images))
         requests = {
             k: (gradient, float(size))
@@ -303,7 +310,7 @@ class FedIOD(Algorithm[Curator, Judge]):
         by_logits, size = asked
         x = client.batch[0].requires_grad_()
         judge = self.discriminator(client).train()
-        with exact():
+        with full_precision():
             server_terms = (by_logits * client.model.eval()(x)).sum()
             value = server_terms + self.w_gan * size * realism(judge, x)
         (gradient,) = torch.autograd.grad(value, x)
@@ -317,14 +324,14 @@ class FedIOD(Algorithm[Curator, Judge]):
         shares = class_shares(torch.stack([server.counts[k] for k in answers]))
         model = server.model.train()
         for step, x in enumerate(batches, start=1):
-            joint_logits = consensus([answer[step] for answer in answers.values()], shares)
-            loss = trainer.step(partial(learning, model, self.temperature), x, joint_logits)
+            joint_logits = mean_predictions([answer[step] for answer in answers.values()], shares)
+            loss = trainer.step(partial(student_loss, model, self.temperature), x, joint_logits)
         server.report["global_loss"] = float(loss)
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
-        return collapsed(rounds, "a higher w_gan or w_adv may help")
+        return collapse_remarks(rounds, "a higher w_gan or w_adv may help")
 
     def creations(
         self, party: Curator | Judge, wanted: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor] | None:
-        return exhibited(party, self.codes(party), None, wanted)
+        return images_for_display(party, self.codes(party), None, wanted)

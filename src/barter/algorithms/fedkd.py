@@ -64,16 +64,16 @@ from barter.core.errors import PayloadError
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
-from barter.core.payload import State, numbers
+from barter.core.payload import State, to_floats
 from barter.ops.average import Average, average
-from barter.ops.compress import Compressed, compressed, restored
+from barter.ops.compress import Compressed, compress_update, decompress_update
 from barter.ops.distill import kl
-from barter.ops.fit import Optimizer, by_name, fit_by
-from barter.ops.heads import felt
+from barter.ops.fit import Optimizer, fit_by, recipe_by_name
+from barter.ops.heads import remove_ineffective
 from barter.ops.modules import copy_state, restore_module
 from barter.ops.mutual import companion
 
-__all__ = ["Broker", "FedKD", "Mentor", "loss"]
+__all__ = ["Broker", "FedKD", "Mentor", "fedkd_loss"]
 
 ROUNDING = 1e-6  # A change of a variance to zero may miss it by so much.
 
@@ -91,7 +91,7 @@ class Mentor(Client):
     translation: State = {}
 
 
-def loss(
+def fedkd_loss(
     own: Classifier,
     shared: Classifier,
     translation: nn.Module,
@@ -117,7 +117,7 @@ def loss(
     return task + (divergence + distance) / task.detach()
 
 
-def moved(w: State, change: State) -> State:
+def add_change(w: State, change: State) -> State:
     """Return the weights with a change added."""
     return {name: tensor + change[name] for name, tensor in w.items()}
 
@@ -172,11 +172,11 @@ class FedKD(Algorithm[Broker, Mentor]):
             missing_weights = {} if k in server.holders else w
             tasks[k] = (missing_weights, energy)
         updates = active.scatter(self.learn, tasks)
-        changes = updates.each(lambda _, update: _sound_change(update, w))
+        changes = updates.map(lambda _, update: _sound_change(update, w))
         mean_change = average(changes, by=self.average)
-        sent_change = compressed(felt(mean_change, server.model), energy)
+        sent_change = compress_update(remove_ineffective(mean_change, server.model), energy)
         # The server applies the change as clients restore it, so that all copies stay equal.
-        server.model.load_state_dict(moved(w, restored(sent_change, w)))
+        server.model.load_state_dict(add_change(w, decompress_update(sent_change, w)))
         receivers = clients.only({*server.holders, *updates})
         server.holders = list(receivers.run(self.receive, sent_change))
 
@@ -195,16 +195,16 @@ class FedKD(Algorithm[Broker, Mentor]):
         translation = self.translation(client, shared)
         fit_by(
             client,
-            partial(loss, client.model, shared, translation),
+            partial(fedkd_loss, client.model, shared, translation),
             epochs=self.epochs,
             batch_size=self.batch_size,
-            recipe=by_name(self.optimizer, self.lr, clip=self.clip),
+            recipe=recipe_by_name(self.optimizer, self.lr, clip=self.clip),
             also=[shared, translation],
         )
         client.translation = copy_state(translation)
         trained = shared.state_dict()
         change = {name: tensor - client.shared[name] for name, tensor in trained.items()}
-        return compressed(felt(change, shared), energy)
+        return compress_update(remove_ineffective(change, shared), energy)
 
     def translation(self, client: Mentor, shared: Classifier) -> nn.Module:
         """Return W^h, the layer from the shared network's features to the client's."""
@@ -214,7 +214,7 @@ class FedKD(Algorithm[Broker, Mentor]):
 
     def receive(self, client: Mentor, change: Compressed) -> None:
         """Add the average change to the client's copy of the shared model."""
-        client.shared = moved(client.shared, restored(change, client.shared))
+        client.shared = add_change(client.shared, decompress_update(change, client.shared))
 
 
 def _sound_change(update: Compressed, w: State) -> State:
@@ -223,10 +223,10 @@ def _sound_change(update: Compressed, w: State) -> State:
     Raises:
         PayloadError: If the change does not fit the network, or leads to a negative variance.
     """
-    change = restored(update, w)
+    change = decompress_update(update, w)
     least = [
         (w[name] + value).amin() for name, value in change.items() if name.endswith(".running_var")
     ]
-    if min(numbers(least), default=0.0) < -ROUNDING:
+    if min(to_floats(least), default=0.0) < -ROUNDING:
         raise PayloadError("the change leads to a negative variance of batch normalisation")
     return change

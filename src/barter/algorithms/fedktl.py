@@ -47,36 +47,41 @@ from barter.core.algorithm import Crossing
 from barter.core.clients import Clients
 from barter.core.contracts import Named
 from barter.core.evaluation import predict
-from barter.core.images import Augment, Images, Spec, prepared
+from barter.core.images import Augment, Images, Spec, prepare_batch
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, NonNegative, Positive
 from barter.core.payload import State, isolate
-from barter.models.framed import frame_of, framed
-from barter.models.pooled import pooled
-from barter.models.pretrained import drawn, latent_dim, latents, pretrained
-from barter.ops.fit import Recipe, adam, by_name, fit_rows, index_batches
+from barter.models.framed import add_frame_head, frame_head
+from barter.models.pooled import pool_features
+from barter.models.pretrained import (
+    generate_pixels,
+    latent_dim,
+    pretrained_generator,
+    sample_latents,
+)
+from barter.ops.fit import Recipe, adam, fit_rows, index_batches, recipe_by_name
 from barter.ops.modules import copy_state, restore_module
-from barter.ops.prototypes import ByClass, class_means, joined, trusted
+from barter.ops.prototypes import ByClass, class_means, concatenate_tables, trusted
 
 __all__ = [
     "Aligner",
+    "AligningServer",
     "FedKTL",
-    "Lesson",
-    "Teacher",
+    "LatentLesson",
     "alignment",
     "arcface",
-    "loss",
+    "fedktl_loss",
+    "local_arcface_loss",
+    "mean_directions",
     "mmd",
-    "own_task",
-    "places_of",
 ]
 
 CLIP = 100.0  # largest norm of a gradient
 WIDTHS = (10.0, 15.0, 20.0, 50.0)  # widths of the discrepancy's kernels
 
 
-class Lesson(TypedDict):
+class LatentLesson(TypedDict):
     """The payload from which clients learn in addition to their own images."""
 
     images: Tensor  # a generated image for each class, as bytes
@@ -84,12 +89,12 @@ class Lesson(TypedDict):
     projection: State  # initial weights of the layer from features to latent vectors
 
 
-class Teacher(Server):
+class AligningServer(Server):
     """A server that maps prototypes to latent vectors of a generator."""
 
     aligner: State = {}  # weights of the `Aligner`
     known: list[int] = []  # the classes that some client has sent so far
-    lessons: list[Lesson] = []  # empty before the first round, then one lesson
+    lessons: list[LatentLesson] = []  # empty before the first round, then one lesson
 
 
 class Aligner(nn.Module):
@@ -164,13 +169,15 @@ def arcface(cosines: Tensor, labels: Tensor, scale: float, margin: float) -> Ten
     return F.cross_entropy(scale * torch.where(is_own_class, with_margin, cosines), labels)
 
 
-def own_task(model: Classifier, scale: float, margin: float, x: Tensor, labels: Tensor) -> Tensor:
+def local_arcface_loss(
+    model: Classifier, scale: float, margin: float, x: Tensor, labels: Tensor
+) -> Tensor:
     """Return ArcFace's loss of a client's network on its own images."""
     cosines = model(x).float() / scale
     return arcface(cosines, labels, scale, margin)
 
 
-def loss(
+def fedktl_loss(
     model: Classifier,
     projection: nn.Linear,
     mu: float,
@@ -196,17 +203,17 @@ def loss(
         images: Generated images as bytes.
         codes: The latent vectors from which they were generated.
     """
-    predicted_codes = projection(model.features(prepared(images, spec, Augment()))).float()
-    task = own_task(model, scale, margin, x, labels)
+    predicted_codes = projection(model.features(prepare_batch(images, spec, Augment()))).float()
+    task = local_arcface_loss(model, scale, margin, x, labels)
     return task + mu * F.mse_loss(predicted_codes, codes)
 
 
-def places_of(model: Classifier, data: Images) -> ByClass:
+def mean_directions(model: Classifier, data: Images) -> ByClass:
     """Return prototypes: the mean direction of each class in the space of the frame."""
     model.eval()
 
     def project(x: Tensor) -> Tensor:
-        return frame_of(model).projected(model.features(x))
+        return frame_head(model).project(model.features(x))
 
     index = torch.arange(len(data), device=data.device)
     table = class_means(predict(project, data.batch, index), data.labels)
@@ -214,7 +221,7 @@ def places_of(model: Classifier, data: Images) -> ByClass:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedKTL(OneWidth[Teacher]):
+class FedKTL(OneWidth[AligningServer]):
     """Transfer a pre-trained generator's knowledge by an image and a latent vector per class."""
 
     aggregates = ("sets",)
@@ -239,22 +246,22 @@ class FedKTL(OneWidth[Teacher]):
     server_lr: Positive = 0.01  # η_S: learning rate of the server, with Adam
 
     def recipe(self) -> Recipe:
-        return by_name(self.optimizer, self.lr, clip=CLIP)
+        return recipe_by_name(self.optimizer, self.lr, clip=CLIP)
 
     def network(self, network: Classifier, share: float, spec: Spec) -> Classifier:
-        return framed(pooled(network, self.features), self.scale)
+        return add_frame_head(pool_features(network, self.features), self.scale)
 
-    def setup(self, server: Teacher, clients: Clients) -> None:
+    def setup(self, server: AligningServer, clients: Clients) -> None:
         """Load the generator, so that a missing one is reported before any client trains."""
-        pretrained(self.generator, self.weights, server.device)
+        pretrained_generator(self.generator, self.weights, server.device)
 
-    def round(self, server: Teacher, clients: Clients, t: int) -> None:
+    def round(self, server: AligningServer, clients: Clients, t: int) -> None:
         prototypes = clients.sample(self.fraction).run(self.learn, server.lessons)
-        codes = self.align(server, joined(trusted(prototypes)))
-        server.lessons = [self.lesson(server, codes)]
+        codes = self.align(server, concatenate_tables(trusted(prototypes)))
+        server.lessons = [self.make_lesson(server, codes)]
 
     def learn(
-        self, client: Client, lessons: list[Lesson]
+        self, client: Client, lessons: list[LatentLesson]
     ) -> Annotated[ByClass, Named("vector", "classes")]:
         """Train the client's network and return its prototypes.
 
@@ -273,21 +280,21 @@ class FedKTL(OneWidth[Teacher]):
             batches = index_batches(len(images), self.batch_size, client.device)
             pairs = ((images[index], codes[index]) for index in batches)
             client_loss = partial(
-                loss, model, projection, self.mu, data.spec, self.scale, self.margin
+                fedktl_loss, model, projection, self.mu, data.spec, self.scale, self.margin
             )
             self.train(client, client_loss, pairs, [projection])
         else:
-            self.train(client, partial(own_task, model, self.scale, self.margin))
-        return places_of(model, data)
+            self.train(client, partial(local_arcface_loss, model, self.scale, self.margin))
+        return mean_directions(model, data)
 
-    def align(self, server: Teacher, prototypes: ByClass) -> Tensor:
+    def align(self, server: AligningServer, prototypes: ByClass) -> Tensor:
         """Train the aligner on the clients' prototypes.
 
         Returns:
             The latent centres of all classes that some client has sent so far.
         """
         device = server.device
-        generator = pretrained(self.generator, self.weights, device)
+        generator = pretrained_generator(self.generator, self.weights, device)
         new = Aligner(server.spec.classes, latent_dim(generator))
         aligner = restore_module(server, "aligner", new, server.aligner)
         aligner.centre(prototypes)
@@ -300,30 +307,30 @@ class FedKTL(OneWidth[Teacher]):
             epochs=self.server_epochs,
             batch_size=self.server_batch_size,
             recipe=adam(self.server_lr, clip=CLIP),
-            beside=((latents(generator, self.server_batch_size, device),) for _ in count()),
+            beside=((sample_latents(generator, self.server_batch_size, device),) for _ in count()),
         )
         aligner.centre(prototypes)
         server.aligner = copy_state(aligner)
         server.known = sorted({*server.known, *prototypes["classes"].tolist()})
         return aligner.centres.detach()[server.known]
 
-    def lesson(self, server: Teacher, codes: Tensor) -> Lesson:
+    def make_lesson(self, server: AligningServer, codes: Tensor) -> LatentLesson:
         """Generate an image from each latent vector; the projection is that of the first round."""
-        generator = pretrained(self.generator, self.weights, server.device)
+        generator = pretrained_generator(self.generator, self.weights, server.device)
         new = nn.Linear(self.features, codes.shape[1]).to(server.device).state_dict()
         projection = server.lessons[0]["projection"] if server.lessons else isolate(dict(new))
         return {
-            "images": drawn(generator, codes, server.spec),
+            "images": generate_pixels(generator, codes, server.spec),
             "latents": codes,
             "projection": projection,
         }
 
     def creations(
-        self, party: Teacher | Client, wanted: Callable[[Tensor], Tensor]
+        self, party: AligningServer | Client, wanted: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor] | None:
-        if not isinstance(party, Teacher) or not party.lessons:
+        if not isinstance(party, AligningServer) or not party.lessons:
             return None
         labels = torch.tensor(party.known, device=party.device)
         chosen = wanted(labels)
-        images = prepared(party.lessons[0]["images"], party.spec, Augment())
+        images = prepare_batch(party.lessons[0]["images"], party.spec, Augment())
         return labels[chosen], images[chosen]

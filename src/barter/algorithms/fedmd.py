@@ -91,7 +91,7 @@ class FedMD(PublicDistillation[Server, Beginner]):
         )
         client.begun = True
 
-    def said(self, logits: Tensor) -> Tensor:
+    def to_predictions(self, logits: Tensor) -> Tensor:
         """Return the logits themselves."""
         return logits
 

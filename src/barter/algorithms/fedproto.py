@@ -41,7 +41,7 @@ from barter.algorithms.one_width import OneWidth
 from barter.core.algorithm import Crossing
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Named
-from barter.core.evaluation import evaluate, tests_due
+from barter.core.evaluation import evaluate_client, tests_due
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server, as_numbers
 from barter.core.params import NonNegative
@@ -50,13 +50,13 @@ from barter.ops.prototypes import (
     ByClass,
     features_of,
     lookup,
-    mean_of,
-    nearest,
+    mean_table,
+    nearest_class,
     prototypes_of,
-    renewed,
+    update_table,
 )
 
-__all__ = ["FedProto", "Follower", "loss"]
+__all__ = ["FedProto", "Follower", "fedproto_loss"]
 
 S = TypeVar("S", bound=Server, default=Server)
 
@@ -67,7 +67,7 @@ class Follower(Client):
     prototypes: list[ByClass] = []  # none before the first round, then one table
 
 
-def loss(
+def fedproto_loss(
     model: Classifier,
     lam: float,
     x: Tensor,
@@ -104,22 +104,22 @@ class FedProto(OneWidth[S, Follower]):
 
     def round(self, server: S, clients: Clients, t: int) -> None:
         prototypes = clients.sample(self.fraction).run(self.learn)
-        clients.run(self.receive, self.gathered(server, prototypes))
+        clients.run(self.receive, self.merge_prototypes(server, prototypes))
 
     def learn(self, client: Follower) -> Annotated[ByClass, Named("vector", "features")]:
         """Train with the global prototypes and return the client's own."""
         data = client.data
         table = lookup(client.prototypes, data.spec.classes, self.features, client.device)
-        self.train(client, partial(loss, client.model, self.lam), table)
+        self.train(client, partial(fedproto_loss, client.model, self.lam), table)
         return prototypes_of(client.model, data)
 
-    def gathered(self, server: S, prototypes: Replies[ByClass]) -> ByClass:
+    def merge_prototypes(self, server: S, prototypes: Replies[ByClass]) -> ByClass:
         """Return the global prototypes, computed from those of the clients."""
-        return mean_of(prototypes.values())
+        return mean_table(prototypes.values())
 
     def receive(self, client: Follower, prototypes: ByClass) -> None:
         """Store the global prototypes; classes without a new one keep the old one."""
-        client.prototypes = [renewed(client.prototypes, prototypes)]
+        client.prototypes = [update_table(client.prototypes, prototypes)]
 
     def evaluate(self, client: Follower) -> dict[str, float]:
         """Evaluate the client by the nearest prototype, and by its network's head."""
@@ -127,10 +127,10 @@ class FedProto(OneWidth[S, Follower]):
             return super().evaluate(client)
         report = client.report
         client.report = {}
-        by_head = {f"head_{name}": value for name, value in evaluate(client).items()}
+        by_head = {f"head_{name}": value for name, value in evaluate_client(client).items()}
         by_prototype: dict[str, float] = {}
         for name, data in tests_due(client).items():
-            predicted = nearest(features_of(client.model, data), client.prototypes[0])
+            predicted = nearest_class(features_of(client.model, data), client.prototypes[0])
             by_prototype[name] = float((predicted == data.labels).double().mean())
         if "local" in by_prototype:
             by_prototype["local_images"] = len(client.tests["local"])

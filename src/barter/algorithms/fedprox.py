@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from barter.algorithms.fedavg import FedAvg
 from barter.core.nodes import Client
 from barter.core.params import NonNegative
-from barter.ops.fit import anchored, fit, sgd
+from barter.ops.fit import fit, make_anchor, sgd
 
 __all__ = ["FedProx"]
 
@@ -35,7 +35,7 @@ class FedProx(FedAvg):
     mu: NonNegative = 0.01  # μ: weight of the proximal term
 
     def train(self, client: Client) -> None:
-        anchor = anchored(client, client.model.state_dict(), self.mu)
+        anchor = make_anchor(client, client.model.state_dict(), self.mu)
         fit(
             client,
             epochs=self.epochs,

@@ -41,9 +41,9 @@ from barter.core.params import Count, NonNegative, Positive
 from barter.core.payload import State
 from barter.ops.fit import fit_rows, sgd
 from barter.ops.modules import copy_state, restore_module
-from barter.ops.prototypes import ByClass, joined, mean_of, trusted
+from barter.ops.prototypes import ByClass, concatenate_tables, mean_table, trusted
 
-__all__ = ["FedTGP", "Prototypist", "TrainablePrototypes", "loss", "margin"]
+__all__ = ["FedTGP", "Prototypist", "TrainablePrototypes", "fedtgp_loss", "prototype_margin"]
 
 
 class Prototypist(Server):
@@ -65,7 +65,7 @@ class TrainablePrototypes(nn.Module):
         return prototypes
 
 
-def margin(prototypes: ByClass, most: float) -> Tensor:
+def prototype_margin(prototypes: ByClass, most: float) -> Tensor:
     """Return δ, the largest distance of a class to its nearest neighbour; 0 for a single class.
 
     Args:
@@ -78,7 +78,7 @@ def margin(prototypes: ByClass, most: float) -> Tensor:
     return distances.amin(1).amax().nan_to_num(posinf=0.0).clamp_max(most)
 
 
-def loss(
+def fedtgp_loss(
     global_prototypes: TrainablePrototypes, vectors: Tensor, classes: Tensor, delta: Tensor
 ) -> Tensor:
     """Return the cross entropy of negative distances, with δ added to the one of the own class."""
@@ -101,17 +101,17 @@ class FedTGP(FedProto[Prototypist]):
     server_epochs: Count = 100  # S: passes of the server over the prototypes in a round
     server_lr: Positive = 0.01  # η_S: learning rate of the server's SGD
 
-    def gathered(self, server: Prototypist, prototypes: Replies[ByClass]) -> ByClass:
+    def merge_prototypes(self, server: Prototypist, prototypes: Replies[ByClass]) -> ByClass:
         """Train the global prototypes on those of the clients and return them."""
         new = TrainablePrototypes(server.spec.classes, self.features)
         trainable = restore_module(server, "prototypes", new, server.prototypes)
-        rows = joined(trusted(prototypes))
-        delta = margin(mean_of(prototypes.values()), self.tau)
+        rows = concatenate_tables(trusted(prototypes))
+        delta = prototype_margin(mean_table(prototypes.values()), self.tau)
         fit_rows(
             server,
             "prototypes",
             trainable,
-            partial(loss, trainable),
+            partial(fedtgp_loss, trainable),
             (rows["vectors"], rows["classes"]),
             epochs=self.server_epochs,
             batch_size=self.batch_size,

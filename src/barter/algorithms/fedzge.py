@@ -69,12 +69,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from barter.compute.precision import exact
+from barter.compute.precision import full_precision
 from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Counts, Floats, When
-from barter.core.evaluation import adjusted, note_before, predict
-from barter.core.images import Augment, Images, Spec, prepared, statistics
+from barter.core.evaluation import add_offset, predict, record_before_exchange
+from barter.core.images import Augment, Images, Spec, channel_statistics, prepare_batch
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive, Whole
@@ -82,33 +82,33 @@ from barter.core.payload import State
 from barter.core.record import Round
 from barter.models.generators import LabelGenerator
 from barter.models.width import without_running_statistics
-from barter.ops.distill import kl, tempered
-from barter.ops.ensemble import class_shares, mixed
+from barter.ops.distill import kl, tempered_kl
+from barter.ops.ensemble import class_shares, merge_logits
 from barter.ops.fit import LabelledBatch, Trainer, adam, epoch_length, fit, index_batches
 from barter.ops.modules import stack_field
-from barter.ops.shares import log_shares
-from barter.ops.statistics import by_batch, renew
+from barter.ops.shares import log_class_prior
+from barter.ops.statistics import normalise_by_batch, renew_statistics
 from barter.ops.synthesis import (
     Output,
-    canvases,
-    collapsed,
+    collapse_remarks,
     diversity,
     fidelity,
-    pooled,
-    shown,
+    merge_spectra,
+    sample_canvases,
     spectrum,
+    to_network_input,
     variety,
     within_range,
 )
-from barter.ops.zeroth import Direction, directional, directions, loss_estimate
+from barter.ops.zeroth import DirectionKind, directional_estimate, loss_estimate, sample_directions
 
-__all__ = ["Asked", "FedZGE", "Oracle", "Told"]
+__all__ = ["Asked", "FedZGE", "LocalStatistics", "Oracle"]
 
 Logits: TypeAlias = Annotated[Tensor, Floats("looks", "images", "classes")]
 Drawn: TypeAlias = tuple[Tensor, Tensor, Tensor]  # generated images, their noise and their labels
 
 
-class Told(TypedDict):
+class LocalStatistics(TypedDict):
     """A client's upload after local training: statistics of its private images."""
 
     # number of images of each class
@@ -133,7 +133,7 @@ class Oracle(Client):
     lessons: list[list[Tensor]] = []  # of each of the last rounds: images, ensemble logits
 
 
-def transferability(ensemble: Tensor, student: Tensor, tau: float) -> Tensor:
+def adversarial_loss(ensemble: Tensor, student: Tensor, tau: float) -> Tensor:
     """Return L_adv: minus the divergence of the global model from the clients' ensemble."""
     return -kl(ensemble / tau, student / tau)
 
@@ -146,7 +146,7 @@ def equilibrium(ensemble: Tensor) -> Tensor:
 
 def distillation(model: Classifier, tau: float, x: Tensor, ensemble: Tensor) -> Tensor:
     """Return the distillation loss of a model from the ensemble's logits."""
-    return tempered(tau, model(x), ensemble)
+    return tempered_kl(tau, model(x), ensemble)
 
 
 def rehearsal(
@@ -167,9 +167,11 @@ def rehearsal(
         own: Private images.
         home: Log class prior of the private images, added to their logits.
     """
-    inputs = torch.cat([prepared(own.pixels, spec, augment), x])
+    inputs = torch.cat([prepare_batch(own.pixels, spec, augment), x])
     private, generated = model(inputs).split([len(own.pixels), len(x)])
-    return F.cross_entropy(adjusted(private, home), own.labels) + tempered(tau, generated, ensemble)
+    return F.cross_entropy(add_offset(private, home), own.labels) + tempered_kl(
+        tau, generated, ensemble
+    )
 
 
 def accuracy_by_batch(model: Classifier, test: Images) -> float:
@@ -247,7 +249,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
     queries: Whole = 10
     # ε: length of a perturbation; 1e-3 in the paper, too small for differences in float32
     eps: Positive = 1e-2
-    direction: Direction = "sphere"  # distribution of the perturbations' directions
+    direction: DirectionKind = "sphere"  # distribution of the perturbations' directions
     # perturbations consist of this many lowest frequencies along each side; none is all, as in the
     # paper
     frequencies: Count | None = 6
@@ -291,33 +293,33 @@ class FedZGE(Algorithm[Asked, Oracle]):
         active = clients.sample(self.fraction)
         uploads = active.run(self.learn)
         active = active.only(uploads)
-        generator = self.recalled(server)
+        generator = self.load_generator(server)
         if self.canvas:
             spectra = [upload["spectrum"] for upload in uploads.values()]
-            server.spectrum = [pooled(spectra, list(uploads.num_examples.values()))]
+            server.spectrum = [merge_spectra(spectra, list(uploads.num_examples.values()))]
         optimizer = self.optimizer(server, generator)
         portion = math.ceil(self.samples / self.generator_steps)
         lessons = []
         for _ in server.track("generator", range(self.generator_steps)):
-            x, z, y = self.drawn(server, generator, portion)
-            u = directions(x, self.queries, self.direction, self.frequencies)
+            x, z, y = self.generate_images(server, generator, portion)
+            u = sample_directions(x, self.queries, self.direction, self.frequencies)
             answers = active.run(self.answer, x.detach(), x.detach() + self.eps * u)
             active = active.only(answers)
             shares = self.shares(answers, uploads)
             logits = torch.stack(list(answers.values()), 1)  # (1 + q, clients, images, classes)
             if self.queries:
                 self.improve(server, optimizer, (x, z, y), u, logits, shares)
-            lessons.append([x.detach(), self.opinion(logits[0], shares), y])
+            lessons.append([x.detach(), self.ensemble_logits(logits[0], shares), y])
         labels = self.remember(server, generator, optimizer, lessons)
         self.study(server.model.train(), server.lessons, self.global_steps, self.distil_lr, None, 0)
         self.judge(server, labels, shares)
         _, ensemble = server.lessons[-1]
         active.run(self.distil, ensemble)
 
-    def learn(self, client: Oracle) -> Told:
+    def learn(self, client: Oracle) -> LocalStatistics:
         """Train on private images, with earlier rounds' lessons, and return their statistics."""
         data = client.data
-        home = self.at_home(client)
+        home = self.local_offset(client)
         if self.rehearse and client.lessons:
             steps = self.epochs * epoch_length(len(data), self.batch_size)
             self.study(client.model.train(), client.lessons, steps, self.lr, data, self.batch_size)
@@ -329,7 +331,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
                 recipe=adam(self.lr, cosine=True),
                 by_class=home,
             )
-        note_before(client, home)
+        record_before_exchange(client, home)
         client.batch = []
         counts = data.class_counts()
         images = data.batch(torch.arange(len(data), device=data.device))
@@ -338,8 +340,8 @@ class FedZGE(Algorithm[Asked, Oracle]):
             "spectrum": spectrum(images) if self.canvas else images[:0],
         }
 
-    def at_home(self, client: Oracle) -> Tensor | None:
-        return log_shares(client.data) if self.balanced else None
+    def local_offset(self, client: Oracle) -> Tensor | None:
+        return log_class_prior(client.data) if self.balanced else None
 
     def answer(
         self, client: Oracle, x: Annotated[Tensor, Floats("images", ...)], changed: Tensor
@@ -347,10 +349,10 @@ class FedZGE(Algorithm[Asked, Oracle]):
         """Return the client's logits on images and on their perturbed copies."""
         client.batch = [*client.batch, x]
         client.model.train(self.statistics == "batch")
-        with torch.no_grad(), exact(), by_batch(client.model):
+        with torch.no_grad(), full_precision(), normalise_by_batch(client.model):
             return torch.stack([client.model(batch) for batch in (x, *changed)])
 
-    def recalled(self, server: Asked) -> LabelGenerator:
+    def load_generator(self, server: Asked) -> LabelGenerator:
         """Return the generator as the last round left it.
 
         A new generator that modifies canvases starts by leaving them unchanged.
@@ -363,7 +365,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
             generator.body[-2].load_state_dict(zero_weight, strict=False)
         return generator.train()
 
-    def drawn(self, server: Asked, generator: LabelGenerator, count: int) -> Drawn:
+    def generate_images(self, server: Asked, generator: LabelGenerator, count: int) -> Drawn:
         """Generate `count` images, with labels that cycle through the classes.
 
         Returns:
@@ -373,15 +375,15 @@ class FedZGE(Algorithm[Asked, Oracle]):
         y = torch.arange(count, device=server.device) % server.spec.classes
         generated = generator(z, y)
         if not self.canvas:
-            return shown(generated, server.spec, self.output), z, y
-        _, std = statistics(server.spec, server.device)
-        x = canvases(count, server.spectrum[0]) + generated / std
+            return to_network_input(generated, server.spec, self.output), z, y
+        _, std = channel_statistics(server.spec, server.device)
+        x = sample_canvases(count, server.spectrum[0]) + generated / std
         return within_range(x, server.spec), z, y
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
         if self.canvas:
-            return collapsed(rounds, "use fewer queries")
-        return collapsed(rounds, "canvas=true gives them the variety of the data")
+            return collapse_remarks(rounds, "use fewer queries")
+        return collapse_remarks(rounds, "canvas=true gives them the variety of the data")
 
     @torch.no_grad()
     def creations(
@@ -389,11 +391,11 @@ class FedZGE(Algorithm[Asked, Oracle]):
     ) -> tuple[Tensor, Tensor] | None:
         if not isinstance(party, Asked) or not party.generator:
             return None
-        x, _, y = self.drawn(party, self.recalled(party), self.samples)
+        x, _, y = self.generate_images(party, self.load_generator(party), self.samples)
         chosen = wanted(y)
         return y[chosen], x[chosen]
 
-    def shares(self, answers: Replies[Tensor], told: Replies[Told]) -> Tensor:
+    def shares(self, answers: Replies[Tensor], told: Replies[LocalStatistics]) -> Tensor:
         """Return the weight of each answering client for each class (clients, classes or 1)."""
         if self.by_class:
             return class_shares(stack_field({k: told[k] for k in answers}, "counts").float())
@@ -401,10 +403,10 @@ class FedZGE(Algorithm[Asked, Oracle]):
         sizes = torch.tensor([answers.num_examples[k] for k in answers], device=device)
         return (sizes / sizes.sum())[:, None]
 
-    def opinion(self, said: Tensor, shares: Tensor) -> Tensor:
+    def ensemble_logits(self, said: Tensor, shares: Tensor) -> Tensor:
         """Return the ensemble's logits from those of clients (..., clients, images, classes)."""
         if self.by_class:
-            return mixed(said, shares)
+            return merge_logits(said, shares)
         return (shares[:, None] * said).sum(-3)
 
     def optimizer(self, server: Asked, generator: LabelGenerator) -> torch.optim.Adam:
@@ -450,8 +452,8 @@ class FedZGE(Algorithm[Asked, Oracle]):
             student: The global model's logits on them.
             x: The images.
         """
-        ensemble = self.opinion(said, shares)
-        adversarial = self.beta_adv * transferability(ensemble, student, self.tau)
+        ensemble = self.ensemble_logits(said, shares)
+        adversarial = self.beta_adv * adversarial_loss(ensemble, student, self.tau)
         information = self.beta_info * equilibrium(ensemble)
         diverse = self.beta_div * diversity(x, z, y if self.pairs == "class" else None)
         # The order of the sum is part of the results' bits.
@@ -464,7 +466,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
 
         This is the estimator of the authors' code.
         """
-        with torch.no_grad(), exact():
+        with torch.no_grad(), full_precision():
             points = [x, *(x + self.eps * direction for direction in u)]
             losses = torch.stack(
                 [
@@ -489,7 +491,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
         value = loss(logits, model(images), images)
         logits_gradient, gradient = torch.autograd.grad(value, (logits, images))
         for k, client_gradient in enumerate(logits_gradient):
-            gradient = gradient + directional(
+            gradient = gradient + directional_estimate(
                 u,
                 said[1:, k],
                 said[0, k],
@@ -562,7 +564,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
         if own is not None:
             rehearse = partial(rehearsal, model, self.tau, own.spec, own.augment)
             private_batches = index_batches(len(own), size, own.device)
-            home = log_shares(own) if self.balanced else None
+            home = log_class_prior(own) if self.balanced else None
         for step in range(steps):
             index = next(batches)
             if own is None:
@@ -595,4 +597,4 @@ class FedZGE(Algorithm[Asked, Oracle]):
         )
         if self.statistics == "batch":
             # Distillation leaves statistics of generated images; evaluation needs the client's own.
-            renew(client.model, client.data, self.batch_size)
+            renew_statistics(client.model, client.data, self.batch_size)

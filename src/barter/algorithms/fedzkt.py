@@ -47,7 +47,7 @@ from torch import Tensor
 from barter.compute import lanes
 from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.clients import Clients
-from barter.core.evaluation import note_before
+from barter.core.evaluation import record_before_exchange
 from barter.core.images import Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Client
@@ -55,20 +55,20 @@ from barter.core.params import Count, Fraction, NonNegative, Positive
 from barter.core.payload import State
 from barter.core.record import Round
 from barter.models.generators import Decoder
-from barter.ops.ensemble import consensus
-from barter.ops.fit import Trainer, adam, anchored, fit, sgd
+from barter.ops.ensemble import mean_predictions
+from barter.ops.fit import Trainer, adam, fit, make_anchor, sgd
 from barter.ops.modules import copy_state
 from barter.ops.synthesis import (
     Artist,
     Ensemble,
     Player,
-    assembled,
-    collapsed,
+    build_ensemble,
+    collapse_remarks,
     duel,
-    exhibited,
-    painted,
-    painter,
-    put_away,
+    generate_from_codes,
+    images_for_display,
+    server_generator,
+    store_generator,
 )
 
 __all__ = ["FedZKT", "disagreement", "sl_loss"]
@@ -94,17 +94,17 @@ def disagreement(
         z: The noise.
     """
     with torch.set_grad_enabled(sign < 0):
-        x = painted(generator, z, spec)
-        ensemble_logits = consensus(list(ensemble.said(x).float()))
+        x = generate_from_codes(generator, z, spec)
+        ensemble_logits = mean_predictions(list(ensemble.logits_by_model(x).float()))
     return sign * sl_loss(ensemble_logits, model(x).float())
 
 
-def lesson(
+def client_sl_loss(
     generator: Decoder, teacher: Classifier, model: Classifier, spec: Spec, z: Tensor
 ) -> Tensor:
     """Return the SL loss between a client's model and the server's on generated images."""
     with torch.no_grad():
-        x = painted(generator, z, spec)
+        x = generate_from_codes(generator, z, spec)
         teacher_logits = teacher(x).float()
     return sl_loss(teacher_logits, model(x).float())
 
@@ -155,9 +155,9 @@ class FedZKT(Algorithm[Artist, Client]):
     def round(self, server: Artist, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)
         updates = active.run(self.learn)
-        generator = self.gather(server, assembled(server, updates))
-        distilled = {k: self.taught(server, generator, k, w) for k, w in updates.items()}
-        put_away(server, generator, self.codes(server))
+        generator = self.gather(server, build_ensemble(server, updates))
+        distilled = {k: self.distil_to_client(server, generator, k, w) for k, w in updates.items()}
+        store_generator(server, generator, self.codes(server))
         active.only(distilled).scatter(self.receive, distilled)
 
     def learn(self, client: Client) -> State:
@@ -167,9 +167,9 @@ class FedZKT(Algorithm[Artist, Client]):
             epochs=self.epochs,
             batch_size=self.batch_size,
             recipe=sgd(self.lr),
-            anchor=anchored(client, client.model.state_dict(), self.mu),
+            anchor=make_anchor(client, client.model.state_dict(), self.mu),
         )
-        note_before(client)
+        record_before_exchange(client)
         return client.model.state_dict()
 
     def codes(self, party: Artist | Client) -> Tensor:
@@ -178,7 +178,7 @@ class FedZKT(Algorithm[Artist, Client]):
 
     def gather(self, server: Artist, ensemble: Ensemble) -> Decoder:
         """Train the generator and the server's model in turn; return the generator."""
-        generator = painter(server, self.noise)
+        generator = server_generator(server, self.noise)
         model = server.model
         seek = partial(disagreement, generator, ensemble, model, server.spec, -1.0)
         learn = partial(disagreement, generator, ensemble, model, server.spec, 1.0)
@@ -191,7 +191,7 @@ class FedZKT(Algorithm[Artist, Client]):
         duel(server, artist, student, self.iterations, training=True)
         return generator
 
-    def taught(self, server: Artist, generator: Decoder, k: int, w: State) -> State:
+    def distil_to_client(self, server: Artist, generator: Decoder, k: int, w: State) -> State:
         """Distil the server's model into a client's and return the client's new weights.
 
         Args:
@@ -205,9 +205,9 @@ class FedZKT(Algorithm[Artist, Client]):
         def build() -> Classifier:
             return server.architectures[k]().to(server.device)
 
-        model = lanes.kept(("student", name), build)
+        model = lanes.lane_module(("student", name), build)
         model.load_state_dict(w)
-        learn = partial(lesson, generator, server.model.eval(), model.eval(), server.spec)
+        learn = partial(client_sl_loss, generator, server.model.eval(), model.eval(), server.spec)
         trainer = Trainer.of(model, sgd(self.global_lr, self.momentum))
         for _ in server.track(f"teach {name}", range(self.client_steps)):
             trainer.step(learn, self.codes(server))
@@ -218,9 +218,9 @@ class FedZKT(Algorithm[Artist, Client]):
         client.model.load_state_dict(w)
 
     def remarks(self, rounds: Sequence[Round]) -> list[str]:
-        return collapsed(rounds, "more rounds of fewer iterations may help")
+        return collapse_remarks(rounds, "more rounds of fewer iterations may help")
 
     def creations(
         self, party: Artist | Client, wanted: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor] | None:
-        return exhibited(party, self.codes(party), None, wanted)
+        return images_for_display(party, self.codes(party), None, wanted)

@@ -43,13 +43,13 @@ from barter.core.params import Count, Fraction, NonNegative, Positive
 from barter.core.payload import State
 from barter.core.record import Round
 from barter.ops.distill import kl
-from barter.ops.fit import Optimizer, by_name, fit_by
+from barter.ops.fit import Optimizer, fit_by, recipe_by_name
 from barter.ops.mutual import companion
 
-__all__ = ["FML", "loss"]
+__all__ = ["FML", "fml_loss"]
 
 
-def loss(
+def fml_loss(
     own: Classifier,
     shared: Classifier,
     alpha: float,
@@ -101,10 +101,10 @@ class FML(FedAvg):
         shared = companion(client, self.shared, w)
         fit_by(
             client,
-            partial(loss, client.model, shared, self.alpha, self.beta),
+            partial(fml_loss, client.model, shared, self.alpha, self.beta),
             epochs=self.epochs,
             batch_size=self.batch_size,
-            recipe=by_name(self.optimizer, self.lr, self.momentum),
+            recipe=recipe_by_name(self.optimizer, self.lr, self.momentum),
             also=[shared],
         )
         return shared.state_dict()

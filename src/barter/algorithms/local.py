@@ -13,7 +13,7 @@ from barter.core.algorithm import Algorithm, Crossing
 from barter.core.clients import Clients
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive
-from barter.ops.fit import Optimizer, by_name, fit
+from barter.ops.fit import Optimizer, fit, recipe_by_name
 
 __all__ = ["Local"]
 
@@ -37,7 +37,7 @@ class Local(Algorithm):
 
     def learn(self, client: Client) -> None:
         """Train the client's network on its own data."""
-        recipe = by_name(self.optimizer, self.lr, weight_decay=self.weight_decay)
+        recipe = recipe_by_name(self.optimizer, self.lr, weight_decay=self.weight_decay)
         fitted = fit(
             client, epochs=self.max_epochs, goal=self.tau, batch_size=self.batch_size, recipe=recipe
         )

@@ -59,11 +59,11 @@ class MHAT(PublicDistillation):
             "use public data of the task's classes, or dsfl, which needs no labels",
         )
 
-    def decided(self, server: Server, places: Tensor, mean: Tensor) -> Tensor:
+    def compute_targets(self, server: Server, places: Tensor, mean: Tensor) -> Tensor:
         """Train the auxiliary model and return its predictions."""
         images = public_images(server)
         targets = [mean / mean.sum(1, keepdim=True), images.labels[places]]
         loss = partial(auxiliary_loss, self.lam)
         track = partial(server.track, "auxiliary")
-        self.taught(server.model, images, places, targets, loss, track)
-        return self.said(predict(server.model.eval(), images.batch, places))
+        self.distil_public(server.model, images, places, targets, loss, track)
+        return self.to_predictions(predict(server.model.eval(), images.batch, places))

@@ -42,10 +42,10 @@ from barter.core.model import Classifier
 from barter.core.nodes import Client
 from barter.core.params import Count, NonNegative, Positive
 from barter.core.payload import State
-from barter.models.pooled import projected
+from barter.models.pooled import add_projection_head
 from barter.ops.fit import fit_by, sgd
 
-__all__ = ["MOON", "contrast", "loss"]
+__all__ = ["MOON", "contrast", "moon_loss"]
 
 
 def contrast(z: Tensor, z_glob: Tensor, z_prev: Tensor, tau: float) -> Tensor:
@@ -63,7 +63,7 @@ def contrast(z: Tensor, z_glob: Tensor, z_prev: Tensor, tau: float) -> Tensor:
     return F.softplus(-difference / tau).mean()
 
 
-def loss(
+def moon_loss(
     model: Classifier,
     glob: Classifier,
     prev: Classifier,
@@ -104,17 +104,17 @@ class MOON(FedAvg):
     projection: Count = 256  # number of outputs of the projection head
 
     def network(self, network: Classifier, share: float, spec: Spec) -> Classifier:
-        return projected(network, self.projection)
+        return add_projection_head(network, self.projection)
 
     def client_update(self, client: Client, w: State) -> State:
         """Train the server's weights with the contrastive loss and return them."""
         model = client.model
-        prev = frozen("previous", client)
+        prev = frozen_copy("previous", client)
         model.load_state_dict(w)
-        glob = frozen("start", client)
+        glob = frozen_copy("start", client)
         fit_by(
             client,
-            partial(loss, model, glob, prev, self.mu, self.tau),
+            partial(moon_loss, model, glob, prev, self.mu, self.tau),
             epochs=self.epochs,
             batch_size=self.batch_size,
             recipe=sgd(self.lr, self.momentum, self.weight_decay),
@@ -122,7 +122,7 @@ class MOON(FedAvg):
         return model.state_dict()
 
 
-def frozen(name: str, client: Client) -> Classifier:
+def frozen_copy(name: str, client: Client) -> Classifier:
     """Return a frozen copy of the client's current network, in evaluation mode.
 
     Args:

@@ -24,8 +24,8 @@ from barter.core.nodes import Client, Server, as_numbers
 from barter.core.params import Count, Fraction, Positive
 from barter.core.payload import Payload, State, isolate
 from barter.core.record import Round
-from barter.ops.fit import Optimizer, Recipe, by_name, cross_entropy, fit_by
-from barter.ops.heads import head_state, linear_head, logits_by_heads, put_on
+from barter.ops.fit import Optimizer, Recipe, cross_entropy, fit_by, recipe_by_name
+from barter.ops.heads import head_state, linear_head, load_head, logits_by_heads
 from barter.ops.modules import copy_state
 
 __all__ = ["HeadClient", "HeadServer", "OneWidth", "SharedHead"]
@@ -76,7 +76,7 @@ class OneWidth(Algorithm[S, C]):
 
     def recipe(self) -> Recipe:
         """Return the optimizer of the clients and its settings."""
-        return by_name(self.optimizer, self.lr)
+        return recipe_by_name(self.optimizer, self.lr)
 
     def train(
         self,
@@ -151,7 +151,7 @@ class SharedHead(OneWidth[H, K]):
             head: The shared head; empty if it is the one that the client has received.
         """
         client.head = head or client.head
-        put_on(client.model, client.head)
+        load_head(client.model, client.head)
 
     def share_head(self, server: H, clients: Clients, head: State) -> None:
         """Make this the shared head and send it to all clients."""

@@ -37,35 +37,40 @@ from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, NonNegative, Positive, Whole
 from barter.core.payload import State
 from barter.core.robust import Aggregate
-from barter.models.width import narrowed, scaled, widened, without_running_statistics
+from barter.models.width import (
+    narrow_network,
+    scale_activations,
+    widen_network,
+    without_running_statistics,
+)
 from barter.ops.fit import epoch_length, fit, sgd
 from barter.ops.statistics import (
     Statistics,
     combine_statistics,
     read_statistics,
-    renew,
     renew_batches,
+    renew_statistics,
     replace_statistics,
     running_means,
 )
 from barter.ops.submodel import (
     Extraction,
-    Places,
-    budget,
-    combined,
-    extracted,
-    head_of,
-    places,
-    verify,
+    SubmodelIndices,
+    average_submodels,
+    extract_submodel,
+    head_names,
+    submodel_indices,
+    verify_submodel,
+    width_budget,
 )
 
-__all__ = ["PartialTraining", "Update"]
+__all__ = ["PartialTraining", "SubmodelUpdate"]
 
 Norm: TypeAlias = Literal["global", "afterwards", "batch", "running"]
 S = TypeVar("S", bound=Server, default=Server)
 
 
-class Update(TypedDict):
+class SubmodelUpdate(TypedDict):
     """A client's upload: its trained weights, and how many images of each class it trained on."""
 
     weights: State
@@ -120,19 +125,19 @@ class PartialTraining(Algorithm[S, Client]):
         raise NotImplementedError
 
     def budget(self, client: int, clients: int) -> float:
-        return budget(client, clients, self.rho, self.sigma)
+        return width_budget(client, clients, self.rho, self.sigma)
 
     def network(self, network: Classifier, share: float, spec: Spec) -> Classifier:
         if share < 1:
-            part = narrowed(network, share)
-            verify(network, part, spec)
-            network = scaled(part, share) if self.scaler else part
+            part = narrow_network(network, share)
+            verify_submodel(network, part, spec)
+            network = scale_activations(part, share) if self.scaler else part
         return without_running_statistics(network) if self.norm == "batch" else network
 
     def round(self, server: S, clients: Clients, t: int) -> None:
         self.exchange(server, clients.sample(self.fraction), t)
 
-    def exchange(self, server: S, active: Clients, t: int) -> Replies[Update]:
+    def exchange(self, server: S, active: Clients, t: int) -> Replies[SubmodelUpdate]:
         """Have every client train its submodel and average these in the server's model.
 
         Returns:
@@ -140,15 +145,15 @@ class PartialTraining(Algorithm[S, Client]):
         """
         where = self.choose(server, active, t)
         w = server.model.state_dict()
-        submodels = {k: extracted(w, where[k]) for k in active}
+        submodels = {k: extract_submodel(w, where[k]) for k in active}
         updates = active.scatter(self.train, submodels)
-        averaged = self.averaged(server, updates, where)
+        averaged = self.average_updates(server, updates, where)
         if self.norm == "global" and running_means(averaged):
-            averaged = self.measured(active.only(updates), averaged)
+            averaged = self.measure_statistics(active.only(updates), averaged)
         server.model.load_state_dict(averaged)
         return updates
 
-    def measured(self, active: Clients, w: State) -> State:
+    def measure_statistics(self, active: Clients, w: State) -> State:
         """Return the averaged weights with running statistics measured on the clients' data."""
         statistics = active.run(self.measure, w)
         batches = [renew_batches(n, self.batch_size) for n in statistics.num_examples.values()]
@@ -156,25 +161,25 @@ class PartialTraining(Algorithm[S, Client]):
 
     def measure(self, client: Client, w: State) -> Statistics:
         """Return the statistics of the client's images in the full network with these weights."""
-        full_network = lanes.kept("whole network", lambda: widened(client.model))
+        full_network = lanes.lane_module("whole network", lambda: widen_network(client.model))
         full_network.load_state_dict(w)
-        renew(full_network, client.data, self.batch_size)
+        renew_statistics(full_network, client.data, self.batch_size)
         return read_statistics(full_network.state_dict())
 
     def normalised(self, known: Known) -> int:
         """Return the number of channels of the server's network that have running statistics."""
         return sum(known.server[name][0].numel() for name in running_means(known.server))
 
-    def choose(self, server: S, active: Clients, t: int) -> dict[int, Places]:
+    def choose(self, server: S, active: Clients, t: int) -> dict[int, SubmodelIndices]:
         """Select the channels that each client trains in round t."""
         w = server.model.state_dict()
         chosen = {}
         for k in active:
             submodel = server.architectures[k]().state_dict()
-            chosen[k] = places(w, submodel, self.extraction, t)
+            chosen[k] = submodel_indices(w, submodel, self.extraction, t)
         return chosen
 
-    def train(self, client: Client, w: State) -> Update:
+    def train(self, client: Client, w: State) -> SubmodelUpdate:
         """Train the client's model on its own data, from weights `w` unless these are empty."""
         if w:
             client.model.load_state_dict(w)
@@ -190,7 +195,7 @@ class PartialTraining(Algorithm[S, Client]):
             seen=counts,
         )
         if self.norm in ("global", "afterwards"):
-            renew(client.model, client.data, self.batch_size)
+            renew_statistics(client.model, client.data, self.batch_size)
         return {
             "weights": client.model.state_dict(),
             "counts": counts if self.tells_counts else counts[:0],
@@ -206,7 +211,9 @@ class PartialTraining(Algorithm[S, Client]):
         steps = self.steps or self.epochs * epoch_length(known.examples, self.batch_size)
         return steps * self.batch_size
 
-    def averaged(self, server: S, updates: Replies[Update], where: Mapping[int, Places]) -> State:
+    def average_updates(
+        self, server: S, updates: Replies[SubmodelUpdate], where: Mapping[int, SubmodelIndices]
+    ) -> State:
         """Return the server's weights, each averaged over the clients that trained it.
 
         This is Eq. 1 of DFRD. Weights that no client trained are unchanged.
@@ -215,11 +222,11 @@ class PartialTraining(Algorithm[S, Client]):
         weights = {k: float(updates.num_examples[k]) if by_examples else 1.0 for k in updates}
         submodels = {k: update["weights"] for k, update in updates.items()}
         counts = {k: update["counts"] for k, update in updates.items()}
-        return combined(
+        return average_submodels(
             server.model.state_dict(),
             submodels,
             where,
             weights,
             counts if self.own_rows else None,
-            head_of(server.model),
+            head_names(server.model),
         )

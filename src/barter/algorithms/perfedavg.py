@@ -44,15 +44,15 @@ from torch.func import functional_call
 from barter.algorithms.broadcast import Broadcast, Caster
 from barter.core.algorithm import Crossing
 from barter.core.clients import Clients
-from barter.core.evaluation import evaluate
-from barter.core.images import Augment, Images, Spec, prepared
+from barter.core.evaluation import evaluate_client
+from barter.core.images import Augment, Images, Spec, prepare_batch
 from barter.core.model import Classifier
 from barter.core.nodes import Client
 from barter.core.params import Count, NonNegative, Positive
 from barter.core.payload import State, isolate
 from barter.ops.fit import LabelledBatch, alternate, epoch_length, fit, index_batches, sgd
 
-__all__ = ["Adapter", "PerFedAvg", "ahead"]
+__all__ = ["Adapter", "PerFedAvg", "adaptation_loss"]
 
 
 class Adapter(Client):
@@ -61,7 +61,9 @@ class Adapter(Client):
     start: State = {}  # the average, before adaptation
 
 
-def slope(model: Classifier, w: State, batch: LabelledBatch, spec: Spec, augment: Augment) -> State:
+def loss_gradient(
+    model: Classifier, w: State, batch: LabelledBatch, spec: Spec, augment: Augment
+) -> State:
     """Return the gradient of the cross entropy on a batch at given weights.
 
     Args:
@@ -72,18 +74,18 @@ def slope(model: Classifier, w: State, batch: LabelledBatch, spec: Spec, augment
         augment: The augmentation of the images.
     """
     leaves = {name: weight.detach().requires_grad_() for name, weight in w.items()}
-    logits = functional_call(model, leaves, (prepared(batch.pixels, spec, augment),))
+    logits = functional_call(model, leaves, (prepare_batch(batch.pixels, spec, augment),))
     value = F.cross_entropy(logits, batch.labels)
     gradients = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
     return dict(zip(leaves, gradients, strict=True))
 
 
-def moved(w: State, by: float, way: State) -> State:
+def add_multiple(w: State, by: float, way: State) -> State:
     """Return the weights w + by * way."""
     return {name: weight.detach() + by * way[name] for name, weight in w.items()}
 
 
-def ahead(
+def adaptation_loss(
     model: Classifier,
     alpha: float,
     delta: float,
@@ -107,12 +109,12 @@ def ahead(
             central differences (HF); with None, the Hessian is left out (FO).
     """
     w: State = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    gradient_at = partial(slope, model, spec=spec, augment=augment)
-    adapted = moved(w, -alpha, gradient_at(w, first))
+    gradient_at = partial(loss_gradient, model, spec=spec, augment=augment)
+    adapted = add_multiple(w, -alpha, gradient_at(w, first))
     gradient = gradient_at(adapted, second)
     if third is not None:
-        above = gradient_at(moved(w, delta, gradient), third)
-        below = gradient_at(moved(w, -delta, gradient), third)
+        above = gradient_at(add_multiple(w, delta, gradient), third)
+        below = gradient_at(add_multiple(w, -delta, gradient), third)
         gradient = {
             name: g - alpha * (above[name] - below[name]) / (2 * delta)
             for name, g in gradient.items()
@@ -155,18 +157,22 @@ class PerFedAvg(Broadcast[Caster, Adapter]):
         data = client.data
         batches_per_step = 3 if self.hessian_free else 2
         steps_per_epoch = math.ceil(epoch_length(len(data), self.batch_size) / batches_per_step)
-        loss = partial(ahead, client.model, self.alpha, self.delta, data.spec, data.augment)
-        batches = several(data, self.batch_size, batches_per_step)
+        loss = partial(
+            adaptation_loss, client.model, self.alpha, self.delta, data.spec, data.augment
+        )
+        batches = batch_groups(data, self.batch_size, batches_per_step)
         alternate(client, [(loss, batches)], self.epochs * steps_per_epoch, sgd(self.lr))
 
     def receive(self, client: Adapter, w: State) -> None:
         client.start = w
         self.begin(client, w)
-        client.report |= {f"unadapted_{name}": value for name, value in evaluate(client).items()}
+        client.report |= {
+            f"unadapted_{name}": value for name, value in evaluate_client(client).items()
+        }
         fit(client, epochs=1, steps=self.steps, batch_size=self.batch_size, recipe=sgd(self.alpha))
 
 
-def several(data: Images, size: int, each: int) -> Iterator[list[LabelledBatch]]:
+def batch_groups(data: Images, size: int, each: int) -> Iterator[list[LabelledBatch]]:
     """Yield lists of several batches.
 
     Args:

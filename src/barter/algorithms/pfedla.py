@@ -46,9 +46,9 @@ from barter.core.payload import State
 from barter.ops.fit import Trainer, fit, sgd
 from barter.ops.modules import copy_state, restore_module
 
-__all__ = ["HyperNetwork", "Mixer", "PFedLA", "by_layer", "gain", "mixed"]
+__all__ = ["HyperNetwork", "Mixer", "PFedLA", "direction_loss", "group_by_layer", "mix_layers"]
 
-TINY = 1e-6  # smallest weight of a client's own layer
+MIN_WEIGHT = 1e-6  # smallest weight of a client's own layer
 
 
 class Mixer(Server):
@@ -87,12 +87,12 @@ class HyperNetwork(nn.Module):
             own: 1 in the client's own column, otherwise 0.
             known: 1 in the columns of clients whose model is known, otherwise 0.
         """
-        alpha = self.body(self.embedding).view(self.shape) * known + TINY * own
+        alpha = self.body(self.embedding).view(self.shape) * known + MIN_WEIGHT * own
         normalised: Tensor = alpha / alpha.sum(1, keepdim=True)
         return normalised
 
 
-def by_layer(names: Iterable[str]) -> list[list[str]]:
+def group_by_layer(names: Iterable[str]) -> list[list[str]]:
     """Return the names of a model's weights, grouped by the module that has them."""
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -101,7 +101,7 @@ def by_layer(names: Iterable[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-def mixed(models: Sequence[State], alpha: Tensor, layers: Sequence[Sequence[str]]) -> State:
+def mix_layers(models: Sequence[State], alpha: Tensor, layers: Sequence[Sequence[str]]) -> State:
     """Return the models' weighted sum, layer by layer; integers are rounded.
 
     Args:
@@ -120,7 +120,7 @@ def mixed(models: Sequence[State], alpha: Tensor, layers: Sequence[Sequence[str]
     return mix
 
 
-def gain(hyper: HyperNetwork, own: Tensor, known: Tensor, dots: Tensor) -> Tensor:
+def direction_loss(hyper: HyperNetwork, own: Tensor, known: Tensor, dots: Tensor) -> Tensor:
     """Return -⟨θ_i, Δθ_i⟩, which falls as the mix moves in the direction of the training.
 
     The mix is a weighted sum of models, so the products ⟨θ_j, Δθ_i⟩ by layer and client suffice.
@@ -156,7 +156,7 @@ class PFedLA(Algorithm[Mixer]):
 
     def setup(self, server: Mixer, clients: Clients) -> None:
         model = server.architectures[clients[0]]()
-        server.layers = by_layer(model.state_dict())
+        server.layers = group_by_layer(model.state_dict())
         server.trained = [name for name, _ in model.named_parameters()]
         for k in clients:
             hyper = HyperNetwork(len(clients), len(server.layers), self.width)
@@ -184,7 +184,7 @@ class PFedLA(Algorithm[Mixer]):
         with torch.no_grad():
             alpha = hyper(own, known)
         models = [server.models[j] for j in sorted(server.models)]
-        return mixed(models, alpha[:, known > 0], server.layers)
+        return mix_layers(models, alpha[:, known > 0], server.layers)
 
     def learn(self, server: Mixer, clients: Clients, k: int, change: State) -> None:
         """Train the hypernetwork of client k for a step, with the change that training made."""
@@ -194,7 +194,7 @@ class PFedLA(Algorithm[Mixer]):
             for name in change.keys() & layer:
                 flat_weights = [server.models[j][name].flatten() for j in sorted(server.models)]
                 row[known > 0] += torch.stack(flat_weights) @ change[name].flatten()
-        Trainer.of(hyper, sgd(self.hyper_lr)).step(partial(gain, hyper), own, known, dots)
+        Trainer.of(hyper, sgd(self.hyper_lr)).step(partial(direction_loss, hyper), own, known, dots)
         server.hyper[k] = copy_state(hyper)
 
     def hypernetwork(

@@ -17,12 +17,19 @@ from typing_extensions import TypeVar
 from barter.core.algorithm import Algorithm, Crossing
 from barter.core.clients import Clients, Replies
 from barter.core.contracts import Counts, Floats, Places, When
-from barter.core.evaluation import note_before, predict
+from barter.core.evaluation import predict, record_before_exchange
 from barter.core.images import Images
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
-from barter.ops.ensemble import class_shares, consensus, distil, drawn, public_images, soft_loss
+from barter.ops.ensemble import (
+    class_shares,
+    distil,
+    mean_predictions,
+    public_images,
+    sample_index,
+    soft_loss,
+)
 from barter.ops.fit import Recipe, adam, epoch_length, fit
 from barter.ops.modules import stack_field
 
@@ -75,9 +82,9 @@ class PublicDistillation(Algorithm[S, C]):
 
     def round(self, server: S, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)
-        places = drawn(public_images(server), self.samples)
+        places = sample_index(public_images(server), self.samples)
         answers = active.run(self.answer, places)
-        targets = self.decided(server, places, self.joint(answers))
+        targets = self.compute_targets(server, places, self.mean_prediction(answers))
         active.only(answers).run(self.learn, places, targets)
 
     @property
@@ -93,38 +100,40 @@ class PublicDistillation(Algorithm[S, C]):
             places: The indices of the round's public images.
         """
         self.train(client)
-        note_before(client)
+        record_before_exchange(client)
         logits = predict(client.model.eval(), public_images(client).batch, places)
         counts = torch.zeros(0, dtype=torch.long, device=client.device)
         if self.by_class:
             counts = client.data.class_counts()
-        return {"said": self.said(logits), "counts": counts}
+        return {"said": self.to_predictions(logits), "counts": counts}
 
     def train(self, client: C) -> None:
         """Train the client's network on its own data before it predicts."""
         fit(client, epochs=self.epochs, batch_size=self.batch_size, recipe=self.recipe)
 
-    def said(self, logits: Tensor) -> Tensor:
+    def to_predictions(self, logits: Tensor) -> Tensor:
         """Return the predictions that are uploaded: by default, probabilities."""
         return logits.softmax(1)
 
-    def joint(self, answers: Replies[Answer]) -> Tensor:
+    def mean_prediction(self, answers: Replies[Answer]) -> Tensor:
         """Return the mean of the clients' predictions, weighted by class counts if asked for."""
         predictions = [answer["said"] for answer in answers.values()]
         if not self.by_class:
-            return consensus(predictions)
+            return mean_predictions(predictions)
         counts = stack_field(answers, "counts")
-        return consensus(predictions, class_shares(counts))
+        return mean_predictions(predictions, class_shares(counts))
 
-    def decided(self, server: S, places: Tensor, mean: Tensor) -> Tensor:
+    def compute_targets(self, server: S, places: Tensor, mean: Tensor) -> Tensor:
         """Return the targets that clients learn from: by default, the mean prediction."""
         return mean
 
     def learn(self, client: C, places: Tensor, target: Tensor) -> None:
         """Train the client's network on the round's public images and their targets."""
-        self.taught(client.model, public_images(client), places, [target], self.loss, client.track)
+        self.distil_public(
+            client.model, public_images(client), places, [target], self.loss, client.track
+        )
 
-    def taught(
+    def distil_public(
         self,
         model: Classifier,
         images: Images,

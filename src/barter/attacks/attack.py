@@ -8,24 +8,24 @@ from pathlib import Path
 from rich.table import Table
 
 from barter.attacks.copies import measure_copies
-from barter.attacks.inversion import inversion
-from barter.attacks.labels import labels
-from barter.attacks.membership import membership
-from barter.attacks.overheard import overheard, split_test
-from barter.attacks.result import Result, shown, to_json
-from barter.compute.threads import threaded
+from barter.attacks.inversion import inversion_attacks
+from barter.attacks.labels import label_attacks
+from barter.attacks.membership import membership_attacks
+from barter.attacks.overheard import collect_uploads, split_test
+from barter.attacks.result import Result, result_tables, results_to_json
+from barter.compute.threads import limit_threads
 from barter.core.errors import ConfigError
 from barter.core.nodes import Monitor
 from barter.experiment import Experiment
-from barter.runs.picture import sheet
+from barter.runs.picture import draw_sheet
 
-__all__ = ["attack", "attacked"]
+__all__ = ["attack_tables", "run_attacks"]
 
 DATA = "attack.json"
 SHEET = "attack.png"
 
 
-def attacked(run: Path, shadows: int, monitor: Monitor) -> Iterator[Table | str]:
+def attack_tables(run: Path, shadows: int, monitor: Monitor) -> Iterator[Table | str]:
     """Attack a run and yield its results as tables and text.
 
     Args:
@@ -33,12 +33,12 @@ def attacked(run: Path, shadows: int, monitor: Monitor) -> Iterator[Table | str]
         shadows: The number of shadow runs for membership inference; must be even.
         monitor: Shows progress.
     """
-    results, paths = attack(run, shadows, monitor)
-    yield from shown(results)
+    results, paths = run_attacks(run, shadows, monitor)
+    yield from result_tables(results)
     yield f"kept: {', '.join(map(str, paths))}"
 
 
-def attack(run: Path, shadows: int, monitor: Monitor) -> tuple[list[Result], list[Path]]:
+def run_attacks(run: Path, shadows: int, monitor: Monitor) -> tuple[list[Result], list[Path]]:
     """Run one more round under the same protection, and attack what clients upload in it.
 
     Args:
@@ -57,18 +57,18 @@ def attack(run: Path, shadows: int, monitor: Monitor) -> tuple[list[Result], lis
             f"--shadows {shadows}: shadow runs come in pairs that share out the images; give an "
             "even number"
         )
-    experiment = Experiment.revisited(run, unlimited=True)
+    experiment = Experiment.restore(run, unlimited=True)
     name = type(experiment.algorithm).__name__
     before = experiment.round
-    with threaded(experiment.config.threads):
+    with limit_threads(experiment.config.threads):
         with monitor.phase(f"round {before + 1}, overheard", 1):
-            uploads = overheard(experiment)
+            uploads = collect_uploads(experiment)
         experiment.engine.watched = monitor
         public, others = split_test(experiment)
-        results, rows = inversion(experiment, uploads, public)
+        results, rows = inversion_attacks(experiment, uploads, public)
         results += measure_copies(experiment)
-        results += membership(experiment, uploads, public, others, shadows, monitor)
-        results += labels(experiment, uploads, public)
+        results += membership_attacks(experiment, uploads, public, others, shadows, monitor)
+        results += label_attacks(experiment, uploads, public)
     about = {
         "algorithm": name,
         "round": before + 1,
@@ -78,7 +78,7 @@ def attack(run: Path, shadows: int, monitor: Monitor) -> tuple[list[Result], lis
     }
     paths = [run / DATA]
     try:
-        paths[0].write_text(to_json(about, results))
+        paths[0].write_text(results_to_json(about, results))
     except OSError as error:
         raise ConfigError(f"{paths[0]} cannot be written: {error}") from error
     if rows:
@@ -86,6 +86,6 @@ def attack(run: Path, shadows: int, monitor: Monitor) -> tuple[list[Result], lis
             f"{name} after round {before}: private images, their best reconstruction from uploads,\n"
             "and the best guess from the class. Experimenter's view only"
         )
-        sheet(rows, title, run / SHEET)
+        draw_sheet(rows, title, run / SHEET)
         paths.append(run / SHEET)
     return results, paths

@@ -31,8 +31,8 @@ from scipy.special import betaincinv
 from torch import Tensor
 
 from barter.attacks.overheard import clients_of, guard_of
-from barter.compute.precision import using
-from barter.compute.threads import threaded
+from barter.compute.precision import use_precision
+from barter.compute.threads import limit_threads
 from barter.core import seeds
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Clients
@@ -44,7 +44,7 @@ from barter.core.wire import Direction, Wire
 from barter.experiment import Experiment
 from barter.privacy.guard import Guard
 from barter.privacy.mechanisms import Additive, ClassMeans, Response
-from barter.privacy.parts import take
+from barter.privacy.parts import take_part
 from barter.privacy.prices import TRAINING, Account, Description, protected_epsilon, step_noise
 
 __all__ = ["EpsilonBound", "canary_lines", "play_canary_game", "prove_epsilon"]
@@ -52,11 +52,11 @@ __all__ = ["EpsilonBound", "canary_lines", "play_canary_game", "prove_epsilon"]
 FILE = "canary.json"
 CONFIDENCE = 0.99
 TOGETHER = "all of it together"
-QUIET = 1e-9  # noise multiplier of the tries from which the attacker learns where to look
+QUIET_NOISE = 1e-9  # noise multiplier of the tries from which the attacker learns where to look
 CERTAIN = 60.0  # ε of randomised response in these tries
 QUIET_TRIES = 4
 QUANTILES = 41  # number of thresholds from which one is chosen
-COLOURS = (0, 255)  # of the client's first image in the two rounds of a try
+CANARY_COLOURS = (0, 255)  # of the client's first image in the two rounds of a try
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class Game:
         has_labels = any(isinstance(m, Response) for m in self.plan.mechanisms.values())
         pixels = data.pixels.clone()
         labels = data.labels.clone()
-        pixels[0] = COLOURS[world]
+        pixels[0] = CANARY_COLOURS[world]
         labels[0] = world if has_labels else 0
         return Images(pixels, labels, data.spec)
 
@@ -247,7 +247,7 @@ class Game:
             for name, mechanism in self.plan.of(method).items():
                 key = name.partition(".")[2]
                 keys = [key] if mechanism.beside is None else [key, mechanism.beside]
-                values = [value for key in keys for value in take(answer, key)]
+                values = [value for key in keys for value in take_part(answer, key)]
                 found.setdefault(name, []).append(self._flat(values))
         return {name: torch.cat(vectors) for name, vectors in found.items()}
 
@@ -273,9 +273,9 @@ class Game:
             if isinstance(mechanism, Response):
                 plan.mechanisms[name] = replace(mechanism, epsilon=CERTAIN)
             elif isinstance(mechanism, Additive | ClassMeans):
-                plan.mechanisms[name] = replace(mechanism, noise=QUIET)
+                plan.mechanisms[name] = replace(mechanism, noise=QUIET_NOISE)
         if plan.training is not None:
-            plan.training = replace(plan.training, noise=QUIET, epsilon=None, rounds=None)
+            plan.training = replace(plan.training, noise=QUIET_NOISE, epsilon=None, rounds=None)
         return guard
 
     def directions(self) -> dict[str, Tensor]:
@@ -318,10 +318,10 @@ def play_canary_game(
         raise ConfigError(f"--tries {tries}: at least 20 are needed to bound a rate")
     game = Game(experiment, images)
     with (
-        threaded(experiment.config.threads),
-        using(experiment.precision),
-        experiment.engine.at_home(),
-        experiment.server.seated(),
+        limit_threads(experiment.config.threads),
+        use_precision(experiment.precision),
+        experiment.engine.on_server_stream(),
+        experiment.server.use_lane_module(),
         monitor.phase(f"canary, {2 * tries} rounds", 2 * tries),
     ):
         directions = game.directions()

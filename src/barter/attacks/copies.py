@@ -17,12 +17,12 @@ from scipy.stats import norm
 from torch import Tensor
 
 from barter.attacks.overheard import clients_of
-from barter.attacks.result import Result, averaged
+from barter.attacks.result import Result, mean_result
 from barter.core.evaluation import predict
 from barter.core.images import Images
 from barter.core.model import Classifier
 from barter.experiment import Experiment
-from barter.models.generators import resized
+from barter.models.generators import resize_images
 
 __all__ = ["copy_rate", "find_nearest", "measure_copies", "wilson_interval"]
 
@@ -49,7 +49,7 @@ def measure_copies(experiment: Experiment) -> list[Result]:
     if not values[PIXELS]:
         why = "no synthetic images were made from a part of a client's images"
         return [Result("copies", PIXELS, note=why)]
-    return [averaged("copies", name, by_client) for name, by_client in values.items()]
+    return [mean_result("copies", name, by_client) for name, by_client in values.items()]
 
 
 def copy_rate(nearest: Tensor, offered: Tensor, n_private: int) -> dict[str, float]:
@@ -111,6 +111,6 @@ def _by_features(model: Classifier, data: Images, images: Tensor) -> Tensor:
     private = predict(model.features, data.batch, every)
     shown = torch.arange(len(images), device=images.device)
     synthetic = predict(
-        model.features, lambda part: resized(images[part].float(), data.spec), shown
+        model.features, lambda part: resize_images(images[part].float(), data.spec), shown
     )
     return find_nearest(synthetic, private)

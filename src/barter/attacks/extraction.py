@@ -19,13 +19,13 @@ from barter.core.payload import Payload, leaves
 from barter.ops.ensemble import distil, soft_loss
 from barter.ops.fit import adam
 
-__all__ = ["extracted", "predictions"]
+__all__ = ["extract_model", "find_predictions"]
 
 STEPS = 400
-BATCH = 100
+EXTRACTION_BATCH = 100
 
 
-def predictions(
+def find_predictions(
     answers: Mapping[str, Payload], sent: Mapping[str, Payload], classes: int
 ) -> tuple[Tensor, Tensor] | None:
     """Find a client's predictions on public images.
@@ -57,7 +57,7 @@ def _tensors(tree: Payload) -> Iterator[Tensor]:
     yield from (leaf for _, leaf in leaves(tree) if isinstance(leaf, Tensor))
 
 
-def extracted(like: Classifier, public: Images, places: Tensor, said: Tensor) -> Classifier:
+def extract_model(like: Classifier, public: Images, places: Tensor, said: Tensor) -> Classifier:
     """Train a new network of the same architecture on predictions for public images.
 
     Args:
@@ -81,7 +81,7 @@ def extracted(like: Classifier, public: Images, places: Tensor, said: Tensor) ->
         places,
         [target],
         soft_loss,
-        batch_size=BATCH,
+        batch_size=EXTRACTION_BATCH,
         recipe=adam(1e-3, cosine=True),
         steps=STEPS,
     )

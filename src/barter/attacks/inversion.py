@@ -17,29 +17,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from barter.attacks.measures import found, psnr, ssim
-from barter.attacks.overheard import Told, clients_of, guard_of
-from barter.attacks.result import Result, averaged
+from barter.attacks.measures import is_nearest_original, psnr, ssim
+from barter.attacks.overheard import Upload, clients_of, guard_of
+from barter.attacks.result import Result, mean_result
 from barter.core import seeds
-from barter.core.images import Augment, Images, Spec, augmented, statistics
+from barter.core.images import Augment, Images, Spec, augment_images, channel_statistics
 from barter.core.model import Classifier
 from barter.core.nodes import Client
 from barter.experiment import Experiment
 from barter.ops.fit import Trainer, adam, epoch_length, index_batches
-from barter.ops.views import embeddings, number, parts_of, seen
+from barter.ops.views import count_views, embed_all_views, extract_views, parts_of_views
 from barter.privacy.mechanisms import Additive
-from barter.runs.picture import Row
+from barter.runs.picture import ImageRow
 
-__all__ = ["inversion"]
+__all__ = ["inversion_attacks"]
 
-IMAGES = 30  # number of each client's images to reconstruct
+N_RECONSTRUCTED = 30  # number of each client's images to reconstruct
 PUBLIC = 500  # limit on the attacker's images to learn from
 COPIES = 1500  # approximate number of training pairs, with shifted copies and new noise
 EPOCHS = 25
-BATCH = 100
+INVERSION_BATCH = 100
 WIDTH = 256  # width of the attacker's network
 DESCENT = 150  # steps of gradient descent on an image
-COLUMNS = 10  # images per row of the sheet
+SHEET_COLUMNS = 10  # images per row of the sheet
 
 # Names of attacks.
 NETWORK = "network from embeddings"
@@ -47,13 +47,13 @@ SLOPE = "descent from there"
 DRAWN = "transfer images"
 GIVEN = "nearest of the images given away"
 # Names of baselines that use no upload.
-MEAN = "mean of the class"
+CLASS_MEAN = "mean of the class"
 NEAREST = "nearest image of the class"
 
 
-def inversion(
-    experiment: Experiment, told: dict[int, Told], public: Images
-) -> tuple[list[Result], list[Row]]:
+def inversion_attacks(
+    experiment: Experiment, told: dict[int, Upload], public: Images
+) -> tuple[list[Result], list[ImageRow]]:
     """Run every inversion attack that the clients' uploads allow.
 
     Args:
@@ -69,10 +69,10 @@ def inversion(
     for k, client in clients_of(experiment).items():
         if k not in told or (places := told[k].places) is None:
             continue
-        chosen = torch.arange(min(IMAGES, len(places)))
+        chosen = torch.arange(min(N_RECONSTRUCTED, len(places)))
         with seeds.scope(experiment.config.seed, "inversion", k):
             reconstructions = dict(_attempts(experiment, client, told[k], chosen, public))
-        every = visible(client.data.batch(torch.arange(len(client.data))), client.data.spec)
+        every = denormalise(client.data.batch(torch.arange(len(client.data))), client.data.spec)
         originals = places[chosen]
         real = every[originals]
         labels = client.data.labels[originals]
@@ -83,14 +83,14 @@ def inversion(
                 "psnr": float(decibels.mean()),
                 "best_psnr": float(decibels.max()),
                 "ssim": float(ssim(real, images).mean()),
-                "found": float(found(every, originals, images).double().mean()),
+                "found": float(is_nearest_original(every, originals, images).double().mean()),
             }
         pictures[k] = (real, labels, reconstructions)
     if not values:
         why = "nothing that left the clients belongs to a single image"
         return [Result("inversion", "images", note=why)], []
     results = [
-        averaged("inversion", name, by_client, guess=name in (MEAN, NEAREST))
+        mean_result("inversion", name, by_client, guess=name in (CLASS_MEAN, NEAREST))
         for name, by_client in values.items()
     ]
     if NETWORK not in values:
@@ -100,7 +100,7 @@ def inversion(
 
 
 def _attempts(
-    experiment: Experiment, client: Client, told: Told, chosen: Tensor, public: Images
+    experiment: Experiment, client: Client, told: Upload, chosen: Tensor, public: Images
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the reconstructions of each attack on one client.
 
@@ -116,16 +116,16 @@ def _attempts(
         true_labels = client.data.labels[told.places[chosen]]
         labels = None if told.labels is None else told.labels[1]
         attacker = _Attacker(experiment, client.id, told, told.network, public)
-        rows = attacker.paired(told.rows[1], labels, chosen, true_labels)
+        rows = attacker.match_rows(told.rows[1], labels, chosen, true_labels)
         first = attacker.invert(rows)
         yield NETWORK, first
         if not attacker.means:
             yield SLOPE, attacker.descend(first, rows)
     if told.images is not None:
-        yield DRAWN, visible(told.images[chosen], spec)
+        yield DRAWN, denormalise(told.images[chosen], spec)
     if told.given is not None and told.places is not None:
-        real = visible(client.data.batch(told.places[chosen]), spec)
-        yield GIVEN, _nearest(real, visible(told.given, spec))
+        real = denormalise(client.data.batch(told.places[chosen]), spec)
+        yield GIVEN, _nearest(real, denormalise(told.given, spec))
 
 
 class _Attacker:
@@ -140,7 +140,7 @@ class _Attacker:
     """
 
     def __init__(
-        self, experiment: Experiment, k: int, told: Told, network: Classifier, public: Images
+        self, experiment: Experiment, k: int, told: Upload, network: Classifier, public: Images
     ) -> None:
         assert told.rows is not None
         part, rows = told.rows
@@ -165,9 +165,11 @@ class _Attacker:
         if not isinstance(mechanism, Additive):
             return rows
         by_row = (mechanism.each or self.guard.plan.each(self.part)) == "image"
-        return mechanism.clipped(rows) if by_row else rows
+        return mechanism.clip_rows(rows) if by_row else rows
 
-    def paired(self, rows: Tensor, labels: Tensor | None, chosen: Tensor, own: Tensor) -> Tensor:
+    def match_rows(
+        self, rows: Tensor, labels: Tensor | None, chosen: Tensor, own: Tensor
+    ) -> Tensor:
         """Return the uploaded row of each chosen image.
 
         If rows are means of classes, this is the row of the image's class, or the mean of all rows
@@ -190,7 +192,7 @@ class _Attacker:
                 row_of_class[c] = matches[0]
         return candidates[row_of_class[own]]
 
-    def told_of(self, images: Images, stream: int) -> Tensor:
+    def rows_for(self, images: Images, stream: int) -> Tensor:
         """Return the rows that this client would have uploaded for other images.
 
         Args:
@@ -198,7 +200,7 @@ class _Attacker:
             stream: The seed of the noise.
         """
         everything = torch.arange(len(images))
-        rows = embeddings(self.network, images, everything, parts_of(self.views))
+        rows = embed_all_views(self.network, images, everything, parts_of_views(self.views))
         method, _, key = self.part.partition(".")
         label_key = None if self.told.labels is None else self.told.labels[0].partition(".")[2]
         answer = {**self.told.answers[method], key: rows.view(len(images), *self.shape)}
@@ -208,7 +210,7 @@ class _Attacker:
             client = Client(self.k, self.network, images.device, images, {})
             answer = self.guard.protect(client, method, answer, (), stream)
         labels = None if label_key is None else answer[label_key]
-        return self.paired(answer[key], labels, everything, images.labels)
+        return self.match_rows(answer[key], labels, everything, images.labels)
 
     def invert(self, rows: Tensor) -> Tensor:
         """Reconstruct images with a network that is trained on pairs of the attacker's images.
@@ -234,8 +236,8 @@ class _Attacker:
             return F.mse_loss(network(inputs), targets)
 
         trainer = Trainer.of(network, adam(1e-3, cosine=True))
-        per_epoch = epoch_length(len(x), BATCH)
-        batches = index_batches(len(x), BATCH, x.device)
+        per_epoch = epoch_length(len(x), INVERSION_BATCH)
+        batches = index_batches(len(x), INVERSION_BATCH, x.device)
         smallest = math.inf
         best = rows
         for epoch in self.experiment.server.track(f"inversion of client {self.k}", range(EPOCHS)):
@@ -262,7 +264,7 @@ class _Attacker:
             The rows that the client would upload, and the flattened images.
         """
         shift = Augment(crop=max(1, pixels.shape[-1] // 8))
-        groups = [augmented(pixels, shift) if i else pixels for i in range(copies)]
+        groups = [augment_images(pixels, shift) if i else pixels for i in range(copies)]
         if self.means:  # The mean over more images is more informative.
             groups = [torch.cat(groups)]
         inputs = []
@@ -272,8 +274,10 @@ class _Attacker:
             stream = seeds.stream_seed(
                 self.experiment.config.seed, "inversion", self.k, len(pixels), i
             )
-            inputs.append(self.told_of(images, stream))
-            targets.append(visible(images.batch(torch.arange(len(images))), self.spec).flatten(1))
+            inputs.append(self.rows_for(images, stream))
+            targets.append(
+                denormalise(images.batch(torch.arange(len(images))), self.spec).flatten(1)
+            )
         return torch.cat(inputs), torch.cat(targets)
 
     def descend(self, start: Tensor, rows: Tensor) -> Tensor:
@@ -283,14 +287,14 @@ class _Attacker:
             start: The first reconstructions.
             rows: The uploaded rows, to which embeddings are compared after clipping.
         """
-        mean, deviation = statistics(self.spec, start.device)
-        parts = parts_of(self.views)
+        mean, deviation = channel_statistics(self.spec, start.device)
+        parts = parts_of_views(self.views)
         images = start.clone().requires_grad_(True)
-        views = torch.arange(number(parts)).repeat(len(start))
+        views = torch.arange(count_views(parts)).repeat(len(start))
         optimizer = torch.optim.Adam([images], lr=0.02)
         for _ in self.experiment.server.track(f"descent of client {self.k}", range(DESCENT)):
-            x = ((images.clamp(0, 1) - mean) / deviation).repeat_interleave(number(parts), 0)
-            features = self.network.features(seen(x, views, parts, self.spec))
+            x = ((images.clamp(0, 1) - mean) / deviation).repeat_interleave(count_views(parts), 0)
+            features = self.network.features(extract_views(x, views, parts, self.spec))
             computed = self.clip(features.reshape(len(start), -1))
             (images.grad,) = torch.autograd.grad((computed - rows).square().sum(), images)
             optimizer.step()
@@ -305,7 +309,7 @@ def _guesses(real: Tensor, labels: Tensor, public: Images) -> dict[str, Tensor]:
         labels: Their labels.
         public: The attacker's images.
     """
-    have = visible(public.batch(torch.arange(len(public))), public.spec)
+    have = denormalise(public.batch(torch.arange(len(public))), public.spec)
     means = torch.empty_like(real)
     nearest = torch.empty_like(real)
     for i, (image, label) in enumerate(zip(real, labels, strict=True)):
@@ -313,7 +317,7 @@ def _guesses(real: Tensor, labels: Tensor, public: Images) -> dict[str, Tensor]:
         candidates = have[same_class] if bool(same_class.any()) else have
         means[i] = candidates.mean(0)
         nearest[i] = _nearest(image[None], candidates)[0]
-    return {MEAN: means, NEAREST: nearest}
+    return {CLASS_MEAN: means, NEAREST: nearest}
 
 
 def _nearest(wanted: Tensor, have: Tensor) -> Tensor:
@@ -321,9 +325,9 @@ def _nearest(wanted: Tensor, have: Tensor) -> Tensor:
     return have[torch.cdist(wanted.flatten(1), have.flatten(1)).argmin(1)]
 
 
-def visible(images: Tensor, spec: Spec) -> Tensor:
+def denormalise(images: Tensor, spec: Spec) -> Tensor:
     """Undo the normalisation of images; pixels are then between 0 and 1."""
-    mean, deviation = statistics(spec, images.device)
+    mean, deviation = channel_statistics(spec, images.device)
     return (images * deviation + mean).clamp(0, 1)
 
 
@@ -331,7 +335,7 @@ def _sheet(
     experiment: Experiment,
     results: list[Result],
     pictures: dict[int, tuple[Tensor, Tensor, dict[str, Tensor]]],
-) -> list[Row]:
+) -> list[ImageRow]:
     """Return two rows per client: the best attack beside the private images, and the best guess.
 
     Args:
@@ -343,12 +347,12 @@ def _sheet(
     def best(reconstructions: dict[str, Tensor], guess: bool) -> Tensor:
         candidates = [r for r in results if r.guess == guess and r.attack in reconstructions]
         attack = max(candidates, key=lambda r: r.values["psnr"]).attack
-        return reconstructions[attack][:COLUMNS].permute(0, 2, 3, 1)
+        return reconstructions[attack][:SHEET_COLUMNS].permute(0, 2, 3, 1)
 
-    rows: list[Row] = []
+    rows: list[ImageRow] = []
     for k, (real, labels, reconstructions) in pictures.items():
-        names = [experiment.task.classes[c] for c in labels[:COLUMNS]]
-        originals = real[:COLUMNS].permute(0, 2, 3, 1)
+        names = [experiment.task.classes[c] for c in labels[:SHEET_COLUMNS]]
+        originals = real[:SHEET_COLUMNS].permute(0, 2, 3, 1)
         rows.append((f"client {k}", originals, best(reconstructions, False), names))
         rows.append(("guess", None, best(reconstructions, True), [""] * len(names)))
     return rows

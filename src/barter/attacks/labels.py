@@ -8,20 +8,22 @@ import torch
 from torch import Tensor
 
 from barter.attacks.measures import share_error
-from barter.attacks.overheard import Told, clients_of, guard_of
-from barter.attacks.result import Result, averaged
+from barter.attacks.overheard import Upload, clients_of, guard_of
+from barter.attacks.result import Result, mean_result
 from barter.core.evaluation import predict
 from barter.core.images import Images
 from barter.core.model import Classifier
 from barter.core.nodes import Client
 from barter.core.payload import Payload
 from barter.experiment import Experiment
-from barter.privacy.parts import parts_of, take
+from barter.privacy.parts import answer_parts, take_part
 
-__all__ = ["labels", "prior"]
+__all__ = ["estimate_prior", "label_attacks"]
 
 
-def labels(experiment: Experiment, told: Mapping[int, Told], public: Images) -> list[Result]:
+def label_attacks(
+    experiment: Experiment, told: Mapping[int, Upload], public: Images
+) -> list[Result]:
     """Infer labels and class frequencies in every available way, and compare with the truth.
 
     Args:
@@ -39,18 +41,18 @@ def labels(experiment: Experiment, told: Mapping[int, Told], public: Images) -> 
         k: {"distance": share_error(even, client.data.class_counts())}
         for k, client in clients.items()
     }
-    results = [averaged("labels", attack, values) for attack, values in found.items()]
+    results = [mean_result("labels", attack, values) for attack, values in found.items()]
     if not results:
         results = [
             Result("labels", "classes", note="nothing that left the clients is about classes")
         ]
     if guess:
-        results.append(averaged("labels", "all classes alike", guess, guess=True))
+        results.append(mean_result("labels", "all classes alike", guess, guess=True))
     return results
 
 
 def _readings(
-    experiment: Experiment, client: Client, told: Told, public: Images
+    experiment: Experiment, client: Client, told: Upload, public: Images
 ) -> dict[str, dict[str, float]]:
     """Return the accuracy of each way to infer labels from one client's upload, by its name."""
     true = client.data.class_counts()
@@ -71,10 +73,10 @@ def _readings(
         features = rows if rows.ndim == 2 else rows[:, 0]  # the first of several views
         with torch.no_grad():
             found[f"{name} and weights"] = judge(told.network.logits(features).argmax(1), name)
-    for name, counts in _counted(experiment, told.answers):
+    for name, counts in _counts_in_answers(experiment, told.answers):
         found[name] = {"distance": share_error(counts, true)}
     if told.network is not None:
-        found[told.source] = {"distance": share_error(prior(told.network, public), true)}
+        found[told.source] = {"distance": share_error(estimate_prior(told.network, public), true)}
     return found
 
 
@@ -84,18 +86,20 @@ def _of_images(experiment: Experiment, part: str) -> bool:
     return part not in plan.covers or plan.mechanisms[plan.covers[part]].beside is None
 
 
-def _counted(experiment: Experiment, answers: Mapping[str, Payload]) -> list[tuple[str, Tensor]]:
+def _counts_in_answers(
+    experiment: Experiment, answers: Mapping[str, Payload]
+) -> list[tuple[str, Tensor]]:
     """Return parts that list classes or hold a non-negative number per class, as class counts."""
     classes = experiment.task.spec.classes
     found: list[tuple[str, Tensor]] = []
-    for method, parts in parts_of(experiment.algorithm).items():
+    for method, parts in answer_parts(experiment.algorithm).items():
         if method not in answers:
             continue
         for part in parts:
             if experiment.algorithm.tells.get(part) == "nothing":
                 continue
             key = part.partition(".")[2]
-            for value in take(answers[method], key):
+            for value in take_part(answers[method], key):
                 counts = _class_counts(value, key, classes)
                 if counts is not None:
                     found.append((part, counts))
@@ -113,7 +117,7 @@ def _class_counts(value: Payload, key: str, classes: int) -> Tensor | None:
     return None
 
 
-def prior(network: Classifier, public: Images) -> Tensor:
+def estimate_prior(network: Classifier, public: Images) -> Tensor:
     """Estimate a network's class prior.
 
     This is the sum of the predicted probabilities of each class over public images, relative to how

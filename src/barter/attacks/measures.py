@@ -9,7 +9,14 @@ import torch.nn.functional as F
 from scipy.stats import rankdata
 from torch import Tensor
 
-__all__ = ["auc", "found", "psnr", "share_error", "ssim", "true_positives"]
+__all__ = [
+    "auc_with_error",
+    "is_nearest_original",
+    "psnr",
+    "share_error",
+    "ssim",
+    "true_positive_rate",
+]
 
 WINDOW = 7  # side of the windows of SSIM in pixels
 
@@ -43,7 +50,7 @@ def ssim(real: Tensor, made: Tensor) -> Tensor:
     return windows.flatten(1).mean(1)
 
 
-def found(every: Tensor, places: Tensor, made: Tensor) -> Tensor:
+def is_nearest_original(every: Tensor, places: Tensor, made: Tensor) -> Tensor:
     """Return for each reconstruction whether the nearest private image is its original.
 
     Args:
@@ -55,7 +62,7 @@ def found(every: Tensor, places: Tensor, made: Tensor) -> Tensor:
     return nearest == places
 
 
-def auc(members: Tensor, others: Tensor) -> tuple[float, float]:
+def auc_with_error(members: Tensor, others: Tensor) -> tuple[float, float]:
     """Return the area under the ROC curve and its standard error (Hanley and McNeil 1982).
 
     The area is the probability that a member's score is above that of a non-member; ties count half.
@@ -70,7 +77,7 @@ def auc(members: Tensor, others: Tensor) -> tuple[float, float]:
     return a, math.sqrt(max(0.0, variance))
 
 
-def true_positives(members: Tensor, others: Tensor, rate: float) -> float:
+def true_positive_rate(members: Tensor, others: Tensor, rate: float) -> float:
     """Return the true positive rate at a false positive rate of at most `rate`."""
     allowed = math.floor(rate * len(others) + 1e-9)
     if allowed >= len(others):

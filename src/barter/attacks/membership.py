@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from barter.attacks.measures import auc, true_positives
-from barter.attacks.overheard import Told, clients_of, overheard
+from barter.attacks.measures import auc_with_error, true_positive_rate
+from barter.attacks.overheard import Upload, clients_of, collect_uploads
 from barter.attacks.result import Result
 from barter.core import seeds
 from barter.core.evaluation import predict
@@ -22,16 +22,16 @@ from barter.core.images import Images
 from barter.core.model import Classifier
 from barter.core.nodes import Monitor
 from barter.experiment import Experiment
-from barter.ops.views import embeddings, parts_of
+from barter.ops.views import embed_all_views, parts_of_views
 from barter.setup.config import Config
 
-__all__ = ["Pool", "calibrated", "halves", "membership", "pool"]
+__all__ = ["ImagePool", "make_pool", "membership_attacks", "rmia_scores", "shadow_indices"]
 
 RATES = (1e-2, 1e-3)  # false positive rates
 
 
 @dataclass(frozen=True)
-class Pool:
+class ImagePool:
     """A client's images (members), followed by images of no client."""
 
     images: Images
@@ -39,7 +39,7 @@ class Pool:
     judged: Tensor  # indices of the images to classify: per class as many members as others
 
 
-def pool(own: Images, others: Images, seed: int) -> Pool:
+def make_pool(own: Images, others: Images, seed: int) -> ImagePool:
     """Join a client's images with others, and choose equally many of both from each class.
 
     Args:
@@ -60,10 +60,10 @@ def pool(own: Images, others: Images, seed: int) -> Pool:
     pixels = torch.cat([own.pixels, others.pixels[chosen]])
     labels = torch.cat([own.labels, others.labels[chosen]])
     judged = torch.cat([*inside, len(own) + torch.arange(len(chosen))])
-    return Pool(Images(pixels, labels, own.spec, own.augment), len(own), judged)
+    return ImagePool(Images(pixels, labels, own.spec, own.augment), len(own), judged)
 
 
-def halves(count: int, shadows: int, seed: int) -> list[Tensor]:
+def shadow_indices(count: int, shadows: int, seed: int) -> list[Tensor]:
     """Return the indices of the images of each shadow run.
 
     Two successive runs have the two halves of a random split, so that each image is in half of the
@@ -81,9 +81,9 @@ def halves(count: int, shadows: int, seed: int) -> list[Tensor]:
     return [half.sort().values for half in parts[:shadows]]
 
 
-def membership(
+def membership_attacks(
     experiment: Experiment,
-    told: Mapping[int, Told],
+    told: Mapping[int, Upload],
     public: Images,
     others: Images,
     shadows: int,
@@ -101,7 +101,8 @@ def membership(
     """
     clients = {k: client for k, client in clients_of(experiment).items() if k in told}
     pools = {
-        k: pool(client.data, others, experiment.config.seed + k) for k, client in clients.items()
+        k: make_pool(client.data, others, experiment.config.seed + k)
+        for k, client in clients.items()
     }
     known = {k: network for k in clients if (network := told[k].network) is not None}
     given = {k: images for k in clients if (images := told[k].given) is not None}
@@ -111,40 +112,43 @@ def membership(
     results = []
     if known:
         source = told[next(iter(known))].source
-        own = {k: (likelihood(network, pools[k].images), pools[k]) for k, network in known.items()}
-        results.append(_judged(f"loss threshold, {source}", own))
+        own = {
+            k: (label_likelihood(network, pools[k].images), pools[k])
+            for k, network in known.items()
+        }
+        results.append(_summarise_scores(f"loss threshold, {source}", own))
         runs = _shadows(experiment.config, experiment.round - 1, pools, shadows, monitor)
         scores = {}
         for k, network in known.items():
             # Each run samples its own clients, so a client is missing from some.
             shadow_networks = [run[k].network for run in runs if k in run]
             if shadow_networks:
-                score = _compared(network, shadow_networks, pools[k], public)
+                score = _pool_scores(network, shadow_networks, pools[k], public)
                 scores[k] = (score, pools[k])
         if scores:
-            results.append(_judged(f"RMIA with {shadows} shadow runs, {source}", scores))
+            results.append(_summarise_scores(f"RMIA with {shadows} shadow runs, {source}", scores))
     rows = {
         k: (_nearness(told[k], pools[k].images), pools[k])
         for k in known
         if told[k].rows is not None
     }
     if rows:
-        results.append(_judged("nearest row, embeddings and weights", rows))
+        results.append(_summarise_scores("nearest row, embeddings and weights", rows))
     if given:
         likeness = {
             k: (_likeness(images, pools[k].images), pools[k]) for k, images in given.items()
         }
-        results.append(_judged("nearest of the images given away", likeness))
+        results.append(_summarise_scores("nearest of the images given away", likeness))
     return results
 
 
-def likelihood(network: Classifier, images: Images) -> Tensor:
+def label_likelihood(network: Classifier, images: Images) -> Tensor:
     """Return the log-likelihood of each image's label under a network."""
     logits = predict(network.eval(), images.batch, torch.arange(len(images)))
     return logits.double().log_softmax(1).gather(1, images.labels[:, None])[:, 0]
 
 
-def calibrated(own: Tensor, shadows: Tensor, own_public: Tensor, shadows_public: Tensor) -> Tensor:
+def rmia_scores(own: Tensor, shadows: Tensor, own_public: Tensor, shadows_public: Tensor) -> Tensor:
     """Return the RMIA score of each image.
 
     This is the fraction of public images with a smaller likelihood ratio between the attacked and
@@ -162,21 +166,23 @@ def calibrated(own: Tensor, shadows: Tensor, own_public: Tensor, shadows_public:
     return torch.searchsorted(public_ratios, ratios, right=True).double() / len(public_ratios)
 
 
-def _compared(
-    own: Classifier, others: Sequence[Classifier | None], pool: Pool, public: Images
+def _pool_scores(
+    own: Classifier, others: Sequence[Classifier | None], pool: ImagePool, public: Images
 ) -> Tensor:
     """Return the RMIA score of each image of a pool."""
     networks = [own, *(network for network in others if network is not None)]
-    in_pool = torch.stack([likelihood(network, pool.images) for network in networks])
-    in_public = torch.stack([likelihood(network, public) for network in networks])
-    return calibrated(in_pool[0], in_pool[1:], in_public[0], in_public[1:])
+    in_pool = torch.stack([label_likelihood(network, pool.images) for network in networks])
+    in_public = torch.stack([label_likelihood(network, public) for network in networks])
+    return rmia_scores(in_pool[0], in_pool[1:], in_public[0], in_public[1:])
 
 
 def _shadows(
-    config: Config, rounds: int, pools: Mapping[int, Pool], count: int, monitor: Monitor
-) -> list[dict[int, Told]]:
+    config: Config, rounds: int, pools: Mapping[int, ImagePool], count: int, monitor: Monitor
+) -> list[dict[int, Upload]]:
     """Return the uploads of shadow runs, which train on halves of the pools with other seeds."""
-    inside = {k: halves(len(pool.images), count, config.seed + k) for k, pool in pools.items()}
+    inside = {
+        k: shadow_indices(len(pool.images), count, config.seed + k) for k, pool in pools.items()
+    }
     return [
         _shadow(config, rounds, pools, {k: inside[k][i] for k in pools}, i, count, monitor)
         for i in range(count)
@@ -186,12 +192,12 @@ def _shadows(
 def _shadow(
     config: Config,
     rounds: int,
-    pools: Mapping[int, Pool],
+    pools: Mapping[int, ImagePool],
     inside: Mapping[int, Tensor],
     i: int,
     count: int,
     monitor: Monitor,
-) -> dict[int, Told]:
+) -> dict[int, Upload]:
     """Run shadow run `i` and return what each client uploads in its last round.
 
     Args:
@@ -216,19 +222,19 @@ def _shadow(
         for _ in range(rounds):
             experiment.step()
             monitor.advance(1)
-        uploads = overheard(experiment)
+        uploads = collect_uploads(experiment)
         monitor.advance(1)
     return uploads
 
 
-def _nearness(told: Told, images: Images) -> Tensor:
+def _nearness(told: Upload, images: Images) -> Tensor:
     """Return the negative distance of each image's embedding to the nearest uploaded row."""
     assert told.rows is not None
     assert told.network is not None
     rows = told.rows[1]
     views = 1 if rows.ndim == 2 else rows.shape[1]
     index = torch.arange(len(images))
-    computed = embeddings(told.network, images, index, parts_of(views)).flatten(1)
+    computed = embed_all_views(told.network, images, index, parts_of_views(views)).flatten(1)
     return -torch.cdist(computed.double(), rows.flatten(1).double()).min(1).values
 
 
@@ -238,7 +244,7 @@ def _likeness(given: Tensor, images: Images) -> Tensor:
     return -torch.cdist(own, given.flatten(1)).min(1).values
 
 
-def _judged(attack: str, scores: Mapping[int, tuple[Tensor, Pool]]) -> Result:
+def _summarise_scores(attack: str, scores: Mapping[int, tuple[Tensor, ImagePool]]) -> Result:
     """Return the result of an attack over all clients' images, and for each client.
 
     Args:
@@ -255,7 +261,7 @@ def _judged(attack: str, scores: Mapping[int, tuple[Tensor, Pool]]) -> Result:
     return Result("membership", attack, _values(members, others), clients, note)
 
 
-def _split_scores(score: Tensor, pool: Pool) -> tuple[Tensor, Tensor]:
+def _split_scores(score: Tensor, pool: ImagePool) -> tuple[Tensor, Tensor]:
     """Return the scores of members and of others."""
     inside = pool.judged < pool.members
     return score[pool.judged[inside]], score[pool.judged[~inside]]
@@ -263,8 +269,8 @@ def _split_scores(score: Tensor, pool: Pool) -> tuple[Tensor, Tensor]:
 
 def _values(members: Tensor, others: Tensor) -> dict[str, float]:
     """Return area under the curve, its standard error, and true positive rates."""
-    area, error = auc(members, others)
+    area, error = auc_with_error(members, others)
     values = {"auc": area, "error": error}
     for rate in RATES:
-        values[f"tpr_{rate:.1%}"] = true_positives(members, others, rate)
+        values[f"tpr_{rate:.1%}"] = true_positive_rate(members, others, rate)
     return values

@@ -10,28 +10,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from barter.attacks.extraction import extracted, predictions
+from barter.attacks.extraction import extract_model, find_predictions
 from barter.core import seeds
 from barter.core.algorithm import Algorithm
 from barter.core.errors import ConfigError
-from barter.core.images import Augment, Images, Spec, prepared
+from barter.core.images import Augment, Images, Spec, prepare_batch
 from barter.core.model import Classifier
 from barter.core.nodes import Client
 from barter.core.payload import Payload, State, isolate, leaves
 from barter.core.wire import Direction, Wire
 from barter.engines.local import LocalEngine
 from barter.experiment import Experiment
-from barter.models.generators import resized
+from barter.models.generators import resize_images
 from barter.privacy.guard import Guard
-from barter.privacy.parts import take
+from barter.privacy.parts import take_part
 
-__all__ = ["Ear", "Told", "clients_of", "guard_of", "overheard", "split_test"]
-
-
-LEAST = 20  # minimum number of test images
+__all__ = ["RecordingWire", "Upload", "clients_of", "collect_uploads", "guard_of", "split_test"]
 
 
-class Ear(Wire):
+MIN_TEST_IMAGES = 20  # minimum number of test images
+
+
+class RecordingWire(Wire):
     """A wire that records the arguments and answers of each client, by method."""
 
     def __init__(self, may_be_infinite: frozenset[str]) -> None:
@@ -47,7 +47,7 @@ class Ear(Wire):
 
 
 @dataclass(frozen=True)
-class Told:
+class Upload:
     """The upload of one client in a round, with the ground truth; None for what it did not upload."""
 
     answers: dict[str, Payload]  # all answers, by method
@@ -81,21 +81,21 @@ def guard_of(experiment: Experiment) -> Guard:
     return experiment.engine.guard
 
 
-def overheard(experiment: Experiment) -> dict[int, Told]:
+def collect_uploads(experiment: Experiment) -> dict[int, Upload]:
     """Run one more round and return what each client uploaded in it."""
-    ear = Ear(experiment.algorithm.may_be_infinite)
+    ear = RecordingWire(experiment.algorithm.may_be_infinite)
     experiment.engine.wire = ear
     experiment.step()
     clients = clients_of(experiment)
     return {
-        k: _told(experiment, clients[k], answers, ear.sent.get(k, {}))
+        k: _interpret_upload(experiment, clients[k], answers, ear.sent.get(k, {}))
         for k, answers in sorted(ear.heard.items())
     }
 
 
-def _told(
+def _interpret_upload(
     experiment: Experiment, client: Client, answers: dict[str, Payload], sent: dict[str, Payload]
-) -> Told:
+) -> Upload:
     """Interpret what one client uploaded.
 
     Args:
@@ -108,11 +108,11 @@ def _told(
     network = _network(client, answers)
     learnt = False
     if network is None and client.public is not None:
-        predicted = predictions(answers, sent, data.spec.classes)
+        predicted = find_predictions(answers, sent, data.spec.classes)
         if predicted is not None:
             index, logits = predicted
             with seeds.scope(experiment.config.seed, "extraction", client.id):
-                network = extracted(client.model, client.public, index, logits)
+                network = extract_model(client.model, client.public, index, logits)
             learnt = True
     gallery = experiment.algorithm.gallery(
         client, experiment.round, lambda places: torch.arange(len(places))
@@ -121,14 +121,14 @@ def _told(
     images = None
     if gallery is not None:
         places = gallery[0]
-        images = resized(gallery[1], data.spec)
-    given = _given(answers, data.spec)
+        images = resize_images(gallery[1], data.spec)
+    given = _find_images(answers, data.spec)
     if places is None and given is not None:
         # Uploaded images are synthesised from all private ones, so any of these may be compared.
         seed = seeds.stream_seed(experiment.config.seed, "places", client.id)
         places = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
     tells = type(experiment.algorithm).tells
-    return Told(
+    return Upload(
         answers=answers,
         network=network,
         learnt=learnt,
@@ -150,12 +150,12 @@ def _network(client: Client, answers: dict[str, Payload]) -> Classifier | None:
     return network.eval().requires_grad_(False)
 
 
-def _given(answers: dict[str, Payload], spec: Spec) -> Tensor | None:
+def _find_images(answers: dict[str, Payload], spec: Spec) -> Tensor | None:
     """Return all images in the answers, normalised; they are bytes, as private images are."""
     tensors = [leaf for _, leaf in leaves(answers) if isinstance(leaf, Tensor)]
     images = [x for x in tensors if x.dtype == torch.uint8 and x.ndim == 4]
     found = [x for x in images if x.shape[1] == spec.channels and len(x)]
-    return prepared(torch.cat(found), spec, Augment()) if found else None
+    return prepare_batch(torch.cat(found), spec, Augment()) if found else None
 
 
 def _states(tree: Payload, like: State) -> Iterator[State]:
@@ -180,7 +180,7 @@ def _part(
         if kind not in kinds:
             continue
         method, _, key = name.partition(".")
-        values = take(answers[method], key) if method in answers else []
+        values = take_part(answers[method], key) if method in answers else []
         if len(values) == 1 and isinstance(values[0], Tensor):
             return name, values[0]
     return None
@@ -196,9 +196,9 @@ def split_test(experiment: Experiment) -> tuple[Images, Images]:
         ConfigError: If there are too few test images.
     """
     every = experiment.task.global_test
-    if len(every) < LEAST:
+    if len(every) < MIN_TEST_IMAGES:
         raise ConfigError(
-            f"there are {len(every)} test images: an attacker needs {LEAST}, half of them as its own"
+            f"there are {len(every)} test images: an attacker needs {MIN_TEST_IMAGES}, half of them as its own"
         )
     generator = torch.Generator().manual_seed(experiment.config.seed)
     first, second = torch.randperm(len(every), generator=generator).tensor_split(2)

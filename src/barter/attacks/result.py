@@ -10,7 +10,7 @@ from statistics import fmean
 from rich import box
 from rich.table import Table
 
-__all__ = ["Result", "averaged", "shown", "to_json"]
+__all__ = ["Result", "mean_result", "result_tables", "results_to_json"]
 
 QUESTIONS = {
     "inversion": "Reconstructed images: PSNR in decibels and SSIM (higher is nearer), and how often "
@@ -20,7 +20,7 @@ QUESTIONS = {
     "membership": "Membership inference: training images of clients against images of no client",
     "labels": "Label inference: correct labels, and the L1 error of class frequencies (0 to 2)",
 }
-FORMATS = {
+VALUE_FORMATS = {
     "psnr": "{:.1f}",
     "best_psnr": "{:.1f}",
     "ssim": "{:.2f}",
@@ -50,7 +50,7 @@ class Result:
     guess: bool = False  # whether it is a baseline that uses no upload
 
 
-def averaged(
+def mean_result(
     question: str,
     attack: str,
     clients: Mapping[int, dict[str, float]],
@@ -74,7 +74,7 @@ def averaged(
     return Result(question, attack, means, dict(clients), note, guess)
 
 
-def to_json(about: Mapping[str, object], results: Sequence[Result]) -> str:
+def results_to_json(about: Mapping[str, object], results: Sequence[Result]) -> str:
     """Return results as JSON.
 
     Args:
@@ -85,7 +85,7 @@ def to_json(about: Mapping[str, object], results: Sequence[Result]) -> str:
     return json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
 
 
-def shown(results: Sequence[Result]) -> Iterator[Table | str]:
+def result_tables(results: Sequence[Result]) -> Iterator[Table | str]:
     """Yield a title, a table and notes for each question."""
     for question, title in QUESTIONS.items():
         rows = [result for result in results if result.question == question]
@@ -95,7 +95,7 @@ def shown(results: Sequence[Result]) -> Iterator[Table | str]:
             table = Table("attack", *(key.replace("_", " ") for key in keys), box=box.SIMPLE_HEAD)
             for row in rows:
                 cells = [
-                    FORMATS[key].format(row.values[key]) if key in row.values else ""
+                    VALUE_FORMATS[key].format(row.values[key]) if key in row.values else ""
                     for key in keys
                 ]
                 table.add_row(row.attack + " (a guess)" * row.guess, *cells)

@@ -33,13 +33,13 @@ from barter.cli.options import (
     Place,
     RoundOf,
     RunArgument,
-    Settings,
-    TensorBoard,
+    SettingsOption,
+    TensorBoardOption,
     Trust,
     real_number,
     whole_number,
 )
-from barter.core.errors import BarterError, CheckpointError, ConfigError, lacks_memory
+from barter.core.errors import BarterError, CheckpointError, ConfigError, is_out_of_memory
 from barter.setup.catalogue import CHOICES, LISTINGS, known_keys
 from barter.version import __version__
 
@@ -86,7 +86,7 @@ def _trusting(trust: bool) -> AbstractContextManager[None]:
 def run(
     config: ConfigFile = None,
     algorithm: AlgorithmName = None,
-    settings: Settings = None,
+    settings: SettingsOption = None,
     out: Annotated[
         Path | None, typer.Option(help="The run's folder; by default a new one under runs/.")
     ] = None,
@@ -126,7 +126,7 @@ def run(
             "--simulate", help="With --engine flower: use Flower's simulation, for many clients."
         ),
     ] = False,
-    tensorboard: TensorBoard = False,
+    tensorboard: TensorBoardOption = False,
 ) -> None:
     """Run a federation and write its metrics and checkpoints to a folder.
 
@@ -144,7 +144,7 @@ def run(
         "patience": patience,
     }
     values = {key: getattr(value, "value", value) for key, value in chosen.items()}
-    running.run(
+    running.run_experiment(
         config, algorithm, settings, out, values, simulate=simulate, tensorboard=tensorboard
     )
 
@@ -177,7 +177,7 @@ def resume(
             help="Go back to this round and drop later ones; its checkpoint must have been kept.",
         ),
     ] = "last",
-    tensorboard: TensorBoard = False,
+    tensorboard: TensorBoardOption = False,
     trust: Trust = False,
 ) -> None:
     """Resume the run in the folder RUN after its last finished round.
@@ -188,7 +188,7 @@ def resume(
     from barter.cli import running
 
     with _trusting(trust):
-        running.resume(run, rounds, threads, patience, behind, tensorboard=tensorboard)
+        running.resume_run(run, rounds, threads, patience, behind, tensorboard=tensorboard)
 
 
 @app.command()
@@ -209,7 +209,7 @@ def compare(
     seeds: Annotated[
         str | None, typer.Option(help="Seeds, such as 0-4 or 0,3,7-9; by default 0-2.")
     ] = None,
-    settings: Settings = None,
+    settings: SettingsOption = None,
     vary: Annotated[
         list[str] | None,
         typer.Option(
@@ -256,7 +256,7 @@ def compare(
 
     question = {"baseline": baseline, "metric": metric, "target": target}
     with _trusting(trust):
-        running.compare(what, algorithms, seeds, settings, vary, only, out, question, jobs)
+        running.compare_variants(what, algorithms, seeds, settings, vary, only, out, question, jobs)
 
 
 @app.command()
@@ -284,7 +284,7 @@ def report(
     from barter.cli import inspecting
 
     with _trusting(trust):
-        inspecting.report(what, to, live=live, images=images)
+        inspecting.write_report(what, to, live=live, images=images)
 
 
 @app.command()
@@ -301,7 +301,7 @@ def privacy(
     """Show what the clients of RUN released, how it was protected, and the resulting guarantee."""
     from barter.cli import inspecting
 
-    inspecting.privacy(run, ledger)
+    inspecting.print_privacy(run, ledger)
 
 
 @app.command()
@@ -345,7 +345,7 @@ def attack(
     from barter.cli import inspecting
 
     with _trusting(trust):
-        inspecting.attack(run, shadows, canary=canary, tries=tries, images=images)
+        inspecting.attack_run(run, shadows, canary=canary, tries=tries, images=images)
 
 
 @app.command()
@@ -368,7 +368,7 @@ def evaluate(
     from barter.cli import inspecting
 
     with _trusting(trust):
-        inspecting.evaluate(run, data, client, round)
+        inspecting.evaluate_run(run, data, client, round)
 
 
 @app.command()
@@ -392,7 +392,7 @@ def export(
     from barter.cli import inspecting
 
     with _trusting(trust):
-        inspecting.export(run, to, client, round)
+        inspecting.export_from_run(run, to, client, round)
 
 
 @app.command()
@@ -404,12 +404,12 @@ def check(
             help="A method of your own, or one from `barter list algorithms`.",
         ),
     ],
-    settings: Settings = None,
+    settings: SettingsOption = None,
 ) -> None:
     """Check that a method follows the rules: wire, seeds, resumption, order, documentation."""
     from barter.cli import inspecting
 
-    inspecting.check(name, settings)
+    inspecting.check_method(name, settings)
 
 
 @flower.command("init")
@@ -425,12 +425,12 @@ def flower_init(
     algorithm: Annotated[
         str | None, typer.Option(help="A name from `barter list algorithms`.")
     ] = None,
-    settings: Settings = None,
+    settings: SettingsOption = None,
 ) -> None:
     """Write a deployment folder: configuration, certificates, and a folder and key per site."""
     from barter.cli import running
 
-    running.flower_init(folder, sites, address, config, algorithm, settings)
+    running.init_deployment(folder, sites, address, config, algorithm, settings)
 
 
 @flower.command("start")
@@ -449,7 +449,7 @@ def flower_start(
     """Coordinate a deployment's run: start the SuperLink, admit the sites, show the progress."""
     from barter.cli import running
 
-    running.flower_start(folder, host, insecure=insecure)
+    running.start_deployment(folder, host, insecure=insecure)
 
 
 @app.command()
@@ -460,7 +460,7 @@ def site(
     """Run a site of a Flower federation: hold the client of SITE.toml, stay connected."""
     from barter.cli import running
 
-    running.site(file, worker)
+    running.start_site(file, worker)
 
 
 @app.command("list")
@@ -482,7 +482,7 @@ def show_algorithm(
     """Show an algorithm's citation, messages, and fields with defaults and the paper's symbols."""
     from barter.cli import describing
 
-    describing.show_algorithm(name)
+    describing.print_algorithm(name)
 
 
 @show.command("partition")
@@ -497,7 +497,7 @@ def show_partition(
     config: Annotated[
         Path | None, typer.Option(help="Take all other settings from this configuration.")
     ] = None,
-    settings: Settings = None,
+    settings: SettingsOption = None,
     out: Annotated[Path, typer.Option(help="Where to save the bubble chart.")] = Path(
         "partition.png"
     ),
@@ -514,19 +514,19 @@ def show_partition(
     """Show the number of samples by client and class, as a table, a chart and files."""
     from barter.cli import inspecting
 
-    inspecting.show_partition(name, config, settings, out, title, save)
+    inspecting.print_partition(name, config, settings, out, title, save)
 
 
 @show.command("config")
 def show_config(
     config: ConfigFile = None,
     algorithm: AlgorithmName = None,
-    settings: Settings = None,
+    settings: SettingsOption = None,
 ) -> None:
     """Print the full configuration of a run, including defaults, as TOML for `barter run`."""
     from barter.cli import describing
 
-    describing.show_config(config, algorithm, settings)
+    describing.print_config(config, algorithm, settings)
 
 
 @show.command("images")
@@ -550,7 +550,7 @@ def show_images(
     from barter.cli import inspecting
 
     with _trusting(trust):
-        inspecting.show_images(run, out, columns)
+        inspecting.save_sheets(run, out, columns)
 
 
 # The exit status of an interrupted process. Newer versions of typer return it after Ctrl-C; older
@@ -629,7 +629,7 @@ def _run_command(arguments: Sequence[str] | None) -> int:
         parts = (error.filename, error.strerror or error)
         return _fail(": ".join(str(part) for part in parts if part), 1)
     except (MemoryError, RuntimeError) as error:
-        if not lacks_memory(error):
+        if not is_out_of_memory(error):
             raise
         return _fail(f"not enough memory: {error}", 1)
 

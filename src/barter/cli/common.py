@@ -12,14 +12,22 @@ from rich.console import Console
 
 from barter.core.errors import ConfigError, install_command
 from barter.runs.folder import Which
-from barter.setup.config import read, with_settings
+from barter.setup.config import read_toml, with_settings
 
-__all__ = ["EXTRAS", "Settings", "asked", "chosen_round", "opened", "optional", "screen"]
+__all__ = [
+    "EXTRAS",
+    "SettingTexts",
+    "import_optional",
+    "make_console",
+    "open_config",
+    "parse_round",
+    "requested_values",
+]
 
-Settings = Sequence[str] | None
+SettingTexts = Sequence[str] | None
 
 
-def screen(*, wide: bool = False) -> Console:
+def make_console(*, wide: bool = False) -> Console:
     """Return a console that prints names and paths literally.
 
     Args:
@@ -35,27 +43,27 @@ def screen(*, wide: bool = False) -> Console:
     )
 
 
-def asked(
+def requested_values(
     config: Path | None, algorithm: str | None, settings: Sequence[str] | None
 ) -> dict[str, Any]:
     """Return the plain values of a configuration file, changed by --algorithm and --set."""
     first = [] if algorithm is None else [f"algorithm.name={algorithm}"]
-    return with_settings({} if config is None else opened(config), [*first, *(settings or [])])
+    return with_settings({} if config is None else open_config(config), [*first, *(settings or [])])
 
 
-def opened(config: Path) -> dict[str, Any]:
+def open_config(config: Path) -> dict[str, Any]:
     """Return the plain values of a configuration file, and add its folder to the import path.
 
     So module:Class in a configuration is also found beside the file.
     """
-    values = read(config)
+    values = read_toml(config)
     folder = str(config.parent.absolute())
     if folder not in sys.path:
         sys.path.append(folder)
     return values
 
 
-def chosen_round(text: str) -> Which:
+def parse_round(text: str) -> Which:
     """Parse the value of --round."""
     if text == "last":
         return "last"
@@ -76,7 +84,7 @@ EXTRAS = {
 }
 
 
-def optional(module: str) -> Any:
+def import_optional(module: str) -> Any:
     """Import a module of barter that needs an extra, or Ray, which Flower's simulation needs.
 
     Raises:

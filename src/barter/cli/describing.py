@@ -8,17 +8,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from barter.cli.common import Settings, asked, screen
-from barter.core.params import describe
-from barter.setup.config import algorithm_named, resolve, to_toml
+from barter.cli.common import SettingTexts, make_console, requested_values
+from barter.core.params import describe_fields
+from barter.setup.config import find_algorithm, resolve, to_toml
 
-__all__ = ["print_fields", "show_algorithm", "show_config"]
+__all__ = ["print_algorithm", "print_config", "print_fields"]
 
 
-def show_algorithm(name: str) -> None:
+def print_algorithm(name: str) -> None:
     """Run `barter show algorithm`."""
-    kind = algorithm_named(name)
-    console = screen(wide=True)
+    kind = find_algorithm(name)
+    console = make_console(wide=True)
     console.print(kind.citation())
     console.print("\nWhat crosses the wire:")
     for method, crossing in kind.crosses.items():
@@ -29,9 +29,9 @@ def show_algorithm(name: str) -> None:
         console.print(f"preset {preset}: {changes}")
 
 
-def show_config(config: Path | None, algorithm: str | None, settings: Settings) -> None:
+def print_config(config: Path | None, algorithm: str | None, settings: SettingTexts) -> None:
     """Run `barter show config`."""
-    sys.stdout.write(to_toml(resolve(asked(config, algorithm, settings))))
+    sys.stdout.write(to_toml(resolve(requested_values(config, algorithm, settings))))
 
 
 def print_fields(console: Console, kind: type, where: str, chosen: object = None) -> None:
@@ -46,7 +46,7 @@ def print_fields(console: Console, kind: type, where: str, chosen: object = None
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column()
-    for field in describe(kind):
+    for field in describe_fields(kind):
         value = field.default if chosen is None else getattr(chosen, field.name)
         table.add_row(
             f"{where}{field.name} = {'none' if value is None else value}",

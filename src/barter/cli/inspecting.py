@@ -8,143 +8,155 @@ from pathlib import Path
 
 import torch
 
-from barter.attacks.attack import attacked
+from barter.attacks.attack import attack_tables
 from barter.attacks.canary import canary_lines
-from barter.cli.common import Settings, asked, chosen_round, opened, optional, screen
+from barter.cli.common import (
+    SettingTexts,
+    import_optional,
+    make_console,
+    open_config,
+    parse_round,
+    requested_values,
+)
 from barter.cli.describing import print_fields
 from barter.core.errors import BarterError, CheckpointError, ConfigError, Interrupted
-from barter.core.params import describe
-from barter.data.sources import load as load_data
+from barter.core.params import describe_fields
+from barter.data.sources import load_dataset as load_data
 from barter.data.splits import write_split
-from barter.data.task import anchored, make_task
+from barter.data.task import make_task, with_absolute_paths
 from barter.experiment import Experiment
 from barter.privacy.ledger import Ledger, ledger_file
-from barter.privacy.show import ledger_lines, shown
+from barter.privacy.show import ledger_lines, statement_tables
 from barter.privacy.statement import Statement
 from barter.report.image_sheets import sheets
-from barter.runs.folder import PRIVACY, begun
-from barter.runs.picture import Kinds, bubbles
+from barter.runs.folder import PRIVACY, require_run
+from barter.runs.picture import Kinds, draw_bubbles
 from barter.runs.progress import Work
 from barter.runs.tables import accuracy_table, count_table
 from barter.setup.config import COMPARISON, resolve
-from barter.setup.hardware import device_named
+from barter.setup.hardware import resolve_device
 from barter.setup.trust import read_run
-from barter.testing.conformance import CHECKS, examined
-from barter.trained.export import export as write_network
-from barter.trained.model import judged, load, load_all
+from barter.testing.conformance import CHECKS, check_algorithm
+from barter.trained.export import export_model as write_network
+from barter.trained.model import evaluate_networks, load, load_all
 
 __all__ = [
-    "attack",
-    "check",
-    "evaluate",
-    "export",
-    "privacy",
-    "report",
-    "show_images",
-    "show_partition",
+    "attack_run",
+    "check_method",
+    "evaluate_run",
+    "export_from_run",
+    "print_partition",
+    "print_privacy",
+    "save_sheets",
+    "write_report",
 ]
 
 
-def report(what: Path, to: Path | None, *, live: bool, images: bool) -> None:
+def write_report(what: Path, to: Path | None, *, live: bool, images: bool) -> None:
     """Run `barter report`."""
-    pages = optional("report.report")
+    pages = import_optional("report.report")
     target = to or what / "report.html"
-    console = screen()
-    subject = pages.report_of(what, live=live, images=images)
+    console = make_console()
+    subject = pages.make_report(what, live=live, images=images)
     rounds_shown = -1
     try:
         if live and not subject.finished:
             # Large data take long to read, and a browser may already be waiting for this file.
-            pages.write(target, subject.page(live=True, quick=True))
+            pages.write_page(target, subject.page(live=True, quick=True))
         while live and not subject.finished:
             if subject.done != rounds_shown:
                 rounds_shown = subject.done
-                pages.write(target, subject.page(live=True))
+                pages.write_page(target, subject.page(live=True))
                 console.print(f"report: {target}, {subject.progress}")
             time.sleep(1)
     except KeyboardInterrupt:
-        pages.write(target, subject.page(live=False))
+        pages.write_page(target, subject.page(live=False))
         raise Interrupted(f"stopped; {target} shows what there is") from None
-    pages.write(target, subject.page(live=False))
+    pages.write_page(target, subject.page(live=False))
     console.print(f"report: {target}")
 
 
-def privacy(run: Path | None, ledger: Path | None = None) -> None:
+def print_privacy(run: Path | None, ledger: Path | None = None) -> None:
     """Run `barter privacy`."""
     if (run is None) == (ledger is None):
         raise ConfigError("give either the folder of a run, or --ledger and the folder of a site")
     if ledger is not None:
         file = ledger_file(ledger)
         for line in ledger_lines(Ledger(file, file.parent)):
-            screen(wide=True).print(line)
+            make_console(wide=True).print(line)
         return
     assert run is not None
-    if not (begun(run) / PRIVACY).is_file():
+    if not (require_run(run) / PRIVACY).is_file():
         raise CheckpointError(
             f"{run} has no privacy statement: there is no {PRIVACY} in it, which every round writes"
         )
-    for line in shown(Statement.read(run / PRIVACY)):
-        screen(wide=True).print(line)
+    for line in statement_tables(Statement.read(run / PRIVACY)):
+        make_console(wide=True).print(line)
 
 
-def attack(run: Path, shadows: int, *, canary: bool, tries: int, images: int) -> None:
+def attack_run(run: Path, shadows: int, *, canary: bool, tries: int, images: int) -> None:
     """Run `barter attack`."""
     if canary:
         is_file = run.suffix == ".toml"
-        config = resolve(opened(run)) if is_file else read_run(begun(run))
+        config = resolve(open_config(run)) if is_file else read_run(require_run(run))
         if config.engine == "flower":
             raise ConfigError(f"{run} is for Flower: its clients' images are at their sites")
         # Uploads of a GPU and of the CPU have the same noise; here a round is played thousands of
         # times, in one process.
         experiment = Experiment.from_config(replace(config, device="cpu", start="", timeout=None))
         folder = None if is_file else run
-        for line in canary_lines(experiment, folder, tries, images, Work(screen())):
-            screen(wide=True).print(line)
+        for line in canary_lines(experiment, folder, tries, images, Work(make_console())):
+            make_console(wide=True).print(line)
         return
-    for line in attacked(begun(run), shadows, Work(screen())):
-        screen(wide=True).print(line)
+    for line in attack_tables(require_run(run), shadows, Work(make_console())):
+        make_console(wide=True).print(line)
 
 
-def evaluate(run: Path, source: str, client: int | None, round: str) -> None:
+def evaluate_run(run: Path, source: str, client: int | None, round: str) -> None:
     """Run `barter evaluate`."""
-    which = chosen_round(round)
-    folder = begun(run)
+    which = parse_round(round)
+    folder = require_run(run)
     models = load_all(folder, which) if client is None else [load(folder, client, round=which)]
     spec = models[0].spec
     run_data = read_run(run).data
     size = spec.height if spec.height == spec.width else None
     dataset = load_data(source, root=run_data.root, size=size, hold_out=run_data.hold_out)
-    new = anchored(replace(run_data, source=source)).source != anchored(run_data).source
-    count, values = judged(models, dataset, new=new, device=device_named("auto"))
+    new = (
+        with_absolute_paths(replace(run_data, source=source)).source
+        != with_absolute_paths(run_data).source
+    )
+    count, values = evaluate_networks(models, dataset, new=new, device=resolve_device("auto"))
     after = f"after round {models[0].round}"
-    screen().print(f"accuracy in % {after} on {count:,} images of {source}\n")
+    make_console().print(f"accuracy in % {after} on {count:,} images of {source}\n")
     rows = [(model.owner, model.architecture) for model in models]
-    screen(wide=True).print(accuracy_table(rows, values))
+    make_console(wide=True).print(accuracy_table(rows, values))
 
 
-def export(run: Path, to: Path, client: int | None, round: str) -> None:
+def export_from_run(run: Path, to: Path, client: int | None, round: str) -> None:
     """Run `barter export`."""
-    model = load(begun(run), client, round=chosen_round(round))
+    model = load(require_run(run), client, round=parse_round(round))
     write_network(model, to)
-    screen().print(f"{model.owner} of {run}, {model.architecture} after round {model.round}: {to}")
+    make_console().print(
+        f"{model.owner} of {run}, {model.architecture} after round {model.round}: {to}"
+    )
 
 
-def check(name: str, settings: Settings) -> None:
+def check_method(name: str, settings: SettingTexts) -> None:
     """Run `barter check`."""
-    algorithm = resolve(asked(None, name, settings)).algorithm
-    console = screen()
+    algorithm = resolve(requested_values(None, name, settings)).algorithm
+    console = make_console()
     failed = 0
-    for rule, problem in examined(algorithm):
+    for rule, problem in check_algorithm(algorithm):
         failed += bool(problem)
         console.print(f"no  {rule}\n    {problem}" if problem else f"ok  {rule}")
     if failed:
         raise BarterError(f"{name} breaks {failed} of {len(CHECKS)} rules")
 
 
-def show_partition(
+def print_partition(
     name: str | None,
     config: Path | None,
-    settings: Settings,
+    settings: SettingTexts,
     out: Path,
     title: str | None,
     save: Path | None,
@@ -156,13 +168,13 @@ def show_partition(
         config = Path(name)
         name = None
     first = [] if name is None else [f"partition.name={name}"]
-    tree = asked(config, None, [*first, *(settings or [])])
+    tree = requested_values(config, None, [*first, *(settings or [])])
     tree.pop(COMPARISON, None)  # All runs of a comparison have the same split.
     resolved = resolve(tree)
     # Validation images belong to the clients as well, so none are held out here.
     data = replace(resolved.data, validation=0.0)
     task = make_task(data, resolved.partition, resolved.clients, resolved.seed, torch.device("cpu"))
-    console = screen(wide=True)
+    console = make_console(wide=True)
     kinds = [Kinds("class", task.classes, task.class_table().tolist())]
     if len(task.domains) > 1:
         kinds.append(Kinds("domain", task.domains, task.domain_table.tolist()))
@@ -171,17 +183,19 @@ def show_partition(
     partition = resolved.partition
     print_fields(console, type(partition), "partition.", partition)
     if title is None:
-        fields = [f"{f.name} {getattr(partition, f.name)}" for f in describe(type(partition))]
+        fields = [
+            f"{f.name} {getattr(partition, f.name)}" for f in describe_fields(type(partition))
+        ]
         heading = f"{type(partition).__name__} on {resolved.data.source}, seed {resolved.seed}"
         title = f"{heading}\n{', '.join(fields)}"
-    bubbles(kinds, "" if title == "none" else title, out)
+    draw_bubbles(kinds, "" if title == "none" else title, out)
     console.print(f"picture: {out}")
     if save is not None:
         write_split(save, task.train, task.local_tests, task.global_test, task.classes)
         console.print(f"split: {save}; data.source=clients:{save}")
 
 
-def show_images(run: Path, out: Path | None, columns: int) -> None:
+def save_sheets(run: Path, out: Path | None, columns: int) -> None:
     """Run `barter show images`."""
-    for path in sheets(begun(run), out or run / "images", columns):
-        screen().print(f"picture: {path}")
+    for path in sheets(require_run(run), out or run / "images", columns):
+        make_console().print(f"picture: {path}")

@@ -22,12 +22,12 @@ from typing import Any, NoReturn
 
 from barter.cli.app import main
 
-__all__ = ["serve"]
+__all__ = ["serve_jobs"]
 
 POLL = 0.05  # polling interval in seconds, for runs that may have ended
 
 
-def serve() -> None:
+def serve_jobs() -> None:
     """Fork a process for every requested run, until standard input is closed."""
     answers = os.dup(1)  # Runs redirect their standard output to their logs.
     os.set_inheritable(answers, False)
@@ -116,4 +116,4 @@ def _preload() -> None:
 
 if __name__ == "__main__":
     _preload()
-    serve()
+    serve_jobs()

@@ -22,14 +22,14 @@ __all__ = [
     "Place",
     "RoundOf",
     "RunArgument",
-    "Settings",
-    "TensorBoard",
+    "SettingsOption",
+    "TensorBoardOption",
     "Trust",
     "real_number",
     "whole_number",
 ]
 
-Settings = Annotated[
+SettingsOption = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
@@ -47,7 +47,7 @@ RunArgument = Annotated[Path, typer.Argument(metavar="RUN")]
 
 ConfigFile = Annotated[Path | None, typer.Argument(metavar="[CONFIG.toml]")]
 
-TensorBoard = Annotated[
+TensorBoardOption = Annotated[
     bool, typer.Option("--tensorboard", help="Also log every round for TensorBoard, in the folder.")
 ]
 

@@ -17,11 +17,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from barter.cli.common import Settings, asked, chosen_round, opened, optional, screen
-from barter.cli.inspecting import privacy
+from barter.cli.common import (
+    SettingTexts,
+    import_optional,
+    make_console,
+    open_config,
+    parse_round,
+    requested_values,
+)
+from barter.cli.inspecting import print_privacy
 from barter.compare.comparison import Comparison, run_all
-from barter.compare.specification import Request
-from barter.compute.threads import free
+from barter.compare.specification import ComparisonSpec
+from barter.compute.threads import free_cores
 from barter.core.algorithm import Algorithm
 from barter.core.errors import (
     BarterError,
@@ -29,8 +36,8 @@ from barter.core.errors import (
     ConfigError,
     Interrupted,
     PrivacyError,
-    in_short,
-    lacks_memory,
+    is_out_of_memory,
+    summarise_error,
 )
 from barter.core.record import Round
 from barter.core.variant import describe_variant
@@ -40,27 +47,34 @@ from barter.privacy.statement import Statement
 from barter.runs.folder import (
     PRIVACY,
     Which,
-    begun,
     early_stop,
-    records,
-    stopped_early,
-    unborn,
+    has_stopped_early,
+    never_began,
+    read_records,
+    require_run,
 )
 from barter.runs.progress import ManyRuns, Watcher, pluralise
-from barter.runs.summary import cells
+from barter.runs.summary import summary_cells
 from barter.runs.tables import closing_table
-from barter.setup.config import Config, read, resolve, with_settings
-from barter.setup.hardware import device_named
-from barter.setup.participants import names_of, require_apart
+from barter.setup.config import Config, read_toml, resolve, with_settings
+from barter.setup.hardware import resolve_device
+from barter.setup.participants import architecture_names, require_apart
 from barter.setup.trust import DEPLOYMENT, read_run, require_consent
 
-__all__ = ["compare", "flower_init", "flower_start", "resume", "run", "site"]
+__all__ = [
+    "compare_variants",
+    "init_deployment",
+    "resume_run",
+    "run_experiment",
+    "start_deployment",
+    "start_site",
+]
 
 
-def run(
+def run_experiment(
     config: Path | None,
     algorithm: str | None,
-    settings: Settings,
+    settings: SettingTexts,
     out: Path | None,
     chosen: Mapping[str, object],
     *,
@@ -69,7 +83,7 @@ def run(
 ) -> None:
     """Run `barter run`; `chosen` are the values of options that are configuration keys."""
     options = {key: value for key, value in chosen.items() if value is not None}
-    tree = asked(config, algorithm, settings) | options
+    tree = requested_values(config, algorithm, settings) | options
     resolved = resolve(tree)
     if out is None:
         name = str(tree.get("algorithm", {}).get("name", "dffke")).replace(":", "-")
@@ -80,7 +94,7 @@ def run(
     _drive(resolved, out, resume=False, simulate=simulate, tensorboard=tensorboard)
 
 
-def resume(
+def resume_run(
     run: Path,
     rounds: int | None,
     threads: int | None,
@@ -90,17 +104,17 @@ def resume(
     tensorboard: bool,
 ) -> None:
     """Run `barter resume`."""
-    if unborn(run):
+    if never_began(run):
         raise CheckpointError(
             f"{run} was interrupted before its run began: there is nothing to continue, run it "
             "again"
         )
     simulated = (run / "flower").is_dir() and not (run / "flower" / "sites").exists()
-    config = read_run(begun(run))
+    config = read_run(require_run(run))
     if config.engine == "flower":
         require_consent(run, [DEPLOYMENT])
-    which = chosen_round(behind)
-    if which == "last" and rounds is not None and rounds < (done := len(records(run))):
+    which = parse_round(behind)
+    if which == "last" and rounds is not None and rounds < (done := len(read_records(run))):
         raise ConfigError(f"--rounds {rounds}: {run} has done {done} already")
     if rounds is not None and rounds != config.rounds and config.engine == "flower":
         raise ConfigError(
@@ -118,10 +132,10 @@ def resume(
         raise ConfigError(
             f"{option}: sites of a run on Flower know its last round, and keep its configuration"
         )
-    stop = early_stop(run) if stopped_early(run) else None
+    stop = early_stop(run) if has_stopped_early(run) else None
     longer = stop is not None and patience is not None and patience > stop.patience
     if stop is not None and rounds is None and which == "last" and not longer:
-        screen().print(f"{run} {stop}; --rounds or a larger --patience continues")
+        make_console().print(f"{run} {stop}; --rounds or a larger --patience continues")
         return
     config = replace(
         config,
@@ -140,13 +154,13 @@ def resume(
     )
 
 
-def compare(
+def compare_variants(
     what: Path | None,
     algorithms: str,
     seeds: str | None,
-    settings: Settings,
-    vary: Settings,
-    only: Settings,
+    settings: SettingTexts,
+    vary: SettingTexts,
+    only: SettingTexts,
     out: Path | None,
     question: Mapping[str, object],
     jobs: int,
@@ -163,11 +177,13 @@ def compare(
         comparison.check()
         _print_comparison(comparison)
         return
-    tree = {} if what is None else opened(what)
-    request = Request.of(tree, algorithms, seeds, settings or [], vary or [], question, only or [])
+    tree = {} if what is None else open_config(what)
+    request = ComparisonSpec.of(
+        tree, algorithms, seeds, settings or [], vary or [], question, only or []
+    )
     folder = out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
-    comparison, runs = Comparison.planned(folder, request)
-    console = screen()
+    comparison, runs = Comparison.plan(folder, request)
+    console = make_console()
     console.print(
         f"{pluralise(len(request.variants), 'method')}, {pluralise(len(request.seeds), 'seed')}, "
         f"{pluralise(len(runs), 'run')}; folder {folder}"
@@ -188,7 +204,7 @@ def compare(
 def _print_comparison(comparison: Comparison) -> None:
     """Write the comparison's files; print its table and what is missing."""
     compared, missing, paths = comparison.write()
-    headings, rows = cells(compared)
+    headings, rows = summary_cells(compared)
     table = Table(*map(escape, headings), box=box.SIMPLE_HEAD)
     for row in rows:
         table.add_row(
@@ -198,15 +214,15 @@ def _print_comparison(comparison: Comparison) -> None:
     Console(highlight=False, emoji=False, width=width).print(table)
     if missing:
         more = f"; and {len(missing) - 8} more" if len(missing) > 8 else ""
-        screen().print(f"not finished: {'; '.join(missing[:8])}{more}")
+        make_console().print(f"not finished: {'; '.join(missing[:8])}{more}")
     if comparison.question.get("baseline") not in (None, compared.question.baseline):
-        screen().print(
+        make_console().print(
             f"no run of the baseline {comparison.question['baseline']!r} is finished: no "
             "differences yet"
         )
     for note in comparison.variant_notes():
-        screen().print(note)
-    screen().print(f"table and curves: {', '.join(map(str, paths))}")
+        make_console().print(note)
+    make_console().print(f"table and curves: {', '.join(map(str, paths))}")
 
 
 def _print_variant(console: Console, algorithm: Algorithm[Any, Any]) -> None:
@@ -227,8 +243,8 @@ def _drive(
     overrule: bool = False,
 ) -> None:
     """Run or resume an experiment, and show its progress and results."""
-    console = screen()
-    log_round = optional("runs.tensorboard").TensorBoard(out) if tensorboard else None
+    console = make_console()
+    log_round = import_optional("runs.tensorboard").TensorBoard(out) if tensorboard else None
     watcher = Watcher(console, config.rounds, log_round)
     if config.engine == "flower":
         _drive_flower(config, out, watcher, resume=resume, simulate=simulate)
@@ -275,9 +291,9 @@ def _drive(
     except (BarterError, OSError):
         raise
     except Exception as error:  # An error in the server's part of the method.
-        if lacks_memory(error):
+        if is_out_of_memory(error):
             raise
-        message = f"the server stopped in round {experiment.round + 1}: {in_short(error)}"
+        message = f"the server stopped in round {experiment.round + 1}: {summarise_error(error)}"
         if (out / "config.toml").exists():
             message += f"; finished rounds are kept, `barter resume {out}` continues"
         stopped = BarterError(message)
@@ -309,8 +325,8 @@ def _close(
     """Print the closing table, the method's remarks and the privacy statement."""
     classes = [[c for c, n in enumerate(row) if n] for row in task.class_table().tolist()]
     samples = [len(images) for images in task.train]
-    screen(wide=True).print(closing_table(records, architectures, samples, classes))
-    console = screen()
+    make_console(wide=True).print(closing_table(records, architectures, samples, classes))
+    console = make_console()
     for record in records:
         for warning in record.warnings:
             console.print(f"round {record.round}: {warning}", style="yellow")
@@ -322,26 +338,28 @@ def _close(
 def _end(out: Path) -> None:
     """Print the privacy statement and the run's folder."""
     if (out / PRIVACY).is_file() and Statement.read(out / PRIVACY).protected:
-        privacy(out)
+        print_privacy(out)
     elif (out / PRIVACY).is_file():
-        screen().print(f"nothing is protected: `barter privacy {out}` shows what clients released")
-    screen().print(f"run folder: {out}")
+        make_console().print(
+            f"nothing is protected: `barter privacy {out}` shows what clients released"
+        )
+    make_console().print(f"run folder: {out}")
 
 
 def _drive_flower(
     config: Config, out: Path, watcher: Watcher, *, resume: bool, simulate: bool
 ) -> None:
     """Run on Flower: a SuperLink and a site per client on this machine, or Flower's simulation."""
-    loopback = optional("flower.loopback")
+    loopback = import_optional("flower.loopback")
     if simulate:
-        optional("ray")
-    if config.threads is None and device_named(config.device).type == "cpu":
-        config = replace(config, threads=free())
+        import_optional("ray")
+    if config.threads is None and resolve_device(config.device).type == "cpu":
+        config = replace(config, threads=free_cores())
     task = make_task(
         config.data, config.partition, config.clients, config.seed, torch.device("cpu")
     )
     require_apart(config, task.overlap)  # The sites do so too, when all processes have started.
-    names = names_of(config.algorithm, config.models, config.clients)
+    names = architecture_names(config.algorithm, config.models, config.clients)
     place = "clients in Flower's simulation" if simulate else "Flower sites on this machine"
     for note in task.notes:
         watcher.console.print(f"{config.data.source}: {note}")
@@ -360,16 +378,16 @@ def _drive_flower(
     _close(records, names, task, out, config.algorithm)
 
 
-def flower_init(
+def init_deployment(
     folder: Path,
     sites: str,
     address: str,
     config: Path | None,
     algorithm: str | None,
-    settings: Settings,
+    settings: SettingTexts,
 ) -> None:
     """Run `barter flower init`."""
-    tree = asked(config, algorithm, settings)
+    tree = requested_values(config, algorithm, settings)
     names = [name.strip() for name in sites.split(",")]
     # Either all sites take their shares of one source, or each has images of its own.
     shared = tree.get("data", {}).get("source", SITES) != SITES
@@ -382,23 +400,23 @@ def flower_init(
             setups.append({"name": name, "share": k})
         else:
             setups.append({"name": name, "data": "folder:/path/to/images", "model": "small-cnn"})
-    optional("flower.deploy").init(folder, resolved, setups, address)
-    screen().print(f"{folder / 'README.md'} describes the next steps")
+    import_optional("flower.deploy").create_deployment(folder, resolved, setups, address)
+    make_console().print(f"{folder / 'README.md'} describes the next steps")
 
 
-def flower_start(folder: Path, host: str, *, insecure: bool) -> None:
+def start_deployment(folder: Path, host: str, *, insecure: bool) -> None:
     """Run `barter flower start`."""
-    config = resolve(read(folder / "run.toml"))
-    watcher = Watcher(screen(), config.rounds)
+    config = resolve(read_toml(folder / "run.toml"))
+    watcher = Watcher(make_console(), config.rounds)
     try:
-        optional("flower.loopback").coordinate(folder, host, watcher, insecure=insecure)
+        import_optional("flower.loopback").coordinate(folder, host, watcher, insecure=insecure)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped; `barter flower start {folder}` continues") from None
     _end(folder / "run")
 
 
-def site(file: Path, worker: Path | None) -> None:
+def start_site(file: Path, worker: Path | None) -> None:
     """Run `barter site`; with `worker`, be the process that holds its client."""
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
-    supervise = optional("flower.supervise")
-    supervise.site(file) if worker is None else supervise.work(file, worker)
+    supervise = import_optional("flower.supervise")
+    supervise.run_site(file) if worker is None else supervise.run_worker(file, worker)

@@ -18,15 +18,15 @@ from typing import Any
 import tomli_w
 
 from barter.compare.launcher import Launcher, Started
-from barter.compare.specification import TABLE, Request
+from barter.compare.specification import TABLE, ComparisonSpec
 from barter.core.errors import CheckpointError, ConfigError
-from barter.core.files import replace_text, writing
+from barter.core.files import convert_disk_errors, replace_text
 from barter.core.record import Round
-from barter.core.variant import PAPER, differences_from_paper
-from barter.data.task import anchored
-from barter.runs.folder import ended, records, rounds_done, stopped_early
-from barter.runs.picture import curves
-from barter.runs.progress import duration
+from barter.core.variant import PAPER_PRESET, differences_from_paper
+from barter.data.task import with_absolute_paths
+from barter.runs.folder import count_rounds, has_ended, has_stopped_early, read_records
+from barter.runs.picture import draw_curves
+from barter.runs.progress import format_duration
 from barter.runs.summary import (
     ALWAYS,
     METRICS,
@@ -36,28 +36,28 @@ from barter.runs.summary import (
     heading,
     is_share,
     known_metrics,
-    lines,
+    metric_curves,
+    metric_value,
     summarise,
     to_csv,
     to_latex,
     to_markdown,
-    to_rounds,
-    value,
+    to_round_csv,
 )
 from barter.setup.config import (
     RESULT_FREE,
     Config,
     first_difference,
-    plain,
-    read,
+    read_toml,
     resolve,
+    to_plain,
     to_toml,
     with_defaults,
     with_settings,
 )
 from barter.setup.trust import code_names, read_run
 
-__all__ = ["Comparison", "Job", "View", "run_all"]
+__all__ = ["Comparison", "RunJob", "View", "run_all"]
 
 PLAN = "comparison.toml"
 MODELS = {"server": "server's model", "clients": "mean of clients"}
@@ -66,7 +66,7 @@ MAY_DIFFER = tuple(key for key in RESULT_FREE if key != "patience")
 
 
 @dataclass(frozen=True)
-class Job:
+class RunJob:
     """One run of a comparison."""
 
     variant: str
@@ -77,11 +77,11 @@ class Job:
     @property
     def done(self) -> int:
         """Return the number of finished rounds, without parsing them, since it is read often."""
-        return rounds_done(self.folder)
+        return count_rounds(self.folder)
 
     @property
     def finished(self) -> bool:
-        return ended(self.folder, self.config.rounds)
+        return has_ended(self.folder, self.config.rounds)
 
     def __str__(self) -> str:
         return f"{self.variant}, seed {self.seed}"
@@ -110,7 +110,7 @@ class Comparison:
                 f"{folder} is not the folder of a comparison: there is no {PLAN} in it"
             )
         try:
-            comparison = cls(folder, read(folder / PLAN))
+            comparison = cls(folder, read_toml(folder / PLAN))
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{folder / PLAN} is not what barter wrote: {error}") from None
         if not comparison.variants:
@@ -118,7 +118,7 @@ class Comparison:
         return comparison
 
     @classmethod
-    def planned(cls, folder: Path, request: Request) -> tuple[Comparison, list[Job]]:
+    def plan(cls, folder: Path, request: ComparisonSpec) -> tuple[Comparison, list[RunJob]]:
         """Plan a comparison in a folder; return it and the requested runs.
 
         An existing comparison in the folder is continued; new variants and seeds are added.
@@ -138,12 +138,12 @@ class Comparison:
             raise CheckpointError(f"{folder} exists and is no comparison: choose another --out")
         jobs = comparison._add(request)
         comparison.check()
-        with writing(folder):
+        with convert_disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         comparison._save()
         return comparison, jobs
 
-    def _add(self, request: Request) -> list[Job]:
+    def _add(self, request: ComparisonSpec) -> list[RunJob]:
         """Add the requested variants and seeds; return their runs.
 
         Raises if they do not belong into one table with the others.
@@ -151,7 +151,7 @@ class Comparison:
         general = [setting for setting in request.settings if not setting.startswith("algorithm.")]
         base = {key: item for key, item in request.base.items() if key != "algorithm"}
         shared_config = resolve(with_settings(base, general))
-        shared = plain(_anchored(shared_config))
+        shared = to_plain(_with_absolute_paths(shared_config))
         common = {
             key: item
             for key, item in shared.items()
@@ -177,7 +177,7 @@ class Comparison:
             self.variants.setdefault(name, self._slug(name))
             self._check_begun(name, config)
             jobs += [
-                Job(name, seed, replace(config, seed=seed), self.run(name, seed))
+                RunJob(name, seed, replace(config, seed=seed), self.run(name, seed))
                 for seed in request.seeds
             ]
         return jobs
@@ -192,8 +192,8 @@ class Comparison:
     def _check_begun(self, name: str, config: Config) -> None:
         """Raise if existing runs of a variant have another configuration, apart from the seed."""
         for path in sorted((self.folder / self.variants[name]).glob("seed-*/config.toml")):
-            requested = plain(_anchored(config))
-            existing = plain(_anchored(read_run(path.parent, code_names(requested))))
+            requested = to_plain(_with_absolute_paths(config))
+            existing = to_plain(_with_absolute_paths(read_run(path.parent, code_names(requested))))
             differing = first_difference(requested, existing, ("seed", *MAY_DIFFER))
             if differing is not None:
                 raise CheckpointError(
@@ -235,8 +235,8 @@ class Comparison:
         results: dict[str, dict[int, Sequence[Round]]] = {}
         missing = []
         for name, seed in product(self.variants, self.seeds):
-            rounds = records(self.run(name, seed))
-            if len(rounds) >= self.rounds or (rounds and stopped_early(self.run(name, seed))):
+            rounds = read_records(self.run(name, seed))
+            if len(rounds) >= self.rounds or (rounds and has_stopped_early(self.run(name, seed))):
                 results.setdefault(name, {})[seed] = rounds[: self.rounds]
             else:
                 missing.append(f"{name}, seed {seed}")
@@ -263,7 +263,9 @@ class Comparison:
             found = [] if path is None else differences_from_paper(read_run(path.parent).algorithm)
             if found:
                 fields = ", ".join(difference.field for difference in found)
-                notes.append(f"{name}: not as published, other values of {fields} (preset={PAPER})")
+                notes.append(
+                    f"{name}: not as published, other values of {fields} (preset={PAPER_PRESET})"
+                )
         return notes
 
     def write(self) -> tuple[Comparative, list[str], list[Path]]:
@@ -285,7 +287,7 @@ class Comparison:
             "table.md": to_markdown(compared) + notes,
             "table.tex": to_latex(compared),
             "table.csv": to_csv(compared),
-            "rounds.csv": to_rounds(results),
+            "rounds.csv": to_round_csv(results),
         }
         paths = []
         for name, text in files.items():
@@ -294,7 +296,7 @@ class Comparison:
         metric = compared.question.metric
         for ending in ("svg", "pdf", "png"):
             paths.append(self.folder / f"curves.{ending}")
-            curves(lines(results, metric), curve_label(results, metric), paths[-1])
+            draw_curves(metric_curves(results, metric), curve_label(results, metric), paths[-1])
         return compared, missing, paths
 
 
@@ -306,9 +308,9 @@ def curve_label(results: Results, metric: str) -> str:
     return f"accuracy on the global test set (%), {' or '.join(sorted(MODELS[m] for m in models))}"
 
 
-def _anchored(config: Config) -> Config:
+def _with_absolute_paths(config: Config) -> Config:
     """Return a configuration with absolute paths, which means the same in any working directory."""
-    return replace(config, data=anchored(config.data))
+    return replace(config, data=with_absolute_paths(config.data))
 
 
 # Called with: running run -> (rounds done, rounds in all); number of finished runs; number of runs.
@@ -316,8 +318,8 @@ View = Callable[[Mapping[str, tuple[int, int]], int, int], None]
 
 
 def run_all(
-    jobs: Sequence[Job], parallel: int, view: View, tell: Callable[[str], None]
-) -> list[Job]:
+    jobs: Sequence[RunJob], parallel: int, view: View, tell: Callable[[str], None]
+) -> list[RunJob]:
     """Run all unfinished jobs, each in its own process; return those that failed.
 
     Interrupted runs resume after their last round. An interrupt stops all runs; the same call
@@ -330,13 +332,13 @@ def run_all(
         tell: Called with a line for each run that ends.
     """
     waiting = [job for job in jobs if not job.finished]
-    running: dict[Job, tuple[Started, float]] = {}
-    failed: list[Job] = []
+    running: dict[RunJob, tuple[Started, float]] = {}
+    failed: list[RunJob] = []
     total = len(jobs)
     threads = max(1, (os.cpu_count() or 1) // parallel)
     if len(waiting) < total:
         tell(f"{total - len(waiting)} of {total} runs are finished already")
-    with _terminated_as_interrupted(), Launcher(threads) as launcher, _stopped(running):
+    with _terminated_as_interrupted(), Launcher(threads) as launcher, _stop_at_exit(running):
         while waiting or running:
             while waiting and len(running) < parallel:
                 job = waiting.pop(0)
@@ -348,7 +350,7 @@ def run_all(
             for job in ended:
                 process, began = running.pop(job)
                 if process.returncode == 0 and job.finished:
-                    tell(f"{job}: {_outcome(job)}; {duration(time.monotonic() - began)}")
+                    tell(f"{job}: {_outcome(job)}; {format_duration(time.monotonic() - began)}")
                 else:
                     failed.append(job)
                     tell(f"{job} {_why(job, process.returncode or 0)}")
@@ -356,20 +358,20 @@ def run_all(
     return [job for job in failed if not job.finished]
 
 
-def _outcome(job: Job) -> str:
+def _outcome(job: RunJob) -> str:
     """Describe the accuracies of a finished run."""
-    last = records(job.folder)[-1]
-    reached = {heading(key): value(last, key) for key in ALWAYS if key != "primary"}
+    last = read_records(job.folder)[-1]
+    reached = {heading(key): metric_value(last, key) for key in ALWAYS if key != "primary"}
     return ", ".join(f"{item:.1%} {name}" for name, item in reached.items() if item is not None)
 
 
-def _log(job: Job) -> Path:
+def _log(job: RunJob) -> Path:
     return job.folder.with_suffix(".log")
 
 
-def _start(job: Job, launcher: Launcher) -> Started:
+def _start(job: RunJob, launcher: Launcher) -> Started:
     """Start or resume a run."""
-    with writing(job.folder.parent):
+    with convert_disk_errors(job.folder.parent):
         job.folder.parent.mkdir(parents=True, exist_ok=True)
     begun = (job.folder / "config.toml").is_file()
     config_file = job.folder.with_suffix(".toml")
@@ -378,7 +380,7 @@ def _start(job: Job, launcher: Launcher) -> Started:
     if begun:
         command = ["resume", str(job.folder)]
         # The user has named this code, and the folder has been checked to name no other.
-        code = code_names(plain(job.config))
+        code = code_names(to_plain(job.config))
         if code:
             command.append("--trust")
         if read_run(job.folder, code).rounds < job.config.rounds:
@@ -386,7 +388,7 @@ def _start(job: Job, launcher: Launcher) -> Started:
     return launcher.start(command, _log(job))
 
 
-def _why(job: Job, status: int) -> str:
+def _why(job: RunJob, status: int) -> str:
     """Describe why a run failed, from its exit status and its log."""
     if status < 0:
         return f"was killed by signal {-status}"
@@ -418,7 +420,7 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _stopped(running: Mapping[Job, tuple[Started, float]]) -> Iterator[None]:
+def _stop_at_exit(running: Mapping[RunJob, tuple[Started, float]]) -> Iterator[None]:
     """Terminate all running processes at the end, also after an error or an interrupt."""
     try:
         yield

@@ -19,8 +19,8 @@ from barter.core.errors import BarterError
 
 __all__ = ["Launcher", "Started"]
 
-SERVER = (sys.executable, "-m", "barter.cli.job_server")
-LOST = -signal.SIGKILL  # the exit status of a run whose job server was killed
+JOB_SERVER = (sys.executable, "-m", "barter.cli.job_server")
+LOST_STATUS = -signal.SIGKILL  # the exit status of a run whose job server was killed
 
 
 class Started(Protocol):
@@ -47,12 +47,12 @@ class Launched:
 
     def poll(self) -> int | None:
         """Return the exit status, or None while running; a negative one is a signal."""
-        self.launcher.hear(0.0)
+        self.launcher.receive_statuses(0.0)
         return self.returncode
 
     def wait(self) -> int:
         while self.returncode is None:
-            self.launcher.hear(1.0)
+            self.launcher.receive_statuses(1.0)
         return self.returncode
 
 
@@ -65,7 +65,7 @@ class Launcher:
     """
 
     threads: int  # number of CPU threads of each run
-    server: Sequence[str] = SERVER  # the command of the job server
+    server: Sequence[str] = JOB_SERVER  # the command of the job server
     _server: subprocess.Popen[bytes] | None = None
     _launched: dict[int, Launched] = field(default_factory=dict)
     _unread: bytes = b""
@@ -82,7 +82,7 @@ class Launcher:
             server.stdin.write(json.dumps(request).encode() + b"\n")
             server.stdin.flush()
         while not run.pid:
-            self.hear(1.0)
+            self.receive_statuses(1.0)
             if self._server is None:
                 raise BarterError(
                     f"the process that starts runs ended before the first: {' '.join(self.server)}"
@@ -104,7 +104,7 @@ class Launcher:
             )
         return self._server
 
-    def hear(self, seconds: float) -> None:
+    def receive_statuses(self, seconds: float) -> None:
         """Receive process ids and exit statuses from the server; wait at most this long."""
         server = self._server
         if server is None:
@@ -130,7 +130,7 @@ class Launcher:
                 if run.pid:
                     with suppress(ProcessLookupError):
                         os.killpg(run.pid, signal.SIGTERM)
-                run.returncode = LOST
+                run.returncode = LOST_STATUS
         self._close()
 
     def _close(self) -> None:

@@ -12,12 +12,12 @@ from barter.core.errors import ConfigError
 from barter.core.params import did_you_mean
 from barter.setup.config import COMPARISON, Config, resolve, with_settings
 
-__all__ = ["TABLE", "Request", "seeds_of", "variants_of", "varied"]
+__all__ = ["TABLE", "ComparisonSpec", "combine_sweeps", "parse_seeds", "parse_variants"]
 
 TABLE = COMPARISON  # the table of a configuration file that specifies a comparison
 
 
-def seeds_of(text: str) -> list[int]:
+def parse_seeds(text: str) -> list[int]:
     """Parse seeds such as 0-4 or 0,3,7-9."""
     seeds: list[int] = []
     for part in text.split(","):
@@ -30,7 +30,7 @@ def seeds_of(text: str) -> list[int]:
     return list(dict.fromkeys(seeds))
 
 
-def variants_of(text: str) -> dict[str, list[str]]:
+def parse_variants(text: str) -> dict[str, list[str]]:
     """Parse variants such as local,dffke:preset=paper:share=0.3 into names with settings.
 
     A field without a table belongs to the method.
@@ -50,7 +50,9 @@ def variants_of(text: str) -> dict[str, list[str]]:
     return variants
 
 
-def varied(variants: Mapping[str, Sequence[str]], sweeps: Sequence[str]) -> dict[str, list[str]]:
+def combine_sweeps(
+    variants: Mapping[str, Sequence[str]], sweeps: Sequence[str]
+) -> dict[str, list[str]]:
     """Combine every variant with every value of each sweep, such as algorithm.tau=0.8,0.9."""
     choices = []
     for sweep in sweeps:
@@ -69,7 +71,7 @@ def varied(variants: Mapping[str, Sequence[str]], sweeps: Sequence[str]) -> dict
 
 
 @dataclass(frozen=True)
-class Request:
+class ComparisonSpec:
     """The specification of a comparison."""
 
     variants: dict[str, list[str]]  # name -> settings
@@ -88,7 +90,7 @@ class Request:
         sweeps: Sequence[str],
         asked: Mapping[str, Any],
         only: Sequence[str] = (),
-    ) -> Request:
+    ) -> ComparisonSpec:
         """Combine a file's values with those of the command line, which take precedence.
 
         Args:
@@ -134,7 +136,7 @@ class Request:
                 f'[{TABLE}.variants] names lists of settings, such as small = ["algorithm.share=0.1"]'
             )
         all_sweeps = [*map(str, table.get("vary", [])), *sweeps]
-        variants = varied({**named, **variants_of(methods)}, all_sweeps)
+        variants = combine_sweeps({**named, **parse_variants(methods)}, all_sweeps)
         for name in only:
             if name not in variants:
                 raise ConfigError(f"there is no variant {name!r}: {did_you_mean(name, variants)}")
@@ -151,7 +153,7 @@ class Request:
         if only and question.get("baseline") not in variants:
             question.pop("baseline", None)  # The file's baseline is not among the chosen variants.
         question |= {key: item for key, item in asked.items() if item is not None}
-        return cls(variants, seeds_of(chosen), base, list(settings), question)
+        return cls(variants, parse_seeds(chosen), base, list(settings), question)
 
     def configurations(self) -> dict[str, Config]:
         """Return the configuration of each variant.

@@ -8,13 +8,13 @@ from typing import TypeAlias
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["NAMES", "NONE", "RELU", "Activation", "activated"]
+__all__ = ["ACTIVATION_NAMES", "NONE", "RELU", "Activation", "apply_activation"]
 
 Activation: TypeAlias = tuple[str, float]  # name, and slope for negative inputs (leaky ReLU)
 
 NONE: Activation = ("none", 0.0)
 RELU: Activation = ("relu", 0.0)
-NAMES: dict[type[nn.Module], str] = {
+ACTIVATION_NAMES: dict[type[nn.Module], str] = {
     nn.ReLU: "relu",
     nn.ReLU6: "relu6",
     nn.SiLU: "silu",
@@ -30,7 +30,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def activated(z: Tensor, act: Activation) -> Tensor:
+def apply_activation(z: Tensor, act: Activation) -> Tensor:
     """Apply an activation with torch's operations."""
     name, slope = act
     return F.leaky_relu(z, slope) if name == "leaky" else FUNCTIONS[name](z)

@@ -20,15 +20,15 @@ from torchvision.models.googlenet import BasicConv2d
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.ops.misc import Conv2dNormActivation
 
-from barter.compute.activations import NAMES, NONE, RELU, Activation, activated
-from barter.compute.graphs import watched
+from barter.compute.activations import ACTIVATION_NAMES, NONE, RELU, Activation, apply_activation
+from barter.compute.graphs import has_hooks
 
-__all__ = ["Norm", "fuse"]
+__all__ = ["FusedNorm", "fuse"]
 
 M = TypeVar("M", bound=nn.Module)
 
 
-class Norm(nn.BatchNorm2d):
+class FusedNorm(nn.BatchNorm2d):
     """Batch normalisation with a fused sum and activation: act(batch_norm(x) + added)."""
 
     arrived: Tensor | None = None  # counters of the kernels, zero between any two calls
@@ -40,7 +40,7 @@ class Norm(nn.BatchNorm2d):
             y = super().forward(x)
             if added is not None:
                 y += added
-            return activated(y, act)
+            return apply_activation(y, act)
         tracked = None
         if self.running_mean is not None:
             tracked = self.running_mean, self.running_var, self.num_batches_tracked
@@ -198,18 +198,18 @@ def _next_activation(layer: nn.Module, rest: list[nn.Module]) -> Activation | No
 
     None if there is none, or if hooks observe the value in between.
     """
-    if not isinstance(layer, Norm) or not rest or type(rest[0]) not in NAMES:
+    if not isinstance(layer, FusedNorm) or not rest or type(rest[0]) not in ACTIVATION_NAMES:
         return None
-    if watched(layer, rest[0]):
+    if has_hooks(layer, rest[0]):
         return None
-    return NAMES[type(rest[0])], getattr(rest[0], "negative_slope", 0.0)
+    return ACTIVATION_NAMES[type(rest[0])], getattr(rest[0], "negative_slope", 0.0)
 
 
 class _BasicBlock(BasicBlock):  # type: ignore[misc]
     """torchvision's basic block with fused normalisations."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if watched(self.bn1, self.bn2, self.relu):
+        if has_hooks(self.bn1, self.bn2, self.relu):
             return super().forward(x)  # type: ignore[no-any-return]
         y = self.conv2(self.bn1(self.conv1(x), act=RELU))
         out: Tensor = self.bn2(y, x if self.downsample is None else self.downsample(x), RELU)
@@ -220,7 +220,7 @@ class _Bottleneck(Bottleneck):  # type: ignore[misc]
     """torchvision's bottleneck block with fused normalisations."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if watched(self.bn1, self.bn2, self.bn3, self.relu):
+        if has_hooks(self.bn1, self.bn2, self.bn3, self.relu):
             return super().forward(x)  # type: ignore[no-any-return]
         y = self.conv3(self.bn2(self.conv2(self.bn1(self.conv1(x), act=RELU)), act=RELU))
         out: Tensor = self.bn3(y, x if self.downsample is None else self.downsample(x), RELU)
@@ -231,7 +231,7 @@ class _ResNet(ResNet):  # type: ignore[misc]
     """torchvision's ResNet with a fused first normalisation."""
 
     def _forward_impl(self, x: Tensor) -> Tensor:
-        if watched(self.bn1, self.relu):
+        if has_hooks(self.bn1, self.relu):
             return super()._forward_impl(x)  # type: ignore[no-any-return]
         x = self.maxpool(self.bn1(self.conv1(x), act=RELU))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
@@ -242,14 +242,14 @@ class _BasicConv2d(BasicConv2d):  # type: ignore[misc]
     """GoogLeNet's convolution with a fused normalisation."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if watched(self.bn):
+        if has_hooks(self.bn):
             return super().forward(x)  # type: ignore[no-any-return]
         out: Tensor = self.bn(self.conv(x), act=RELU)
         return out
 
 
 FUSED: dict[type[nn.Module], type[nn.Module]] = {
-    nn.BatchNorm2d: Norm,
+    nn.BatchNorm2d: FusedNorm,
     nn.MaxPool2d: _MaxPool,
     nn.Conv2d: _Stem,
     nn.Sequential: _Sequential,
@@ -269,7 +269,7 @@ def fuse(module: M) -> M:
     for part in module.modules():
         if type(part) in FUSED and not _unsupported(part):
             part.__class__ = FUSED[type(part)]
-        if isinstance(part, Norm):
+        if isinstance(part, FusedNorm):
             groups = -(-part.num_features // 16)
             # A layer is new, or a copy of another width.
             if part.arrived is None or len(part.arrived) != groups:
@@ -288,7 +288,7 @@ def _unsupported(part: nn.Module) -> bool:
     if not isinstance(part, BasicBlock | Bottleneck | ResNet | BasicConv2d):
         return False
     norms = [child for name, child in part.named_children() if name in ("bn", "bn1", "bn2", "bn3")]
-    others = [norm for norm in norms if type(norm) not in (nn.BatchNorm2d, Norm)]
+    others = [norm for norm in norms if type(norm) not in (nn.BatchNorm2d, FusedNorm)]
     return bool(others) or type(getattr(part, "relu", None)) not in (nn.ReLU, type(None))
 
 

@@ -23,10 +23,10 @@ __all__ = [
     "Forward",
     "Graphs",
     "contents",
+    "has_hooks",
     "identity",
     "modules_of",
     "objection",
-    "watched",
 ]
 
 GRAPHS = 128  # Most kinds of steps that are cached.
@@ -71,12 +71,12 @@ class Graphs:
             work: Called with the items of the batch.
             batch: Tensors, None, and tuples or NamedTuples of them.
         """
-        lane = lanes.current()
+        lane = lanes.current_lane()
         if lane is None:
             return self.eager(work, batch)
-        lane.breathe()
+        lane.throttle()
         tensors = flatten(batch)
-        key = (identity(work), self._modes(work), shape_key(batch), precision.current())
+        key = (identity(work), self._modes(work), shape_key(batch), precision.current_precision())
         try:
             step = self.steps.get(key)
         except TypeError as error:  # The work holds something that cannot be hashed.
@@ -151,7 +151,7 @@ class Forward(Graphs):
         different results for modules in training mode, and for those that normalise by the batch,
         since the last batch is padded; modules with hooks run eagerly too.
         """
-        lane = lanes.current()
+        lane = lanes.current_lane()
         if lane is None or objection(work):
             return None
         items = contents(work)
@@ -175,10 +175,10 @@ class Forward(Graphs):
 def _unfit(part: nn.Module) -> bool:
     """Return whether a layer mixes images, is in training mode, or has hooks."""
     by_batch = isinstance(part, _BatchNorm) and part.running_mean is None
-    return part.training or by_batch or watched(part)
+    return part.training or by_batch or has_hooks(part)
 
 
-def watched(*layers: nn.Module) -> bool:
+def has_hooks(*layers: nn.Module) -> bool:
     """Return whether any of these layers has hooks."""
     kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
     return any(getattr(layer, kind) for layer in layers for kind in kinds)

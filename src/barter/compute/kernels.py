@@ -233,7 +233,7 @@ def backward(
 
 
 @triton.jit(do_not_specialize=["m", "units", "height", "width", "p", "q"])
-def max_pool(
+def max_pool_forward(
     x_ptr, y_ptr, winner_ptr, m, units, height, width, p, q,
     UNIT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, K: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
 ):

@@ -24,15 +24,15 @@ from torch import nn
 
 __all__ = [
     "Lane",
-    "abreast",
-    "breathe",
-    "current",
+    "current_lane",
     "footprint",
     "keep",
-    "kept",
-    "rest",
+    "lane_module",
+    "run_branches",
     "take_over",
     "take_turns",
+    "throttle",
+    "wait_for_device",
 ]
 
 M = TypeVar("M", bound=nn.Module)
@@ -63,7 +63,7 @@ class Track:
 
     def __init__(self, device: torch.device, priority: int) -> None:
         self.stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
-        self.sides: list[torch.cuda.Stream] = []  # streams of concurrent jobs, see `abreast`
+        self.sides: list[torch.cuda.Stream] = []  # streams of concurrent jobs, see `run_branches`
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._begun = False
 
@@ -115,7 +115,7 @@ class Lane:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Compute on this lane in the current thread, inside."""
-        before = current()
+        before = current_lane()
         default = torch.cuda.default_generators[self.device.index]
         outer = default.graphsafe_get_state()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -159,7 +159,7 @@ class Lane:
         event.record(self.stream)  # type: ignore[no-untyped-call]
         return event
 
-    def breathe(self) -> None:
+    def throttle(self) -> None:
         """Count a step, and wait if the host is too far ahead of the device."""
         self._steps += 1
         if self._steps % STRIDE == 0:
@@ -214,25 +214,25 @@ def footprint(module: nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
 
 
-def current() -> Lane | None:
+def current_lane() -> Lane | None:
     """Return the lane that this thread computes on, or None."""
     return getattr(_here, "lane", None)
 
 
-def breathe() -> None:
+def throttle() -> None:
     """Count a step, and wait now and then so that the host does not run too far ahead."""
-    lane = current()
+    lane = current_lane()
     if lane is not None:
-        lane.breathe()
+        lane.throttle()
 
 
-def abreast(jobs: Sequence[Callable[[], T]]) -> list[T]:
+def run_branches(jobs: Sequence[Callable[[], T]]) -> list[T]:
     """Run independent jobs and return their results; concurrently while a graph is captured.
 
     The kernels of a single job may be too small to fill the device. Gradients are computed
     concurrently too. No module may be used by two jobs.
     """
-    lane = current()
+    lane = current_lane()
     if lane is None or len(jobs) < 2 or not torch.cuda.is_current_stream_capturing():
         return [job() for job in jobs]
     sides = lane.track.sides
@@ -248,22 +248,22 @@ def abreast(jobs: Sequence[Callable[[], T]]) -> list[T]:
     return results
 
 
-def rest() -> None:
+def wait_for_device() -> None:
     """Wait until the device has finished this lane's work, and let other lanes run meanwhile.
 
     Call it before reading a result.
     """
-    lane = current()
+    lane = current_lane()
     if lane is not None:
         lane.wait(lane.mark())
 
 
-def kept(name: Hashable, make: Callable[[], M]) -> M:
+def lane_module(name: Hashable, make: Callable[[], M]) -> M:
     """Return this lane's module of a name, made if there is none.
 
     The module is as its last user left it.
     """
-    lane = current()
+    lane = current_lane()
     if lane is None:
         return make()
     if name not in lane.modules:
@@ -285,7 +285,7 @@ def keep(name: Hashable, module: M) -> M:
 
     Graphs that were captured for it stay valid. Without a lane, the new module itself is returned.
     """
-    resident = kept(name, lambda: module)
+    resident = lane_module(name, lambda: module)
     if resident is not module:
         take_over(resident, module)
     return resident
@@ -344,7 +344,7 @@ def take_turns(lanes: Sequence[Lane], jobs: Sequence[Sequence[Callable[[], None]
             home.wait_stream(lane.stream)
             lane.shared = False
         torch.set_rng_state(rng)
-        outer = current()
+        outer = current_lane()
         if outer is not None:
             outer.draw_here()
     if errors:

@@ -10,14 +10,14 @@ import triton
 from torch import Tensor
 
 from barter.compute import kernels
-from barter.compute.activations import activated
+from barter.compute.activations import apply_activation
 
 __all__ = ["batch_norm", "max_pool"]
 
 # Running mean, running variance, and the number of batches.
 Tracked: TypeAlias = tuple[Tensor, Tensor, Tensor]
 # Training mode, momentum, epsilon, activation, and the activation's slope.
-Settings: TypeAlias = tuple[bool, float, float, str, float]
+NormSettings: TypeAlias = tuple[bool, float, float, str, float]
 
 TILE = 2048  # Elements that a program works on at a time.
 POOLING = 1024  # The same for pooling, which reads an element in several windows.
@@ -58,7 +58,7 @@ class _BatchNorm(torch.autograd.Function):
         added: Tensor | None,
         tracked: Tracked | None,
         arrived: Tensor,
-        settings: Settings,
+        settings: NormSettings,
     ) -> Tensor:
         training, momentum, eps, act, slope = settings
         cut = _Grid(x)
@@ -126,7 +126,7 @@ def _differentiable(ctx: Any, dy: Tensor) -> list[Tensor | None]:
         means, variances = (None, None) if training else (mean, rstd.detach() ** -2 - eps)
         z = F.batch_norm(x, means, variances, weight, bias, training, 0.0, eps)
         passed = (y > 0).to(dy.dtype) if added else None
-        value = z * passed if passed is not None else activated(z, (act, slope))
+        value = z * passed if passed is not None else apply_activation(z, (act, slope))
         inputs = [x, weight, bias]
         wanted = [t for t in inputs if t is not None and t.requires_grad]
         gradients = torch.autograd.grad(value, wanted, dy, create_graph=True) if wanted else ()
@@ -141,7 +141,7 @@ def batch_norm(
     added: Tensor | None,
     tracked: Tracked | None,
     arrived: Tensor,
-    settings: Settings,
+    settings: NormSettings,
 ) -> Tensor:
     """Compute act(batch_norm(x) + added).
 
@@ -174,7 +174,7 @@ class _MaxPool(torch.autograd.Function):
         window = {"K": kernel, "STRIDE": stride, "PAD": padding}
         # CUDA allows large values only along the first axis of a grid.
         grid = triton.cdiv(cut.m, cut.high), cut.blocks
-        kernels.max_pool[grid](
+        kernels.max_pool_forward[grid](
             x, y, winner, cut.m, cut.units, height, width, *shape, **cut.tiles, **window
         )
         ctx.save_for_backward(x, winner)

@@ -45,7 +45,7 @@ class Parking:
         self.at_work: set[int] = set()
 
     @contextmanager
-    def fetched(self, client: Guest) -> Iterator[None]:
+    def on_device(self, client: Guest) -> Iterator[None]:
         """Hold a client on the device, inside."""
         if not self.limit:
             yield
@@ -59,14 +59,14 @@ class Parking:
         finally:
             try:
                 # All writes must be complete before another lane may move the client.
-                lanes.rest()
+                lanes.wait_for_device()
             finally:
                 self.at_work.discard(client.id)
                 self.sizes[client.id] = client.footprint()
                 self.sizes.move_to_end(client.id)
             self._make_room()
 
-    def crowded(self) -> bool:
+    def is_crowded(self) -> bool:
         """Return whether clients must leave the device, so that computations have enough memory.
 
         This is so if waiting clients take more than half of the limit, or all allocations more than
@@ -78,7 +78,7 @@ class Parking:
     def _make_room(self) -> None:
         """Move idle clients to the host, least recently used first, until there is room."""
         idle = [k for k in self.sizes if k not in self.at_work]
-        while idle and self.crowded():
+        while idle and self.is_crowded():
             k = idle.pop(0)
             del self.sizes[k]
             self.clients[k].move(HOST)

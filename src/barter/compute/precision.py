@@ -8,20 +8,20 @@ from typing import Literal, TypeAlias
 
 import torch
 
-__all__ = ["Precision", "autocast", "current", "exact", "using"]
+__all__ = ["Precision", "autocast", "current_precision", "full_precision", "use_precision"]
 
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16"]
 
 _current: Precision = "fp32"
 
 
-def current() -> Precision:
+def current_precision() -> Precision:
     """Return the precision of the current run."""
     return _current
 
 
 @contextmanager
-def using(precision: Precision) -> Iterator[None]:
+def use_precision(precision: Precision) -> Iterator[None]:
     """Compute with this precision and deterministic cuDNN kernels inside, in all threads."""
     global _current
     before = _current
@@ -40,9 +40,9 @@ def using(precision: Precision) -> Iterator[None]:
 
 
 @contextmanager
-def exact() -> Iterator[None]:
+def full_precision() -> Iterator[None]:
     """Compute in full fp32 inside, for differences between nearly equal numbers."""
-    with using("fp32"):
+    with use_precision("fp32"):
         yield
 
 

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["free", "threaded"]
+__all__ = ["free_cores", "limit_threads"]
 
 SECONDS = 0.2  # Duration of the measurement of other processes' load.
 CGROUP = Path("/sys/fs/cgroup")
 STAT = Path("/proc/stat")
 
 
-def free() -> int:
+def free_cores() -> int:
     """Return the number of cores that no other process uses, or OMP_NUM_THREADS if it is set."""
     most = torch.get_num_threads()
     if most == 1 or os.environ.get("OMP_NUM_THREADS"):
@@ -32,7 +32,7 @@ def free() -> int:
 
 
 @contextmanager
-def threaded(threads: int | None) -> Iterator[None]:
+def limit_threads(threads: int | None) -> Iterator[None]:
     """Use this number of threads inside; None leaves it unchanged."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)

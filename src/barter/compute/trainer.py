@@ -14,7 +14,7 @@ from barter.compute import lanes, precision
 from barter.compute.batches import Batch, flatten
 from barter.compute.graphs import Captured, Graphs
 
-__all__ = ["Anchor", "Optimizer", "Recipe", "Trainer", "adam", "by_name", "sgd"]
+__all__ = ["Anchor", "Optimizer", "Recipe", "Trainer", "adam", "recipe_by_name", "sgd"]
 
 Optimizer: TypeAlias = Literal["sgd", "adam"]
 
@@ -61,7 +61,7 @@ def sgd(
     return Recipe(torch.optim.SGD, settings, clip)
 
 
-def by_name(
+def recipe_by_name(
     optimizer: Optimizer,
     lr: float,
     momentum: float = 0.0,
@@ -139,7 +139,7 @@ class Trainer(Graphs):
         """
         chosen = [modules] if isinstance(modules, nn.Module) else list(modules)
         needed = chosen if anchor is None else [*chosen, anchor]
-        lane = lanes.current()
+        lane = lanes.current_lane()
         if lane is None or not all(module in lane.modules.values() for module in needed):
             return cls(chosen, recipe, anchor)
         key = (

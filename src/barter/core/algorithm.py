@@ -12,11 +12,11 @@ from typing_extensions import TypeVar
 
 from barter.core.clients import Clients
 from barter.core.errors import ConfigError
-from barter.core.evaluation import evaluate, score
+from barter.core.evaluation import evaluate_client, score
 from barter.core.images import Images, Spec
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server, as_numbers
-from barter.core.params import build, check, did_you_mean
+from barter.core.params import build_dataclass, check_fields, did_you_mean
 from barter.core.payload import State
 from barter.core.record import Primary, Round
 from barter.core.robust import Aggregate
@@ -152,7 +152,7 @@ class Algorithm(Generic[S, C]):
                 )
 
     def __post_init__(self) -> None:
-        check(self)
+        check_fields(self)
 
     @property
     def server_model(self) -> ServerModel:
@@ -227,13 +227,13 @@ class Algorithm(Generic[S, C]):
         """
         report = client.report
         client.report = {}
-        metrics = evaluate(client, self.at_home(client))
+        metrics = evaluate_client(client, self.local_offset(client))
         if "local" in metrics:
             # Means over clients can be weighted by the number of test images.
             metrics["local_images"] = len(client.tests["local"])
         return {**metrics, **as_numbers(report)}
 
-    def at_home(self, client: C) -> Tensor | None:
+    def local_offset(self, client: C) -> Tensor | None:
         """Return the per-class offset added to a client's logits on its local test set.
 
         Such an offset adapts the logits to the client's class prior.
@@ -336,7 +336,7 @@ class Algorithm(Generic[S, C]):
             raise ConfigError(
                 f"unknown preset {name!r} of {cls.__name__}: {did_you_mean(name, cls.presets)}"
             )
-        return build(cls, {**cls.presets[name], **(overrides or {})}, "algorithm.")
+        return build_dataclass(cls, {**cls.presets[name], **(overrides or {})}, "algorithm.")
 
     @classmethod
     def parties(cls) -> tuple[type[Server], type[Client]]:

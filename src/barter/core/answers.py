@@ -1,7 +1,7 @@
 """Check clients' answers against the contracts in the return types of remote methods.
 
-`require` checks the structure of an answer and the shape, dtype and range of every value in it.
-`most_bytes` derives from the same annotations how large a valid answer can be. The annotations are
+`require_valid_answer` checks the structure of an answer and the shape, dtype and range of every value in it.
+`largest_answer` derives from the same annotations how large a valid answer can be. The annotations are
 explained in `core/contracts.py`.
 """
 
@@ -32,9 +32,9 @@ from torch import Tensor
 
 from barter.core.contracts import (
     BOUND,
-    EXACT,
-    Classes,
+    EXACT_LIMIT,
     Counts,
+    DistinctClasses,
     Entries,
     Floats,
     Named,
@@ -46,7 +46,7 @@ from barter.core.contracts import (
 )
 from barter.core.errors import PayloadError
 from barter.core.images import Spec
-from barter.core.payload import Payload, State, leaves, nbytes, numbers
+from barter.core.payload import Payload, State, leaves, nbytes, to_floats
 
 __all__ = [
     "WORD",
@@ -54,8 +54,8 @@ __all__ = [
     "Magnitude",
     "Shapes",
     "Valid",
-    "most_bytes",
-    "require",
+    "largest_answer",
+    "require_valid_answer",
     "shapes_of",
     "validate",
 ]
@@ -64,7 +64,7 @@ __all__ = [
 # with its encoding.
 WORD = 200
 # Allowed dtypes of tensors without annotation.
-PLAIN = (torch.float32, torch.int64, torch.uint8, torch.bool)
+PLAIN_DTYPES = (torch.float32, torch.int64, torch.uint8, torch.bool)
 # Advice for authors of algorithms whose dict of tensors is not the client's complete network.
 OTHER_STATES = (
     "; where it is something else, the method's return type must say so: "
@@ -72,14 +72,14 @@ OTHER_STATES = (
     "Weights('server') for the server's network, Entries({name: shape}) for other tensors"
 )
 # Names of the buffers of batch normalisation that have a range of their own.
-VARIANCE = "running_var"
+VARIANCE_NAME = "running_var"
 COUNTER = "num_batches_tracked"
 # Largest number of batches that a network can have seen.
 MOST_BATCHES = 1e9
 Shapes: TypeAlias = Mapping[str, tuple[torch.Size, torch.dtype]]
 # "weight": a parameter of a network that the server knows. "statistic": a buffer of it.
 # "value": anything else, such as logits, embeddings or gradients.
-Kind: TypeAlias = Literal["weight", "statistic", "value"]
+AnswerKind: TypeAlias = Literal["weight", "statistic", "value"]
 Sizes: TypeAlias = ChainMap[str, int]
 
 
@@ -138,7 +138,7 @@ class Known:
         return sizes
 
 
-def require(
+def require_valid_answer(
     answer: Payload, algorithm: object, method: str, sent: tuple[Any, ...], known: Known
 ) -> set[str]:
     """Check an answer against the method's return type, see `validate`.
@@ -155,7 +155,7 @@ class Magnitude:
 
     path: str
     group: str  # The path of the state to which the tensor belongs, otherwise its own.
-    kind: Kind
+    kind: AnswerKind
     shape: torch.Size
     peak: float  # Largest absolute value.
     norm: float  # Euclidean norm.
@@ -208,10 +208,12 @@ def validate(
     return Valid(claims, magnitudes, checker.networks)
 
 
-def most_bytes(algorithm: object, method: str, sent: tuple[Any, ...], known: Known) -> int | None:
+def largest_answer(
+    algorithm: object, method: str, sent: tuple[Any, ...], known: Known
+) -> int | None:
     """Return the largest size in bytes of a valid answer; None if the contract does not bound it.
 
-    The arguments are those of `require`.
+    The arguments are those of `require_valid_answer`.
     """
     checker, sizes, returned = _prepare(algorithm, method, sent, known)
     return checker.max_bytes(returned, sizes)
@@ -256,7 +258,7 @@ def _unwrap(hint: Any) -> tuple[Any, tuple[object, ...]]:
 
 
 @dataclass(frozen=True)
-class Range:
+class RangeCheck:
     """A statistic of a tensor, such as its minimum, and the range in which it must lie."""
 
     path: str
@@ -279,8 +281,8 @@ class _Checker:
         self.algorithm = algorithm
         self.known = known
         self.finite = method not in getattr(algorithm, "may_be_infinite", ())
-        self.ranges: list[Range] = []
-        self.floats: list[tuple[str, str, Kind, Tensor]] = []  # path, group, kind, tensor
+        self.ranges: list[RangeCheck] = []
+        self.floats: list[tuple[str, str, AnswerKind, Tensor]] = []  # path, group, kind, tensor
         self.networks: list[tuple[str, State]] = []
 
     def resolve(self, size: Size, sizes: Mapping[str, int]) -> int | None:
@@ -472,7 +474,7 @@ class _Checker:
                     )
                 self.check_buffer(value, key, at, sizes)
                 is_parameter = key in self.known.parameters
-                of_network: Kind = "weight" if is_parameter else "statistic"
+                of_network: AnswerKind = "weight" if is_parameter else "statistic"
                 self.add_ranges(value, at, None, sizes, (path, of_network))
 
     def check_buffer(self, value: Tensor, name: str, path: str, sizes: Sizes) -> None:
@@ -484,18 +486,18 @@ class _Checker:
         if name in self.known.parameters or not value.numel():
             return
         last = name.rpartition(".")[2]
-        if last == VARIANCE and value.is_floating_point():
+        if last == VARIANCE_NAME and value.is_floating_point():
             least = value.detach().amin()
-            self.ranges.append(Range(path, "minimum", least, 0, BOUND, sizes))
+            self.ranges.append(RangeCheck(path, "minimum", least, 0, BOUND, sizes))
         elif last == COUNTER and value.dtype == torch.int64:
             least, most = torch.aminmax(value.detach())
-            self.ranges.append(Range(path, "minimum", least, 0, MOST_BATCHES, sizes))
-            self.ranges.append(Range(path, "maximum", most, 0, MOST_BATCHES, sizes))
+            self.ranges.append(RangeCheck(path, "minimum", least, 0, MOST_BATCHES, sizes))
+            self.ranges.append(RangeCheck(path, "maximum", most, 0, MOST_BATCHES, sizes))
         elif name in self.known.tables:
             smallest, largest = self.known.tables[name]
             least, most = torch.aminmax(value.detach())
-            self.ranges.append(Range(path, "minimum", least, smallest, largest, sizes))
-            self.ranges.append(Range(path, "maximum", most, smallest, largest, sizes))
+            self.ranges.append(RangeCheck(path, "minimum", least, smallest, largest, sizes))
+            self.ranges.append(RangeCheck(path, "maximum", most, smallest, largest, sizes))
 
     def max_bytes(self, hint: Any, sizes: Sizes) -> int | None:
         """Return the largest size in bytes of a value of this type; None if unbounded."""
@@ -554,7 +556,10 @@ class _Checker:
                 yield mark.name, int(self.resolve_bound(mark.most, sizes))
             elif isinstance(mark, Counts) and mark.total:
                 yield mark.total, int(self.resolve_bound(mark.most, sizes))
-            elif isinstance(mark, Classes) and self.resolve(str(mark.shape[0]), sizes) is None:
+            elif (
+                isinstance(mark, DistinctClasses)
+                and self.resolve(str(mark.shape[0]), sizes) is None
+            ):
                 yield str(mark.shape[0]), self.known.spec.classes
 
     def tensor_bytes(self, mark: Floats, sizes: Sizes) -> int | None:
@@ -585,7 +590,7 @@ class _Checker:
     ) -> None:
         """Check a number against its range and against the size that it defines."""
         ranges = (mark for mark in marks if isinstance(mark, Within))
-        within = next(ranges, Within(-EXACT, EXACT))
+        within = next(ranges, Within(-EXACT_LIMIT, EXACT_LIMIT))
         most = self.resolve_bound(within.most, sizes)
         if not math.isfinite(value):
             raise PayloadError(f"{path} holds NaN or infinity")
@@ -600,7 +605,7 @@ class _Checker:
         """Check a tensor's dtype and shape and note the ranges of its values."""
         mark = next((mark for mark in marks if isinstance(mark, Floats)), None)
         if mark is None:
-            if value.dtype not in PLAIN:
+            if value.dtype not in PLAIN_DTYPES:
                 raise PayloadError(f"{path} is {_describe(value)}, expected float32")
         else:
             must_be_empty = self.is_present(marks) is False
@@ -622,7 +627,7 @@ class _Checker:
         path: str,
         mark: Floats | None,
         sizes: Sizes,
-        origin: tuple[str, Kind] | None = None,
+        origin: tuple[str, AnswerKind] | None = None,
     ) -> None:
         """Note the ranges in which a tensor's values must lie, for `check_ranges`.
 
@@ -640,23 +645,23 @@ class _Checker:
         if isinstance(mark, Counts):
             total = value.double().sum()
             claim = not mark.total
-            self.ranges.append(Range(path, "sum", total, 0, mark.most, sizes, claim=claim))
+            self.ranges.append(RangeCheck(path, "sum", total, 0, mark.most, sizes, claim=claim))
             if mark.total:
-                self.ranges.append(Range(path, "sum", total, mark.total, mark.total, sizes))
+                self.ranges.append(RangeCheck(path, "sum", total, mark.total, mark.total, sizes))
         if not value.numel():
             return
-        bound = BOUND if value.is_floating_point() else EXACT
+        bound = BOUND if value.is_floating_point() else EXACT_LIMIT
         least, most = (-bound, bound) if mark is None else (mark.least, mark.most)
         minimum, maximum = torch.aminmax(value.detach())
-        self.ranges.append(Range(path, "minimum", minimum, least, most, sizes))
-        self.ranges.append(Range(path, "maximum", maximum, least, most, sizes))
+        self.ranges.append(RangeCheck(path, "minimum", minimum, least, most, sizes))
+        self.ranges.append(RangeCheck(path, "maximum", maximum, least, most, sizes))
         if value.is_floating_point():
-            value_of_its_own: tuple[str, Kind] = (path, "value")
+            value_of_its_own: tuple[str, AnswerKind] = (path, "value")
             group, kind = origin or value_of_its_own
             self.floats.append((path, group, kind, value.detach()))
-        if isinstance(mark, Classes) and len(value) > 1:
+        if isinstance(mark, DistinctClasses) and len(value) > 1:
             step = value.diff().amin()
-            self.ranges.append(Range(path, "smallest step", step, 1, EXACT, sizes))
+            self.ranges.append(RangeCheck(path, "smallest step", step, 1, EXACT_LIMIT, sizes))
 
     def format_shape(self, mark: Floats, sizes: Sizes) -> str:
         """Return a declared shape as messages show it, with known sizes as numbers."""
@@ -673,7 +678,7 @@ class _Checker:
             PayloadError: If a statistic is out of its range.
         """
         norms = _norms([value for _, _, _, value in self.floats])
-        found_numbers = numbers([found.number for found in self.ranges] + norms)
+        found_numbers = to_floats([found.number for found in self.ranges] + norms)
         peaks: dict[str, float] = {}
         for found, value in zip(self.ranges, found_numbers, strict=False):
             least = self.resolve_bound(found.least, found.sizes)

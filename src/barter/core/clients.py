@@ -66,7 +66,7 @@ class Replies(dict[int, R], Generic[R]):
         self.failures = dict(sorted(failures.items()))
         self.excuse = excuse
 
-    def each(self, work: Callable[[int, R], T]) -> Replies[T]:
+    def map(self, work: Callable[[int, R], T]) -> Replies[T]:
         """Apply a function to every answer and return the results.
 
         If the function raises for a client's answer, that client counts as failed, as if it had
@@ -107,7 +107,7 @@ class Engine(Protocol):
 
     def call(self, method: str, args: Mapping[int, tuple[Any, ...]]) -> Replies[Any]: ...
 
-    def failed(self, client: int, method: str, error: Exception) -> Failure: ...
+    def record_failure(self, client: int, method: str, error: Exception) -> Failure: ...
 
     def stream(self, name: str) -> torch.Generator: ...
 
@@ -257,7 +257,7 @@ class Clients(Sequence[int]):
             """Merge new errors with earlier failures; return all failures."""
             failures = dict(before)
             for k, error in errors.items():
-                failures[k] = self._engine.failed(k, name, error)
+                failures[k] = self._engine.record_failure(k, name, error)
             self._require_enough(name, len(args), list(failures.values()), earlier)
             return failures
 

@@ -23,8 +23,8 @@ from typing import Literal, TypeAlias
 import torch
 
 __all__ = [
-    "Classes",
     "Counts",
+    "DistinctClasses",
     "Entries",
     "Floats",
     "Halves",
@@ -42,7 +42,7 @@ __all__ = [
 # Largest magnitude of floats in tensors: their squares and sums stay finite in float32.
 BOUND = 1e6
 # Largest magnitude of all other numbers: integers up to here are exact in float64.
-EXACT = 2.0**53
+EXACT_LIMIT = 2.0**53
 Size: TypeAlias = int | str
 
 
@@ -80,7 +80,7 @@ class Places(Floats):
     dtype = torch.int64
     least = 0.0
 
-    def __init__(self, *shape: Size, most: float | str = EXACT) -> None:
+    def __init__(self, *shape: Size, most: float | str = EXACT_LIMIT) -> None:
         super().__init__(*shape, most=most)
 
 
@@ -91,7 +91,7 @@ class Labels(Places):
         super().__init__(*shape, most="last_class")
 
 
-class Classes(Labels):
+class DistinctClasses(Labels):
     """Distinct class labels in ascending order."""
 
 

@@ -13,10 +13,10 @@ __all__ = [
     "PayloadError",
     "PrivacyError",
     "StateError",
-    "in_short",
     "install_command",
-    "lacks_memory",
-    "with_place",
+    "is_out_of_memory",
+    "locate_error",
+    "summarise_error",
 ]
 
 
@@ -72,7 +72,7 @@ def install_command(extra: str) -> str:
     return f"pip install '.[{extra}]' in a checkout of barter"
 
 
-def in_short(error: BaseException) -> str:
+def summarise_error(error: BaseException) -> str:
     """Return a foreign exception's type and message in one line of at most 60 words.
 
     Such messages may contain line breaks, and those of torch fill a screen. The type is left out
@@ -83,13 +83,13 @@ def in_short(error: BaseException) -> str:
     return words if is_clear else f"{type(error).__name__}: {words}"
 
 
-def with_place(error: BaseException) -> str:
-    """Return the line of `in_short` with the file and line where the exception was raised."""
+def locate_error(error: BaseException) -> str:
+    """Return the line of `summarise_error` with the file and line where the exception was raised."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-    return f"{in_short(error)} ({frame.f_code.co_filename}:{line})"
+    return f"{summarise_error(error)} ({frame.f_code.co_filename}:{line})"
 
 
-def lacks_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means out of memory; torch's is recognised by its message only."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and "memory" in str(error)

@@ -18,11 +18,11 @@ from barter.core.nodes import Client
 
 __all__ = [
     "accuracy",
-    "adjusted",
-    "evaluate",
-    "knowing_alone",
-    "note_before",
+    "add_offset",
+    "evaluate_client",
     "predict",
+    "record_before_exchange",
+    "record_local_only",
     "score",
     "tests_due",
 ]
@@ -31,7 +31,7 @@ OfBatch: TypeAlias = Callable[[Tensor], Tensor]
 
 # Images per forward pass. On a GPU small images go in larger chunks, and large images that a CUDA
 # graph processes go in smaller ones.
-CHUNK = 500
+PREDICT_CHUNK = 500
 
 
 @torch.no_grad()
@@ -48,32 +48,32 @@ def predict(function: OfBatch, batch: OfBatch, index: Tensor) -> Tensor:
     if forward is not None:
         return _predict_by_graph(forward, function, batch, index)
     values = []
-    size = CHUNK
+    size = PREDICT_CHUNK
     while len(index):
         inputs = batch(index[:size])
         index = index[size:]
         with precision.autocast(index.device):
             values.append(function(inputs).float())
         if index.is_cuda:
-            size = max(CHUNK, min(8 * CHUNK, 2**25 // max(1, inputs[0].numel())))
-        lanes.breathe()
-    lanes.rest()
+            size = max(PREDICT_CHUNK, min(8 * PREDICT_CHUNK, 2**25 // max(1, inputs[0].numel())))
+        lanes.throttle()
+    lanes.wait_for_device()
     return torch.cat(values)
 
 
 def _predict_by_graph(forward: Forward, function: OfBatch, batch: OfBatch, index: Tensor) -> Tensor:
     """Predict with a CUDA graph, which needs chunks of one size: the last one is padded."""
-    size = max(CHUNK // 5, min(CHUNK, 2**24 // max(1, batch(index[:1]).numel())))
+    size = max(PREDICT_CHUNK // 5, min(PREDICT_CHUNK, 2**24 // max(1, batch(index[:1]).numel())))
     padded = torch.cat([index, index[:1].expand(-len(index) % size)])
     values = [
         forward.take(function, [batch(part)]).to(torch.float32, copy=True)
         for part in torch.split(padded, size)
     ]
-    lanes.rest()
+    lanes.wait_for_device()
     return torch.cat(values)[: len(index)]
 
 
-def adjusted(logits: Tensor, by_class: Tensor | None) -> Tensor:
+def add_offset(logits: Tensor, by_class: Tensor | None) -> Tensor:
     """Add a per-class offset to logits; None leaves them unchanged."""
     return logits if by_class is None else logits + by_class
 
@@ -104,10 +104,10 @@ def score(
     """
     model.eval()
     logits = predict(model, data.batch, torch.arange(len(data), device=data.device))
-    return measure(test, adjusted(logits, by_class), data.labels, evaluation.metrics)
+    return measure(test, add_offset(logits, by_class), data.labels, evaluation.metrics)
 
 
-def evaluate(client: Client, at_home: Tensor | None = None) -> dict[str, float]:
+def evaluate_client(client: Client, at_home: Tensor | None = None) -> dict[str, float]:
     """Compute a client's metrics on its test sets, if it is evaluated in this round.
 
     Args:
@@ -131,14 +131,14 @@ def tests_due(client: Client) -> dict[str, Images]:
     return {test: data for test, data in client.tests.items() if client.evaluation.runs(test)}
 
 
-def note_before(client: Client, at_home: Tensor | None = None) -> None:
+def record_before_exchange(client: Client, at_home: Tensor | None = None) -> None:
     """Put the client's current metrics into its report as those before the exchange."""
-    metrics = evaluate(client, at_home)
+    metrics = evaluate_client(client, at_home)
     client.report |= {f"before_{name}": value for name, value in metrics.items()}
 
 
 @contextmanager
-def knowing_alone(client: Client) -> Iterator[None]:
+def record_local_only(client: Client) -> Iterator[None]:
     """Record a client's local-only metrics if the call inside the block trains its network.
 
     For calls before any exchange, whose result cannot depend on other clients. Nothing is recorded
@@ -152,6 +152,6 @@ def knowing_alone(client: Client) -> Iterator[None]:
     if all(torch.equal(old, new) for old, new in pairs):
         return
     modes = [part.training for part in client.model.modules()]
-    note_before(client)
+    record_before_exchange(client)
     for part, training in zip(client.model.modules(), modes, strict=True):
         part.training = training

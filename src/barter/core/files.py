@@ -9,15 +9,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from barter.core.errors import CheckpointError, in_short
+from barter.core.errors import CheckpointError, summarise_error
 
-__all__ = ["flush", "refused", "replace_text", "replacing", "understood", "whole", "writing"]
+__all__ = [
+    "convert_disk_errors",
+    "create_folder",
+    "flush",
+    "parse_file",
+    "replace_file",
+    "replace_text",
+    "write_obstacle",
+]
 
 T = TypeVar("T")
 
 
 @contextmanager
-def writing(target: Path) -> Iterator[None]:
+def convert_disk_errors(target: Path) -> Iterator[None]:
     """Convert disk errors inside the block to a CheckpointError that names the file or folder."""
     try:
         yield
@@ -26,14 +34,14 @@ def writing(target: Path) -> Iterator[None]:
 
 
 @contextmanager
-def replacing(target: Path) -> Iterator[Path]:
+def replace_file(target: Path) -> Iterator[Path]:
     """Replace a file atomically: it keeps its contents until the new ones are on disk.
 
     Yields:
         The temporary file to write to; it replaces the target at the end of the block.
     """
     temporary = target.with_name(f".{target.name}.tmp")
-    with writing(target):
+    with convert_disk_errors(target):
         try:
             yield temporary
             flush(temporary)
@@ -46,19 +54,19 @@ def replacing(target: Path) -> Iterator[Path]:
 
 def replace_text(target: Path, text: str) -> None:
     """Replace the text of a file atomically."""
-    with replacing(target) as temporary:
+    with replace_file(target) as temporary:
         temporary.write_text(text, "utf-8")
 
 
 @contextmanager
-def whole(folder: Path, mode: int = 0o777) -> Iterator[Path]:
+def create_folder(folder: Path, mode: int = 0o777) -> Iterator[Path]:
     """Create a folder atomically: it exists with all its files or not at all.
 
     Yields:
         The temporary folder to fill; it is renamed at the end of the block.
     """
     temporary = folder.with_name(f".{folder.name}.new")
-    with writing(folder):
+    with convert_disk_errors(folder):
         # A process that was killed may have left the temporary folder.
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(mode, parents=True)
@@ -70,7 +78,7 @@ def whole(folder: Path, mode: int = 0o777) -> Iterator[Path]:
             raise
 
 
-def understood(path: Path, meaning: Callable[[str], T]) -> T:
+def parse_file(path: Path, meaning: Callable[[str], T]) -> T:
     """Read a text file that barter wrote and parse it.
 
     Args:
@@ -85,14 +93,14 @@ def understood(path: Path, meaning: Callable[[str], T]) -> T:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {in_short(error)}") from error
+        raise CheckpointError(f"{path} is damaged: {summarise_error(error)}") from error
 
 
-def refused(folder: Path) -> str:
+def write_obstacle(folder: Path) -> str:
     """Return why a folder cannot be written to, for example a full disk; empty if it can."""
     probe = folder / ".room"
     try:
-        with writing(folder):
+        with convert_disk_errors(folder):
             try:
                 probe.write_bytes(bytes(2**16))
                 flush(probe)

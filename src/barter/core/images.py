@@ -21,10 +21,10 @@ __all__ = [
     "PrivateTraining",
     "Sealed",
     "Spec",
-    "augmented",
+    "augment_images",
+    "channel_statistics",
     "fingerprint",
-    "prepared",
-    "statistics",
+    "prepare_batch",
 ]
 
 
@@ -89,7 +89,7 @@ class Augment:
     crop: int = 0  # Padding in pixels before the crop; 0 turns cropping off.
     flip: bool = False
 
-    def resized(self, before: int, after: int) -> Augment:
+    def rescale(self, before: int, after: int) -> Augment:
         """Return the augmentation scaled from images of one width to images of another."""
         return Augment(self.crop * after // before, self.flip)
 
@@ -126,8 +126,10 @@ class Images:
         return torch.bincount(self.labels, minlength=self.spec.classes)
 
     def batch(self, index: Tensor, *, augmented: bool = False) -> Tensor:
-        """Return the images at these indices as model input, see `prepared`."""
-        return prepared(self.pixels[index], self.spec, self.augment if augmented else Augment())
+        """Return the images at these indices as model input, see `prepare_batch`."""
+        return prepare_batch(
+            self.pixels[index], self.spec, self.augment if augmented else Augment()
+        )
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ class Sealed(Images):
     def side(self) -> int:
         return self._images.side
 
-    def opened(self) -> Images:
+    def open(self) -> Images:
         """Return the images themselves; to be used by private training only."""
         return self._images
 
@@ -184,14 +186,14 @@ def fingerprint(*tensors: Tensor) -> str:
     return digest.hexdigest()
 
 
-def prepared(pixels: Tensor, spec: Spec, augment: Augment) -> Tensor:
+def prepare_batch(pixels: Tensor, spec: Spec, augment: Augment) -> Tensor:
     """Turn a batch of byte images into model input.
 
     The images are augmented, converted to float, normalised and, if necessary, resized to the
     spec. The result is in channels_last memory format.
     """
-    mean, std = statistics(spec, pixels.device, 255.0)
-    x = (augmented(pixels, augment).float() - mean) / std
+    mean, std = channel_statistics(spec, pixels.device, 255.0)
+    x = (augment_images(pixels, augment).float() - mean) / std
     if x.shape[-2:] != spec.shape[1:]:
         shrinks = x.shape[-2] > spec.height or x.shape[-1] > spec.width
         x = F.interpolate(x, spec.shape[1:], mode="bilinear", antialias=shrinks)
@@ -199,14 +201,16 @@ def prepared(pixels: Tensor, spec: Spec, augment: Augment) -> Tensor:
 
 
 @cache
-def statistics(spec: Spec, device: torch.device, white: float = 1.0) -> tuple[Tensor, Tensor]:
+def channel_statistics(
+    spec: Spec, device: torch.device, white: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of each channel, for pixels between 0 and `white`."""
     mean = torch.tensor(spec.mean, device=device).view(1, -1, 1, 1) * white
     std = torch.tensor(spec.std, device=device).view(1, -1, 1, 1) * white
     return mean, std
 
 
-def augmented(pixels: Tensor, augment: Augment) -> Tensor:
+def augment_images(pixels: Tensor, augment: Augment) -> Tensor:
     """Shift and flip each image at random; pixels shifted in at the edges are zero."""
     if not augment.flip and not augment.crop:
         return pixels

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from barter.core import seeds
-from barter.core.params import Count, check
+from barter.core.params import Count, check_fields
 
 __all__ = ["Evaluation", "Metric", "auc", "calibration_error", "macro_f1", "measure"]
 
@@ -43,7 +43,7 @@ class Evaluation:
     metrics: tuple[Metric, ...] = ()
 
     def __post_init__(self) -> None:
-        check(self, "evaluate.")
+        check_fields(self, "evaluate.")
 
     def is_due(self, t: int, last: int) -> bool:
         """Return whether round t is evaluated, in a run whose last round is `last`."""

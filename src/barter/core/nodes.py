@@ -60,7 +60,7 @@ class Node:
         self.evaluation = Evaluation()  # The test sets to use and the metrics to compute.
         self.tested = True  # True if the node is evaluated in this round.
         self.report: dict[str, float] = {}  # Numbers for the round's record.
-        for name in self.remembered():
+        for name in self.memory_names():
             if not hasattr(type(self), name):
                 raise TypeError(
                     f"{type(self).__name__}.{name} needs a default, its value before round 1"
@@ -68,7 +68,7 @@ class Node:
             setattr(self, name, copy.deepcopy(getattr(type(self), name)))
 
     @contextmanager
-    def seated(self) -> Iterator[None]:
+    def use_lane_module(self) -> Iterator[None]:
         """Use the current lane's module as this node's model inside the block.
 
         A lane has one module for each architecture. The node's weights are copied into it before
@@ -76,10 +76,12 @@ class Node:
         architecture, whatever their number. Without a lane nothing changes.
         """
         own = self.model_or_none
-        if own is None or lanes.current() is None:
+        if own is None or lanes.current_lane() is None:
             yield
             return
-        seat = lanes.kept(("model", self.architecture), lambda: copy.deepcopy(own).to(self.device))
+        seat = lanes.lane_module(
+            ("model", self.architecture), lambda: copy.deepcopy(own).to(self.device)
+        )
         lanes.take_over(seat, own)
         self.model_or_none = seat
         try:
@@ -102,7 +104,7 @@ class Node:
         return self.model_or_none
 
     @classmethod
-    def remembered(cls) -> list[str]:
+    def memory_names(cls) -> list[str]:
         """Return the names of the attributes that a node of this class keeps between rounds."""
         names: list[str] = []
         for kind in reversed(cls.__mro__):
@@ -115,20 +117,22 @@ class Node:
 
         The tensors are those in use: a caller that keeps the result must `isolate` it.
         """
-        state: dict[str, Payload] = {name: getattr(self, name) for name in self.remembered()}
+        state: dict[str, Payload] = {name: getattr(self, name) for name in self.memory_names()}
         if self.model_or_none is not None:
             state["model"] = dict(self.model.state_dict())
         return state
 
     def holdings(self) -> list[Any]:
         """Return all leaves of this node's memory except the model's weights."""
-        return [leaf for name in self.remembered() for _, leaf in leaves(getattr(self, name), name)]
+        return [
+            leaf for name in self.memory_names() for _, leaf in leaves(getattr(self, name), name)
+        ]
 
     def move(self, device: torch.device) -> None:
         """Move the model and the memory of this node to a device."""
         if self.model_or_none is not None:
             self.model_or_none.to(device)
-        for name in self.remembered():
+        for name in self.memory_names():
             setattr(self, name, isolate(getattr(self, name), device))
 
     def footprint(self) -> int:
@@ -145,7 +149,7 @@ class Node:
         if self.model_or_none is not None:
             self.model.load_state_dict(memory["model"])
             device = next((p.device for p in self.model.parameters()), device)
-        for name in self.remembered():
+        for name in self.memory_names():
             setattr(self, name, isolate(memory[name], device))
 
 
@@ -158,7 +162,7 @@ class Client(Node):
     (0, 'small-cnn', 700, 10)
     >>> class Counting(Client):
     ...     asked: int = 0
-    >>> Counting.remembered()
+    >>> Counting.memory_names()
     ['asked']
     """
 
@@ -226,7 +230,7 @@ class Server(Node):
 
     def replica(self, client: int, weights: State) -> Classifier:
         """Return a frozen copy of a client's model with the weights it uploaded."""
-        model = lanes.kept(
+        model = lanes.lane_module(
             ("replica", client), lambda: self.architectures[client]().to(self.device)
         )
         model.load_state_dict(weights)

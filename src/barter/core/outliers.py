@@ -29,19 +29,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from barter.core.answers import Kind, Magnitude
+from barter.core.answers import AnswerKind, Magnitude
 from barter.core.images import Spec
 from barter.core.model import Classifier
 from barter.core.payload import Payload, State, leaves
 
-__all__ = ["Comparison", "compare_answers", "find_large_logits", "probe"]
+__all__ = ["OutlierComparison", "compare_answers", "find_large_logits", "probe"]
 
 # An answer may be this many times as large as its reference.
-TIMES = 100.0
+OUTLIER_FACTOR = 100.0
 # The same if no other client answered, so that only initial or received weights can be compared.
 TIMES_ALONE = 1000.0
 # Values and statistics below it are never too large: activations and logits are of this order.
-USUAL = 1.0
+USUAL_VALUE = 1.0
 USUAL_LOGIT = 10.0  # The same for logits of random images.
 PROBES = 4  # Number of random images.
 # Indices of lists and integer keys of dicts, which may differ between clients.
@@ -64,7 +64,7 @@ class _Size:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class OutlierComparison:
     """How a number of an answer compares with its reference."""
 
     path: str
@@ -93,7 +93,7 @@ def compare_answers(
     answers: Mapping[int, Sequence[Magnitude]],
     initial: Callable[[int], Initial],
     received: Callable[[int], Payload],
-) -> dict[int, Comparison]:
+) -> dict[int, OutlierComparison]:
     """Compare each answer with its references.
 
     Args:
@@ -106,7 +106,7 @@ def compare_answers(
         The comparison of each client that comes closest to its limit or exceeds it most. A client
         without anything that could be compared is left out.
     """
-    found: dict[int, Comparison] = {}
+    found: dict[int, OutlierComparison] = {}
     tables = {k: _Table(magnitudes) for k, magnitudes in answers.items()}
     for k, table in tables.items():
         others = [other for j, other in tables.items() if j != k]
@@ -151,10 +151,10 @@ def find_large_logits(peaks: Mapping[int, float], initial: Mapping[int, float]) 
         finite = [other for j, other in peaks.items() if j != k and math.isfinite(other)]
         usual_peak = statistics.median_low(finite) if finite else 0.0
         reference = max(USUAL_LOGIT, initial[k], usual_peak)
-        usual = f"; at most {TIMES:g} times {reference:.3g} are accepted"
+        usual = f"; at most {OUTLIER_FACTOR:g} times {reference:.3g} are accepted"
         if not math.isfinite(peak) and (finite or len(peaks) == 1):
             found[k] = f"the uploaded network computes NaN or infinity for random images{usual}"
-        elif finite and peak > TIMES * reference:
+        elif finite and peak > OUTLIER_FACTOR * reference:
             found[k] = (
                 f"the uploaded network's largest logit for random images is {peak:.3g}{usual}"
             )
@@ -168,7 +168,7 @@ class _Table:
         self.tensors = {
             (found.path, found.shape): found for found in magnitudes if found.kind != "value"
         }
-        members: dict[tuple[str, Kind], list[Magnitude]] = {}
+        members: dict[tuple[str, AnswerKind], list[Magnitude]] = {}
         for found in magnitudes:
             if found.kind == "weight":
                 members.setdefault((found.group, found.kind), []).append(found)
@@ -180,7 +180,7 @@ class _Table:
 
     def compare(
         self, others: Sequence[_Table], initial: Initial, received: Mapping[str, _Size]
-    ) -> Comparison | None:
+    ) -> OutlierComparison | None:
         """Return the comparison that comes closest to its limit; None if there is none.
 
         Args:
@@ -188,7 +188,7 @@ class _Table:
             initial: The client's initial weights.
             received: The sizes of tensors that the client received, by name.
         """
-        found_all: list[Comparison] = []
+        found_all: list[OutlierComparison] = []
         usual_weights: dict[str, float] = {}
         for (place, kind), size in self.groups.items():
             same = [other.groups[place, kind] for other in others if (place, kind) in other.groups]
@@ -200,7 +200,7 @@ class _Table:
                 )
                 usual_weights[place] = reference.rms
             elif same:
-                reference = reference.at_least(_Size(USUAL, USUAL))
+                reference = reference.at_least(_Size(USUAL_VALUE, USUAL_VALUE))
             else:
                 continue
             found_all += _compare(place, size, reference, alone=not same)
@@ -212,22 +212,22 @@ class _Table:
             if not same and (reference == _Size() or found.kind == "statistic"):
                 continue
             # A tensor may be zero at first, such as a bias: then the others of its network count.
-            floor = USUAL if found.kind == "statistic" else usual_weights[found.group]
+            floor = USUAL_VALUE if found.kind == "statistic" else usual_weights[found.group]
             reference = reference.at_least(_Size(floor, floor))
             found_all += _compare(found.path, _size(found), reference, alone=not same)
         return max(found_all, key=lambda one: one.ratio / one.times, default=None)
 
 
-def _compare(path: str, size: _Size, reference: _Size, *, alone: bool) -> list[Comparison]:
+def _compare(path: str, size: _Size, reference: _Size, *, alone: bool) -> list[OutlierComparison]:
     """Compare both numbers of a size with its reference, as far as that is not zero."""
-    times = TIMES_ALONE if alone else TIMES
+    times = TIMES_ALONE if alone else OUTLIER_FACTOR
     whose = "initial or received weights" if alone else "what is usual among the other clients"
     pairs = (
         ("largest absolute value", size.peak, reference.peak),
         ("root mean square", size.rms, reference.rms),
     )
     return [
-        Comparison(path, title, value, usual, times, whose)
+        OutlierComparison(path, title, value, usual, times, whose)
         for title, value, usual in pairs
         if usual > 0
     ]

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from barter.core.errors import BarterError, ConfigError, in_short, with_place
+from barter.core.errors import BarterError, ConfigError, locate_error, summarise_error
 from barter.core.field_comments import read_comments
 
 __all__ = [
@@ -31,14 +31,14 @@ __all__ = [
     "Side",
     "Spelling",
     "Whole",
-    "build",
-    "check",
-    "describe",
+    "build_dataclass",
+    "call_user_code",
+    "check_fields",
+    "describe_fields",
     "did_you_mean",
-    "imported",
-    "made",
-    "nearest",
-    "text",
+    "import_object",
+    "is_utf8",
+    "nearest_name",
     "without_retired",
 ]
 
@@ -107,7 +107,7 @@ def _hints(cls: type[Any]) -> dict[str, Any]:
     return get_type_hints(cls, include_extras=True)
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that is spelled most similarly; None if no name is close.
 
     Case and everything before the last dot may differ.
@@ -130,18 +130,18 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     It suggests the most similar known name, or lists all of them if none is similar.
     """
     known = sorted(known)
-    suggestion = nearest(name, known)
+    suggestion = nearest_name(name, known)
     if suggestion is None:
         return f"there are: {', '.join(known) or 'none'}"
     return f"did you mean {suggestion!r}?"
 
 
-def text(value: str) -> bool:
+def is_utf8(value: str) -> bool:
     """Return whether a string can be encoded as UTF-8; names of files may not be."""
     return value.isascii() or value == value.encode(errors="ignore").decode()
 
 
-def imported(place: str, what: str) -> Any:
+def import_object(place: str, what: str) -> Any:
     """Import an object of user code.
 
     Args:
@@ -155,7 +155,7 @@ def imported(place: str, what: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:  # A user's module may raise anything.
-        reason = in_short(error)
+        reason = summarise_error(error)
         if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
             reason += (
                 "; it is looked for in the current folder, beside the configuration "
@@ -164,7 +164,7 @@ def imported(place: str, what: str) -> Any:
         raise ConfigError(f"{what} {place!r} cannot be imported: {reason}") from error
 
 
-def made(place: str, make: Callable[[], T]) -> T:
+def call_user_code(place: str, make: Callable[[], T]) -> T:
     """Call user code; convert its exceptions to a ConfigError of one line with their location.
 
     Args:
@@ -179,7 +179,7 @@ def made(place: str, make: Callable[[], T]) -> T:
     except BarterError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{place} failed: {with_place(error)}") from error
+        raise ConfigError(f"{place} failed: {locate_error(error)}") from error
 
 
 def _describe_type(hint: Any) -> str:
@@ -246,7 +246,7 @@ def _accept(value: object, hint: Any) -> object:
             raise ValueError("must be a finite number")
         return number
     if hint is str and isinstance(value, str):
-        if not text(value):
+        if not is_utf8(value):
             raise ValueError("must be text that UTF-8 can hold")
         return value
     if hint is bool and isinstance(value, bool):
@@ -261,7 +261,7 @@ def _accept(value: object, hint: Any) -> object:
     raise ValueError(f"must be {_describe_type(hint)}")
 
 
-def check(instance: object, where: str = "") -> None:
+def check_fields(instance: object, where: str = "") -> None:
     """Check the fields of a dataclass instance against their annotations.
 
     Values are converted where that loses nothing, such as a list to a tuple.
@@ -307,7 +307,7 @@ def without_retired(
     return {name: value for name, value in values.items() if name not in retired}
 
 
-def build(cls: type[T], values: Mapping[str, object], where: str = "") -> T:
+def build_dataclass(cls: type[T], values: Mapping[str, object], where: str = "") -> T:
     """Build a checked dataclass from the values of a file or a command line.
 
     Args:
@@ -334,10 +334,10 @@ def build(cls: type[T], values: Mapping[str, object], where: str = "") -> T:
         except TypeError as error:
             raise ConfigError(f"{name}: {error}") from None
 
-    return made(name, instance)
+    return call_user_code(name, instance)
 
 
-def describe(cls: type[Any]) -> list[Field]:
+def describe_fields(cls: type[Any]) -> list[Field]:
     """Return name, type, default and comment of each field of a checked dataclass."""
     hints = _hints(cls)
     meanings = read_comments(cls)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from barter.core.errors import PayloadError, in_short
+from barter.core.errors import PayloadError, summarise_error
 
 __all__ = [
     "Payload",
@@ -26,12 +26,12 @@ __all__ = [
     "infinite_leaves",
     "isolate",
     "leaves",
-    "mapped",
+    "map_leaves",
     "mark",
     "nbytes",
-    "numbers",
     "origin",
     "pack",
+    "to_floats",
     "unpack",
 ]
 
@@ -39,8 +39,8 @@ State: TypeAlias = dict[str, Tensor]
 Payload: TypeAlias = Any
 T = TypeVar("T")
 
-PLAIN = (str, int, float, bool, type(None))
-LEAST = -(2**63)  # The smallest integer that fits into 64 bits.
+PLAIN_TYPES = (str, int, float, bool, type(None))
+MIN_INT = -(2**63)  # The smallest integer that fits into 64 bits.
 # Largest depth of a received tree; the recursion limit itself depends on the version of Python.
 DEPTH = 100
 DTYPES = {
@@ -52,7 +52,7 @@ DTYPES = {
 }  # fmt: skip
 
 
-def mapped(tree: Payload, leaf: Callable[[str, Any], Any], path: str) -> Payload:
+def map_leaves(tree: Payload, leaf: Callable[[str, Any], Any], path: str) -> Payload:
     """Return the tree with a function applied to every leaf.
 
     Args:
@@ -71,12 +71,12 @@ def mapped(tree: Payload, leaf: Callable[[str, Any], Any], path: str) -> Payload
                     f"{path}: key {key!r} is a {type(key).__name__}, "
                     "a payload's keys are str or int"
                 )
-        return {key: mapped(value, leaf, f"{path}.{key}") for key, value in tree.items()}
+        return {key: map_leaves(value, leaf, f"{path}.{key}") for key, value in tree.items()}
     if kind in (list, tuple):
-        return kind(mapped(value, leaf, f"{path}[{i}]") for i, value in enumerate(tree))
+        return kind(map_leaves(value, leaf, f"{path}[{i}]") for i, value in enumerate(tree))
     # The OrderedDict that state_dict() returns is sent as a plain dict.
     if isinstance(tree, dict):
-        return mapped(dict(tree), leaf, path)
+        return map_leaves(dict(tree), leaf, path)
     if isinstance(tree, Tensor):
         if tree.layout is not torch.strided or tree.dtype not in DTYPES.values():
             raise PayloadError(
@@ -88,9 +88,9 @@ def mapped(tree: Payload, leaf: Callable[[str, Any], Any], path: str) -> Payload
                 f"{path}: a tensor on the meta device cannot be sent: it has a shape and no values"
             )
         return leaf(path, tree)
-    if kind is int and not LEAST <= tree < -LEAST:
+    if kind is int and not MIN_INT <= tree < -MIN_INT:
         raise PayloadError(f"{path}: an integer of more than 64 bits cannot be sent")
-    if kind in PLAIN:
+    if kind in PLAIN_TYPES:
         return leaf(path, tree)
     raise PayloadError(
         f"{path}: a {kind.__module__}.{kind.__qualname__} cannot be sent; "
@@ -101,7 +101,7 @@ def mapped(tree: Payload, leaf: Callable[[str, Any], Any], path: str) -> Payload
 def leaves(tree: Payload, path: str = "payload") -> Iterator[tuple[str, Any]]:
     """Yield the path and the value of every leaf."""
     found: list[tuple[str, Any]] = []
-    mapped(tree, lambda at, value: found.append((at, value)), path)
+    map_leaves(tree, lambda at, value: found.append((at, value)), path)
     yield from found
 
 
@@ -124,7 +124,7 @@ def nbytes(tree: Payload) -> int:
     return sum(size(value) for _, value in leaves(tree))
 
 
-def numbers(values: Sequence[Tensor]) -> list[float]:
+def to_floats(values: Sequence[Tensor]) -> list[float]:
     """Convert tensors of one number each to floats, with one synchronisation per device."""
     # Tensors are stacked by device and dtype, then read together.
     groups: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
@@ -150,7 +150,7 @@ def infinite_leaves(tree: Payload, path: str = "") -> list[str]:
             # Minimum or maximum is not finite if any value is not.
             paths += [at, at]
             extremes += torch.aminmax(value.detach())
-    for at, number in zip(paths, numbers(extremes), strict=True):
+    for at, number in zip(paths, to_floats(extremes), strict=True):
         if not math.isfinite(number):
             found.append(at)
     return list(dict.fromkeys(at.removeprefix(".") for at in found))
@@ -202,7 +202,7 @@ def isolate(tree: T, device: torch.device | None = None, path: str = "payload") 
         device: The device of the copied tensors; None keeps theirs.
         path: The path of the tree, for messages.
     """
-    copy: T = mapped(tree, lambda _, value: _isolate_leaf(value, device), path)
+    copy: T = map_leaves(tree, lambda _, value: _isolate_leaf(value, device), path)
     return copy
 
 
@@ -245,7 +245,7 @@ def pack(tree: Payload) -> tuple[dict[str, Tensor], str]:
             return {"float": node.hex()}
         return node
 
-    plain = mapped(tree, lambda _, value: value, "payload")
+    plain = map_leaves(tree, lambda _, value: value, "payload")
     return tensors, json.dumps(encode(plain))
 
 
@@ -289,4 +289,4 @@ def unpack(tensors: dict[str, Tensor], header: str) -> Payload:
         OverflowError,
         RuntimeError,
     ) as error:
-        raise PayloadError(f"damaged payload: {in_short(error)}") from error
+        raise PayloadError(f"damaged payload: {summarise_error(error)}") from error

@@ -32,8 +32,8 @@ from torch import Tensor
 __all__ = [
     "RECOMMENDED",
     "Aggregate",
+    "AggregationRule",
     "Defence",
-    "Rule",
     "active",
     "aggregate",
     "clip_factors",
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 Aggregate: TypeAlias = Literal["states", "logits", "prototypes", "sets"]
-Rule: TypeAlias = Literal[
+AggregationRule: TypeAlias = Literal[
     "none",
     "auto",
     "median",
@@ -61,7 +61,7 @@ Rule: TypeAlias = Literal[
     "cosine",
 ]
 # Defences recommended for each kind of aggregate; docs/adversaries.md has the measurements.
-RECOMMENDED: dict[Aggregate, Rule] = {
+RECOMMENDED: dict[Aggregate, AggregationRule] = {
     "states": "cosine",
     "logits": "cosine",
     "prototypes": "cosine",
@@ -83,10 +83,10 @@ class Defence:
     [2.5]
     """
 
-    rule: Rule = "none"
+    rule: AggregationRule = "none"
     share: float = 0.3
 
-    def rule_for(self, kind: Aggregate) -> Rule:
+    def rule_for(self, kind: Aggregate) -> AggregationRule:
         """Return the rule for a kind of aggregate; "auto" is resolved."""
         return RECOMMENDED[kind] if self.rule == "auto" else self.rule
 
@@ -169,7 +169,7 @@ class Defence:
 
     def _votes(
         self,
-        rule: Rule,
+        rule: AggregationRule,
         blocks: Sequence[Tensor],
         weights: Sequence[Tensor],
         centres: Sequence[Tensor],

@@ -7,10 +7,10 @@ from typing import Any
 
 from barter.core.algorithm import Algorithm
 
-__all__ = ["PAPER", "Difference", "describe_variant", "differences_from_paper"]
+__all__ = ["PAPER_PRESET", "Difference", "describe_variant", "differences_from_paper"]
 
-PAPER = "paper"  # the preset that is the published method
-FEW = 4  # fields that a line names
+PAPER_PRESET = "paper"  # the preset that is the published method
+MAX_NAMED_FIELDS = 4  # fields that a line names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +37,9 @@ def differences_from_paper(algorithm: Algorithm[Any, Any]) -> list[Difference]:
         the paper's, and for the preset itself.
     """
     kind = type(algorithm)
-    if PAPER not in kind.presets:
+    if PAPER_PRESET not in kind.presets:
         return []
-    published = kind.preset(PAPER, _required(algorithm))
+    published = kind.preset(PAPER_PRESET, _required(algorithm))
     return [
         Difference(field.name, getattr(algorithm, field.name), getattr(published, field.name))
         for field in dataclasses.fields(kind)
@@ -75,11 +75,11 @@ def describe_variant(algorithm: Algorithm[Any, Any]) -> str:
     defaults = not _changed(algorithm)
     which = f"{name} with barter's defaults" if defaults else name
     fields = f"{len(found)} field{'s' * (len(found) > 1)}"
-    more = f" and {len(found) - FEW} more" if len(found) > FEW else ""
-    listed = ", ".join(map(str, found[:FEW])) + more
+    more = f" and {len(found) - MAX_NAMED_FIELDS} more" if len(found) > MAX_NAMED_FIELDS else ""
+    listed = ", ".join(map(str, found[:MAX_NAMED_FIELDS])) + more
     return (
         f"{which} differs from its paper in {fields}, {listed}; "
-        f"preset={PAPER} is the published method"
+        f"preset={PAPER_PRESET} is the published method"
     )
 
 

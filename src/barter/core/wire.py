@@ -69,7 +69,7 @@ class Wire:
         self._bytes = Counter()
         return counts
 
-    def told(self) -> set[str]:
+    def methods_with_uploads(self) -> set[str]:
         """Return the methods with uploads since the counts were last reset."""
         return {
             method

@@ -16,16 +16,16 @@ from torch import Tensor
 
 from barter.core.errors import ConfigError
 from barter.core.images import fingerprint
-from barter.core.params import did_you_mean, text
+from barter.core.params import did_you_mean, is_utf8
 
 __all__ = [
     "Dataset",
     "HoldOut",
-    "assembled",
+    "build_dataset",
     "from_arrays",
     "from_python",
-    "held_out",
     "hold_out_mask",
+    "test_mask",
 ]
 
 HELD_OUT = 5  # without a test set, one image in five is held out for testing
@@ -65,7 +65,7 @@ class Dataset:
 
     def __post_init__(self) -> None:
         for name in (*self.classes, *self.domains):
-            if not text(name):
+            if not is_utf8(name):
                 raise ConfigError(
                     f"{self.name}: the name {name!a} is not text that UTF-8 can hold: rename it"
                 )
@@ -82,7 +82,7 @@ class Dataset:
         return self.name in MIRRORED
 
 
-def assembled(
+def build_dataset(
     name: str,
     arrays: tuple[Any, Any, Any, Any],
     classes: list[str] | None = None,
@@ -128,7 +128,7 @@ def _as_tensor(given: Any) -> Tensor:
     return torch.as_tensor(array.astype(array.dtype.newbyteorder("="), copy=False))
 
 
-def held_out(groups: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def test_mask(groups: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return a mask of the samples to hold out for testing: every fifth of each group, in order."""
     mask = np.zeros(len(groups), dtype=bool)
     for group in np.unique(groups):
@@ -157,7 +157,7 @@ def hold_out_mask(
         domains: The domain number of each image.
     """
     if rule == "class":
-        return held_out(domains * (int(labels.max()) + 1) + labels)
+        return test_mask(domains * (int(labels.max()) + 1) + labels)
     mask = np.zeros(len(names), dtype=bool)
     for domain in np.unique(domains):
         members: list[int] = np.flatnonzero(domains == domain).tolist()
@@ -283,7 +283,7 @@ def from_arrays(
     domain_arrays = None
     if domains is not None:
         domain_arrays = (domains, given["domain_train"], given["domain_test"])
-    return assembled(name, arrays, classes, domain_arrays, held_out=without_test)
+    return build_dataset(name, arrays, classes, domain_arrays, held_out=without_test)
 
 
 def _as_images(x: np.ndarray[Any, Any], where: str) -> np.ndarray[Any, Any]:
@@ -295,7 +295,7 @@ def _as_images(x: np.ndarray[Any, Any], where: str) -> np.ndarray[Any, Any]:
     if x.ndim not in (3, 4) or 0 in x.shape[1:] or x.dtype.kind not in "uifb":
         raise ConfigError(f"{found}, uint8 NHWC is expected. {SUPPORTED}")
     if x.dtype.kind == "f":
-        x = _scaled(x, found)
+        x = _to_bytes(x, found)
     elif x.dtype != np.uint8:
         raise ConfigError(
             f"{found}, uint8 NHWC is expected: x.astype(np.uint8), if its numbers are from 0 to 255"
@@ -303,7 +303,7 @@ def _as_images(x: np.ndarray[Any, Any], where: str) -> np.ndarray[Any, Any]:
     return x[..., None] if x.ndim == 3 else x
 
 
-def _scaled(x: np.ndarray[Any, Any], found: str) -> np.ndarray[Any, Any]:
+def _to_bytes(x: np.ndarray[Any, Any], found: str) -> np.ndarray[Any, Any]:
     """Convert floats from 0 to 1 to bytes from 0 to 255."""
     if not x.size:
         return x.astype(np.uint8)
@@ -392,8 +392,8 @@ def from_python(
             from_python(part, f"{name}, client {k}", size, hold_out=hold_out)
             for k, part in enumerate(given)
         ]
-        joined = _joined(parts, name)
-        return joined if tests is None else _tested(joined, *tests)
+        joined = _join_datasets(parts, name)
+        return joined if tests is None else _replace_test_set(joined, *tests)
     if (
         isinstance(given, tuple)
         and len(given) in (2, 4)
@@ -416,7 +416,7 @@ def from_python(
         samples = [source[i] for i in range(len(source))]
         images = [_bytes(_pair(sample)[0], size) for sample in samples]
         labels = [_label(_pair(sample)[1]) for sample in samples]
-        arrays[f"x_{part}"] = _stacked(images)
+        arrays[f"x_{part}"] = _stack_images(images)
         arrays[f"y_{part}"] = np.array(labels)
     if getattr(pair[0], "classes", None):
         arrays["classes"] = np.array([str(name) for name in pair[0].classes])
@@ -496,7 +496,7 @@ def _bytes(image: Any, size: int | None) -> np.ndarray[Any, Any]:
     return array
 
 
-def _stacked(images: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+def _stack_images(images: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
     """Stack images after checking that they have one shape."""
     shapes = sorted({image.shape for image in images})
     if len(shapes) > 1:
@@ -508,7 +508,7 @@ def _stacked(images: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
     return np.stack(images)
 
 
-def _joined(parts: Sequence[Dataset], name: str) -> Dataset:
+def _join_datasets(parts: Sequence[Dataset], name: str) -> Dataset:
     """Join the data sets of all clients into one, in which every client is a domain."""
     first = parts[0]
     longest = max((part.classes for part in parts), key=len)
@@ -544,7 +544,9 @@ def _joined(parts: Sequence[Dataset], name: str) -> Dataset:
     )
 
 
-def _tested(dataset: Dataset, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> Dataset:
+def _replace_test_set(
+    dataset: Dataset, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]
+) -> Dataset:
     """Return the data set with this global test set in place of its test images."""
     names = None if dataset.numbered else dataset.classes
     _require_numbers(y, len(x), names, "class", "the global test set: y")

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import numpy as np
 
 from barter.core.errors import ConfigError
-from barter.core.params import Count, Positive, check
+from barter.core.params import Count, Positive, check_fields
 
 __all__ = [
     "PARTITIONS",
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 Indices: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
-TRIES = 20  # draws of a Dirichlet partition before it gives up
+MAX_DRAWS = 20  # draws of a Dirichlet partition before it gives up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Partition:
     min_samples: Count = 2  # minimum number of samples per client
 
     def __post_init__(self) -> None:
-        check(self, "partition.")
+        check_fields(self, "partition.")
 
     def split(
         self, labels: Indices, domains: Indices, clients: int, rng: np.random.Generator
@@ -138,7 +138,7 @@ class Dirichlet(Partition):
     ) -> list[Indices]:
         split = self._balanced if self.balanced else self._by_class
         best: list[Indices] = []
-        for _ in range(TRIES):
+        for _ in range(MAX_DRAWS):
             parts = split(labels, clients, rng)
             if not best or min(map(len, parts)) > min(map(len, best)):
                 best = parts
@@ -146,7 +146,7 @@ class Dirichlet(Partition):
                 return best
         raise ConfigError(
             f"dirichlet(alpha={self.alpha:g}) over {clients} clients: the smallest client got at "
-            f"most {min(map(len, best))} samples in {TRIES} draws, {self.min_samples} are required; "
+            f"most {min(map(len, best))} samples in {MAX_DRAWS} draws, {self.min_samples} are required; "
             "use a larger partition.alpha, fewer clients, a smaller partition.min_samples, or "
             "partition.balanced=true"
         )

@@ -12,35 +12,35 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from barter.core.errors import ConfigError, in_short
-from barter.core.files import understood
-from barter.core.params import BY_PYTHON, did_you_mean, imported, made
+from barter.core.errors import ConfigError, summarise_error
+from barter.core.files import parse_file
+from barter.core.params import BY_PYTHON, call_user_code, did_you_mean, import_object
 from barter.data.dataset import (
     NEEDED,
     Dataset,
     HoldOut,
-    assembled,
+    build_dataset,
     from_arrays,
     from_python,
-    held_out,
     hold_out_mask,
     require_headers,
+    test_mask,
 )
 from barter.data.splits import arrays_in, read_split
 
-__all__ = ["PATH_SOURCES", "SOURCES", "load"]
+__all__ = ["PATH_SOURCES", "SOURCES", "load_dataset"]
 
 # Pillow supports more formats, but runs other programs for some of them.
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 # Names of the folder with test images; the first that exists is used.
-TESTS = ("test", "val", "valid", "validation")
+TEST_FOLDERS = ("test", "val", "valid", "validation")
 # Side of the square that images of different sizes are resized to without data.size.
 FOLDER_SIZE = 64
 
 
 @dataclass(frozen=True)
-class Request:
+class SourceRequest:
     """The arguments of a source: name, path, whether to download, image size, and hold-out rule."""
 
     name: str
@@ -60,14 +60,14 @@ def _eight_by_eight() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     return images, bunch.target
 
 
-def _digits(request: Request) -> Dataset:
+def _digits(request: SourceRequest) -> Dataset:
     """Load the digits of scikit-learn; which of them are test images never changes."""
     x, y = _eight_by_eight()
-    test = held_out(y)
-    return assembled(request.name, (x[~test], y[~test], x[test], y[test]))
+    test = test_mask(y)
+    return build_dataset(request.name, (x[~test], y[~test], x[test], y[test]))
 
 
-def _torchvision(name: str, request: Request) -> Dataset:
+def _torchvision(name: str, request: SourceRequest) -> Dataset:
     """Load a data set of torchvision."""
     from torchvision import datasets
 
@@ -84,7 +84,7 @@ def _torchvision(name: str, request: Request) -> Dataset:
                 test.data.transpose(0, 2, 3, 1),
                 test.labels,
             )
-            return assembled(request.name, arrays)
+            return build_dataset(request.name, arrays)
         if name == "food101":
             train, test = (
                 datasets.Food101(root, split, download=download) for split in ("train", "test")
@@ -92,7 +92,7 @@ def _torchvision(name: str, request: Request) -> Dataset:
             x_train = np.stack([_picture(path, request.size) for path in train._image_files])
             x_test = np.stack([_picture(path, request.size) for path in test._image_files])
             arrays = (x_train, train._labels, x_test, test._labels)
-            return assembled(request.name, arrays, list(train.classes))
+            return build_dataset(request.name, arrays, list(train.classes))
         if name == "emnist":
             train, test = (
                 datasets.EMNIST(root, "balanced", train=t, download=download) for t in (True, False)
@@ -112,7 +112,7 @@ def _torchvision(name: str, request: Request) -> Dataset:
         raise ConfigError(f"{name} is not in {root}: {advice} ({error})") from error
     except Exception as error:  # A damaged file can raise anything.
         raise ConfigError(
-            f"{name} could not be read or downloaded into {root}: {in_short(error)}"
+            f"{name} could not be read or downloaded into {root}: {summarise_error(error)}"
         ) from error
     images = [np.asarray(part.data) for part in (train, test)]
     if images[0].ndim == 3:
@@ -120,7 +120,7 @@ def _torchvision(name: str, request: Request) -> Dataset:
     if name == "emnist":  # The files hold every letter transposed.
         images = [image.transpose(0, 2, 1, 3) for image in images]
     arrays = (images[0], np.asarray(train.targets), images[1], np.asarray(test.targets))
-    return assembled(request.name, arrays, [str(c) for c in train.classes])
+    return build_dataset(request.name, arrays, [str(c) for c in train.classes])
 
 
 def _picture(
@@ -139,14 +139,16 @@ def _picture(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path, formats=FORMATS) as image:
+            with Image.open(path, formats=IMAGE_FORMATS) as image:
                 if sizes is not None:
                     sizes.add(image.size)
                 side = size or FOLDER_SIZE
                 square = image.convert("RGB").resize((side, side), Image.Resampling.BILINEAR)
             return np.asarray(square, dtype=np.uint8)
     except Exception as error:  # For damaged files Pillow can raise anything.
-        raise ConfigError(f"{path} is not an image that can be read: {in_short(error)}") from error
+        raise ConfigError(
+            f"{path} is not an image that can be read: {summarise_error(error)}"
+        ) from error
 
 
 def _subfolders(path: Path, what: str) -> list[Path]:
@@ -213,13 +215,13 @@ def _read_classes(
     return np.stack(images), np.array(labels), names
 
 
-def _folder(request: Request) -> Dataset:
+def _folder(request: SourceRequest) -> Dataset:
     """Load a folder with one folder per class, or with train/ and test/ that have one each."""
     path = request.path
     sizes = set[tuple[int, int]]()
     names = {folder.name for folder in _subfolders(path, "class")}
-    tests = [name for name in TESTS if name in names]
-    parts = {"train", *TESTS} & names
+    tests = [name for name in TEST_FOLDERS if name in names]
+    parts = {"train", *TEST_FOLDERS} & names
     others = sorted(names - parts)
     if parts and ("train" not in parts or others):
         known = " and ".join(f"{name}/" for name in sorted(parts))
@@ -233,17 +235,17 @@ def _folder(request: Request) -> Dataset:
         x_train, y_train, _ = _read_classes(path / "train", classes, request.size, sizes)
         x_test, y_test, _ = _read_classes(path / tests[0], classes, request.size, sizes)
         notes = _resizing(sizes, request.size)
-        return assembled(request.name, (x_train, y_train, x_test, y_test), classes, notes=notes)
+        return build_dataset(request.name, (x_train, y_train, x_test, y_test), classes, notes=notes)
     path = path / "train" if parts else path
     classes = [folder.name for folder in _subfolders(path, "class")]
     x, y, files = _read_classes(path, classes, request.size, sizes)
     in_test = hold_out_mask(request.hold_out, files, y, np.zeros_like(y))
     arrays = (x[~in_test], y[~in_test], x[in_test], y[in_test])
     notes = _resizing(sizes, request.size)
-    return assembled(request.name, arrays, classes, held_out=True, notes=notes)
+    return build_dataset(request.name, arrays, classes, held_out=True, notes=notes)
 
 
-def _domains(request: Request) -> Dataset:
+def _domains(request: SourceRequest) -> Dataset:
     """Load a folder with one folder per domain, each with one folder per class."""
     domains = _subfolders(request.path, "domain")
     classes = sorted({folder.name for domain in domains for folder in _subfolders(domain, "class")})
@@ -257,10 +259,10 @@ def _domains(request: Request) -> Dataset:
     domain_arrays = ([folder.name for folder in domains], domain[~test], domain[test])
     arrays = (x[~test], y[~test], x[test], y[test])
     notes = _resizing(sizes, request.size)
-    return assembled(request.name, arrays, classes, domain_arrays, held_out=True, notes=notes)
+    return build_dataset(request.name, arrays, classes, domain_arrays, held_out=True, notes=notes)
 
 
-def _tiny_imagenet(request: Request) -> Dataset:
+def _tiny_imagenet(request: SourceRequest) -> Dataset:
     """Load Tiny ImageNet from its unpacked archive."""
     root = request.path / "tiny-imagenet-200"
     root = root if root.is_dir() else request.path
@@ -271,12 +273,12 @@ def _tiny_imagenet(request: Request) -> Dataset:
         )
     classes = [folder.name for folder in _subfolders(root / "train", "class")]
     x_train, y_train, _ = _read_classes(root / "train", classes, request.size, set())
-    rows = understood(
+    rows = parse_file(
         root / "val" / "val_annotations.txt", lambda text: _annotations(text, classes)
     )
     x_test = np.stack([_picture(root / "val" / "images" / name, request.size) for name, _ in rows])
     y_test = np.array([label for _, label in rows])
-    return assembled(request.name, (x_train, y_train, x_test, y_test), classes)
+    return build_dataset(request.name, (x_train, y_train, x_test, y_test), classes)
 
 
 def _annotations(text: str, classes: list[str]) -> list[tuple[str, int]]:
@@ -285,7 +287,7 @@ def _annotations(text: str, classes: list[str]) -> list[tuple[str, int]]:
     return [(row[0], classes.index(row[1])) for row in rows]
 
 
-def _npz(request: Request) -> Dataset:
+def _npz(request: SourceRequest) -> Dataset:
     """Load an npz file."""
     if request.path.is_file() and request.path.open("rb").read(6) == b"\x93NUMPY":
         raise ConfigError(
@@ -296,40 +298,43 @@ def _npz(request: Request) -> Dataset:
     return from_arrays(arrays, request.name, where, request.hold_out)
 
 
-def _clients(request: Request) -> Dataset:
+def _clients(request: SourceRequest) -> Dataset:
     """Load data that are already split into one file per client."""
     return read_split(request.path, request.name)
 
 
-def _named(name: str) -> Callable[[Request], Dataset]:
+def _torchvision_loader(name: str) -> Callable[[SourceRequest], Dataset]:
     """Return the function that loads a data set of torchvision."""
     return lambda request: _torchvision(name, request)
 
 
-SOURCES: dict[str, tuple[Callable[[Request], Dataset], str]] = {
+SOURCES: dict[str, tuple[Callable[[SourceRequest], Dataset], str]] = {
     "digits": (
         _digits,
         "1,797 handwritten digits, 8x8 grey, 10 classes; inside scikit-learn, no download",
     ),
-    "mnist": (_named("mnist"), "70,000 handwritten digits, 28x28 grey, 10 classes"),
+    "mnist": (_torchvision_loader("mnist"), "70,000 handwritten digits, 28x28 grey, 10 classes"),
     "fashion-mnist": (
-        _named("fashion-mnist"),
+        _torchvision_loader("fashion-mnist"),
         "70,000 articles of clothing, 28x28 grey, 10 classes",
     ),
     "emnist": (
-        _named("emnist"),
+        _torchvision_loader("emnist"),
         "131,600 handwritten characters (balanced split), 28x28 grey, 47 classes",
     ),
-    "svhn": (_named("svhn"), "99,289 house numbers, 32x32, 10 classes"),
-    "cifar10": (_named("cifar10"), "60,000 photographs, 32x32, 10 classes"),
-    "cifar100": (_named("cifar100"), "60,000 photographs, 32x32, 100 classes"),
-    "food101": (_named("food101"), "101,000 dishes, resized to data.size (64), 101 classes"),
+    "svhn": (_torchvision_loader("svhn"), "99,289 house numbers, 32x32, 10 classes"),
+    "cifar10": (_torchvision_loader("cifar10"), "60,000 photographs, 32x32, 10 classes"),
+    "cifar100": (_torchvision_loader("cifar100"), "60,000 photographs, 32x32, 100 classes"),
+    "food101": (
+        _torchvision_loader("food101"),
+        "101,000 dishes, resized to data.size (64), 101 classes",
+    ),
     "tiny-imagenet": (
         _tiny_imagenet,
         "110,000 photographs, resized to data.size (64), 200 classes; no download",
     ),
 }
-PATH_SOURCES: dict[str, tuple[Callable[[Request], Dataset], str]] = {
+PATH_SOURCES: dict[str, tuple[Callable[[SourceRequest], Dataset], str]] = {
     "npz": (
         _npz,
         "npz:PATH, a file with x_train, y_train (NHWC); optional: x_test, y_test, classes, domains",
@@ -350,7 +355,7 @@ PATH_SOURCES: dict[str, tuple[Callable[[Request], Dataset], str]] = {
 }
 
 
-def load(
+def load_dataset(
     source: str,
     *,
     root: str = "data",
@@ -377,7 +382,7 @@ def load(
     if colon:
         if not Path(path).exists():
             raise ConfigError(f"{source}: {path or 'the path'} does not exist")
-        return PATH_SOURCES[kind][0](Request(source, Path(path), download, size, hold_out))
+        return PATH_SOURCES[kind][0](SourceRequest(source, Path(path), download, size, hold_out))
     if source.startswith(BY_PYTHON):
         raise ConfigError(
             "this run's data were given in Python: resume it there, with out=... and resume=True"
@@ -385,7 +390,7 @@ def load(
     if source not in SOURCES:
         advice = _by_path(source) or did_you_mean(source, [*SOURCES, *PATH_SOURCES])
         raise ConfigError(f"unknown data set {source!r}: {advice}")
-    return SOURCES[source][0](Request(source, Path(root), download, size, hold_out))
+    return SOURCES[source][0](SourceRequest(source, Path(root), download, size, hold_out))
 
 
 def _by_path(source: str) -> str:
@@ -395,7 +400,9 @@ def _by_path(source: str) -> str:
         kinds = ["folder", "domains"]
         if (path / "train" / "0.npz").is_file():
             kinds = ["clients"]
-        elif any(child.is_dir() and child.name in ("train", *TESTS) for child in path.iterdir()):
+        elif any(
+            child.is_dir() and child.name in ("train", *TEST_FOLDERS) for child in path.iterdir()
+        ):
             kinds = ["folder"]
         uses = {
             "clients": "for data that are already split",
@@ -412,7 +419,7 @@ def _from_function(source: str, size: int | None, hold_out: HoldOut) -> Dataset:
     """Load custom data from a Python object or function, written as module:name."""
     kind = source.partition(":")[0]
     try:
-        make = imported(source, "data")
+        make = import_object(source, "data")
     except ConfigError as error:
         if getattr(error.__cause__, "name", None) != kind:
             raise
@@ -425,4 +432,4 @@ def _from_function(source: str, size: int | None, hold_out: HoldOut) -> Dataset:
         given = make() if callable(make) else make
         return from_python(given, source, size, hold_out=hold_out)
 
-    return made(f"data {source!r}", build)
+    return call_user_code(f"data {source!r}", build)

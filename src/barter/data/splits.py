@@ -23,8 +23,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from barter.core.errors import ConfigError, in_short
-from barter.core.files import whole
+from barter.core.errors import ConfigError, summarise_error
+from barter.core.files import create_folder
 from barter.core.images import Images
 from barter.data.dataset import Dataset, from_python
 
@@ -33,7 +33,7 @@ __all__ = ["arrays_in", "clients_in", "read_split", "write_split"]
 Array = np.ndarray[Any, Any]
 
 # The only names that pickled numpy arrays need; any other name is refused before it is imported.
-HARMLESS = {("numpy", "ndarray"), ("numpy", "dtype")} | {
+PICKLE_NAMES = {("numpy", "ndarray"), ("numpy", "dtype")} | {
     (f"{root}.{module}", name)
     for root in ("numpy.core", "numpy._core")
     for module, name in (
@@ -48,7 +48,7 @@ class _Arrays(pickle.Unpickler):
     """An unpickler that can build numpy arrays and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in HARMLESS:
+        if (module, name) not in PICKLE_NAMES:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
         return super().find_class(module, name)
 
@@ -130,7 +130,7 @@ def write_split(
         raise ConfigError(f"{path} already exists: give a new folder for the split")
     with suppress(OSError):
         path.rmdir()  # An empty folder would be in the way of the new one.
-    with whole(path) as new:
+    with create_folder(path) as new:
         for part, clients in (("train", train), ("test", tests)):
             (new / part).mkdir()
             for k, images in enumerate(clients):
@@ -185,7 +185,9 @@ def arrays_in(
     except ConfigError:
         raise
     except Exception as error:  # A damaged file can raise anything.
-        raise ConfigError(f"{path} cannot be read as an npz file: {in_short(error)}") from error
+        raise ConfigError(
+            f"{path} cannot be read as an npz file: {summarise_error(error)}"
+        ) from error
 
 
 def _memory() -> int:
@@ -275,7 +277,7 @@ def _array(file: BinaryIO | Any, size: int, path: Path, *, objects: bool) -> Any
     except Exception as error:
         raise ConfigError(
             f"{path} holds Python objects, which are not loaded because that could run untrusted "
-            f"code ({in_short(error)}). If you trust the file: "
+            f"code ({summarise_error(error)}). If you trust the file: "
             "d = np.load(path, allow_pickle=True)['data'].item(); "
             "np.savez(path, x=d['x'], y=d['y'])"
         ) from error

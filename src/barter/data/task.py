@@ -13,25 +13,25 @@ import torch
 from torch import Tensor
 
 from barter.core.errors import ConfigError
-from barter.core.images import Augment, Images, Spec, prepared
-from barter.core.params import BY_PYTHON, Range, Side, check
+from barter.core.images import Augment, Images, Spec, prepare_batch
+from barter.core.params import BY_PYTHON, Range, Side, check_fields
 from barter.core.seeds import stream_seed
 from barter.data.dataset import Dataset, HoldOut, from_python
 from barter.data.partition import Domains, Listed, Partition
-from barter.data.sources import PATH_SOURCES, load
+from barter.data.sources import PATH_SOURCES, load_dataset
 
 __all__ = [
     "SITES",
     "Data",
     "Task",
-    "anchored",
-    "held_out",
     "make_task",
     "overlap",
     "overlap_note",
     "own_data",
     "public_data",
+    "split_validation",
     "validation_size",
+    "with_absolute_paths",
 ]
 
 CHUNK = 1024  # images that are compared with others at a time
@@ -65,7 +65,7 @@ class Data:
             dataset = from_python(self.source, BY_PYTHON, self.size, hold_out=self.hold_out)
             object.__setattr__(self, "_given", dataset)
             object.__setattr__(self, "source", f"{BY_PYTHON} {dataset.fingerprint()}")
-        check(self, "data.")
+        check_fields(self, "data.")
 
     @property
     def given(self) -> Dataset | None:
@@ -74,7 +74,7 @@ class Data:
 
     def load(self) -> Dataset:
         """Load the data set from its source."""
-        return self.given or load(
+        return self.given or load_dataset(
             self.source,
             root=self.root,
             download=self.download,
@@ -83,7 +83,7 @@ class Data:
         )
 
 
-def anchored(data: Data) -> Data:
+def with_absolute_paths(data: Data) -> Data:
     """Return the data with absolute paths, for processes that run in other folders."""
 
     def absolute(source: str) -> str:
@@ -188,7 +188,7 @@ def make_task(
     if data.validation:
         train_parts = []
         for k, part in enumerate(parts):
-            kept, held = held_out(dataset, part, data.validation, seed, k)
+            kept, held = split_validation(dataset, part, data.validation, seed, k)
             train_parts.append(kept)
             validation.append(training_images(held, Augment()))
     brought = len(dataset.own_tests) == clients and isinstance(partition, Domains)
@@ -221,7 +221,7 @@ def make_task(
     )
 
 
-def held_out(
+def split_validation(
     dataset: Dataset,
     part: np.ndarray[Any, Any],
     share: float,
@@ -373,7 +373,7 @@ def _keys(pixels: Tensor, spec: Spec) -> list[bytes]:
     for chunk in torch.split(pixels, CHUNK):
         images = chunk
         if images.shape[-2:] != spec.shape[1:]:
-            resized = prepared(images, plain, Augment())
+            resized = prepare_batch(images, plain, Augment())
             images = resized.round().clamp(0, 255).to(torch.uint8)
         straight = images.contiguous().numpy()
         mirrored = images.flip(-1).contiguous().numpy()

@@ -19,7 +19,7 @@ from barter.core.algorithm import Algorithm
 from barter.core.contracts import Entries, Floats, NonNegatives, Pixels, Weights
 from barter.core.errors import ConfigError
 from barter.core.images import Images
-from barter.core.params import NonNegative, Positive, check
+from barter.core.params import NonNegative, Positive, check_fields
 from barter.core.payload import Payload, State
 
 __all__ = [
@@ -58,7 +58,7 @@ class Adversaries:
     scale: Positive = 10.0  # factor of updates, logits and prototypes
 
     def __post_init__(self) -> None:
-        check(self)
+        check_fields(self)
         if self.fraction >= 0.5:
             raise ConfigError(
                 f"adversaries.fraction={self.fraction:g}: must be below 0.5, the share at which no "

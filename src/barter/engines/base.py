@@ -21,15 +21,15 @@ from barter.core import seeds
 from barter.core.algorithm import Algorithm
 from barter.core.answers import Known, Valid, shapes_of, validate
 from barter.core.clients import Failure, Replies
-from barter.core.errors import PayloadError, in_short
+from barter.core.errors import PayloadError, summarise_error
 from barter.core.metrics import Evaluation
 from barter.core.model import Classifier
 from barter.core.nodes import Monitor, Server, Silence
-from barter.core.outliers import Comparison, compare_answers, find_large_logits, probe
-from barter.core.payload import Payload, State, leaves, mapped, numbers
+from barter.core.outliers import OutlierComparison, compare_answers, find_large_logits, probe
+from barter.core.payload import Payload, State, leaves, map_leaves, to_floats
 from barter.core.wire import Wire
-from barter.privacy.parts import crossed
-from barter.privacy.side_information import RESULTS, measured
+from barter.privacy.parts import nonempty_parts
+from barter.privacy.side_information import RESULTS, holds_metrics
 
 __all__ = ["BaseEngine"]
 
@@ -75,7 +75,7 @@ class BaseEngine:
         # Client -> its answer to the current call, as its contract knows it.
         self._valid: dict[int, Valid] = {}
         # The accepted answer of this round that is largest in comparison: round, client, method.
-        self._extreme: tuple[int, int, str, Comparison] | None = None
+        self._extreme: tuple[int, int, str, OutlierComparison] | None = None
         # Architecture and number of weights -> a network in which uploaded weights are tried out,
         # and its largest logit for random images before that.
         self._networks: dict[tuple[str, int], tuple[Classifier, torch.Tensor]] = {}
@@ -104,7 +104,7 @@ class BaseEngine:
         """Restore the clients' state that `memory` returned."""
         raise NotImplementedError
 
-    def at_home(self) -> AbstractContextManager[None]:
+    def on_server_stream(self) -> AbstractContextManager[None]:
         """Run the server's work inside the block on the server's own CUDA stream, if any."""
         return nullcontext()
 
@@ -112,7 +112,7 @@ class BaseEngine:
         """Return a client's number of images, as the client reports it."""
         raise NotImplementedError
 
-    def counting(self, clients: Iterable[int]) -> dict[int, int]:
+    def image_counts(self, clients: Iterable[int]) -> dict[int, int]:
         """Return the clients' numbers of images as weights for means.
 
         The numbers are the clients' own claims, so each is capped at 10x the median. A warning
@@ -131,7 +131,7 @@ class BaseEngine:
                 self._capped.add(k)
         return {k: min(claimed[k], most) for k in clients}
 
-    def believed(self, answer: Payload, method: str, client: int, claims: Set[str]) -> Payload:
+    def cap_counts(self, answer: Payload, method: str, client: int, claims: Set[str]) -> Payload:
         """Scale down the image counts in an answer if the client's number of images was capped.
 
         Args:
@@ -140,21 +140,21 @@ class BaseEngine:
             client: The client's id.
             claims: The paths of image counts in the answer.
         """
-        share = self.counting([client])[client] / self.examples(client) if claims else 1.0
+        share = self.image_counts([client])[client] / self.examples(client) if claims else 1.0
         if share == 1.0:
             return answer
 
         def scale(path: str, value: Any) -> Any:
             return (value.double() * share).ceil().to(value.dtype) if path in claims else value
 
-        return mapped(answer, scale, method)
+        return map_leaves(answer, scale, method)
 
-    def meet(self, server: Server) -> None:
+    def set_server(self, server: Server) -> None:
         """Set the server; from now on answers are checked against its knowledge of the clients."""
         self.server = server
         self._known.clear()
 
-    def known(self, server: Server, client: int) -> Known:
+    def knowledge_of(self, server: Server, client: int) -> Known:
         """Return the server's knowledge of a client, which contracts may refer to."""
         if client not in self._known:
             has_model = server.model_or_none is not None
@@ -192,7 +192,9 @@ class BaseEngine:
             self._known[client] = known
         return self._known[client]
 
-    def arrived(self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]) -> Payload:
+    def receive_answer(
+        self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]
+    ) -> Payload:
         """Receive an answer: count its parts as released, check it, and return it isolated.
 
         Args:
@@ -206,19 +208,23 @@ class BaseEngine:
         """
         list(leaves(answer, method))  # Raises if the answer is not a payload.
         # Parts are counted first: a rejected answer has left its client all the same.
-        self.note(client, self.parts(method, answer))
-        return self.seen_to(answer, method, client, sent)
+        self.count_release(client, self.parts(method, answer))
+        return self.check_answer(answer, method, client, sent)
 
-    def seen_to(self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]) -> Payload:
+    def check_answer(
+        self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]
+    ) -> Payload:
         """Check an answer whose parts were counted, and return it isolated.
 
         The engine of a single site has no server: there the answer passes and is checked by the
         server that receives it.
         """
         if self.server is not None:
-            valid = validate(answer, self.algorithm, method, sent, self.known(self.server, client))
+            valid = validate(
+                answer, self.algorithm, method, sent, self.knowledge_of(self.server, client)
+            )
             self._valid[client] = valid
-            answer = self.believed(answer, method, client, valid.claims)
+            answer = self.cap_counts(answer, method, client, valid.claims)
         return self.wire.carry(answer, method, client, "up")
 
     def drop_outliers(
@@ -241,7 +247,7 @@ class BaseEngine:
             return {}
         comparisons = compare_answers(
             {k: answer.magnitudes for k, answer in valid.items()},
-            lambda k: self.known(server, k).initial,
+            lambda k: self.knowledge_of(server, k).initial,
             lambda k: args[k],
         )
         found: dict[int, str] = {}
@@ -259,7 +265,7 @@ class BaseEngine:
             failures[k] = self.failure(k, method, PayloadError(reason))
         return failures
 
-    def _note_extreme(self, client: int, method: str, comparison: Comparison) -> None:
+    def _note_extreme(self, client: int, method: str, comparison: OutlierComparison) -> None:
         """Remember an accepted answer if none of this round is larger in comparison."""
         extreme = self._extreme
         if extreme is None or extreme[0] != self.round or comparison.ratio > extreme[3].ratio:
@@ -288,8 +294,10 @@ class BaseEngine:
                     peaks[k] = probe(network[0], weights, server.spec)
                     initial[k] = network[1]
                 except Exception as error:  # Weights may make a network fail in any way.
-                    errors[k] = f"the uploaded network fails on random images: {in_short(error)}"
-        found = numbers([*peaks.values(), *initial.values()])
+                    errors[k] = (
+                        f"the uploaded network fails on random images: {summarise_error(error)}"
+                    )
+        found = to_floats([*peaks.values(), *initial.values()])
         of_peaks = dict(zip(peaks, found, strict=False))
         of_initial = dict(zip(initial, found[len(peaks) :], strict=True))
         return errors | find_large_logits(of_peaks, of_initial)
@@ -314,7 +322,7 @@ class BaseEngine:
             self._networks[key] = network, probe(network, network.state_dict(), server.spec)
         return self._networks[key]
 
-    def note(self, client: int, parts: Iterable[str]) -> None:
+    def count_release(self, client: int, parts: Iterable[str]) -> None:
         """Count one more release of these parts by a client."""
         counts = self.crossed.setdefault(client, {})
         counts |= {part: counts.get(part, 0) + 1 for part in parts}
@@ -325,15 +333,15 @@ class BaseEngine:
         An evaluation without test results releases nothing: it reports the privacy spent only.
         """
         if method == Algorithm.evaluate.__name__:
-            return [RESULTS] if measured(answer) else []
-        return crossed(self.algorithm, method, answer)
+            return [RESULTS] if holds_metrics(answer) else []
+        return nonempty_parts(self.algorithm, method, answer)
 
-    def hear(self, client: int, epsilon: object) -> None:
+    def record_epsilon(self, client: int, epsilon: object) -> None:
         """Record the ε that a client reports for all its releases; ignore invalid values."""
         if isinstance(epsilon, int | float) and epsilon >= 0:
             self.told[client] = max(self.told.get(client, 0.0), float(epsilon))
 
-    def failed(self, client: int, method: str, error: Exception) -> Failure:
+    def record_failure(self, client: int, method: str, error: Exception) -> Failure:
         """Record a client's failure in this round and return it."""
         failure = self.failure(client, method, error)
         self.failures.append(failure)
@@ -352,15 +360,17 @@ class BaseEngine:
         joining = set() if method == Algorithm.evaluate.__name__ else {client}
         return self.evaluation.includes(client, self.client_ids, self.participants | joining)
 
-    def alone(self) -> bool:
+    def is_local_only(self) -> bool:
         """Return whether no client can have been influenced by others: nothing was uploaded yet."""
-        return self.round <= 1 and not self.wire.told() - {Algorithm.evaluate.__name__}
+        return self.round <= 1 and not self.wire.methods_with_uploads() - {
+            Algorithm.evaluate.__name__
+        }
 
     def stream(self, name: str) -> torch.Generator:
         """Return a random generator of the server for this round and purpose."""
         return torch.Generator().manual_seed(seeds.stream_seed(self.seed, self.round, name))
 
-    def asked_before(self, method: str, client: int) -> int:
+    def count_call(self, method: str, client: int) -> int:
         """Return the number of earlier calls of a method in this round, and count this one.
 
         The number is part of the random stream's name, so that repeated calls draw anew.
@@ -382,13 +392,13 @@ class BaseEngine:
         with self.watched.phase(name, total):
             try:
                 yield
-                lanes.rest()
+                lanes.wait_for_device()
             finally:
                 self.seconds[name] += time.perf_counter() - start
 
     def advance(self, amount: float) -> None:
         """Report progress to the monitor; a client's call adds up to 1 at most."""
-        lane = id(lanes.current())
+        lane = id(lanes.current_lane())
         amount = min(amount, self._credit.get(lane, math.inf))
         if lane in self._credit:
             self._credit[lane] -= amount

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from barter.core.payload import Payload, isolate, pack, unpack
 
-__all__ = ["Job", "die_with", "obstacle", "possible", "side_by_side"]
+__all__ = ["ForkedCall", "can_fork", "die_with", "fork_obstacle", "run_in_processes"]
 
 # Looked up before forking: in a forked process the loader's lock may never be released.
 LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -42,12 +42,14 @@ PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG in prctl.h.
 TRIM_THRESHOLD = -1  # M_TRIM_THRESHOLD in malloc.h.
 MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD in malloc.h.
 KEY = struct.Struct("q")  # Sent to a process: the key of its next job.
-STEP = struct.Struct("d")  # Sent by a process: an amount of progress, or NaN when a job is done.
-LENGTH = struct.Struct("Q")  # The length of a result's header.
+PROGRESS_AMOUNT = struct.Struct(
+    "d"
+)  # Sent by a process: an amount of progress, or NaN when a job is done.
+HEADER_LENGTH = struct.Struct("Q")  # The length of a result's header.
 
 
 @dataclass(frozen=True)
-class Job:
+class ForkedCall:
     """A call to run in a forked process.
 
     Attributes:
@@ -59,12 +61,12 @@ class Job:
     known: list[Tensor]
 
 
-def possible() -> bool:
+def can_fork() -> bool:
     """Return whether calls can run in forked processes on this machine."""
-    return not obstacle()
+    return not fork_obstacle()
 
 
-def obstacle() -> str:
+def fork_obstacle() -> str:
     """Return why calls cannot run in forked processes here; empty if they can.
 
     macOS can fork, but its libraries do not survive it. With a GPU, training starts threads that
@@ -103,7 +105,7 @@ class Reporter:
 
     def advance(self, amount: float) -> None:
         try:
-            os.write(self.pipe, STEP.pack(amount))
+            os.write(self.pipe, PROGRESS_AMOUNT.pack(amount))
         except BrokenPipeError:
             os._exit(1)  # The parent no longer waits for this call.
 
@@ -154,8 +156,8 @@ class Worker:
         return os.waitpid(self.pid, 0)[1]
 
 
-def side_by_side(
-    jobs: Mapping[int, Job],
+def run_in_processes(
+    jobs: Mapping[int, ForkedCall],
     width: int,
     begin: Callable[[Reporter], None],
     advance: Callable[[float], None],
@@ -196,8 +198,8 @@ def side_by_side(
                 worker.take(waiting.pop(0))
             for pipe in _ready_pipes(workers, timeout):
                 worker = workers[pipe]
-                data = os.read(pipe, 64 * STEP.size)
-                for (amount,) in STEP.iter_unpack(data):
+                data = os.read(pipe, 64 * PROGRESS_AMOUNT.size)
+                for (amount,) in PROGRESS_AMOUNT.iter_unpack(data):
                     if not math.isnan(amount):
                         advance(amount)
                         continue
@@ -264,7 +266,7 @@ def _share(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _fork(
-    jobs: Mapping[int, Job],
+    jobs: Mapping[int, ForkedCall],
     known: Mapping[int, list[Tensor]],
     others: list[Worker],
     begin: Callable[[Reporter], None],
@@ -311,7 +313,7 @@ def _fork(
         while order := os.read(orders_in, KEY.size):
             (k,) = KEY.unpack(order)
             _save(result, jobs[k].work(), known[k])
-            os.write(reports_out, STEP.pack(math.nan))  # The job is done.
+            os.write(reports_out, PROGRESS_AMOUNT.pack(math.nan))  # The job is done.
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -359,7 +361,7 @@ def _save(result: int, tree: Payload, known: list[Tensor]) -> None:
     os.truncate(result, 0)
     os.lseek(result, 0, os.SEEK_SET)
     with open(result, "wb", closefd=False) as file:
-        file.write(LENGTH.pack(len(head)))
+        file.write(HEADER_LENGTH.pack(len(head)))
         file.write(head)
         file.write(body)
 
@@ -368,7 +370,7 @@ def _load(result: int, known: list[Tensor]) -> Payload:
     """Read a result that `_save` wrote."""
     with open(result, "rb", closefd=False) as file:
         file.seek(0)
-        (length,) = LENGTH.unpack(file.read(LENGTH.size))
+        (length,) = HEADER_LENGTH.unpack(file.read(HEADER_LENGTH.size))
         head = json.loads(file.read(length))
         tensors = {name: tensor.clone() for name, tensor in load(file.read()).items()}
     known_tensors, _ = pack(known)

@@ -18,17 +18,17 @@ from torch import Tensor
 from barter.compute import lanes
 from barter.compute.lanes import Lane, Tune
 from barter.compute.parking import Parking
-from barter.compute.threads import threaded
+from barter.compute.threads import limit_threads
 from barter.core import seeds
 from barter.core.algorithm import Algorithm
 from barter.core.clients import Failure, Replies
-from barter.core.evaluation import knowing_alone
+from barter.core.evaluation import record_local_only
 from barter.core.nodes import Client, Monitor
 from barter.core.payload import Payload, State, isolate, leaves
 from barter.engines import forks
 from barter.engines.adversaries import Adversaries, poison, states_in
 from barter.engines.base import BaseEngine
-from barter.engines.forks import Job
+from barter.engines.forks import ForkedCall
 from barter.privacy.guard import Guard
 from barter.privacy.side_information import EPSILON, FAILURES
 
@@ -105,7 +105,7 @@ class LocalEngine(BaseEngine):
         self.parking = Parking(clients, device_memory)
         self.lanes: list[Lane] = []
         self.home: Lane | None = None
-        self.cores = threads or torch.get_num_threads() if forks.possible() else 1
+        self.cores = threads or torch.get_num_threads() if forks.can_fork() else 1
         device = next(iter(clients.values())).device
         if device.type == "cuda":
             # A quarter of the memory is for the modules of lanes. Parking manages the memory of
@@ -140,10 +140,10 @@ class LocalEngine(BaseEngine):
             client.recall(memory[k])
 
     @contextmanager
-    def at_home(self) -> Iterator[None]:
+    def on_server_stream(self) -> Iterator[None]:
         with nullcontext() if self.home is None else self.home.open():
             yield
-            lanes.rest()
+            lanes.wait_for_device()
 
     def tests_due(self, client: int, method: str) -> bool:
         return super().tests_due(client, method) if self.tested is None else self.tested
@@ -163,7 +163,7 @@ class LocalEngine(BaseEngine):
             alone: True if nothing was exchanged before this call. The server tells it to a site,
                 which does not know the other clients; None lets this engine decide.
         """
-        self._alone = self.alone() if alone is None else alone
+        self._alone = self.is_local_only() if alone is None else alone
         answers: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
         for k in set(self.adversarial) & set(args):
@@ -191,20 +191,22 @@ class LocalEngine(BaseEngine):
                     settle(k, get_answer)
             else:
                 start = time.perf_counter()
-                with threaded(1 if self._by_core(len(args)) else None):
+                with limit_threads(1 if self._by_core(len(args)) else None):
                     for k in order:
                         settle(k, partial(self._call_here, method, k, args[k]))
                 self._cost[method] = (time.perf_counter() - start) / max(1, len(args))
         failures |= self.drop_outliers(method, answers, args)
         self.failures += [failures[k] for k in sorted(failures)]
-        return Replies(answers, self.counting(answers), failures)
+        return Replies(answers, self.image_counts(answers), failures)
 
-    def arrived(self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]) -> Payload:
+    def receive_answer(
+        self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]
+    ) -> Payload:
         if client in self.adversarial and method != Algorithm.evaluate.__name__:
             references = [*states_in(sent), self._before[client]]
             stream = self.stream(f"attack {method} {client}")
             answer = poison(answer, self.adversaries, self.algorithm, method, references, stream)
-        return super().arrived(answer, method, client, sent)
+        return super().receive_answer(answer, method, client, sent)
 
     def _call_here(self, method: str, k: int, args: tuple[Any, ...]) -> Any:
         """Run a client's call in this process and return the checked answer."""
@@ -213,12 +215,12 @@ class LocalEngine(BaseEngine):
         try:
             answer = self._work(method, k, self._path(method, k), received)
         except Exception:
-            self.note(k, [FAILURES])
+            self.count_release(k, [FAILURES])
             raise
         finally:
             self._warn_if_late(method, k, time.perf_counter() - start)
-        self.hear(k, self.clients[k].report.get(EPSILON))
-        return self.arrived(answer, method, k, args)
+        self.record_epsilon(k, self.clients[k].report.get(EPSILON))
+        return self.receive_answer(answer, method, k, args)
 
     def _warn_if_late(self, method: str, k: int, seconds: float) -> None:
         """Warn that a call exceeded a timeout that cannot be enforced here; its answer counts.
@@ -239,7 +241,7 @@ class LocalEngine(BaseEngine):
 
     def _path(self, method: str, client: int) -> tuple[object, ...]:
         """Return the path of a call's random stream."""
-        before = self.asked_before(method, client)
+        before = self.count_call(method, client)
         return (self.round, method, client, before) if before else (self.round, method, client)
 
     def _work(
@@ -247,16 +249,16 @@ class LocalEngine(BaseEngine):
     ) -> Any:
         """Run a client's call with its model on the device and its own random stream."""
         client = self.clients[k]
-        lane = id(lanes.current())
+        lane = id(lanes.current_lane())
         client.tested = self.tests_due(k, method)
         self._credit[lane] = 1.0
         try:
             seed = self.seed if self.guard is None else self.guard.seed(self.seed)
             stream = seeds.scope(seed, *path, device=client.device)
-            with self.parking.fetched(client), client.seated(), stream:
-                with knowing_alone(client) if self._alone else nullcontext():
+            with self.parking.on_device(client), client.use_lane_module(), stream:
+                with record_local_only(client) if self._alone else nullcontext():
                     answer = self._run_protected(method, client, path, received)
-                    lanes.rest()
+                    lanes.wait_for_device()
                 return answer
         finally:
             self.watched.advance(self._credit.pop(lane))
@@ -267,9 +269,9 @@ class LocalEngine(BaseEngine):
         """Run a method and return its answer as the privacy guard releases it."""
         if self.guard is None:
             return getattr(self.algorithm, method)(client, *received)
-        kept = self.guard.kept(method, received)
+        kept = self.guard.copy_arguments(method, received)
         stream = seeds.stream_seed(self.seed, *path, "privacy")
-        with self.guard.sealing(client, method, stream):
+        with self.guard.seal_images(client, method, stream):
             answer = getattr(self.algorithm, method)(client, *received)
         return self.guard.protect(client, method, answer, kept, stream)
 
@@ -305,7 +307,7 @@ class LocalEngine(BaseEngine):
         """Return why the timeout cannot be enforced here; empty if it can."""
         if self.lanes:
             return "on a GPU all clients compute in one process"
-        return forks.obstacle()
+        return forks.fork_obstacle()
 
     def _worth_forking(self, method: str, clients: int) -> bool:
         """Return whether calls run in forked processes.
@@ -346,19 +348,19 @@ class LocalEngine(BaseEngine):
                 jobs[k] = self._make_job(method, k, args[k])
             except Exception as error:
                 yield k, partial(_raise, error)
-        outcomes = forks.side_by_side(
+        outcomes = forks.run_in_processes(
             jobs, width, self._set_monitor, self.watched.advance, self.timeout, threads
         )
         for k, outcome, death in outcomes:
             yield k, partial(self._finish_job, method, k, args[k], outcome, death)
         self._cost[method] = (time.perf_counter() - start) * min(width, len(args)) / len(args)
 
-    def _make_job(self, method: str, k: int, args: tuple[Any, ...]) -> Job:
+    def _make_job(self, method: str, k: int, args: tuple[Any, ...]) -> ForkedCall:
         """Return a client's call as a job for a forked process."""
         received = self.wire.carry(args, method, k, "down")
         known = [leaf for _, leaf in leaves(received)] + self.clients[k].holdings()
         work = partial(self._call_in_fork, method, k, self._path(method, k), received)
-        return Job(work, [leaf for leaf in known if isinstance(leaf, Tensor)])
+        return ForkedCall(work, [leaf for leaf in known if isinstance(leaf, Tensor)])
 
     def _set_monitor(self, monitor: Monitor) -> None:
         self.watched = monitor
@@ -404,7 +406,7 @@ class LocalEngine(BaseEngine):
         for module, training in zip(client.model.modules(), outcome["training"], strict=True):
             module.training = training
         if "error" in outcome:
-            self.note(k, [FAILURES])
+            self.count_release(k, [FAILURES])
             raise Elsewhere(outcome["error"], outcome["traceback"])
-        self.hear(k, client.report.get(EPSILON))
-        return self.arrived(outcome["answer"], method, k, args)
+        self.record_epsilon(k, client.report.get(EPSILON))
+        return self.receive_answer(outcome["answer"], method, k, args)

@@ -12,10 +12,10 @@ from pathlib import Path
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from barter.core.errors import PayloadError, in_short
-from barter.flower.frames import DONE, Blob, Frame, ask
+from barter.core.errors import PayloadError, summarise_error
+from barter.flower.frames import DONE, Blob, Frame, ask_worker
 
-__all__ = ["app", "from_records", "in_bulk", "record_sizes", "to_records"]
+__all__ = ["app", "from_records", "pack_blobs", "record_sizes", "to_records"]
 
 RAW = "barter.raw"  # the array format: raw bytes as in memory
 # Payloads of fewer bytes travel as one value; Flower's chunks are not much larger.
@@ -23,7 +23,7 @@ IN_A_PIECE = 4_000_000
 app = ClientApp()
 
 
-def in_bulk(blobs: Mapping[str, Blob]) -> ArrayRecord | ConfigRecord:
+def pack_blobs(blobs: Mapping[str, Blob]) -> ArrayRecord | ConfigRecord:
     """Concatenate blobs into one record, because every separate object costs Flower requests.
 
     Flower sends an array in chunks, at least three of them, so a small payload is sent as one
@@ -40,7 +40,7 @@ def to_records(frame: Frame, bulk: ArrayRecord | ConfigRecord | None = None) -> 
 
     Args:
         frame: The message.
-        bulk: The frame's blobs as returned by `in_bulk`, if they were concatenated before.
+        bulk: The frame's blobs as returned by `pack_blobs`, if they were concatenated before.
     """
     table = [
         [name, blob.dtype, list(blob.shape), len(blob.data)] for name, blob in frame.blobs.items()
@@ -49,7 +49,7 @@ def to_records(frame: Frame, bulk: ArrayRecord | ConfigRecord | None = None) -> 
         {"tree": ConfigRecord({"header": frame.header, "table": json.dumps(table)})}
     )
     if any(blob.data for blob in frame.blobs.values()):
-        records["bulk"] = in_bulk(frame.blobs) if bulk is None else bulk
+        records["bulk"] = pack_blobs(frame.blobs) if bulk is None else bulk
     return records
 
 
@@ -99,7 +99,7 @@ def from_records(records: RecordDict) -> Frame:
             for name, dtype, shape, size in json.loads(str(tree["table"]))
         ]
     except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise PayloadError(f"a malformed message: {in_short(error)}") from error
+        raise PayloadError(f"a malformed message: {summarise_error(error)}") from error
     view = memoryview(data)
     blobs = {}
     offset = 0
@@ -119,7 +119,7 @@ def hand_over(message: Message, context: Context) -> Message:
     """Return the worker's reply, and report to the worker when this process exits normally."""
     # Metadata gives a duration, not a time of day: clocks of two machines may differ.
     deadline = time.monotonic() + message.metadata.ttl
-    reply, worker = ask(
+    reply, worker = ask_worker(
         Path(str(context.node_config["socket"])), from_records(message.content), deadline
     )
 

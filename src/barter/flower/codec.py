@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from barter.core.errors import PayloadError, in_short
+from barter.core.errors import PayloadError, summarise_error
 from barter.core.payload import DTYPES, Payload, pack, unpack
 from barter.flower.frames import Blob, Frame
 
@@ -37,7 +37,7 @@ def decode(frame: Frame) -> Payload:
     try:
         tensors = {name: _tensor(name, blob) for name, blob in frame.blobs.items()}
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise PayloadError(f"invalid tensors: {in_short(error)}") from error
+        raise PayloadError(f"invalid tensors: {summarise_error(error)}") from error
     return unpack(tensors, frame.header)
 
 

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from barter.core.errors import ConfigError
-from barter.core.params import Positive, check
+from barter.core.params import Positive, check_fields
 from barter.core.payload import Payload, nbytes
-from barter.setup.config import Config, parsed, plain
+from barter.setup.config import Config, parse_toml, to_plain
 from barter.setup.trust import code_names
 
 __all__ = ["Consent"]
@@ -31,7 +31,7 @@ class Consent:
     seconds: Positive | None = None  # longest computation of one call; none: the run's timeout
 
     def __post_init__(self) -> None:
-        check(self, "consent.")
+        check_fields(self, "consent.")
 
     def require_code(self, site: str, toml: str, own: Collection[str] = ()) -> None:
         """Refuse a run that names code without consent, before anything is imported.
@@ -45,7 +45,7 @@ class Consent:
             ConfigError: If `algorithms` is given, and the run names code as package.module:name
                 that is neither there nor the site's own.
         """
-        tree = parsed(toml)
+        tree = parse_toml(toml)
         section = tree.get("algorithm", "")
         name = str(section.get("name", "") if isinstance(section, Mapping) else section)
         if not self.algorithms:
@@ -70,7 +70,7 @@ class Consent:
         Raises:
             ConfigError: If the algorithm or one of its methods is not allowed.
         """
-        name = str(plain(config)["algorithm"]["name"])
+        name = str(to_plain(config)["algorithm"]["name"])
         if self.algorithms and name not in self.algorithms:
             raise self._refusal(site, name)
         if name == GIVES_ALL and own_data and name not in self.algorithms:

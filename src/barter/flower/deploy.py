@@ -27,32 +27,39 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from barter.core.errors import BarterError, CheckpointError, ConfigError, with_place
-from barter.core.files import refused, replace_text, understood, whole
+from barter.core.errors import BarterError, CheckpointError, ConfigError, locate_error
+from barter.core.files import create_folder, parse_file, replace_text, write_obstacle
 from barter.core.images import Spec
 from barter.core.payload import Payload
 from barter.experiment import Experiment
 from barter.flower.address import Address, require_name
 from barter.flower.engine import POLL_SECONDS, SPARE, FlowerEngine, Hellos, Member
-from barter.flower.flwr_internals import hurry
-from barter.flower.handshake import Hello, agree, federation, new_attempt
-from barter.flower.heartbeat import pause
+from barter.flower.flwr_internals import poll_faster
+from barter.flower.handshake import Hello, agree, build_server, new_attempt
+from barter.flower.heartbeat import poll_interval
 from barter.flower.supervise import FLOWER, Child, free_port
 from barter.runs.folder import RunFolder
 from barter.runs.journal import Journal
 from barter.setup.assembly import Federation
-from barter.setup.config import Config, plain, read, resolve, to_toml
+from barter.setup.config import Config, read_toml, resolve, to_plain, to_toml
 from barter.setup.hardware import with_threads
-from barter.setup.participants import described
+from barter.setup.participants import describe_networks
 
-__all__ = ["Coordinator", "app", "conduct", "init", "init_simulation", "site_folder"]
+__all__ = [
+    "Coordinator",
+    "app",
+    "conduct",
+    "create_deployment",
+    "create_simulation",
+    "create_site_folder",
+]
 
 ROSTER = "sites.json"
-LARGEST = "largest"  # file with the largest size of the next answers, which the gateway reads
+LARGEST_FILE = "largest"  # file with the largest size of the next answers, which the gateway reads
 PRIVATE = 0o700  # mode of folders with keys and with answers of sites
 HOUR = 3600.0  # default seconds that a site has for a call
 ORPHAN = 5.0  # seconds that a server has to end in order after its SuperLink ended
-PATIENCE = 120.0  # least seconds that sites have to connect: they load their data first
+CONNECT_SECONDS = 120.0  # least seconds that sites have to connect: they load their data first
 log = logging.getLogger("barter")
 app = ServerApp()
 
@@ -66,15 +73,15 @@ def main(grid: Grid, context: Context) -> None:
     folder = Path(str(context.run_config["folder"]))
     journal = Journal(folder / "journal.jsonl")
     try:
-        config = resolve(read(folder / "run.toml"))
-        hurry(config.timeout or HOUR)
-        conduct(grid, config, Path(str(context.run_config["out"])), journal, folder / LARGEST)
+        config = resolve(read_toml(folder / "run.toml"))
+        poll_faster(config.timeout or HOUR)
+        conduct(grid, config, Path(str(context.run_config["out"])), journal, folder / LARGEST_FILE)
     except Exception as error:
         if isinstance(error, BarterError):
             why = "\n".join([str(error), *getattr(error, "__notes__", [])]).strip()
         else:
             # A full disk may appear as any error, such as one of Flower's database.
-            reason = refused(folder) or with_place(error)
+            reason = write_obstacle(folder) or locate_error(error)
             why = f"the server stopped: {reason}; finished rounds are kept, start again to continue"
         # If nothing can be written, the process that follows the journal finds out itself.
         with suppress(CheckpointError):
@@ -115,7 +122,7 @@ def conduct(
     """
     toml = to_toml(config)
     timeout = config.timeout or HOUR
-    hellos = Hellos(grid, toml, max(timeout, PATIENCE))
+    hellos = Hellos(grid, toml, max(timeout, CONNECT_SECONDS))
     roster = Roster.read(out)
     if largest is not None:
         _expect(largest, 0)  # for hellos
@@ -124,7 +131,7 @@ def conduct(
         spec, ids = agree(config, list(present.values()))
         roster = Roster(secrets.token_hex(8), [], spec, list(ids.values()))
     ids = dict(enumerate(roster.members))
-    server, task = federation(config, roster.spec, ids)
+    server, task = build_server(config, roster.spec, ids)
     if not (out / "config.toml").is_file():
         RunFolder.create(out, toml).release()
     nodes = {hello.name: node for node, hello in present.items()}
@@ -152,7 +159,7 @@ def conduct(
         engine.expect = partial(_expect, largest)
     engine.rejoin = partial(_names, hellos)
     architectures = {k: hello.architecture for k, hello in ids.items()}
-    networks = described(roster.spec, ids[0].classes, architectures)
+    networks = describe_networks(roster.spec, ids[0].classes, architectures)
     config = with_threads(config, out, resume=True)
     # Whether sites with their own data have public images among them, they check themselves.
     shared = task is not None and all(hello.share is not None for hello in ids.values())
@@ -194,7 +201,7 @@ def _wait_for_sites(
 ) -> dict[int, Hello]:
     """Wait for the run's sites and return their hellos by node.
 
-    A new run needs all of its sites. A run that is resumed waits `PATIENCE` seconds for all of
+    A new run needs all of its sites. A run that is resumed waits `CONNECT_SECONDS` seconds for all of
     them; then `min_clients` sites suffice, if others stay away or have changed.
 
     Raises:
@@ -222,14 +229,14 @@ def _wait_for_sites(
         if new:
             last = time.monotonic()
             journal.note("say", f"{count} are connected: {names}")
-        if len(present) >= least and time.monotonic() > deadline - hellos.timeout + PATIENCE:
+        if len(present) >= least and time.monotonic() > deadline - hellos.timeout + CONNECT_SECONDS:
             break
         if time.monotonic() > deadline:
             silent = ""
             if hellos.pending:
                 silent = f"; {len(hellos.pending)} more are connected and do not answer"
             raise ConfigError(f"{count} came within {hellos.timeout:g} s ({names}){silent}")
-        time.sleep(pause(time.monotonic() - last, POLL_SECONDS))
+        time.sleep(poll_interval(time.monotonic() - last, POLL_SECONDS))
     return present
 
 
@@ -257,7 +264,7 @@ class Roster:
         path = out / ROSTER
         if not path.exists():
             return None
-        return understood(path, cls._of)
+        return parse_file(path, cls._of)
 
     @classmethod
     def _of(cls, text: str) -> Roster:
@@ -303,7 +310,9 @@ class Roster:
             )
 
 
-def init(folder: Path, config: Config, sites: Sequence[Mapping[str, Any]], address: str) -> None:
+def create_deployment(
+    folder: Path, config: Config, sites: Sequence[Mapping[str, Any]], address: str
+) -> None:
     """Create a deployment folder: Flower's app, the run, certificates, and a folder for each site.
 
     Args:
@@ -323,7 +332,7 @@ def init(folder: Path, config: Config, sites: Sequence[Mapping[str, Any]], addre
     if len(set(map(require_name, names))) < len(names):
         raise ConfigError(f"site names {', '.join(names)}: names must be unique")
     folder = folder.absolute()
-    with whole(folder, PRIVATE) as new:
+    with create_folder(folder, PRIVATE) as new:
         (new / "sites").mkdir()
         _write_app(new, folder, config, "barter.flower.client_app:app")
         control = free_port()
@@ -347,14 +356,14 @@ def init(folder: Path, config: Config, sites: Sequence[Mapping[str, Any]], addre
                 f"certificates.sh failed, is openssl installed? {process.stderr.strip()}"
             )
         for site in sites:
-            site_folder(new, {"superlink": str(coordinator), **site})
+            create_site_folder(new, {"superlink": str(coordinator), **site})
         _write_connection(new, folder, control, insecure=False)
 
 
-def init_simulation(folder: Path, config: Config) -> None:
+def create_simulation(folder: Path, config: Config) -> None:
     """Create the folder of a simulation: Flower's app and the run."""
     folder = folder.absolute()
-    with whole(folder, PRIVATE) as new:
+    with create_folder(folder, PRIVATE) as new:
         _write_app(new, folder, config, "barter.flower.simulation:app")
 
 
@@ -367,7 +376,7 @@ def _write_app(place: Path, folder: Path, config: Config, client_app: str) -> No
         config: The run's configuration.
         client_app: The ClientApp, as module:name.
     """
-    (place / "run.toml").write_text(tomli_w.dumps({**plain(config), "engine": "flower"}))
+    (place / "run.toml").write_text(tomli_w.dumps({**to_plain(config), "engine": "flower"}))
     values = {"folder": folder, "out": folder / "run", "client_app": client_app}
     (place / "pyproject.toml").write_text(Template(_template("pyproject.toml")).substitute(values))
 
@@ -397,7 +406,7 @@ def _template(name: str) -> str:
     return (files("barter.flower") / "templates" / name).read_text()
 
 
-def site_folder(folder: Path, setup: Mapping[str, Any]) -> None:
+def create_site_folder(folder: Path, setup: Mapping[str, Any]) -> None:
     """Create a site's folder: its key pair, the coordinator's CA certificate, and site.toml.
 
     Args:
@@ -449,12 +458,12 @@ class Coordinator:
         self.env = {**os.environ, **FLOWER, "FLWR_HOME": str(self.home)}
         _write_connection(self.folder, self.folder, self.control, insecure=insecure)
         (self.folder / "logs").mkdir(exist_ok=True)
-        answer_bytes = int(1e6 * resolve(read(self.folder / "run.toml")).answer_mb)
+        answer_bytes = int(1e6 * resolve(read_toml(self.folder / "run.toml")).answer_mb)
         command = [sys.executable, "-m", "barter.flower.gateway"]
         command += ["--sites", str(Address(host, self.port))]
         command += ["--port", str(self.control)]
         command += ["--most", str(answer_bytes)]
-        command += ["--largest", str(self.folder / LARGEST)]
+        command += ["--largest", str(self.folder / LARGEST_FILE)]
         command += ["--disable-runtime-dependency-installation"]
         if simulation is not None:
             command += ["--simulation"]
@@ -492,7 +501,7 @@ class Coordinator:
     def check(self) -> None:
         """Raise BarterError if the SuperLink has ended."""
         if self.superlink.poll() is not None:
-            reason = refused(self.folder) or f"see {self.superlink.log}"
+            reason = write_obstacle(self.folder) or f"see {self.superlink.log}"
             raise BarterError(f"the SuperLink ended: {reason}")
 
     def register(self) -> None:
@@ -543,7 +552,7 @@ def _port(folder: Path) -> int:
     site = next(iter(sorted(folder.glob("sites/*/site.toml"))), None)
     if site is None:
         raise ConfigError(f"{folder} is not a deployment folder: it has no sites/*/site.toml")
-    return Address.read(str(read(site)["superlink"])).port
+    return Address.read(str(read_toml(site)["superlink"])).port
 
 
 def _reason(done: subprocess.CompletedProcess[str]) -> str:

@@ -14,17 +14,17 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from barter.core.algorithm import Algorithm
-from barter.core.answers import most_bytes
+from barter.core.answers import largest_answer
 from barter.core.clients import Failure, Replies
 from barter.core.errors import BarterError, PayloadError
 from barter.core.nodes import Monitor
 from barter.core.payload import Payload
 from barter.engines.base import BaseEngine
-from barter.flower.client_app import from_records, in_bulk, record_sizes, to_records
+from barter.flower.client_app import from_records, pack_blobs, record_sizes, to_records
 from barter.flower.codec import decode, encode
-from barter.flower.flwr_internals import names
+from barter.flower.flwr_internals import node_names
 from barter.flower.frames import Frame
-from barter.flower.heartbeat import pause
+from barter.flower.heartbeat import poll_interval
 from barter.flower.site import EVALUATE
 from barter.privacy.side_information import EPSILON, ERRORS, FAILURES
 from barter.privacy.side_information import PROGRESS as PROGRESS_PART
@@ -36,13 +36,13 @@ PROGRESS = "query.progress"
 # costs the SuperLink about a dozen requests.
 PROGRESS_SECONDS = 2.0
 POLL_SECONDS = 0.05  # shortest interval between two polls of the SuperLink
-TRIES = 3  # how often a call is sent to a site whose message or reply Flower lost
+MAX_SENDS = 3  # how often a call is sent to a site whose message or reply Flower lost
 # Largest size in bytes of an answer's structure: names, shapes, and values outside of tensors.
 # Parsing takes seconds for every few megabytes; the largest states have 0.2.
 STRUCTURE = 4_000_000
 SPARE = 10**6  # bytes that Flower and an evaluation may add to an answer
 LATE = "no answer in time"
-LOST = {  # Flower's own error codes: there is no answer of the site
+LOST_CODES = {  # Flower's own error codes: there is no answer of the site
     3: LATE,
     4: "the reply was lost",
     5: "the site went offline",
@@ -67,7 +67,9 @@ class Lost(Exception):
     """Flower has no answer of a site."""
 
 
-def ask(grid: Grid, requests: Mapping[int, RecordDict], action: str, ttl: float) -> dict[int, str]:
+def send_requests(
+    grid: Grid, requests: Mapping[int, RecordDict], action: str, ttl: float
+) -> dict[int, str]:
     """Send requests to nodes, all at once.
 
     Args:
@@ -85,7 +87,7 @@ def ask(grid: Grid, requests: Mapping[int, RecordDict], action: str, ttl: float)
     return {node: id for node, id in zip(requests, ids, strict=False) if id}
 
 
-def replies(
+def receive_replies(
     grid: Grid, pending: dict[str, int], most: Mapping[int, int | None] | None = None
 ) -> Iterator[Reply]:
     """Yield the answers that have arrived, and remove their messages from `pending`.
@@ -123,8 +125,8 @@ def _content(reply: Message, most: int | None) -> Payload:
         _require_size(reply.content, most)
         return decode(from_records(reply.content))
     code = reply.error.code
-    if code in LOST:
-        raise Lost(LOST[code])
+    if code in LOST_CODES:
+        raise Lost(LOST_CODES[code])
     reason = (reply.error.reason or "").strip()
     raise BarterError(
         f"Flower's error {code}: {reason.splitlines()[-1] if reason else 'no reason'}"
@@ -174,11 +176,13 @@ class Hellos:
         """
         new_nodes = set(nodes) - self.said.keys() - self.refused.keys() - set(self.pending.values())
         request = to_records(encode({"ask": "hello", "config": self.config}))
-        asked = ask(self.grid, dict.fromkeys(new_nodes, request), "query.hello", self.timeout)
+        asked = send_requests(
+            self.grid, dict.fromkeys(new_nodes, request), "query.hello", self.timeout
+        )
         self.pending |= {message: node for node, message in asked.items()}
         hellos: dict[int, Payload] = {}
-        answers = list(replies(self.grid, self.pending))
-        registered_names = names(self.grid) if answers else {}
+        answers = list(receive_replies(self.grid, self.pending))
+        registered_names = node_names(self.grid) if answers else {}
         for node, answer in answers:
             try:
                 tree = answer()
@@ -288,7 +292,9 @@ class FlowerEngine(BaseEngine):
             later = self._gather(requests, most, lambda: len(answers) >= enough)
             for k, answer in chain(earlier, later):
                 try:
-                    answers[k] = self._checked(method, k, answer(), args[k], counted=k in received)
+                    answers[k] = self._check_reply(
+                        method, k, answer(), args[k], counted=k in received
+                    )
                 except Exception as error:  # Whatever an answer causes is its client's failure.
                     failures[k] = self.failure(k, method, error)
                     log.warning("%s", failures[k])
@@ -297,7 +303,7 @@ class FlowerEngine(BaseEngine):
             failures[k] = failure
             log.warning("%s", failure)
         self.failures += [failures[k] for k in sorted(failures)]
-        return Replies(answers, self.counting(answers), failures)
+        return Replies(answers, self.image_counts(answers), failures)
 
     def _requests(
         self, method: str, args: Mapping[int, tuple[Any, ...]], failures: dict[int, Failure]
@@ -307,7 +313,7 @@ class FlowerEngine(BaseEngine):
         Arguments that several clients share (the same object) are checked and encoded once.
         """
         requests: dict[int, RecordDict] = {}
-        alone = self.alone()
+        alone = self.is_local_only()
         encoded: dict[int, tuple[Payload, Frame, ArrayRecord | ConfigRecord]] = {}  # by id()
         for k, arguments in args.items():
             if self._hung.get(k) == self.round:
@@ -319,7 +325,7 @@ class FlowerEngine(BaseEngine):
                 "session": self.session(self.members[k]),
                 "round": self.round,
                 "method": method,
-                "before": self.asked_before(method, k),
+                "before": self.count_call(method, k),
                 "evaluate": method == self._last,
                 "tested": self.tests_due(k, method),
                 "alone": alone,
@@ -336,7 +342,7 @@ class FlowerEngine(BaseEngine):
                 failures[k] = self.failure(k, method, error)
                 continue
             frame = encode({**request, "args": tree})
-            bulk = in_bulk(frame.blobs)
+            bulk = pack_blobs(frame.blobs)
             encoded[id(arguments)] = (tree, frame, bulk)
             requests[k] = to_records(frame, bulk)
         return requests
@@ -348,11 +354,11 @@ class FlowerEngine(BaseEngine):
         if method == EVALUATE:  # a few numbers by name
             return dict.fromkeys(args, 0)
         return {
-            k: most_bytes(self.algorithm, method, sent, self.known(self.server, k))
+            k: largest_answer(self.algorithm, method, sent, self.knowledge_of(self.server, k))
             for k, sent in args.items()
         }
 
-    def _checked(
+    def _check_reply(
         self, method: str, k: int, reply: Payload, args: tuple[Any, ...], *, counted: bool
     ) -> Any:
         """Return the answer of a reply after it was checked.
@@ -369,16 +375,16 @@ class FlowerEngine(BaseEngine):
         """
         if "error" in reply:
             # Sites of older versions send messages that may quote their data.
-            self.note(k, [FAILURES if reply.get("quiet") is True else ERRORS])
+            self.count_release(k, [FAILURES if reply.get("quiet") is True else ERRORS])
             error = BarterError(str(reply["error"]))
             error.add_note(str(reply.get("traceback", "")))
             raise error
-        self.hear(k, reply.get(EPSILON))
+        self.record_epsilon(k, reply.get(EPSILON))
         evaluation = reply.get("evaluation")
         if evaluation is not None:
             # It has left its site, whether or not the server will use it.
-            self.note(k, self.parts(EVALUATE, evaluation))
-        check = self.seen_to if counted else self.arrived
+            self.count_release(k, self.parts(EVALUATE, evaluation))
+        check = self.check_answer if counted else self.receive_answer
         answer = check(reply["answer"], method, k, args)
         if evaluation is not None:
             self._evaluations[k] = evaluation
@@ -401,7 +407,7 @@ class FlowerEngine(BaseEngine):
     ) -> Iterator[Reply]:
         """Send requests and yield every site's answer, or why there is none.
 
-        A site whose message or reply Flower lost is asked again when it is online, `TRIES` times
+        A site whose message or reply Flower lost is asked again when it is online, `MAX_SENDS` times
         at most. It is waited for only until `enough` others have answered and no reply is
         pending. A site's error or malformed answer is final. A site that is late is not asked
         again in this round.
@@ -416,9 +422,11 @@ class FlowerEngine(BaseEngine):
         tries = dict.fromkeys(requests, 0)
         while waiting or pending:
             left = deadline - time.monotonic()
-            present = self._present([k for k in waiting if tries[k] < TRIES]) if left > 0 else {}
+            present = (
+                self._present([k for k in waiting if tries[k] < MAX_SENDS]) if left > 0 else {}
+            )
             client_of = {node: k for k, node in present.items()}
-            asked = ask(
+            asked = send_requests(
                 self.grid, {node: requests[k] for node, k in client_of.items()}, "train.call", left
             )
             for node, message in asked.items():
@@ -428,7 +436,7 @@ class FlowerEngine(BaseEngine):
                 pending[message] = k
                 tries[k] += 1
                 del waiting[k]
-            for k, answer in replies(self.grid, pending, most):
+            for k, answer in receive_replies(self.grid, pending, most):
                 last = time.monotonic()
                 try:
                     tree = answer()
@@ -440,11 +448,11 @@ class FlowerEngine(BaseEngine):
                 else:
                     yield k, partial(_identity, tree)
             self._show_progress(progress, pending.values())
-            hopeless = all(tries[k] == TRIES for k in waiting)
+            hopeless = all(tries[k] == MAX_SENDS for k in waiting)
             if left <= 0 or (not pending and waiting and (enough() or hopeless)):
                 break
             if waiting or pending:
-                time.sleep(min(pause(time.monotonic() - last, POLL_SECONDS), max(left, 0)))
+                time.sleep(min(poll_interval(time.monotonic() - last, POLL_SECONDS), max(left, 0)))
         late = [k for k, why in waiting.items() if left <= 0 or why == LATE]
         if left <= 0:
             late += pending.values()
@@ -459,7 +467,7 @@ class FlowerEngine(BaseEngine):
         client_of = {self.members[k].node: k for k in clients}
         for node, done in progress.poll(client_of.keys() & self.telling):
             k = client_of[node]
-            self.note(k, [PROGRESS_PART])
+            self.count_release(k, [PROGRESS_PART])
             shown = self._shown.get(k, 0.0)
             self._shown[k] = max(shown, done)
             self.watched.advance(max(0.0, done - shown))
@@ -508,9 +516,9 @@ class Progress:
             self.last = now
             request = to_records(encode(None))
             idle = nodes - set(self.pending.values())
-            asked = ask(self.grid, dict.fromkeys(idle, request), PROGRESS, 60.0)
+            asked = send_requests(self.grid, dict.fromkeys(idle, request), PROGRESS, 60.0)
             self.pending |= {message: node for node, message in asked.items()}
-        for node, answer in replies(self.grid, self.pending):
+        for node, answer in receive_replies(self.grid, self.pending):
             try:
                 done = answer()
             except Exception:  # Progress is only displayed: without it the call continues.

@@ -1,4 +1,4 @@
-"""All uses of Flower's undocumented interfaces; `strange` checks them before they are used.
+"""All uses of Flower's undocumented interfaces; `unsupported_reason` checks them before they are used.
 
 They serve two purposes. Flower's SuperNode starts a process for every message, which takes seconds;
 barter's node is one long-running process that uses Flower's own client of the Fleet API. And
@@ -52,11 +52,11 @@ __all__ = [
     "Fleet",
     "NotLetIn",
     "connect",
-    "hurry",
-    "names",
-    "registered",
+    "node_names",
+    "poll_faster",
     "run_superlink",
-    "strange",
+    "signing_key",
+    "unsupported_reason",
 ]
 
 TRIED = ("1.41.", "1.42.")
@@ -67,7 +67,7 @@ REPLY_LOST = 4  # Flower's error code after which the server asks again
 log = logging.getLogger("barter")
 
 
-def strange() -> str:
+def unsupported_reason() -> str:
     """Return why the installed Flower is not supported; an empty string if it is."""
     installed = version("flwr")
     if not installed.startswith(TRIED):
@@ -94,7 +94,7 @@ def strange() -> str:
     return ""
 
 
-def hurry(seconds: float) -> None:
+def poll_faster(seconds: float) -> None:
     """Make Flower's grid poll faster for replies that are still being sent, and give up on time.
 
     Flower reads one reply after the other: a site that announces a reply and does not send it would
@@ -104,7 +104,7 @@ def hurry(seconds: float) -> None:
         seconds: The time for an answer. A reply may take half of it.
     """
     grid = import_module("flwr.superlink.grid.http_grid")
-    if not strange() and hasattr(grid, "pull_objects"):
+    if not unsupported_reason() and hasattr(grid, "pull_objects"):
         vars(grid)["pull_objects"] = partial(_pull_in_time, seconds)
 
 
@@ -145,7 +145,7 @@ def _pull_in_time(
     )
 
 
-def names(grid: Grid) -> dict[int, str]:
+def node_names(grid: Grid) -> dict[int, str]:
     """Return the names of online nodes whose keys were registered under a name."""
     return {info.node_id: info.name for info in grid.get_nodes() if info.name}
 
@@ -196,7 +196,7 @@ def _punctual_protocol(idle: float) -> Any:
     return Punctual
 
 
-def registered(app: Any, scope: MutableMapping[str, Any]) -> bytes | None:
+def signing_key(app: Any, scope: MutableMapping[str, Any]) -> bytes | None:
     """Return the registered key that a request to the Fleet API is signed with, or none.
 
     Args:

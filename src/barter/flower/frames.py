@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from barter.core.errors import PayloadError, in_short
+from barter.core.errors import PayloadError, summarise_error
 
-__all__ = ["Blob", "Frame", "ask", "serve"]
+__all__ = ["Blob", "Frame", "ask_worker", "serve_frames"]
 
-LENGTH = struct.Struct(">Q")
-CHUNK = 2**20
+FRAME_LENGTH = struct.Struct(">Q")
+FRAME_CHUNK = 2**20
 DONE = b"."  # sent by a caller before it disconnects normally
 
 
@@ -47,7 +47,7 @@ def send(peer: socket.socket, frame: Frame) -> None:
         [name, blob.dtype, list(blob.shape), len(blob.data)] for name, blob in frame.blobs.items()
     ]
     head = json.dumps([frame.header, table]).encode()
-    peer.sendall(LENGTH.pack(len(head)) + head)
+    peer.sendall(FRAME_LENGTH.pack(len(head)) + head)
     for blob in frame.blobs.values():
         peer.sendall(blob.data)
 
@@ -59,7 +59,7 @@ def receive(peer: socket.socket) -> Frame:
         PayloadError: If the head is malformed.
         ConnectionError: If the other side disconnects before the end.
     """
-    (size,) = LENGTH.unpack(_exactly(peer, LENGTH.size))
+    (size,) = FRAME_LENGTH.unpack(_exactly(peer, FRAME_LENGTH.size))
     try:
         header, table = json.loads(_exactly(peer, size))
         rows = [
@@ -67,7 +67,7 @@ def receive(peer: socket.socket) -> Frame:
             for name, dtype, shape, n in table
         ]
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise PayloadError(f"a malformed message: {in_short(error)}") from error
+        raise PayloadError(f"a malformed message: {summarise_error(error)}") from error
     blobs = {name: Blob(dtype, shape, _exactly(peer, n)) for name, dtype, shape, n in rows}
     return Frame(str(header), blobs)
 
@@ -77,14 +77,16 @@ def _exactly(peer: socket.socket, size: int) -> bytearray:
     data = bytearray()
     # Memory grows with the bytes received; the announced size is not trusted.
     while len(data) < size:
-        received = peer.recv(min(size - len(data), CHUNK))
+        received = peer.recv(min(size - len(data), FRAME_CHUNK))
         if not received:
             raise ConnectionResetError("the other side disconnected in the middle of a message")
         data += received
     return data
 
 
-def ask(path: Path, frame: Frame, deadline: float, tries: int = 3) -> tuple[Frame, socket.socket]:
+def ask_worker(
+    path: Path, frame: Frame, deadline: float, tries: int = 3
+) -> tuple[Frame, socket.socket]:
     """Send a request to the process that serves at `path`, and wait for its answer.
 
     If that process dies during the request, the request is sent again once it is back.
@@ -128,7 +130,7 @@ def ask(path: Path, frame: Frame, deadline: float, tries: int = 3) -> tuple[Fram
         time.sleep(0.3)
 
 
-def serve(path: Path, answer: Callable[[Frame], Frame], lost: Callable[[], None]) -> None:
+def serve_frames(path: Path, answer: Callable[[Frame], Frame], lost: Callable[[], None]) -> None:
     """Answer one caller after the other, for ever.
 
     Args:

@@ -19,19 +19,19 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from barter.flower.address import Address
-from barter.flower.flwr_internals import registered, run_superlink
+from barter.flower.flwr_internals import run_superlink, signing_key
 
-__all__ = ["Gate", "at_most", "main"]
+__all__ = ["Gate", "main", "size_limit"]
 
 FOR_SITES = "/v1/fleet/"
 # An answer consists of one request to HEAD and several to PART.
 HEAD = FOR_SITES + "push-messages"
-PART = FOR_SITES + "push-object"
+PUSH_OBJECT = FOR_SITES + "push-object"
 STRANGERS = 64_000  # largest request in bytes without a registered key
 # Largest request in bytes with a registered key. Flower's chunks have 5 MB, and all that it does
 # not split is small.
 MEMBERS = 32_000_000
-PATIENCE = 120.0  # seconds within which a request must arrive completely
+REQUEST_SECONDS = 120.0  # seconds within which a request must arrive completely
 IDLE = 20.0  # seconds that a connection may be open without a request
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Scope]]
@@ -106,13 +106,13 @@ class Gate:
         length = dict(scope["headers"]).get(b"content-length", b"")
         # A request without a length may become arbitrarily large.
         size = int(length) if length.isdigit() else MEMBERS + 1
-        needs_key = size > STRANGERS or scope["path"] in (HEAD, PART)
+        needs_key = size > STRANGERS or scope["path"] in (HEAD, PUSH_OBJECT)
         sender = await asyncio.to_thread(self.known, scope) if needs_key else None
         limit = STRANGERS if sender is None else MEMBERS
         if size > limit and length:
             raise Refused(413)
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(REQUEST_SECONDS):
                 body = await _read(receive, limit)
         except TimeoutError:
             raise Refused(408) from None
@@ -153,15 +153,15 @@ def main() -> None:
     sites = Address.read(args.sites)
     sys.argv = ["flower-superlink", "--host", "127.0.0.1", "--port", str(args.port), *flower_args]
     sockets = [_listen("127.0.0.1", args.port), _listen(sites.host, sites.port)]
-    most = partial(at_most, args.most, args.largest)
+    most = partial(size_limit, args.most, args.largest)
 
     def guard(app: Any) -> Gate:
-        return Gate(app, args.port, most, partial(registered, app))
+        return Gate(app, args.port, most, partial(signing_key, app))
 
     run_superlink(guard, sockets, IDLE)
 
 
-def at_most(most: int, largest: Path | None) -> int:
+def size_limit(most: int, largest: Path | None) -> int:
     """Return the largest size of an answer in bytes: the file's, if there is one, up to `most`.
 
     Args:

@@ -21,19 +21,19 @@ from barter.compute.precision import Precision
 from barter.core.errors import ConfigError
 from barter.core.images import Augment, Images, Spec
 from barter.core.nodes import Client, Server
-from barter.core.params import Count, DeviceName, Positive, Range, Whole, check
+from barter.core.params import Count, DeviceName, Positive, Range, Whole, check_fields
 from barter.core.payload import Payload
 from barter.data.dataset import Dataset
 from barter.data.task import (
     SITES,
     Data,
     Task,
-    held_out,
     make_task,
     overlap,
     overlap_note,
     own_data,
     public_data,
+    split_validation,
     validation_size,
 )
 from barter.engines.local import LocalEngine
@@ -42,15 +42,15 @@ from barter.flower.consent import Consent
 from barter.flower.site import Site
 from barter.privacy.guard import Guard, TotalBudget
 from barter.privacy.settings import Plan
-from barter.privacy.side_information import said_of_itself
-from barter.setup.config import Config, parsed, resolve
-from barter.setup.hardware import device_named, memory_within, precision_named
+from barter.privacy.side_information import facts_in_hello
+from barter.setup.config import Config, parse_toml, resolve
+from barter.setup.hardware import limit_memory, resolve_device, resolve_precision
 from barter.setup.participants import (
-    cut,
-    initial,
+    architecture_names,
+    cut_networks,
+    initial_network,
     make_client,
     make_server,
-    names_of,
     require_apart,
 )
 
@@ -58,12 +58,12 @@ __all__ = [
     "Hello",
     "Setup",
     "agree",
-    "federation",
+    "build_client",
+    "build_server",
     "foreign_networks",
     "introduce",
     "make_site",
     "new_attempt",
-    "settle",
 ]
 
 log = logging.getLogger("barter")
@@ -112,7 +112,7 @@ class Setup:
     insecure: bool = False  # no encryption and no keys: for tests on one machine only
 
     def __post_init__(self) -> None:
-        check(self)
+        check_fields(self)
         require_name(self.name)
         Address.read(self.superlink)
         if self.epsilon is None and self.budget is not None:
@@ -141,7 +141,7 @@ class Hello:
     def tells(self) -> dict[str, int]:
         """Return which facts about the site's data this reveals: name of the fact -> 1."""
         numbered = self.share is None and self.classes == tuple(map(str, range(self.spec.classes)))
-        return said_of_itself(numbered=numbered and not self.careful, pixels=not self.careful)
+        return facts_in_hello(numbered=numbered and not self.careful, pixels=not self.careful)
 
     def payload(self) -> Payload:
         """Return this as a payload tree, which `read` converts back."""
@@ -186,10 +186,10 @@ class Hello:
 
 @cache
 def _config(toml: str) -> Config:
-    return resolve(parsed(toml))
+    return resolve(parse_toml(toml))
 
 
-def _consented(setup: Setup, toml: str) -> Config:
+def _require_consent(setup: Setup, toml: str) -> Config:
     """Parse a run's configuration, and check it against the site's consent and privacy.
 
     Raises:
@@ -208,7 +208,7 @@ def foreign_networks(config: Config) -> list[str]:
 
     A site imports them only with its consent, so whoever starts sites of its own has to give it.
     """
-    names = names_of(config.algorithm, config.models, config.clients)
+    names = architecture_names(config.algorithm, config.models, config.clients)
     names.append(config.algorithm.server_model.network or "")
     return sorted({name for name in names if ":" in name})
 
@@ -223,7 +223,7 @@ def introduce(setup: Setup, toml: str) -> Payload:
     Raises:
         ConfigError: If the site cannot or does not want to take part.
     """
-    config = _consented(setup, toml)
+    config = _require_consent(setup, toml)
     cpu = torch.device("cpu")
     if setup.share is not None:
         _require_share(setup, config)
@@ -266,7 +266,7 @@ def introduce(setup: Setup, toml: str) -> Payload:
 def _architecture(setup: Setup, config: Config) -> str:
     """Return the site's network: its own, or the run's for its share."""
     share = setup.share or 0
-    return setup.model or names_of(config.algorithm, config.models, config.clients)[share]
+    return setup.model or architecture_names(config.algorithm, config.models, config.clients)[share]
 
 
 def _data(setup: Setup, config: Config) -> Data:
@@ -389,7 +389,7 @@ def _require_guarantee(setup: Setup, config: Config) -> None:
     )
 
 
-def settle(setup: Setup, session: Payload) -> tuple[LocalEngine, Precision]:
+def build_client(setup: Setup, session: Payload) -> tuple[LocalEngine, Precision]:
     """Build a site's client for a session of a run.
 
     Args:
@@ -403,10 +403,10 @@ def settle(setup: Setup, session: Payload) -> tuple[LocalEngine, Precision]:
     Raises:
         ConfigError: If the run asks for more than the site allows.
     """
-    config = _consented(setup, session["config"])
+    config = _require_consent(setup, session["config"])
     spec = Spec.of(session["spec"])
     k = int(session["client"])
-    device = device_named(setup.device)
+    device = resolve_device(setup.device)
     names = {k: _architecture(setup, config)}
     if session["architecture"] != names[k]:
         raise ConfigError(
@@ -423,7 +423,7 @@ def settle(setup: Setup, session: Payload) -> tuple[LocalEngine, Precision]:
         task = _task(setup, config, device)
         own_spec = task.spec
     _require_spec(setup, spec, own_spec)
-    parts = cut(config, names, {k: initial(names[k], spec, config.seed)}, spec)
+    parts = cut_networks(config, names, {k: initial_network(names[k], spec, config.seed)}, spec)
     network = parts.own[k]
     name = parts.names[k]
     if setup.share is not None:
@@ -433,7 +433,7 @@ def settle(setup: Setup, session: Payload) -> tuple[LocalEngine, Precision]:
         y = dataset.y_train
         tests = {"local": Images(dataset.x_test.to(device), dataset.y_test.to(device), spec)}
         if config.data.validation:
-            trained, held = held_out(
+            trained, held = split_validation(
                 dataset,
                 np.arange(len(y)),
                 config.data.validation,
@@ -449,7 +449,7 @@ def settle(setup: Setup, session: Payload) -> tuple[LocalEngine, Precision]:
         public = _public(setup, config, dataset, spec, device)
         client = kind(k, network, device, train, tests, public, name)
     client.evaluation = config.evaluate
-    memory = memory_within(device, config.device_memory)
+    memory = limit_memory(device, config.device_memory)
     tune = None if config.privacy.training else fuse
     guard = Guard(config.privacy, config.algorithm, secret=True)
     engine = LocalEngine(
@@ -462,7 +462,7 @@ def settle(setup: Setup, session: Payload) -> tuple[LocalEngine, Precision]:
     )
     # No other client computes beside this one, so its kernels use all of torch's threads.
     engine.cores = 1
-    return engine, precision_named("auto" if device.type == "cpu" else config.precision, device)
+    return engine, resolve_precision("auto" if device.type == "cpu" else config.precision, device)
 
 
 def _require_spec(setup: Setup, spec: Spec, own: Spec) -> None:
@@ -497,7 +497,7 @@ def make_site(setup: Setup, memory: Path) -> Site:
         setup.name,
         memory,
         partial(introduce, setup),
-        partial(settle, setup),
+        partial(build_client, setup),
         setup.consent,
         ledger=Path(setup.ledger) if setup.ledger else None,
         budget=budget,
@@ -555,7 +555,7 @@ def agree(config: Config, hellos: Sequence[Hello]) -> tuple[Spec, dict[int, Hell
         raise ConfigError(
             f"the run is for {config.clients} clients, the sites are {', '.join(by_name)}"
         )
-    return _pooled(list(by_name.values())), dict(sorted(ids.items()))
+    return _pool_statistics(list(by_name.values())), dict(sorted(ids.items()))
 
 
 def _some(classes: Sequence[str]) -> str:
@@ -563,7 +563,7 @@ def _some(classes: Sequence[str]) -> str:
     return ", ".join(classes[:4]) + (", ..." if len(classes) > 4 else "")
 
 
-def _pooled(hellos: Sequence[Hello]) -> Spec:
+def _pool_statistics(hellos: Sequence[Hello]) -> Spec:
     """Return the spec with the pixel statistics of all sites' images together."""
     specs = {hello.spec for hello in hellos}
     if len(specs) == 1:
@@ -580,7 +580,7 @@ def _pooled(hellos: Sequence[Hello]) -> Spec:
     return dataclasses.replace(hellos[0].spec, mean=tuple(mean), std=tuple(std))
 
 
-def federation(
+def build_server(
     config: Config, spec: Spec, members: Mapping[int, Hello]
 ) -> tuple[Server, Task | None]:
     """Build the server of these sites, and load the run's data.
@@ -596,7 +596,7 @@ def federation(
     Raises:
         ConfigError: If the algorithm needs a site's network at the server, which cannot build it.
     """
-    device = device_named(config.device)
+    device = resolve_device(config.device)
     algorithm = config.algorithm
     networks = {}
     errors = {}
@@ -608,7 +608,7 @@ def federation(
                     "code that a site names is not run here unless `models` of the run names "
                     f"{name} too"
                 )
-            networks[name] = initial(name, spec, config.seed)
+            networks[name] = initial_network(name, spec, config.seed)
         except ConfigError as error:
             errors[name] = error
     builds_networks = algorithm.server_model.kind != "none"
@@ -628,7 +628,7 @@ def federation(
             )
     names = {k: hello.architecture for k, hello in members.items()}
     known = {k: networks[name] for k, name in names.items() if name in networks}
-    parts = cut(config, names, known, spec)
+    parts = cut_networks(config, names, known, spec)
     task = None
     if config.data.source != SITES:
         task = make_task(config.data, config.partition, config.clients, config.seed, device)

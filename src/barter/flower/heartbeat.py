@@ -18,12 +18,12 @@ __all__ = [
     "NOT_LET_IN",
     "SHORTEST",
     "TURN",
+    "ProgressFile",
     "Pulse",
-    "Turn",
     "allow",
     "overdue",
-    "pause",
-    "since",
+    "poll_interval",
+    "seconds_since",
 ]
 
 # Files beside a worker's socket.
@@ -37,7 +37,7 @@ NOT_LET_IN = 77
 SILENCE = 60.0
 
 
-def pause(idle: float, shortest: float = SHORTEST) -> float:
+def poll_interval(idle: float, shortest: float = SHORTEST) -> float:
     """Return the seconds until the next poll: a tenth of the idle time, within limits.
 
     Args:
@@ -86,7 +86,7 @@ class Pulse:
             time.sleep(self.silence / 10)
 
 
-class Turn:
+class ProgressFile:
     """Monitor of a worker's engine that writes a call's progress, from 0 to 1, to a file."""
 
     def __init__(self, path: Path) -> None:
@@ -130,7 +130,7 @@ def overdue(path: Path) -> bool:
     return time.monotonic() > float(path.read_text())
 
 
-def since(path: Path, call: str) -> float:
+def seconds_since(path: Path, call: str) -> float:
     """Return the seconds since this call was first begun, over all restarts of the worker.
 
     Args:

@@ -16,14 +16,14 @@ import torch
 
 from barter.core.errors import BarterError, ConfigError
 from barter.core.record import Round
-from barter.data.task import anchored
-from barter.flower.deploy import Coordinator, init, init_simulation
+from barter.data.task import with_absolute_paths
+from barter.flower.deploy import Coordinator, create_deployment, create_simulation
 from barter.flower.handshake import foreign_networks
 from barter.flower.supervise import FLOWER, Child, free_port
-from barter.runs.folder import SETUP, RunFolder, records
+from barter.runs.folder import SETUP, RunFolder, read_records
 from barter.runs.journal import follow
 from barter.runs.progress import Watcher
-from barter.setup.config import Config, plain, read, to_toml
+from barter.setup.config import Config, read_toml, to_plain, to_toml
 from barter.setup.trust import DEPLOYMENT, code_names, note_consent
 
 __all__ = ["coordinate", "run_here", "simulate"]
@@ -78,7 +78,7 @@ def run_here(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> li
     Raises:
         BarterError: If a run to be resumed has no Flower sites, or if a process ends.
     """
-    config = replace(config, data=anchored(config.data))
+    config = replace(config, data=with_absolute_paths(config.data))
     folder = out / SETUP
     if not resume:
         cores = config.threads or torch.get_num_threads()
@@ -96,7 +96,7 @@ def run_here(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> li
             }
             for k in range(config.clients)
         ]
-        _begin(out, config, lambda: init(folder, config, sites, address))
+        _begin(out, config, lambda: create_deployment(folder, config, sites, address))
     elif not (folder / "sites").is_dir():
         raise BarterError(f"{out} has no Flower sites: it was not started with --engine flower")
     else:
@@ -136,7 +136,7 @@ def simulate(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> li
             f"device={config.device!r}: Flower's simulation spreads clients over all GPUs; use "
             "cuda, and choose among them with CUDA_VISIBLE_DEVICES"
         )
-    config = replace(config, data=anchored(config.data))
+    config = replace(config, data=with_absolute_paths(config.data))
     folder = out / SETUP
     if config.timeout is not None:
         log.warning(
@@ -145,7 +145,7 @@ def simulate(config: Config, out: Path, watcher: Watcher, *, resume: bool) -> li
             config.timeout,
         )
     if not resume:
-        _begin(out, config, lambda: init_simulation(folder, config))
+        _begin(out, config, lambda: create_simulation(folder, config))
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     options: dict[str, float] = {
         "num-supernodes": config.clients,
@@ -167,7 +167,7 @@ def _begin(out: Path, config: Config, prepare: Callable[[], None]) -> None:
     """
 
     def prepare_anew() -> None:
-        note_consent(out, [*code_names(plain(config)), DEPLOYMENT])
+        note_consent(out, [*code_names(to_plain(config)), DEPLOYMENT])
         shutil.rmtree(out / SETUP, ignore_errors=True)
         prepare()
 
@@ -192,10 +192,10 @@ def _follow(
     except BaseException:
         coordinator.stop(run)
         raise
-    return records(out)
+    return read_records(out)
 
 
 def _set_port(folder: Path, port: int) -> None:
     """Write a new port of the coordinator to all sites: the earlier one may be in use."""
     for path in (folder / "sites").glob("*/site.toml"):
-        path.write_text(tomli_w.dumps({**read(path), "superlink": f"127.0.0.1:{port}"}))
+        path.write_text(tomli_w.dumps({**read_toml(path), "superlink": f"127.0.0.1:{port}"}))

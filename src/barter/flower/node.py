@@ -19,10 +19,10 @@ from flwr.app import Error, Message
 
 from barter.flower.client_app import from_records, to_records
 from barter.flower.flwr_internals import Fleet, NotLetIn, connect
-from barter.flower.frames import DONE, Frame, ask
-from barter.flower.heartbeat import LONGEST, NOT_LET_IN, SHORTEST, TURN, pause
+from barter.flower.frames import DONE, Frame, ask_worker
+from barter.flower.heartbeat import LONGEST, NOT_LET_IN, SHORTEST, TURN, poll_interval
 
-__all__ = ["answer", "main", "serve"]
+__all__ = ["answer_message", "main", "serve_messages"]
 
 CALLS = {"query.hello", "train.call"}
 PROGRESS = "query.progress"
@@ -31,7 +31,7 @@ APP_RAISED = 2  # Flower's code for an error at a site
 WORTH = 4
 
 
-def answer(message: Message, door: Path) -> Message:
+def answer_message(message: Message, door: Path) -> Message:
     """Return the worker's reply to a message, or an error reply.
 
     Questions for progress are answered by the node itself, because the worker is busy.
@@ -52,7 +52,7 @@ def answer(message: Message, door: Path) -> Message:
             )
         # Metadata gives a duration, not a time of day: clocks of two machines may differ.
         deadline = time.monotonic() + message.metadata.ttl
-        reply, worker = ask(door, from_records(message.content), deadline)
+        reply, worker = ask_worker(door, from_records(message.content), deadline)
         with worker:
             worker.sendall(DONE)
         return Message(to_records(reply), reply_to=message)
@@ -60,7 +60,7 @@ def answer(message: Message, door: Path) -> Message:
         return Message(Error(APP_RAISED, f"{type(error).__name__}: {error}"), reply_to=message)
 
 
-def serve(fleet: Fleet, door: Path) -> None:
+def serve_messages(fleet: Fleet, door: Path) -> None:
     """Answer messages, for ever; each in a thread, so that others are answered during a call.
 
     Args:
@@ -70,7 +70,7 @@ def serve(fleet: Fleet, door: Path) -> None:
 
     def call(message: Message) -> None:
         begin = time.monotonic()
-        fleet.push(answer(message, door), time.monotonic() - begin)
+        fleet.push(answer_message(message, door), time.monotonic() - begin)
 
     last = time.monotonic()  # when the node was last busy
     poll_seconds = 0.0  # duration of the last poll that found no message
@@ -87,10 +87,10 @@ def serve(fleet: Fleet, door: Path) -> None:
             calls[0].join(LONGEST)
             calls = [thread for thread in calls if thread.is_alive()]
             last = time.monotonic()  # After an answer, the next request comes soon.
-        time.sleep(pause(time.monotonic() - last, max(SHORTEST, WORTH * poll_seconds)))
+        time.sleep(poll_interval(time.monotonic() - last, max(SHORTEST, WORTH * poll_seconds)))
 
 
-def end_whole() -> None:
+def exit_if_thread_dies() -> None:
     """End this process when one of its threads dies, so that its supervisor restarts it.
 
     Flower's heartbeat thread dies of a single unknown answer, such as that of a SuperLink whose
@@ -116,10 +116,10 @@ def main() -> None:
     logging.getLogger("barter").addHandler(logging.StreamHandler())
     # Leaving the context below deactivates the node at the SuperLink.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    end_whole()
+    exit_if_thread_dies()
     try:
         with connect(args.superlink, args.certificate, args.key) as fleet:
-            serve(fleet, args.door)
+            serve_messages(fleet, args.door)
     except NotLetIn as refused:
         logging.getLogger("barter").error("the SuperLink refuses this site's key: %s", refused)
         sys.exit(NOT_LET_IN)  # The supervisor logs what this status means.

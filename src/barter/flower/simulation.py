@@ -14,7 +14,7 @@ from barter.flower.codec import decode, encode
 from barter.flower.consent import Consent
 from barter.flower.handshake import Setup, foreign_networks, make_site
 from barter.flower.site import Site
-from barter.setup.config import read, resolve
+from barter.setup.config import read_toml, resolve
 
 __all__ = ["app"]
 
@@ -27,7 +27,7 @@ def _site(folder: Path, k: int) -> Site:
 
     If another process has served the site since, its memory is restored from disk.
     """
-    config = resolve(read(folder / "run.toml"))
+    config = resolve(read_toml(folder / "run.toml"))
     # Whoever starts the simulation starts its sites too.
     consent = Consent(models=tuple(foreign_networks(config)))
     setup = Setup(name=f"client-{k}", share=k, device=config.device, consent=consent)
@@ -36,7 +36,7 @@ def _site(folder: Path, k: int) -> Site:
 
 @app.query("hello")
 @app.train("call")
-def answer(message: Message, context: Context) -> Message:
+def answer_in_simulation(message: Message, context: Context) -> Message:
     """Return the reply of a site; the node of partition k is site k."""
     torch.set_num_threads(1)
     site = _site(Path(str(context.run_config["folder"])), int(context.node_config["partition-id"]))

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from barter.compute.precision import Precision, using
+from barter.compute.precision import Precision, use_precision
 from barter.core.clients import Failure
 from barter.core.errors import BarterError, CheckpointError, PrivacyError
-from barter.core.files import replacing
+from barter.core.files import replace_file
 from barter.core.nodes import Client, Monitor, Silence
 from barter.core.payload import Payload
 from barter.engines.local import LocalEngine
@@ -24,9 +24,9 @@ from barter.flower.consent import Consent
 from barter.privacy.guard import TotalBudget
 from barter.privacy.ledger import LEDGER, Ledger, RunAccount
 from barter.privacy.prices import NOTHING, Description, describe_part, merge_accounts, total_epsilon
-from barter.privacy.side_information import EPSILON, ERRORS, PIXELS, RESULTS, measured
+from barter.privacy.side_information import EPSILON, ERRORS, PIXELS, RESULTS, holds_metrics
 from barter.runs import checkpoint
-from barter.setup.config import RESULT_FREE, first_difference, parsed, with_defaults
+from barter.setup.config import RESULT_FREE, first_difference, parse_toml, with_defaults
 
 __all__ = ["Site"]
 
@@ -128,7 +128,7 @@ class Site:
         self.engine.tested = request.get("tested", True)
         self.engine.repeat(method, k, request["before"])
         before = self._load_account(client)
-        with using(self.precision):
+        with use_precision(self.precision):
             replies = self.engine.call(method, {k: request["args"]}, alone=request["alone"])
             if k in replies:
                 answer = self._without_results(replies[k]) if method == EVALUATE else replies[k]
@@ -202,7 +202,7 @@ class Site:
         Raises:
             CheckpointError: If the memory does not match the session or the site's data.
         """
-        if self.session == session and self.stamp == self._written():
+        if self.session == session and self.stamp == self._modified_at():
             return
         if not RUN.fullmatch(str(session["run"])):
             raise CheckpointError(f"{session['run']!r} is not the id of a run")
@@ -216,7 +216,7 @@ class Site:
         self.reply = None
         self.unseen = None
         found = self._find(session)
-        self.stamp = self._written()
+        self.stamp = self._modified_at()
         if found is None:
             return
         state, notes = found
@@ -249,7 +249,7 @@ class Site:
         rolled_back = []
         for path in (self._now, self._start):
             if path.exists():
-                state, notes = checkpoint.read(path, torch.device("cpu"))
+                state, notes = checkpoint.read_checkpoint(path, torch.device("cpu"))
                 attempt = notes["attempt"]
                 round = checkpoint.round_of(path, notes)
                 if attempt == session["attempt"] or 0 < round <= last_rounds.get(attempt, 0):
@@ -312,7 +312,7 @@ class Site:
         Raises:
             PrivacyError: If a setting differs that a run cannot change when it is resumed.
         """
-        config = parsed(session["config"])
+        config = parse_toml(session["config"])
         kept = {key: value for key, value in config.items() if key not in RESULT_FREE}
         began_with = self.ledger.bind(session["run"], kept)
         key = first_difference(with_defaults(config), with_defaults(began_with), but=RESULT_FREE)
@@ -358,7 +358,7 @@ class Site:
         results = [self.reply.get("evaluation")]
         if method == EVALUATE:
             results.append(self.reply.get("answer"))
-        if any(result is not None and measured(result) for result in results):
+        if any(result is not None and holds_metrics(result) for result in results):
             more[describe_part(RESULTS, None)] = 1
         if self.reply.get("traceback"):
             more[describe_part(ERRORS, None)] = 1
@@ -375,7 +375,7 @@ class Site:
 
     def _keep_start(self) -> None:
         """Keep the current state as the one that the new round started from."""
-        with replacing(self._start) as temporary:
+        with replace_file(self._start) as temporary:
             temporary.unlink(missing_ok=True)
             os.link(self._now, temporary)
 
@@ -393,10 +393,10 @@ class Site:
             "unseen": None if self.unseen is None else list(self.unseen),
         }
         origin = {"round": str(self.round), "attempt": self.session["attempt"], "data": self.data}
-        checkpoint.write(self._now, state, origin)
-        self.stamp = self._written()
+        checkpoint.write_checkpoint(self._now, state, origin)
+        self.stamp = self._modified_at()
 
-    def _written(self) -> int:
+    def _modified_at(self) -> int:
         """Return when the memory was last written; in a simulation, another process may do so."""
         return self._now.stat().st_mtime_ns if self._now.exists() else 0
 

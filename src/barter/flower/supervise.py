@@ -25,26 +25,34 @@ from typing import TextIO
 import torch
 
 from barter.core.errors import BarterError, ConfigError
-from barter.core.params import build
+from barter.core.params import build_dataclass
 from barter.engines.forks import die_with
 from barter.flower.codec import decode, encode
 from barter.flower.consent import Consent
-from barter.flower.flwr_internals import strange
-from barter.flower.frames import Frame, serve
+from barter.flower.flwr_internals import unsupported_reason
+from barter.flower.frames import Frame, serve_frames
 from barter.flower.handshake import Setup, make_site
 from barter.flower.heartbeat import (
     BEGUN,
     NOT_LET_IN,
     TURN,
+    ProgressFile,
     Pulse,
-    Turn,
     allow,
     overdue,
-    since,
+    seconds_since,
 )
-from barter.setup.config import read
+from barter.setup.config import read_toml
 
-__all__ = ["FLOWER", "Child", "free_port", "load_setup", "reports_progress", "site", "work"]
+__all__ = [
+    "FLOWER",
+    "Child",
+    "free_port",
+    "load_setup",
+    "reports_progress",
+    "run_site",
+    "run_worker",
+]
 
 LONGEST_PAUSE = 10.0  # longest pause in seconds before a process that keeps dying is restarted
 LONGEST_CALL = 3600.0  # seconds for a call that does not name its timeout
@@ -114,7 +122,7 @@ class Child:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
-class Kept(Child):
+class RestartingChild(Child):
     """A child that is restarted whenever it ends, after a pause that grows while it keeps failing.
 
     Args:
@@ -183,7 +191,7 @@ class Kept(Child):
         self.due = 0.0
 
 
-class Watched(Kept):
+class WatchedChild(RestartingChild):
     """A child that is also restarted when its heartbeat is overdue.
 
     The check is made here, because a child that is suspended, or whose interpreter hangs, cannot
@@ -228,14 +236,16 @@ def free_port() -> int:
 
 def load_setup(path: Path) -> Setup:
     """Read a site's configuration from its site.toml."""
-    values = read(path)
+    values = read_toml(path)
     consent = values.get("consent", {})
     if not isinstance(consent, Mapping):
         raise ConfigError(f"{path}: consent={consent!r}: must be a table, [consent]")
-    return build(Setup, {**values, "consent": build(Consent, consent, "consent.")})
+    return build_dataclass(
+        Setup, {**values, "consent": build_dataclass(Consent, consent, "consent.")}
+    )
 
 
-def site(path: Path) -> None:
+def run_site(path: Path) -> None:
     """Run a site until this process receives SIGTERM or SIGINT.
 
     Args:
@@ -285,7 +295,7 @@ def _only_one(setup: Setup, home: Path) -> Iterator[None]:
     path = _locks() / _identity(setup, home)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = _locked(path)
+        lock = _lock_file(path)
     except OSError as error:
         log.warning(
             "site %s: a second process with a copy of its folder would not be noticed: %s; "
@@ -311,7 +321,7 @@ def _only_one(setup: Setup, home: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def _locked(path: Path) -> TextIO | None:
+def _lock_file(path: Path) -> TextIO | None:
     """Open and lock a file; return none if another process holds the lock."""
     while True:
         file = path.open("a+")
@@ -344,7 +354,7 @@ def _rooms(home: Path) -> Iterator[Path]:
 
     It is not in the site's folder, because the path of a socket is limited to 108 characters. The
     folder of an earlier process that was killed is removed, too, if the site provably created it;
-    see `_abandoned`.
+    see `_abandoned_folder`.
 
     Raises:
         ConfigError: If a site is running from this folder already.
@@ -355,7 +365,7 @@ def _rooms(home: Path) -> Iterator[Path]:
         except BlockingIOError:
             raise ConfigError(f"{home}: the site of this folder is running already") from None
         note.seek(0)
-        abandoned = _abandoned(note.read())
+        abandoned = _abandoned_folder(note.read())
         if abandoned is not None:
             shutil.rmtree(abandoned, ignore_errors=True)
         rooms = Path(tempfile.mkdtemp(prefix=ROOMS))
@@ -373,7 +383,7 @@ def _rooms(home: Path) -> Iterator[Path]:
             shutil.rmtree(rooms, ignore_errors=True)
 
 
-def _abandoned(note: str) -> Path | None:
+def _abandoned_folder(note: str) -> Path | None:
     """Return the folder that a note names, if it was created with the note by a process now gone.
 
     The note may have been copied or edited. It is valid if the folder belongs to this user and
@@ -414,15 +424,17 @@ def _supervise(setup: Setup, path: Path, home: Path, rooms: Path, ended: threadi
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05",
     }
     command = [sys.executable, "-m", "barter", "site", str(path), "--worker", str(door)]
-    worker = Watched(f"site {setup.name}: worker", command, env, logs / "worker.log", rooms / PULSE)
-    use_supernode = by_flower(setup)
+    worker = WatchedChild(
+        f"site {setup.name}: worker", command, env, logs / "worker.log", rooms / PULSE
+    )
+    use_supernode = uses_supernode(setup)
     refused = (
         f"{setup.superlink} refuses the key {home / setup.key}: the coordinator has to register it "
         "(`barter flower start FOLDER`), or it is still connected from elsewhere, such as a copy "
         "of this folder"
     )
     reasons = {NOT_LET_IN: refused}
-    node = Kept(f"site {setup.name}: node", [], env, logs / "node.log", reasons)
+    node = RestartingChild(f"site {setup.name}: node", [], env, logs / "node.log", reasons)
     try:
         while not ended.wait(0.2):
             if (rooms / "lost").exists():
@@ -445,14 +457,14 @@ def _supervise(setup: Setup, path: Path, home: Path, rooms: Path, ended: threadi
         worker.stop()
 
 
-def by_flower(setup: Setup) -> bool:
+def uses_supernode(setup: Setup) -> bool:
     """Return whether to use Flower's own SuperNode instead of barter's node.
 
     It is used if the site's configuration says so, or if the installed Flower is not supported.
     """
     if setup.supernode:
         return True
-    if why := strange():
+    if why := unsupported_reason():
         log.warning(
             "site %s: Flower's own SuperNode is used, which takes seconds for every call: %s",
             setup.name,
@@ -467,7 +479,7 @@ def reports_progress(setup: Setup) -> bool:
     Flower's SuperNode does not. Neither does a site that requires a privacy guarantee, because when
     a training ends may depend on its images.
     """
-    return setup.epsilon is None and not by_flower(setup)
+    return setup.epsilon is None and not uses_supernode(setup)
 
 
 def _node_command(setup: Setup, home: Path, door: Path) -> list[str]:
@@ -494,7 +506,7 @@ def _supernode_command(setup: Setup, home: Path, door: Path) -> list[str]:
     return command
 
 
-def work(path: Path, door: Path) -> None:
+def run_worker(path: Path, door: Path) -> None:
     """Run a site's worker: the process of the client itself, which answers requests for ever.
 
     Args:
@@ -508,7 +520,7 @@ def work(path: Path, door: Path) -> None:
     os.chdir(home)  # Paths in site.toml are relative to its folder.
     member = make_site(setup, home / "memory")
     pulse = Pulse(door.with_name(PULSE))
-    progress = Turn(door.with_name(TURN))
+    progress = ProgressFile(door.with_name(TURN))
     begun = door.with_name(BEGUN)
     reporting = reports_progress(setup)
     if reporting:
@@ -523,7 +535,7 @@ def work(path: Path, door: Path) -> None:
         if request.get("ask") == "call":
             try:
                 header = frame.header.encode(errors="replace")
-                spent = since(begun, hashlib.sha256(header).hexdigest())
+                spent = seconds_since(begun, hashlib.sha256(header).hexdigest())
                 seconds = setup.consent.within(setup.name, seconds, spent)
             except ConfigError as error:
                 return encode({"error": str(error), "traceback": ""})
@@ -538,4 +550,4 @@ def work(path: Path, door: Path) -> None:
         begun.unlink(missing_ok=True)
         return encoded
 
-    serve(door, answer, (door.parent / "lost").touch)
+    serve_frames(door, answer, (door.parent / "lost").touch)

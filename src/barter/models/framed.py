@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from barter.core.errors import ConfigError
 from barter.core.model import Classifier, SplitClassifier
 
-__all__ = ["FrameHead", "frame_of", "framed"]
+__all__ = ["FrameHead", "add_frame_head", "frame_head"]
 
 
 class FrameHead(nn.Linear):
@@ -25,18 +25,18 @@ class FrameHead(nn.Linear):
         super().__init__(width, classes)
         self.scale = scale
 
-    def projected(self, features: Tensor) -> Tensor:
+    def project(self, features: Tensor) -> Tensor:
         """Return features projected to the unit sphere on which the corners lie."""
         return F.normalize(super().forward(features).float())
 
     def forward(self, features: Tensor) -> Tensor:
-        points = self.projected(features)
+        points = self.project(features)
         centred = points - points.mean(1, keepdim=True)
         cosines = centred / math.sqrt(1 - 1 / self.out_features)
         return self.scale * cosines
 
 
-def framed(network: Classifier, scale: float) -> Classifier:
+def add_frame_head(network: Classifier, scale: float) -> Classifier:
     """Replace a network's head by an ETF head whose projection starts from the old head.
 
     Args:
@@ -56,8 +56,8 @@ def framed(network: Classifier, scale: float) -> Classifier:
     return SplitClassifier(network.body, head)
 
 
-def frame_of(network: Classifier) -> FrameHead:
-    """Return the head of a network that `framed` made."""
+def frame_head(network: Classifier) -> FrameHead:
+    """Return the head of a network that `add_frame_head` made."""
     head = network.head
     assert isinstance(head, FrameHead)
     return head

@@ -22,8 +22,8 @@ __all__ = [
     "Merge",
     "MergeGenerator",
     "PatchDiscriminator",
-    "drawn_side",
-    "resized",
+    "decoder_side",
+    "resize_images",
 ]
 
 Merge: TypeAlias = Literal["mul", "add", "cat", "ncat", "none"]
@@ -40,12 +40,12 @@ def _restore(name: Hashable, make: Callable[[], M], state: State) -> M:
         with torch.device("meta"):
             return make()
 
-    if lanes.current() is None:
+    if lanes.current_lane() is None:
         module = make_empty()
         module.load_state_dict(state, assign=True)
     else:
         device = next(iter(state.values())).device
-        module = lanes.kept(name, lambda: make_empty().to_empty(device=device))
+        module = lanes.lane_module(name, lambda: make_empty().to_empty(device=device))
         module.load_state_dict(state)
     return module.eval().requires_grad_(False)
 
@@ -64,7 +64,7 @@ class Decoder(nn.Module):
 
     def __init__(self, code_dim: int, spec: Spec, parts: int = 0) -> None:
         super().__init__()
-        self.side = -(-drawn_side(spec) // 4)
+        self.side = -(-decoder_side(spec) // 4)
         self.parts = parts
         self.start = nn.Linear(code_dim, 128 * self.side**2)
         if parts:
@@ -88,11 +88,11 @@ class Decoder(nn.Module):
         """Decode codes (images, views, width) to images."""
         start = self.start(codes[:, 0]).view(-1, 128, self.side, self.side)
         if self.parts:
-            start = start + self.placed(self.part(codes[:, 1:]))
+            start = start + self.arrange_tiles(self.part(codes[:, 1:]))
         images: Tensor = self.body(start)
         return images
 
-    def placed(self, tiles: Tensor) -> Tensor:
+    def arrange_tiles(self, tiles: Tensor) -> Tensor:
         """Arrange tiles in rows and columns, and resize to the input of the convolutions."""
         n = self.parts
         side = -(-self.side // n)
@@ -100,22 +100,22 @@ class Decoder(nn.Module):
         return F.adaptive_avg_pool2d(rows.reshape(-1, 128, n * side, n * side), self.side)
 
     @classmethod
-    def restored(cls, state: State, spec: Spec, parts: int = 0) -> Decoder:
+    def from_state(cls, state: State, spec: Spec, parts: int = 0) -> Decoder:
         """Return a frozen decoder with this state, valid until the next call."""
         shape = state["start.weight"].shape
         name = ("restored", shape, spec, parts)
         decoder = _restore(name, lambda: cls(shape[1], spec, parts), state)
-        if lanes.current() is None:
+        if lanes.current_lane() is None:
             decoder.body.to(memory_format=torch.channels_last)
         return decoder
 
 
-def drawn_side(spec: Spec) -> int:
+def decoder_side(spec: Spec) -> int:
     """Return the side in pixels of the images that a decoder makes for these inputs."""
     return min(32, spec.height, spec.width)
 
 
-def resized(images: Tensor, spec: Spec) -> Tensor:
+def resize_images(images: Tensor, spec: Spec) -> Tensor:
     """Resize images to the clients' inputs; differentiable."""
     if images.shape[-2:] == spec.shape[1:]:
         return images
@@ -150,7 +150,7 @@ class LabelGenerator(nn.Module):
     def forward(self, z: Tensor, y: Tensor) -> Tensor:
         start = self.start(torch.cat([self.names(y), z], 1))
         images: Tensor = self.body(start.view(-1, 128, *self.sides))
-        return resized(images, self.spec)
+        return resize_images(images, self.spec)
 
 
 class LatentGenerator(nn.Module):
@@ -175,7 +175,7 @@ class LatentGenerator(nn.Module):
         return features
 
     @classmethod
-    def restored(cls, state: State, classes: int) -> LatentGenerator:
+    def from_state(cls, state: State, classes: int) -> LatentGenerator:
         """Return a frozen generator with this state, valid until the next call."""
         hidden, inputs = state["start.0.weight"].shape
         width = len(state["end.bias"])
@@ -210,7 +210,7 @@ class MergeGenerator(nn.Module):
         self.body = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.apply(_initialise_as_dcgan)
 
-    def merged(self, z: Tensor, y: Tensor) -> Tensor:
+    def merge_inputs(self, z: Tensor, y: Tensor) -> Tensor:
         """Merge noise and labels to h = o(z, y), the input of the convolutions."""
         if self.names is None:
             if self.merge == "none":
@@ -221,16 +221,16 @@ class MergeGenerator(nn.Module):
             return z * embedding
         return z + embedding if self.merge == "add" else torch.cat([z, embedding], 1)
 
-    def drawn(self, h: Tensor) -> Tensor:
+    def generate(self, h: Tensor) -> Tensor:
         """Generate the images of merged inputs."""
         x = h[:, :, None, None]
         for layer in self.body:
             by_product = isinstance(layer, nn.ConvTranspose2d) and not x.is_cuda
             x = _transposed_convolution(layer, x) if by_product else layer(x)
-        return resized(x, self.spec)
+        return resize_images(x, self.spec)
 
     def forward(self, z: Tensor, y: Tensor) -> Tensor:
-        return self.drawn(self.merged(z, y))
+        return self.generate(self.merge_inputs(z, y))
 
 
 class PatchDiscriminator(nn.Module):

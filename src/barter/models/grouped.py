@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["grouped"]
+__all__ = ["use_group_norm"]
 
 GROUPS = 32  # Most groups of a layer.
-LEAST = 4  # Least channels of a group.
+MIN_GROUP_CHANNELS = 4  # Least channels of a group.
 
 
-def grouped(network: nn.Module) -> None:
+def use_group_norm(network: nn.Module) -> None:
     """Replace every batch normalisation in place by group normalisation of the same name."""
     for name, part in list(network.named_children()):
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
             channels = part.num_features
-            most = max(1, min(GROUPS, channels // LEAST))
+            most = max(1, min(GROUPS, channels // MIN_GROUP_CHANNELS))
             groups = next(n for n in range(most, 0, -1) if channels % n == 0)
             setattr(network, name, nn.GroupNorm(groups, channels, part.eps, part.affine))
         else:
-            grouped(part)
+            use_group_norm(part)

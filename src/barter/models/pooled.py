@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from barter.core.errors import ConfigError
 from barter.core.model import Classifier, SplitClassifier
 
-__all__ = ["Pool", "pooled", "projected"]
+__all__ = ["Pool", "add_projection_head", "pool_features"]
 
 
 class Pool(nn.Module):
@@ -33,7 +33,7 @@ class Pool(nn.Module):
         return x @ self.matrix.to(x.dtype)
 
 
-def pooled(network: Classifier, width: int) -> Classifier:
+def pool_features(network: Classifier, width: int) -> Classifier:
     """Return the network with features pooled to this width, and a new head.
 
     A network that has this width already is returned as it is.
@@ -53,7 +53,7 @@ def pooled(network: Classifier, width: int) -> Classifier:
     return SplitClassifier(body, nn.Linear(width, network.head.out_features))
 
 
-def projected(network: Classifier, width: int) -> Classifier:
+def add_projection_head(network: Classifier, width: int) -> Classifier:
     """Return the network with a projection head and a new classifier head.
 
     The projection head has two linear layers and ends in features of this width.

@@ -12,11 +12,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from barter.core.errors import ConfigError, in_short
+from barter.core.errors import ConfigError, summarise_error
 from barter.core.images import Spec
-from barter.core.params import imported, made
+from barter.core.params import call_user_code, import_object
 
-__all__ = ["drawn", "latent_dim", "latents", "pretrained"]
+__all__ = ["generate_pixels", "latent_dim", "pretrained_generator", "sample_latents"]
 
 WANTED = (
     "a TorchScript file, or package.module:function that returns a torch module, with its weights "
@@ -24,11 +24,11 @@ WANTED = (
     "images (N, channels, height, width) between -1 and 1 of latent vectors (N, latent_dim); "
     "docs/algorithms/generators.md says where to get one"
 )
-CHUNK = 8  # Images generated at a time, because such generators are large.
+GENERATE_CHUNK = 8  # Images generated at a time, because such generators are large.
 
 
 @lru_cache(maxsize=1)
-def pretrained(place: str, weights: str, device: torch.device) -> nn.Module:
+def pretrained_generator(place: str, weights: str, device: torch.device) -> nn.Module:
     """Load a pretrained generator, frozen and in evaluation mode.
 
     Loading TorchScript executes code in the file: use only files from people you trust. A
@@ -51,10 +51,10 @@ def pretrained(place: str, weights: str, device: torch.device) -> nn.Module:
             generator: Any = torch.jit.load(place, map_location=device)  # type: ignore[no-untyped-call]
         except Exception as error:  # A damaged file can raise anything.
             raise ConfigError(
-                f"generator={place!r} is not TorchScript ({in_short(error)}): {WANTED}"
+                f"generator={place!r} is not TorchScript ({summarise_error(error)}): {WANTED}"
             ) from error
     elif ":" in place:
-        generator = made(f"generator={place!r}", imported(place, "the generator"))
+        generator = call_user_code(f"generator={place!r}", import_object(place, "the generator"))
     else:
         raise ConfigError(f"generator={place!r}: there is no such file. A generator is {WANTED}")
     has_width = isinstance(getattr(generator, "latent_dim", None), int)
@@ -76,7 +76,7 @@ def _load(generator: nn.Module, weights: str) -> None:
     # torch raises RuntimeError if names or shapes do not fit.
     except (OSError, SafetensorError, RuntimeError) as error:
         raise ConfigError(
-            f"weights={weights!r} are not those of this generator: {in_short(error)}"
+            f"weights={weights!r} are not those of this generator: {summarise_error(error)}"
         ) from error
 
 
@@ -86,8 +86,8 @@ def latent_dim(generator: nn.Module) -> int:
     return int(width)
 
 
-def latents(generator: nn.Module, count: int, device: torch.device) -> Tensor:
-    """Sample latent vectors: from the generator's own `latents(count)`, else standard normal.
+def sample_latents(generator: nn.Module, count: int, device: torch.device) -> Tensor:
+    """Sample latent vectors: from the generator's own `sample_latents(count)`, else standard normal.
 
     Raises:
         ConfigError: If the generator's own latent vectors have the wrong shape.
@@ -95,7 +95,7 @@ def latents(generator: nn.Module, count: int, device: torch.device) -> Tensor:
     own: Any = getattr(generator, "latents", None)
     if own is None:
         return torch.randn(count, latent_dim(generator), device=device)
-    vectors = made("the generator's latents", lambda: own(count))
+    vectors = call_user_code("the generator's latents", lambda: own(count))
     if not isinstance(vectors, Tensor) or vectors.shape != (count, latent_dim(generator)):
         raise ConfigError(
             f"the generator's latents({count}) are {_kind(vectors)}. A generator is {WANTED}"
@@ -116,7 +116,7 @@ def _not_images(result: object, codes: Tensor) -> ConfigError:
 
 
 @torch.no_grad()
-def drawn(generator: nn.Module, codes: Tensor, spec: Spec) -> Tensor:
+def generate_pixels(generator: nn.Module, codes: Tensor, spec: Spec) -> Tensor:
     """Generate the images of latent vectors as bytes, in the format of the clients' images.
 
     Args:
@@ -127,11 +127,14 @@ def drawn(generator: nn.Module, codes: Tensor, spec: Spec) -> Tensor:
     Raises:
         ConfigError: If the generator does not return N images.
     """
-    chunks = [made("the generator", partial(generator, part)) for part in torch.split(codes, CHUNK)]
+    chunks = [
+        call_user_code("the generator", partial(generator, part))
+        for part in torch.split(codes, GENERATE_CHUNK)
+    ]
     for chunk in chunks:
         if not isinstance(chunk, Tensor) or chunk.ndim != 4:
             raise _not_images(chunk, codes)
-    images = made("the generator", lambda: torch.cat(chunks).float())
+    images = call_user_code("the generator", lambda: torch.cat(chunks).float())
     if len(images) != len(codes):
         raise _not_images(images, codes)
     if images.shape[1] != spec.channels:

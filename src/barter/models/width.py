@@ -15,17 +15,23 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from barter.core.errors import ConfigError
 from barter.core.model import Classifier
 
-__all__ = ["narrow", "narrowed", "scaled", "widened", "without_running_statistics"]
+__all__ = [
+    "narrow_network",
+    "narrow_width",
+    "scale_activations",
+    "widen_network",
+    "without_running_statistics",
+]
 
 SIZES = ("in_channels", "out_channels", "groups", "in_features", "out_features", "num_features")
 
 
-def narrow(width: int, rate: float) -> int:
+def narrow_width(width: int, rate: float) -> int:
     """Return the number of channels that are left at this rate, at least one."""
     return math.ceil(rate * width)
 
 
-def narrowed(network: Classifier, rate: float) -> Classifier:
+def narrow_network(network: Classifier, rate: float) -> Classifier:
     """Return a copy of the network with the first channels of every layer.
 
     Layers are processed in the order in which they were registered: the first has all its inputs,
@@ -49,10 +55,10 @@ def narrowed(network: Classifier, rate: float) -> Classifier:
     for layer in layers:
         _note_size(layer)
         if isinstance(layer, _BatchNorm):
-            _cut_norm(layer, narrow(layer.num_features, rate))
+            _cut_norm(layer, narrow_width(layer.num_features, rate))
             continue
         inputs, outputs = _sizes(layer)
-        new_outputs = outputs if layer is weighted[-1] else narrow(outputs, rate)
+        new_outputs = outputs if layer is weighted[-1] else narrow_width(outputs, rate)
         new_inputs = inputs
         if layer is not weighted[0]:
             # The inputs of a linear layer may be channels times positions.
@@ -64,16 +70,16 @@ def narrowed(network: Classifier, rate: float) -> Classifier:
                     f"{name} has {inputs} inputs, and no layer before it has as many outputs; "
                     "use a network without concatenations, such as small-cnn or resnet18"
                 )
-            new_inputs = narrow(inputs, rate)
+            new_inputs = narrow_width(inputs, rate)
             if flattened:
-                new_inputs = inputs // previous * narrow(previous, rate)
+                new_inputs = inputs // previous * narrow_width(previous, rate)
         _cut(layer, new_inputs, new_outputs)
         previous = outputs
         earlier.add(outputs)
     return model
 
 
-def widened(part: Classifier) -> Classifier:
+def widen_network(part: Classifier) -> Classifier:
     """Return a copy of a narrowed network at its original width; weights that were cut are zero."""
     model = copy.deepcopy(part)
     for layer in model.modules():
@@ -143,7 +149,7 @@ def _cut_norm(layer: _BatchNorm, left: int) -> None:
             setattr(layer, name, nn.Parameter(part) if isinstance(tensor, nn.Parameter) else part)
 
 
-def scaled(network: Classifier, rate: float) -> Classifier:
+def scale_activations(network: Classifier, rate: float) -> Classifier:
     """Divide hidden outputs by the rate in training, to make up for missing channels.
 
     The network is changed in place and returned.

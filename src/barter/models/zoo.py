@@ -15,11 +15,11 @@ from torch import nn
 from barter.core.errors import ConfigError
 from barter.core.images import Spec
 from barter.core.model import Classifier, split, verify_split
-from barter.core.params import did_you_mean, imported, made
+from barter.core.params import call_user_code, did_you_mean, import_object
 from barter.models import small
 from barter.models.families import FAMILIES
 
-__all__ = ["ZOO", "Own", "build", "listed", "members"]
+__all__ = ["ZOO", "Own", "build_network", "client_architectures", "name_models"]
 
 # A user's network: a module with its weights, or a factory of one.
 Own: TypeAlias = nn.Module | Callable[[Spec], nn.Module]
@@ -127,7 +127,7 @@ ZOO: dict[str, Callable[[Spec], Classifier]] = {
 }
 
 
-def members(name: str, clients: int) -> list[str]:
+def client_architectures(name: str, clients: int) -> list[str]:
     """Return the architecture of each client.
 
     Args:
@@ -148,7 +148,7 @@ def members(name: str, clients: int) -> list[str]:
     return [family[i % len(family)] for i in range(clients)]
 
 
-def build(name: str, spec: Spec, own: Own | None = None) -> Classifier:
+def build_network(name: str, spec: Spec, own: Own | None = None) -> Classifier:
     """Build a network for a task and check that it accepts the task's images.
 
     Args:
@@ -181,7 +181,7 @@ def build(name: str, spec: Spec, own: Own | None = None) -> Classifier:
 def _factory(name: str) -> Own:
     """Return the factory of a name such as my.networks:make:depth=2, with its arguments bound."""
     place, *fields = re.split(r":(?=[^\W\d]\w*=)", name)
-    factory: Own = imported(place, "model")
+    factory: Own = import_object(place, "model")
     arguments = dict(_argument(field) for field in fields)
     if arguments and (isinstance(factory, nn.Module) or not callable(factory)):
         kind = type(factory).__name__
@@ -205,13 +205,13 @@ def _split(name: str, own: Own, spec: Spec) -> Classifier:
     """Build a user's network, and split it into features and head."""
     network: object = own
     if not isinstance(own, nn.Module):
-        network = made(f"{name}, called with the task's spec,", partial(own, spec))
+        network = call_user_code(f"{name}, called with the task's spec,", partial(own, spec))
     if not isinstance(network, nn.Module):
         raise ConfigError(
             f"{name} made a {type(network).__name__} of the task's spec, not a module"
         )
     classifier = split(network)
-    made(name, lambda: verify_split(network, classifier, spec.shape, spec.classes))
+    call_user_code(name, lambda: verify_split(network, classifier, spec.shape, spec.classes))
     return classifier
 
 
@@ -228,7 +228,7 @@ def _size(spec: Spec) -> str:
     return f"{spec.height}x{spec.width}"
 
 
-def listed(models: Own | Sequence[str | Own]) -> list[tuple[str, Own | None]]:
+def name_models(models: Own | Sequence[str | Own]) -> list[tuple[str, Own | None]]:
     """Return the name of each model, and the model itself if the name does not lead to it.
 
     Args:

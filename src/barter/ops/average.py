@@ -12,7 +12,7 @@ from barter.core import robust
 from barter.core.clients import Replies
 from barter.core.payload import State
 
-__all__ = ["Average", "average", "is_statistic", "median", "trimmed"]
+__all__ = ["Average", "average", "entrywise_median", "entrywise_trimmed_mean", "is_statistic"]
 
 Average: TypeAlias = Literal["mean", "median", "trimmed"]
 TRIM = 5  # The trimmed mean drops one in TRIM clients at each end.
@@ -96,7 +96,7 @@ def _defended(
     return dict(zip(names, combined, strict=True))
 
 
-def median(rows: Tensor) -> Tensor:
+def entrywise_median(rows: Tensor) -> Tensor:
     """Return the median of each entry over all rows (Yin et al., ICML 2018).
 
     For an even number of rows this is the mean of the two middle values.
@@ -106,7 +106,7 @@ def median(rows: Tensor) -> Tensor:
     return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
 
 
-def trimmed(rows: Tensor) -> Tensor:
+def entrywise_trimmed_mean(rows: Tensor) -> Tensor:
     """Return the trimmed mean of each entry over all rows (Yin et al., ICML 2018).
 
     The lowest and the highest fifth of the values are left out; of three or more rows at least one
@@ -116,4 +116,7 @@ def trimmed(rows: Tensor) -> Tensor:
     return rows.sort(0).values[cut : len(rows) - cut].mean(0)
 
 
-ROBUST: dict[str, Callable[[Tensor], Tensor]] = {"median": median, "trimmed": trimmed}
+ROBUST: dict[str, Callable[[Tensor], Tensor]] = {
+    "median": entrywise_median,
+    "trimmed": entrywise_trimmed_mean,
+}

@@ -8,18 +8,18 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from barter.compute.precision import exact
+from barter.compute.precision import full_precision
 from barter.core.errors import PayloadError
 from barter.core.payload import State
 
-__all__ = ["Compressed", "compressed", "rank", "restored"]
+__all__ = ["Compressed", "compress_update", "decompress_update", "rank_for_energy"]
 
 # In the order of a network's tensors; each entry holds the tensor itself or its two factors.
 Compressed: TypeAlias = list[list[Tensor]]
 BLOCK = 128  # Rows of a Gram matrix that are computed at a time.
 
 
-def rank(singular: Tensor, energy: float) -> int:
+def rank_for_energy(singular: Tensor, energy: float) -> int:
     """Return the least number of singular values that hold this fraction of the energy.
 
     Args:
@@ -33,7 +33,7 @@ def rank(singular: Tensor, energy: float) -> int:
     return min(1 + int((cumulative < energy * cumulative[-1]).sum()), len(singular))
 
 
-def compressed(update: Mapping[str, Tensor], energy: float) -> Compressed:
+def compress_update(update: Mapping[str, Tensor], energy: float) -> Compressed:
     """Compress each tensor of an update into low-rank factors where that is smaller.
 
     Kernels of convolutions are treated as matrices of outputs by inputs. Vectors and integer
@@ -53,11 +53,11 @@ def _factors(tensor: Tensor, energy: float) -> list[Tensor]:
     matrix = tensor.flatten(1)
     rows, columns = matrix.shape
     singular, vectors = _spectrum(matrix if rows <= columns else matrix.T)
-    n_values = rank(singular, energy)
+    n_values = rank_for_energy(singular, energy)
     if n_values * (rows + columns) >= matrix.numel():
         return [tensor]
     basis = vectors[:, :n_values].to(matrix.dtype)
-    with exact():
+    with full_precision():
         factors = [basis, basis.T @ matrix] if rows <= columns else [matrix @ basis, basis.T]
     return [factor.contiguous() for factor in factors]
 
@@ -73,7 +73,7 @@ def _spectrum(wide: Tensor) -> tuple[Tensor, Tensor]:
     matrix = wide.double()
     size = len(matrix)
     gram = matrix.new_zeros(size, size)
-    with exact():
+    with full_precision():
         # Only the lower triangle is computed, because eigh reads nothing else.
         for start in range(0, size, BLOCK):
             end = min(start + BLOCK, size)
@@ -82,7 +82,7 @@ def _spectrum(wide: Tensor) -> tuple[Tensor, Tensor]:
     return values.flip(0).clamp(min=0).sqrt(), vectors.flip(1)
 
 
-def restored(parts: Compressed, like: Mapping[str, Tensor]) -> State:
+def decompress_update(parts: Compressed, like: Mapping[str, Tensor]) -> State:
     """Decompress an update.
 
     Args:

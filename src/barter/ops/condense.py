@@ -13,24 +13,24 @@ from torch import Tensor, nn
 
 from barter.compute import lanes
 from barter.compute.trainer import Recipe, Trainer
-from barter.core.contracts import Classes, Counts, Pixels
-from barter.core.images import Augment, Images, Spec, prepared, statistics
+from barter.core.contracts import Counts, DistinctClasses, Pixels
+from barter.core.images import Augment, Images, Spec, channel_statistics, prepare_batch
 from barter.core.model import Classifier
 from barter.core.nodes import Client
 
 __all__ = [
     "Collaboration",
     "Lot",
-    "averaging",
+    "averaging_matrix",
+    "concatenate_lots",
     "condense",
-    "ends",
-    "gathered",
-    "labels_of",
-    "lot",
+    "condensed_labels",
+    "first_and_last_terms",
+    "images_per_class",
     "mean_images",
-    "portions",
-    "quantised",
-    "redrawn",
+    "pack_lot",
+    "quantise_images",
+    "reinitialise",
     "sliced_wasserstein",
 ]
 
@@ -38,7 +38,7 @@ __all__ = [
 class Lot(TypedDict):
     """Condensed images of one client as bytes, sorted by class."""
 
-    classes: Annotated[Tensor, Classes("n")]
+    classes: Annotated[Tensor, DistinctClasses("n")]
     sizes: Annotated[Tensor, Counts("n", total="images")]  # number of images of each class
     images: Annotated[Tensor, Pixels("images")]
 
@@ -51,7 +51,7 @@ class Canvas(nn.Module):
         self.images = nn.Parameter(images.clone())
 
 
-def averaging(labels: Tensor, classes: Tensor) -> Tensor:
+def averaging_matrix(labels: Tensor, classes: Tensor) -> Tensor:
     """Return the matrix that maps rows with these labels to the mean row of each class.
 
     Classes without rows get zeros.
@@ -60,7 +60,7 @@ def averaging(labels: Tensor, classes: Tensor) -> Tensor:
     return members / members.sum(1, keepdim=True).clamp_min(1)
 
 
-def portions(data: Images, ipc: int, least: int) -> dict[int, int]:
+def images_per_class(data: Images, ipc: int, least: int) -> dict[int, int]:
     """Return the number of condensed images of each class.
 
     Args:
@@ -71,22 +71,22 @@ def portions(data: Images, ipc: int, least: int) -> dict[int, int]:
     return {c: min(ipc, n) for c, n in enumerate(data.class_counts().tolist()) if n >= least}
 
 
-def labels_of(sizes: Mapping[int, int], device: torch.device) -> Tensor:
+def condensed_labels(sizes: Mapping[int, int], device: torch.device) -> Tensor:
     """Return the label of each condensed image, sorted by class."""
     labels = [label for label, size in sizes.items() for _ in range(size)]
     return torch.tensor(labels, dtype=torch.long, device=device)
 
 
-def lot(data: Images, sizes: Mapping[int, int], images: Tensor | None) -> Lot:
+def pack_lot(data: Images, sizes: Mapping[int, int], images: Tensor | None) -> Lot:
     """Pack condensed images for upload; without images, an empty lot."""
     classes = torch.tensor(list(sizes), dtype=torch.long, device=data.device)
     amounts = torch.tensor(list(sizes.values()), dtype=torch.long, device=data.device)
     if images is None:
         images = torch.zeros(0, *data.spec.shape, device=data.device)
-    return {"classes": classes, "sizes": amounts, "images": quantised(images, data.spec)}
+    return {"classes": classes, "sizes": amounts, "images": quantise_images(images, data.spec)}
 
 
-def gathered(lots: Iterable[Lot]) -> tuple[Tensor, Tensor]:
+def concatenate_lots(lots: Iterable[Lot]) -> tuple[Tensor, Tensor]:
     """Return the condensed images of all clients and their labels."""
     images = []
     labels = []
@@ -116,14 +116,14 @@ def mean_images(data: Images, sizes: Mapping[int, int], of: int) -> Tensor:
     return torch.cat(means)
 
 
-def quantised(images: Tensor, spec: Spec) -> Tensor:
+def quantise_images(images: Tensor, spec: Spec) -> Tensor:
     """Convert normalised images to bytes."""
-    mean, std = statistics(spec, images.device)
+    mean, std = channel_statistics(spec, images.device)
     return ((images * std + mean) * 255).clamp(0, 255).round().to(torch.uint8)
 
 
 @torch.no_grad()
-def redrawn(model: nn.Module) -> None:
+def reinitialise(model: nn.Module) -> None:
     """Initialise the parameters of every layer again, by torch's defaults for the layer.
 
     Networks with an initialisation of their own start differently.
@@ -174,7 +174,7 @@ class Collaboration:
     projections: int | None  # directions of the sliced Wasserstein distance
 
 
-def ends(names: Sequence[str], told: Sequence[Tensor]) -> dict[str, float]:
+def first_and_last_terms(names: Sequence[str], told: Sequence[Tensor]) -> dict[str, float]:
     """Return the terms of a loss at the first and the last step, named for the round's record."""
     rows = {"start": told[0].tolist(), "end": told[-1].tolist()}
     return {
@@ -208,7 +208,7 @@ def matching_loss(
         The total loss, the matching term, and the collaborative term if it has a weight.
     """
     with torch.no_grad():
-        real_features = backbone.features(prepared(pixels, spec, Augment()))
+        real_features = backbone.features(prepare_batch(pixels, spec, Augment()))
         target = real @ real_features.float()
         target_logits = real @ backbone.logits(real_features).float()
     features = backbone.features(canvas.images)
@@ -253,10 +253,10 @@ def condense(
         collaboration: The collaborative term; None is without.
 
     Returns:
-        The condensed images, and the loss terms at the first and the last step (see `ends`).
+        The condensed images, and the loss terms at the first and the last step (see `first_and_last_terms`).
     """
     data = client.data
-    labels = labels_of(sizes, client.device)
+    labels = condensed_labels(sizes, client.device)
     classes = torch.tensor(list(sizes), device=client.device)
     canvas = lanes.keep(("canvas", start.shape), Canvas(start))
     backbone = _frozen_copy(client, "backbone")
@@ -267,8 +267,8 @@ def condense(
         zeros = torch.zeros(len(classes), data.spec.classes, device=data.device)
         collaboration = Collaboration(zeros, zeros[:, 0], 0.0, None)
     fixed = [
-        averaging(real_labels, classes),
-        averaging(labels, classes),
+        averaging_matrix(real_labels, classes),
+        averaging_matrix(labels, classes),
         collaboration.logits,
         collaboration.known,
     ]
@@ -284,7 +284,7 @@ def condense(
     )
     trainer = Trainer.of(canvas, recipe)
     reported: list[Tensor] = []
-    mean, std = statistics(data.spec, data.device)
+    mean, std = channel_statistics(data.spec, data.device)
     black = -mean / std
     white = (1 - mean) / std
     for step in client.track(range(steps)):
@@ -297,11 +297,13 @@ def condense(
         canvas.images.data.clamp_(black, white)
         if step in (0, steps - 1):
             reported.append(torch.stack(terms))
-    return canvas.images.detach().clone(), ends(("matching", "collaboration"), reported)
+    return canvas.images.detach().clone(), first_and_last_terms(
+        ("matching", "collaboration"), reported
+    )
 
 
 def _frozen_copy(client: Client, name: str) -> Classifier:
     """Return a frozen copy of the client's network in evaluation mode."""
-    copied = lanes.kept((name, client.architecture), lambda: copy.deepcopy(client.model))
+    copied = lanes.lane_module((name, client.architecture), lambda: copy.deepcopy(client.model))
     copied.load_state_dict(client.model.state_dict())
     return copied.eval().requires_grad_(False)

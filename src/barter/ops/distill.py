@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["kl", "kl_each", "tempered"]
+__all__ = ["kl", "kl_each", "tempered_kl"]
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def kl_each(p: Tensor, q: Tensor) -> Tensor:
     return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(1)
 
 
-def tempered(temperature: float, student: Tensor, teacher: Tensor) -> Tensor:
+def tempered_kl(temperature: float, student: Tensor, teacher: Tensor) -> Tensor:
     """Return T² KL(teacher ‖ student) of logits divided by T.
 
     The factor T² keeps gradients as large as at T = 1.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from barter.core import robust
 from barter.core.errors import ConfigError
-from barter.core.images import Augment, Images, Spec, prepared
+from barter.core.images import Augment, Images, Spec, prepare_batch
 from barter.core.model import Classifier
 from barter.core.nodes import Node
 from barter.ops.distill import kl
@@ -19,14 +19,14 @@ from barter.ops.fit import Recipe, Trainer, index_batches
 
 __all__ = [
     "class_shares",
-    "consensus",
     "distil",
-    "drawn",
     "logit_loss",
-    "mixed",
+    "mean_predictions",
+    "merge_logits",
     "public_images",
+    "reduce_entropy",
     "require_labels",
-    "sharpened",
+    "sample_index",
     "soft_loss",
 ]
 
@@ -64,7 +64,7 @@ def require_labels(images: Images, method: str, otherwise: str) -> None:
     raise ConfigError(f"{method} learns from labels of the public data, which {found}: {otherwise}")
 
 
-def drawn(images: Images, samples: int | None) -> Tensor:
+def sample_index(images: Images, samples: int | None) -> Tensor:
     """Return the indices of `samples` random images, or of all if there are fewer or it is None."""
     return torch.randperm(len(images), device=images.device)[:samples]
 
@@ -78,7 +78,7 @@ def class_shares(counts: Tensor, smoothing: float = 0.0) -> Tensor:
     return torch.where(total > 0, (counts + smoothing) / total.clamp_min(1e-12), 1 / len(counts))
 
 
-def consensus(answers: Sequence[Tensor], shares: Tensor | None = None) -> Tensor:
+def mean_predictions(answers: Sequence[Tensor], shares: Tensor | None = None) -> Tensor:
     """Return the mean of several networks' predictions (images, classes), or a robust aggregate.
 
     Args:
@@ -94,7 +94,7 @@ def consensus(answers: Sequence[Tensor], shares: Tensor | None = None) -> Tensor
     return (shares[:, None] * predictions).sum(0)
 
 
-def mixed(said: Tensor, shares: Tensor) -> Tensor:
+def merge_logits(said: Tensor, shares: Tensor) -> Tensor:
     """Merge the logits (..., clients, images, classes) of networks that know different classes.
 
     The result is the logarithm of the mean probability, in which clients are weighted by their
@@ -110,7 +110,7 @@ def mixed(said: Tensor, shares: Tensor) -> Tensor:
     return (p + 1e-6).log()
 
 
-def sharpened(p: Tensor, temperature: float) -> Tensor:
+def reduce_entropy(p: Tensor, temperature: float) -> Tensor:
     """Apply entropy reduction aggregation (ERA): softmax(p / T) of probabilities.
 
     A low temperature lowers the entropy.
@@ -132,7 +132,7 @@ def _on_images(
     model: Classifier, spec: Spec, loss: Callable[..., Tensor], pixels: Tensor, *targets: Tensor
 ) -> Tensor:
     """Return a loss of a model's logits on a batch of bytes."""
-    return loss(model(prepared(pixels, spec, Augment())).float(), *targets)
+    return loss(model(prepare_batch(pixels, spec, Augment())).float(), *targets)
 
 
 def distil(

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from barter.compute import lanes
 from barter.compute.batches import Batch
-from barter.compute.trainer import Anchor, Optimizer, Recipe, Trainer, adam, by_name, sgd
+from barter.compute.trainer import Anchor, Optimizer, Recipe, Trainer, adam, recipe_by_name, sgd
 from barter.core.errors import ConfigError
-from barter.core.images import Augment, Images, Sealed, Spec, prepared
+from barter.core.images import Augment, Images, Sealed, Spec, prepare_batch
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.ops.private import fit_privately
@@ -24,7 +24,7 @@ from barter.ops.private import fit_privately
 __all__ = [
     "Anchor",
     "Course",
-    "Fitted",
+    "FitResult",
     "LabelledBatch",
     "Optimizer",
     "Recipe",
@@ -33,9 +33,7 @@ __all__ = [
     "Trainer",
     "adam",
     "alternate",
-    "anchored",
     "batches",
-    "by_name",
     "call_on_images",
     "classification",
     "cross_entropy",
@@ -44,7 +42,9 @@ __all__ = [
     "fit_by",
     "fit_rows",
     "index_batches",
-    "joint",
+    "join_subjects",
+    "make_anchor",
+    "recipe_by_name",
     "sgd",
 ]
 
@@ -134,14 +134,14 @@ def classification(
         loss: Called with the adjusted logits and the labels.
         adjust: Called with the logits and `by_class`.
     """
-    logits = model(prepared(pixels, spec, augment))
+    logits = model(prepare_batch(pixels, spec, augment))
     if by_class is not None:
         logits = adjust(logits, by_class)
     return loss(logits, labels), (logits.detach().argmax(1) == labels).sum()
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FitResult:
     """Result of a local training: epochs run, and loss and accuracy of the last epoch."""
 
     epochs: int
@@ -163,7 +163,7 @@ def fit(
     seen: Tensor | None = None,
     loss: Loss = F.cross_entropy,
     anchor: Anchor | None = None,
-) -> Fitted:
+) -> FitResult:
     """Train the client's model on its images.
 
     Sealed images are trained on with DP-SGD (see `fit_privately`), and always for all epochs, since
@@ -204,8 +204,8 @@ def fit(
         fit_privately(
             client, data, trainer, loss, epochs=epochs, per_epoch=per_epoch, batch_size=batch_size
         )
-        return Fitted(epochs, float("nan"), float("nan"))
-    fitted = Fitted(0, float("nan"), 0.0)
+        return FitResult(epochs, float("nan"), float("nan"))
+    fitted = FitResult(0, float("nan"), 0.0)
     for epoch in client.track(range(1, epochs + 1)):
         total = torch.zeros((), device=data.device)
         n_correct = torch.zeros((), device=data.device, dtype=torch.long)
@@ -219,14 +219,14 @@ def fit(
             if seen is not None:
                 seen.index_add_(0, labels, torch.ones_like(labels, dtype=seen.dtype))
         trainer.anneal(epoch / epochs)
-        lanes.rest()
-        fitted = Fitted(epoch, float(total) / per_epoch, float(n_correct) / count)
+        lanes.wait_for_device()
+        fitted = FitResult(epoch, float(total) / per_epoch, float(n_correct) / count)
         if goal is not None and fitted.accuracy >= goal:
             break
     return fitted
 
 
-def anchored(client: Client, places: Mapping[str, Tensor], strength: float) -> Anchor:
+def make_anchor(client: Client, places: Mapping[str, Tensor], strength: float) -> Anchor:
     """Return an anchor that pulls the client's trainable weights towards these values, by name."""
     targets = [
         places[name]
@@ -280,7 +280,7 @@ def call_on_images(
     *beside: Tensor,
 ) -> Any:
     """Call a loss of images, labels and further tensors with images that are given as bytes."""
-    return loss(prepared(pixels, spec, augment), labels, *beside)
+    return loss(prepare_batch(pixels, spec, augment), labels, *beside)
 
 
 def cross_entropy(model: Classifier, x: Tensor, labels: Tensor) -> Tensor:
@@ -321,7 +321,7 @@ class Subject:
             yield SubjectBatch(data, (*targets, *self.beside))
 
 
-def joint(model: Classifier, subjects: Sequence[Subject], size: int) -> Course:
+def join_subjects(model: Classifier, subjects: Sequence[Subject], size: int) -> Course:
     """Combine several subjects into one course whose batches hold equal parts of each.
 
     Batch normalisation then uses statistics of all subjects together. Subjects that alternate would

@@ -14,7 +14,14 @@ from barter.core.images import Images
 from barter.core.model import Classifier, SplitClassifier
 from barter.core.payload import State
 
-__all__ = ["Head", "felt", "head_state", "linear_head", "logits_by_heads", "put_on"]
+__all__ = [
+    "Head",
+    "head_state",
+    "linear_head",
+    "load_head",
+    "logits_by_heads",
+    "remove_ineffective",
+]
 
 Head: TypeAlias = Annotated[
     State, Entries({"weight": ("classes", "features"), "bias": ("classes",)})
@@ -42,7 +49,7 @@ def head_state(model: Classifier) -> Head:
     return dict(linear_head(model).state_dict())
 
 
-def put_on(model: Classifier, head: State) -> None:
+def load_head(model: Classifier, head: State) -> None:
     """Load a head into a network; an empty state changes nothing."""
     if head:
         linear_head(model).load_state_dict(head)
@@ -59,15 +66,15 @@ def logits_by_heads(model: Classifier, head: State, data: Images) -> tuple[Tenso
     features = predict(model.features, data.batch, index)
     by_own = predict(model.logits, features.__getitem__, index)
     own = {name: tensor.clone() for name, tensor in head_state(model).items()}
-    put_on(model, head)
+    load_head(model, head)
     try:
         by_other = predict(model.logits, features.__getitem__, index)
     finally:
-        put_on(model, own)
+        load_head(model, own)
     return by_own, by_other
 
 
-def felt(change: State, model: Classifier) -> State:
+def remove_ineffective(change: State, model: Classifier) -> State:
     """Remove from a change of a network's weights the part that no prediction depends on.
 
     This is the mean over classes of the head's weights, because a softmax ignores what all logits

@@ -19,7 +19,7 @@ from barter.core.payload import State, isolate
 from barter.models.generators import Decoder
 from barter.ops.distill import kl
 from barter.ops.fit import Trainer, batches, epoch_length
-from barter.ops.views import in_turn, of_view, parts_of, seen
+from barter.ops.views import choose_views, extract_views, parts_of_views, select_view
 
 __all__ = [
     "CodeBatch",
@@ -27,8 +27,8 @@ __all__ = [
     "Schedule",
     "Terms",
     "Viewer",
+    "decoded_inversion_loss",
     "discrepancy",
-    "drawn_loss",
     "fit_decoder",
     "inversion_loss",
 ]
@@ -93,7 +93,9 @@ def fit_decoder(
     """
     ids = list(codes)
     _, views, width = codes[ids[0]].shape
-    decoder = lanes.keep("decoder", Decoder(width, server.spec, parts_of(views)).to(server.device))
+    decoder = lanes.keep(
+        "decoder", Decoder(width, server.spec, parts_of_views(views)).to(server.device)
+    )
     if start:
         decoder.load_state_dict(start)
     trainer = Trainer.of(decoder, recipe)
@@ -115,7 +117,7 @@ def fit_decoder(
             shift = 0 if terms.differ == "none" else int(torch.randint(1, len(ids), ()))
             rivals = [ids[(ids.index(k) + shift) % len(ids)] for k in group]
             loss = partial(
-                drawn_loss,
+                decoded_inversion_loss,
                 decoder,
                 server.spec,
                 tuple(viewers[k] for k in group),
@@ -129,7 +131,7 @@ def fit_decoder(
     return isolate(dict(decoder.state_dict())), float(total) / (last_pass * len(groups))
 
 
-def drawn_loss(
+def decoded_inversion_loss(
     decoder: Decoder,
     spec: Spec,
     viewers: tuple[Viewer, ...],
@@ -150,15 +152,20 @@ def drawn_loss(
         batch: Each viewer's codes and embeddings.
     """
     codes = [part.codes for part in batch]
-    parts = parts_of(codes[0].shape[1])
+    parts = parts_of_views(codes[0].shape[1])
     decoded = torch.split(decoder(torch.cat(codes)), [len(code) for code in codes])
-    views = [in_turn(len(x), parts, x.device) for x in decoded]
-    images = lanes.abreast(
-        [partial(seen, x, view, parts, spec) for x, view in zip(decoded, views, strict=True)]
+    views = [choose_views(len(x), parts, x.device) for x in decoded]
+    images = lanes.run_branches(
+        [
+            partial(extract_views, x, view, parts, spec)
+            for x, view in zip(decoded, views, strict=True)
+        ]
     )
-    codes_of_views = [of_view(part.codes, view) for part, view in zip(batch, views, strict=True)]
+    codes_of_views = [
+        select_view(part.codes, view) for part, view in zip(batch, views, strict=True)
+    ]
     embeddings_of_views = [
-        of_view(part.embeddings, view) for part, view in zip(batch, views, strict=True)
+        select_view(part.embeddings, view) for part, view in zip(batch, views, strict=True)
     ]
     return inversion_loss(viewers, others, images, codes_of_views, embeddings_of_views, terms)
 
@@ -217,6 +224,6 @@ def inversion_loss(
     # With a discrepancy, a network also sees other viewers' images, and jobs that run abreast must
     # not share a module.
     independent = terms.differ == "none"
-    results = lanes.abreast(jobs) if independent else [job() for job in jobs]
+    results = lanes.run_branches(jobs) if independent else [job() for job in jobs]
     losses, reconstructions = zip(*results, strict=True)
     return torch.stack(losses).sum(), torch.stack(reconstructions).sum()

@@ -26,9 +26,9 @@ def companion(client: Client, name: str, weights: State) -> Classifier:
     def new() -> Classifier:
         # The initial weights are overwritten; the scope keeps them out of the client's random stream.
         with seeds.scope(0, "companion"):
-            network = zoo.build(name, client.data.spec)
+            network = zoo.build_network(name, client.data.spec)
         return network.to(client.device, memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
-    network = lanes.kept(("companion", name), new)
+    network = lanes.lane_module(("companion", name), new)
     network.load_state_dict(weights)
     return network

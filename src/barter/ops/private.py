@@ -15,12 +15,12 @@ from torch.func import functional_call, grad, vmap
 from barter.compute import lanes
 from barter.compute.trainer import Trainer
 from barter.core.errors import ConfigError
-from barter.core.images import Images, Sealed, prepared
+from barter.core.images import Images, Sealed, prepare_batch
 from barter.core.nodes import Client
 
 __all__ = ["clipped_sum", "fit_privately"]
 
-CHUNK = 64  # Images whose gradients are in memory at a time.
+GRADIENT_CHUNK = 64  # Images whose gradients are in memory at a time.
 
 
 def fit_privately(
@@ -47,7 +47,7 @@ def fit_privately(
     Raises:
         ConfigError: If the network has batch normalisation, which mixes images.
     """
-    data = sealed.opened()
+    data = sealed.open()
     privacy = sealed.training
     model = client.model.train()
     norms = [
@@ -74,9 +74,9 @@ def fit_privately(
                 # empty_like gives the gradient the memory format of the parameter.
                 parameter.grad = torch.empty_like(parameter).copy_(noisy)
             trainer.descend()
-            lanes.breathe()
+            lanes.throttle()
         trainer.anneal(epoch / epochs)
-        lanes.rest()
+        lanes.wait_for_device()
 
 
 def clipped_sum(
@@ -109,8 +109,8 @@ def clipped_sum(
     image_gradients = vmap(grad(image_loss), in_dims=(None, 0, 0), randomness="different")
     total = [torch.zeros_like(parameter) for parameter in trained.values()]
     values = {name: parameter.detach() for name, parameter in trained.items()}
-    for part in torch.split(chosen, CHUNK) if len(chosen) else ():
-        images = prepared(data.pixels[part], data.spec, data.augment)
+    for part in torch.split(chosen, GRADIENT_CHUNK) if len(chosen) else ():
+        images = prepare_batch(data.pixels[part], data.spec, data.augment)
         gradients = image_gradients(values, images, data.labels[part])
         rows = [g.flatten(1).nan_to_num(0.0, 0.0, 0.0) for g in gradients.values()]
         norms = torch.stack([g.square().sum(1) for g in rows]).sum(0).sqrt()

@@ -8,9 +8,9 @@ from typing import Annotated, TypedDict
 import torch
 from torch import Tensor
 
-from barter.compute.precision import exact
+from barter.compute.precision import full_precision
 from barter.core import robust
-from barter.core.contracts import Classes, Floats
+from barter.core.contracts import DistinctClasses, Floats
 from barter.core.evaluation import predict
 from barter.core.images import Images
 from barter.core.model import Classifier
@@ -18,21 +18,21 @@ from barter.core.model import Classifier
 __all__ = [
     "ByClass",
     "class_means",
+    "concatenate_tables",
     "features_of",
-    "joined",
     "lookup",
-    "mean_of",
-    "nearest",
+    "mean_table",
+    "nearest_class",
     "prototypes_of",
-    "renewed",
     "trusted",
+    "update_table",
 ]
 
 
 class ByClass(TypedDict):
     """A table with one vector for each of some classes."""
 
-    classes: Annotated[Tensor, Classes("n")]  # the classes in the table
+    classes: Annotated[Tensor, DistinctClasses("n")]  # the classes in the table
     vectors: Annotated[Tensor, Floats("n", "vector")]  # one row for each of them
 
 
@@ -41,11 +41,11 @@ def class_means(values: Tensor, labels: Tensor) -> ByClass:
     classes = torch.unique(labels)
     members = (labels == classes[:, None]).to(values)
     # A matrix product sums in the same order each time, on a GPU too.
-    with exact():
+    with full_precision():
         return {"classes": classes, "vectors": members @ values / members.sum(1, keepdim=True)}
 
 
-def joined(tables: Iterable[ByClass]) -> ByClass:
+def concatenate_tables(tables: Iterable[ByClass]) -> ByClass:
     """Concatenate several tables; a class may then occur more than once."""
     tables = list(tables)
     return {
@@ -54,7 +54,7 @@ def joined(tables: Iterable[ByClass]) -> ByClass:
     }
 
 
-def mean_of(tables: Iterable[ByClass]) -> ByClass:
+def mean_table(tables: Iterable[ByClass]) -> ByClass:
     """Return the mean vector of every class, over the tables that have one.
 
     All tables have the same weight. The run's defence replaces the mean.
@@ -63,7 +63,7 @@ def mean_of(tables: Iterable[ByClass]) -> ByClass:
     if robust.active().rule_for("prototypes") == "cosine":
         return _class_means_of(trusted(dict(enumerate(tables)), "prototypes"))
     if robust.active().defends("prototypes"):
-        table = joined(tables)
+        table = concatenate_tables(tables)
         classes = torch.unique(table["classes"])
         members = [table["vectors"][table["classes"] == c] for c in classes]
         vectors = [robust.aggregate(rows, "prototypes") for rows in members]
@@ -73,7 +73,7 @@ def mean_of(tables: Iterable[ByClass]) -> ByClass:
 
 def _class_means_of(tables: Sequence[ByClass]) -> ByClass:
     """Return the mean vector of every class, over the tables that have one."""
-    table = joined(tables)
+    table = concatenate_tables(tables)
     return class_means(table["vectors"], table["classes"])
 
 
@@ -107,7 +107,7 @@ def prototypes_of(model: Classifier, data: Images) -> ByClass:
     return class_means(features_of(model, data), data.labels)
 
 
-def renewed(old: Sequence[ByClass], new: ByClass) -> ByClass:
+def update_table(old: Sequence[ByClass], new: ByClass) -> ByClass:
     """Update a table: new vectors, and the old ones of classes without a new vector.
 
     Args:
@@ -121,7 +121,7 @@ def renewed(old: Sequence[ByClass], new: ByClass) -> ByClass:
     for table in old:
         missing = ~torch.isin(table["classes"], new["classes"])
         tables.append({"classes": table["classes"][missing], "vectors": table["vectors"][missing]})
-    merged = joined(tables)
+    merged = concatenate_tables(tables)
     order = merged["classes"].argsort()
     return {"classes": merged["classes"][order], "vectors": merged["vectors"][order]}
 
@@ -149,6 +149,6 @@ def lookup(
     return rows, known
 
 
-def nearest(features: Tensor, table: ByClass) -> Tensor:
+def nearest_class(features: Tensor, table: ByClass) -> Tensor:
     """Return the class of the closest vector, for each row of features."""
     return table["classes"][torch.cdist(features, table["vectors"]).argmin(1)]

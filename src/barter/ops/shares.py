@@ -13,10 +13,10 @@ from torch import Tensor
 
 from barter.core.images import Images
 
-__all__ = ["log_shares"]
+__all__ = ["log_class_prior"]
 
 
-def log_shares(data: Images) -> Tensor:
+def log_class_prior(data: Images) -> Tensor:
     """Return the log frequency of each class, with one image added per class.
 
     The additional image keeps classes that the client lacks finite.

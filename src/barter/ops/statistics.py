@@ -20,18 +20,18 @@ from barter.core.payload import State
 
 __all__ = [
     "Statistics",
-    "by_batch",
     "combine_statistics",
-    "compared",
+    "compare_statistics",
     "norm_names",
+    "normalise_by_batch",
     "read_statistics",
-    "renew",
     "renew_batches",
-    "renew_from",
+    "renew_statistics",
+    "renew_statistics_from",
     "replace_statistics",
     "running_means",
     "whiten",
-    "whitening",
+    "whitening_transform",
 ]
 
 MEAN, VARIANCE = "running_mean", "running_var"
@@ -66,7 +66,7 @@ def norm_names(model: nn.Module) -> set[str]:
     return names
 
 
-def renew(model: Classifier, data: Images, batch_size: int) -> None:
+def renew_statistics(model: Classifier, data: Images, batch_size: int) -> None:
     """Recompute the running statistics from these images under the current weights.
 
     All batches have the same weight. This is HeteroFL's static batch normalisation: training keeps
@@ -80,11 +80,11 @@ def renew(model: Classifier, data: Images, batch_size: int) -> None:
             index = torch.arange(start, end, device=data.device)
             yield data.batch(index if len(index) > 1 else index.repeat(2))
 
-    renew_from(model, images())
+    renew_statistics_from(model, images())
 
 
 @torch.no_grad()
-def renew_from(model: Classifier, batches: Iterable[Tensor]) -> None:
+def renew_statistics_from(model: Classifier, batches: Iterable[Tensor]) -> None:
     """Replace the running statistics by the mean over these batches of normalised images.
 
     The model is left in evaluation mode.
@@ -101,14 +101,14 @@ def renew_from(model: Classifier, batches: Iterable[Tensor]) -> None:
     for x in batches:
         with precision.autocast(x.device):
             model(x)
-        lanes.breathe()
+        lanes.throttle()
     for layer, momentum in zip(norms, momenta, strict=True):
         layer.momentum = momentum
     model.eval()
 
 
 @contextmanager
-def by_batch(model: nn.Module) -> Iterator[None]:
+def normalise_by_batch(model: nn.Module) -> Iterator[None]:
     """Normalise by the batch in training mode without updating running statistics, inside."""
     norms = _norms(model)
     for layer in norms:
@@ -121,7 +121,7 @@ def by_batch(model: nn.Module) -> Iterator[None]:
 
 
 def renew_batches(n_images: int, batch_size: int) -> int:
-    """Return the number of batches in which `renew` passes over the images."""
+    """Return the number of batches in which `renew_statistics` passes over the images."""
     return max(1, n_images // batch_size)
 
 
@@ -156,7 +156,7 @@ def replace_statistics(state: Mapping[str, Tensor], statistics: Statistics) -> S
 def combine_statistics(parts: Sequence[Statistics], batches: Sequence[int]) -> Statistics:
     """Combine the statistics of several parties into those of one pass over all their batches.
 
-    `renew` gives every batch the same weight, and a batch in training mode is normalised by itself.
+    `renew_statistics` gives every batch the same weight, and a batch in training mode is normalised by itself.
     A party's statistics therefore do not depend on the others' batches, and the mean weighted by
     the numbers of batches is exact.
 
@@ -180,7 +180,7 @@ def combine_statistics(parts: Sequence[Statistics], batches: Sequence[int]) -> S
 
 
 @contextmanager
-def compared(model: nn.Module, weights: Tensor | None = None) -> Iterator[list[Tensor]]:
+def compare_statistics(model: nn.Module, weights: Tensor | None = None) -> Iterator[list[Tensor]]:
     """Compare the activations of forward passes inside with the running statistics.
 
     Args:
@@ -211,7 +211,7 @@ def compared(model: nn.Module, weights: Tensor | None = None) -> Iterator[list[T
             hook.remove()
 
 
-def whitening(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+def whitening_transform(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     """Return the mean of the rows, and the symmetric matrix that whitens them once centred.
 
     Args:
@@ -235,9 +235,9 @@ def whiten(layers: Iterable[nn.Linear], outputs: Tensor, floor: float) -> None:
     Args:
         layers: The layers, which share one output space.
         outputs: Their outputs (rows, width) before the change, by which the matrix is computed.
-        floor: See `whitening`.
+        floor: See `whitening_transform`.
     """
-    mean, matrix = whitening(outputs, floor)
+    mean, matrix = whitening_transform(outputs, floor)
     with torch.no_grad():
         for layer in layers:
             layer.bias.copy_(matrix @ (layer.bias - mean))

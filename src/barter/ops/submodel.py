@@ -22,24 +22,24 @@ from barter.ops.average import is_statistic
 
 __all__ = [
     "Extraction",
-    "Places",
-    "budget",
-    "channels",
-    "combined",
-    "extracted",
-    "head_of",
-    "places",
-    "verify",
+    "SubmodelIndices",
+    "average_submodels",
+    "extract_submodel",
+    "head_names",
+    "kept_channels",
+    "submodel_indices",
+    "verify_submodel",
+    "width_budget",
 ]
 
 OTHERWISE = "use a plain or residual network, such as small-cnn or resnet18"
 
 Extraction: TypeAlias = Literal["static", "random", "rolling"]
 # For every tensor of a submodel, its indices in the full network along each axis.
-Places: TypeAlias = dict[str, tuple[Tensor, ...]]
+SubmodelIndices: TypeAlias = dict[str, tuple[Tensor, ...]]
 
 
-def budget(client: int, clients: int, rho: int, sigma: int) -> float:
+def width_budget(client: int, clients: int, rho: int, sigma: int) -> float:
     """Return client i's fraction of the width, R_i = (1/2)^min(σ, ⌊ρ i / N⌋) for i = 1 .. N.
 
     Args:
@@ -51,7 +51,7 @@ def budget(client: int, clients: int, rho: int, sigma: int) -> float:
     return 0.5 ** min(sigma, rho * (client + 1) // clients)
 
 
-def channels(width: int, part: int, rule: Extraction, t: int) -> Tensor:
+def kept_channels(width: int, part: int, rule: Extraction, t: int) -> Tensor:
     """Return the channels of a layer that are kept in round t.
 
     Args:
@@ -67,9 +67,9 @@ def channels(width: int, part: int, rule: Extraction, t: int) -> Tensor:
     return every[:part] if rule == "static" else every.roll((t - 1) % width)[:part]
 
 
-def places(
+def submodel_indices(
     full: Mapping[str, Tensor], part: Mapping[str, Tensor], rule: Extraction, t: int
-) -> Places:
+) -> SubmodelIndices:
     """Return the indices at which a submodel's entries stand in the full network's state.
 
     States list tensors layer by layer, with outputs along the first axis. The inputs of a linear
@@ -87,10 +87,10 @@ def places(
         if width == narrow:
             return torch.arange(width)
         if (width, narrow) not in chosen:
-            chosen[width, narrow] = channels(width, narrow, rule, t)
+            chosen[width, narrow] = kept_channels(width, narrow, rule, t)
         return chosen[width, narrow]
 
-    indices: Places = {}
+    indices: SubmodelIndices = {}
     previous = (1, 1)  # outputs of the layer before, in the full network and in the part
     for name, tensor in part.items():
         sizes = list(zip(full[name].shape, tensor.shape, strict=True))
@@ -116,17 +116,17 @@ def _grid(along: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]
     )
 
 
-def extracted(full: Mapping[str, Tensor], where: Places) -> State:
+def extract_submodel(full: Mapping[str, Tensor], where: SubmodelIndices) -> State:
     """Extract the entries at these indices as a state of their own."""
     return {
         name: full[name][_grid(along, full[name].device)].clone() for name, along in where.items()
     }
 
 
-def combined(
+def average_submodels(
     full: Mapping[str, Tensor],
     parts: Mapping[int, State],
-    where: Mapping[int, Places],
+    where: Mapping[int, SubmodelIndices],
     weights: Mapping[int, float],
     owned: Mapping[int, Tensor] | None = None,
     head: frozenset[str] = frozenset(),
@@ -164,7 +164,7 @@ def combined(
 def _defended(
     full: Mapping[str, Tensor],
     parts: Mapping[int, State],
-    where: Mapping[int, Places],
+    where: Mapping[int, SubmodelIndices],
     client_weights: Mapping[int, float],
     owned: Mapping[int, Tensor] | None,
     head: frozenset[str],
@@ -194,13 +194,13 @@ def _defended(
     return result
 
 
-def head_of(model: nn.Module) -> frozenset[str]:
+def head_names(model: nn.Module) -> frozenset[str]:
     """Return the tensor names of the last linear layer, which has one row per class."""
     linears = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     return frozenset(f"{name}.{part}" for name in linears[-1:] for part in ("weight", "bias"))
 
 
-def verify(full: Classifier, part: Classifier, spec: Spec) -> None:
+def verify_submodel(full: Classifier, part: Classifier, spec: Spec) -> None:
     """Raise unless a submodel computes what the full network does with all other weights zero.
 
     Args:
@@ -216,13 +216,13 @@ def verify(full: Classifier, part: Classifier, spec: Spec) -> None:
     large = copy.deepcopy(full).double().eval()
     with seeds.scope(0, "verify"), torch.no_grad():
         state = {key: _random_values(tensor) for key, tensor in large.state_dict().items()}
-        where = places(state, small.state_dict(), "random", 1)
+        where = submodel_indices(state, small.state_dict(), "random", 1)
         masked = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
         for key, axes in where.items():
             block = _grid(axes, masked[key].device)
             masked[key][block] = state[key][block]
         try:
-            small.load_state_dict(extracted(state, where))
+            small.load_state_dict(extract_submodel(state, where))
             large.load_state_dict(masked)
             x = torch.randn(2, *spec.shape, dtype=torch.double)
             found = small(x)

@@ -15,17 +15,17 @@ from barter.compute import lanes
 from barter.compute.batches import Batch
 from barter.core import robust
 from barter.core.contracts import Counts
-from barter.core.images import Spec, statistics
+from barter.core.images import Spec, channel_statistics
 from barter.core.model import Classifier
 from barter.core.nodes import Node, Server
 from barter.core.payload import State
 from barter.core.record import Round
-from barter.models.generators import Decoder, resized
+from barter.models.generators import Decoder, resize_images
 from barter.ops.ensemble import class_shares
 from barter.ops.fit import Recipe, Trainer
 from barter.ops.modules import copy_state, restore_module
 from barter.ops.prototypes import class_means
-from barter.ops.statistics import compared
+from barter.ops.statistics import compare_statistics
 from barter.ops.zeroth import waves
 
 __all__ = [
@@ -34,24 +34,24 @@ __all__ = [
     "Output",
     "Player",
     "Rule",
-    "assembled",
-    "canvases",
-    "collapsed",
+    "build_ensemble",
+    "collapse_remarks",
     "diversity",
     "duel",
-    "exhibited",
     "fidelity",
     "fidelity_by_label",
+    "generate_from_codes",
+    "images_for_display",
     "joint_prediction",
+    "label_codes",
     "label_weights",
-    "named",
-    "painted",
-    "painter",
-    "pooled",
-    "put_away",
-    "shown",
+    "merge_spectra",
+    "sample_canvases",
+    "server_generator",
     "spectrum",
-    "useful",
+    "store_generator",
+    "to_network_input",
+    "usefulness",
     "variety",
     "within_range",
 ]
@@ -85,18 +85,18 @@ class Ensemble(nn.Module):
         super().__init__()
         self.models = nn.ModuleList(models)
 
-    def said(self, x: Tensor) -> Tensor:
+    def logits_by_model(self, x: Tensor) -> Tensor:
         """Return the logits of every model (clients, images, classes)."""
-        return torch.stack(lanes.abreast([partial(model, x) for model in self.models]))
+        return torch.stack(lanes.run_branches([partial(model, x) for model in self.models]))
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of the models' logits; weights are (clients, images).
 
         The run's defence replaces the sum.
         """
-        return joint_prediction(self.said(x), weights)
+        return joint_prediction(self.logits_by_model(x), weights)
 
-    def inspected(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def logits_and_distance(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ensemble's logits, and how far images are from the models' running statistics.
 
         The distance is DeepInversion's. To each client an image counts by the weight of its label:
@@ -109,7 +109,7 @@ class Ensemble(nn.Module):
         """
 
         def inspect(model: nn.Module, image_weights: Tensor) -> tuple[Tensor, Tensor]:
-            with compared(model, image_weights) as distances:
+            with compare_statistics(model, image_weights) as distances:
                 logits = model(x).float()
             return logits, image_weights.mean() * sum(distances)
 
@@ -117,7 +117,7 @@ class Ensemble(nn.Module):
             partial(inspect, model, image_weights)
             for model, image_weights in zip(self.models, weights, strict=True)
         ]
-        logits, distances = zip(*lanes.abreast(jobs), strict=True)
+        logits, distances = zip(*lanes.run_branches(jobs), strict=True)
         joint = joint_prediction(torch.stack(logits), weights)
         return joint, robust.without_outliers(torch.stack(distances), "logits").sum()
 
@@ -129,19 +129,19 @@ class Teacher(TypedDict):
     counts: Annotated[Tensor, Counts("classes")]
 
 
-def assembled(server: Server, weights: Mapping[int, State]) -> Ensemble:
+def build_ensemble(server: Server, weights: Mapping[int, State]) -> Ensemble:
     """Return the frozen ensemble of the models that clients uploaded."""
 
     def new() -> Ensemble:
         return Ensemble(server.architectures[k]() for k in weights).to(server.device)
 
-    ensemble = lanes.kept(("ensemble", *weights), new)
+    ensemble = lanes.lane_module(("ensemble", *weights), new)
     for model, w in zip(ensemble.models, weights.values(), strict=True):
         model.load_state_dict(w)
     return ensemble.eval().requires_grad_(False)
 
 
-def painter(server: Artist, width: int) -> Decoder:
+def server_generator(server: Artist, width: int) -> Decoder:
     """Return the server's generator in training mode, with the weights of the last round.
 
     Args:
@@ -152,29 +152,31 @@ def painter(server: Artist, width: int) -> Decoder:
     return restore_module(server, "generator", new, server.generator).train()
 
 
-def painted(generator: Decoder, codes: Tensor, spec: Spec) -> Tensor:
+def generate_from_codes(generator: Decoder, codes: Tensor, spec: Spec) -> Tensor:
     """Generate the images of codes (images, width), in the size of the networks' inputs."""
-    return resized(generator(codes[:, None]), spec)
+    return resize_images(generator(codes[:, None]), spec)
 
 
-def named(z: Tensor, y: Tensor, classes: int) -> Tensor:
+def label_codes(z: Tensor, y: Tensor, classes: int) -> Tensor:
     """Concatenate noise and one-hot labels to codes."""
     return torch.cat([z, F.one_hot(y, classes).to(z)], 1)
 
 
 @torch.no_grad()
-def put_away(server: Artist, generator: Decoder, codes: Tensor, y: Tensor | None = None) -> None:
+def store_generator(
+    server: Artist, generator: Decoder, codes: Tensor, y: Tensor | None = None
+) -> None:
     """Store the generator at the server, and report how varied its images of these codes are.
 
     Without labels, the class of an image is the prediction of the server's model.
     """
     server.generator = copy_state(generator)
-    x = painted(generator, codes, server.spec)
+    x = generate_from_codes(generator, codes, server.spec)
     server.report |= variety(x, server.model.eval()(x).argmax(1) if y is None else y)
 
 
 @torch.no_grad()
-def exhibited(
+def images_for_display(
     party: Node, codes: Tensor, y: Tensor | None, wanted: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor] | None:
     """Return labels and images of these codes for display, or None without a generator.
@@ -187,7 +189,7 @@ def exhibited(
     """
     if not isinstance(party, Artist) or not party.generator:
         return None
-    x = painted(painter(party, codes.shape[1]), codes, party.spec)
+    x = generate_from_codes(server_generator(party, codes.shape[1]), codes, party.spec)
     labels = party.model.eval()(x).argmax(1) if y is None else y
     chosen = wanted(labels)
     return labels[chosen], x[chosen]
@@ -246,7 +248,7 @@ def spectrum(x: Tensor) -> Tensor:
     return torch.stack([frequencies.mean(0), frequencies.std(0, correction=0)])
 
 
-def pooled(spectra: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+def merge_spectra(spectra: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     """Return the spectrum of all images from those of several parties.
 
     Args:
@@ -261,7 +263,7 @@ def pooled(spectra: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     return torch.stack([mean, (squares - mean.square()).clamp_min(0).sqrt()])
 
 
-def canvases(count: int, known: Tensor) -> Tensor:
+def sample_canvases(count: int, known: Tensor) -> Tensor:
     """Return random images with a given spectrum and no content.
 
     Their variety is that of the spectrum, so that no generator can lose it.
@@ -281,11 +283,11 @@ def canvases(count: int, known: Tensor) -> Tensor:
 
 def within_range(x: Tensor, spec: Spec) -> Tensor:
     """Clamp normalised images to valid pixels, between black and white."""
-    mean, std = statistics(spec, x.device)
+    mean, std = channel_statistics(spec, x.device)
     return torch.maximum(torch.minimum(x, (1 - mean) / std), -mean / std)
 
 
-def useful(ensemble: Tensor, student: Tensor, y: Tensor, rule: Rule) -> Tensor:
+def usefulness(ensemble: Tensor, student: Tensor, y: Tensor, rule: Rule) -> Tensor:
     """Return 1 for images that are worth more training, otherwise 0 (ε of DFRD's Eq. 3).
 
     Args:
@@ -314,7 +316,7 @@ def label_weights(counts: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
     return class_shares(counts, smoothing) * (total > 0), total / total.sum()
 
 
-def shown(drawn: Tensor, spec: Spec, output: Output) -> Tensor:
+def to_network_input(drawn: Tensor, spec: Spec, output: Output) -> Tensor:
     """Convert images between -1 and 1 to inputs of the networks.
 
     Args:
@@ -325,7 +327,7 @@ def shown(drawn: Tensor, spec: Spec, output: Output) -> Tensor:
     """
     if output == "tanh":
         return drawn
-    mean, std = statistics(spec, drawn.device)
+    mean, std = channel_statistics(spec, drawn.device)
     return ((drawn + 1) / 2 - mean) / std
 
 
@@ -363,7 +365,7 @@ def variety(x: Tensor, y: Tensor) -> dict[str, float]:
 USUAL = 0.5
 
 
-def collapsed(rounds: Sequence[Round], way_out: str) -> list[str]:
+def collapse_remarks(rounds: Sequence[Round], way_out: str) -> list[str]:
     """Return a remark if the generator collapsed: its last variety is below a tenth of the usual.
 
     Args:

@@ -25,19 +25,19 @@ __all__ = [
     "Lesson",
     "Page",
     "Targets",
+    "check_lesson",
+    "collect_lessons",
+    "decode_images",
+    "decode_pages",
     "decode_samples",
-    "depicted",
-    "draw",
-    "drawn",
-    "heard",
-    "lesson",
-    "newest",
-    "review",
+    "distribute_lessons",
+    "newest_entries",
+    "prepare_lesson",
     "sample",
-    "sound",
-    "taught",
+    "sample_review",
     "to_half",
     "to_single",
+    "transfer_images",
 ]
 
 
@@ -72,21 +72,21 @@ Draw: TypeAlias = Callable[[Entry, int, Tensor], Tensor]
 Say: TypeAlias = Callable[[Tensor], Mapping[str, Tensor]]  # images -> predictions by name
 
 
-def draw(client: Client, entry: Entry, owner: int, codes: Tensor) -> Tensor:
+def transfer_images(client: Client, entry: Entry, owner: int, codes: Tensor) -> Tensor:
     """Return the transfer images of some of a client's codes of a round."""
     if codes.ndim == 4:
         return codes.float()
     if "gaussians" in entry:
         return decode_samples(entry, owner, codes, client.data.spec)
     if entry["decoder"]:
-        return depicted(entry["decoder"], client.data.spec, codes)
+        return decode_images(entry["decoder"], client.data.spec, codes)
     assert client.public is not None
     return client.public.batch(codes)
 
 
-def depicted(decoder: State, spec: Spec, codes: Tensor) -> Tensor:
+def decode_images(decoder: State, spec: Spec, codes: Tensor) -> Tensor:
     """Decode codes to images."""
-    network = Decoder.restored(decoder, spec, views.parts_of(codes.shape[1]))
+    network = Decoder.from_state(decoder, spec, views.parts_of_views(codes.shape[1]))
     index = torch.arange(len(codes), device=codes.device)
     return predict(network, lambda part: codes[part], index)
 
@@ -116,7 +116,9 @@ def decode_samples(entry: Entry, owner: int, index: Tensor, spec: Spec) -> Tenso
     labels, noise = sample(model, n, stream_seed(entry["seed"], owner))
     layer = to_single(entry["docking"][owner])
     views_of_code = model["center"].shape[0]
-    network = Decoder.restored(to_single(entry["decoder"]), spec, views.parts_of(views_of_code))
+    network = Decoder.from_state(
+        to_single(entry["decoder"]), spec, views.parts_of_views(views_of_code)
+    )
 
     def codes(part: Tensor) -> Tensor:
         rows = index[part]
@@ -135,14 +137,14 @@ def to_single(state: State) -> State:
     return {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
 
 
-def newest(entries: Sequence[Entry], limit: int | None) -> list[Entry]:
+def newest_entries(entries: Sequence[Entry], limit: int | None) -> list[Entry]:
     """Return the last entries, one per round, at most `limit` of them."""
     by_round = {entry["round"]: entry for entry in entries}
     unique = list(by_round.values())
     return unique if limit is None else unique[max(0, len(unique) - limit) :]
 
 
-def review(entries: Sequence[Entry], owner: int, size: int) -> list[Page]:
+def sample_review(entries: Sequence[Entry], owner: int, size: int) -> list[Page]:
     """Sample `size` of a client's images of all entries; all of them if there are fewer."""
     own = [entry for entry in entries if owner in entry["codes"]]
     codes = [entry["codes"][owner] for entry in own]
@@ -158,7 +160,7 @@ def review(entries: Sequence[Entry], owner: int, size: int) -> list[Page]:
     return pages
 
 
-def drawn(entries: Sequence[Entry], pages: Sequence[Page], draw: Draw) -> list[Tensor]:
+def decode_pages(entries: Sequence[Entry], pages: Sequence[Page], draw: Draw) -> list[Tensor]:
     """Return the images of each page.
 
     Those of one round are decoded together, unless every client has a model of its own.
@@ -180,7 +182,7 @@ def drawn(entries: Sequence[Entry], pages: Sequence[Page], draw: Draw) -> list[T
     return [images[position] for position in range(len(pages))]
 
 
-def lesson(entries: Sequence[Entry], owner: int, draw: Draw, say: Say) -> Lesson:
+def prepare_lesson(entries: Sequence[Entry], owner: int, draw: Draw, say: Say) -> Lesson:
     """Return a client's predictions for its new images, and for as many of earlier rounds.
 
     Args:
@@ -191,8 +193,8 @@ def lesson(entries: Sequence[Entry], owner: int, draw: Draw, say: Say) -> Lesson
     """
     *past, newest_entry = entries
     new_page: Page = (newest_entry["round"], owner, None)
-    pages = [new_page, *review(past, owner, len(newest_entry["codes"][owner]))]
-    images = drawn(entries, pages, draw)
+    pages = [new_page, *sample_review(past, owner, len(newest_entry["codes"][owner]))]
+    images = decode_pages(entries, pages, draw)
     sizes = [len(part) for part in images]
     predictions = say(torch.cat(images))
     by_page = {name: torch.split(values, sizes) for name, values in predictions.items()}
@@ -207,7 +209,7 @@ def lesson(entries: Sequence[Entry], owner: int, draw: Draw, say: Say) -> Lesson
     return lesson
 
 
-def sound(entries: Sequence[Entry], owner: int, lesson: Lesson) -> Lesson:
+def check_lesson(entries: Sequence[Entry], owner: int, lesson: Lesson) -> Lesson:
     """Check that a lesson is about images that its teacher has, and return it.
 
     It must cover all images of the newest entry, and may cover some of earlier ones.
@@ -236,7 +238,9 @@ def sound(entries: Sequence[Entry], owner: int, lesson: Lesson) -> Lesson:
     return lesson
 
 
-def heard(lessons: Mapping[int, Lesson], peers: int | None) -> dict[int, dict[int, Lesson]]:
+def distribute_lessons(
+    lessons: Mapping[int, Lesson], peers: int | None
+) -> dict[int, dict[int, Lesson]]:
     """Distribute lessons: each client gets those of all others, or of some at random.
 
     Args:
@@ -255,7 +259,7 @@ def heard(lessons: Mapping[int, Lesson], peers: int | None) -> dict[int, dict[in
     return {k: {i: lessons[i] for i in ids} for k, ids in others.items()}
 
 
-def taught(
+def collect_lessons(
     entries: Sequence[Entry], lessons: Mapping[int, Lesson], draw: Draw, *, mixed: bool
 ) -> list[list[Tensor]]:
     """Return the training rows of some lessons: images, logits, and embeddings if there are any.
@@ -272,7 +276,7 @@ def taught(
     newest_round = entries[-1]["round"]
     by_teacher = [(i, targets) for i, lesson in lessons.items() for targets in lesson]
     pages = [(targets["round"], i, targets.get("index")) for i, targets in by_teacher]
-    images = drawn(entries, pages, draw)
+    images = decode_pages(entries, pages, draw)
 
     # Groups are sorted by (is of an earlier round, teacher).
     groups: dict[tuple[bool, int], list[list[Tensor]]] = {}

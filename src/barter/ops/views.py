@@ -12,39 +12,47 @@ from torch import Tensor
 from barter.core.evaluation import predict
 from barter.core.images import Images, Spec
 from barter.core.model import Classifier
-from barter.models.generators import drawn_side, resized
+from barter.models.generators import decoder_side, resize_images
 
-__all__ = ["cut", "embeddings", "in_turn", "number", "of_view", "parts_of", "seen"]
+__all__ = [
+    "choose_views",
+    "count_views",
+    "embed_all_views",
+    "extract_views",
+    "parts_of_views",
+    "parts_per_side",
+    "select_view",
+]
 
-LEAST = 8  # Least side of a part, in pixels of a decoded image.
+MIN_PART_SIDE = 8  # Least side of a part, in pixels of a decoded image.
 OVERLAP = 1.25  # Side of a part, as a multiple of what would tile the image.
 
 
-def cut(parts: int, spec: Spec) -> int:
+def parts_per_side(parts: int, spec: Spec) -> int:
     """Return the number of parts along each side of an image.
 
     Args:
-        parts: Wanted number of parts; fewer if a part would be smaller than `LEAST` pixels.
+        parts: Wanted number of parts; fewer if a part would be smaller than `MIN_PART_SIDE` pixels.
         spec: Format of the images.
 
     Returns:
         The number of parts, or 0 if images are not cut.
     """
-    parts = min(parts, drawn_side(spec) // LEAST)
+    parts = min(parts, decoder_side(spec) // MIN_PART_SIDE)
     return parts if parts > 1 else 0
 
 
-def number(parts: int) -> int:
+def count_views(parts: int) -> int:
     """Return the number of views: the full image, and `parts` by `parts` parts row by row."""
     return 1 + parts**2
 
 
-def parts_of(views: int) -> int:
-    """Return the number of parts along each side, the inverse of `number`."""
+def parts_of_views(views: int) -> int:
+    """Return the number of parts along each side, the inverse of `count_views`."""
     return math.isqrt(views - 1)
 
 
-def in_turn(images: int, parts: int, device: torch.device) -> Tensor:
+def choose_views(images: int, parts: int, device: torch.device) -> Tensor:
     """Choose a view for each of some images.
 
     Every `parts`-th image is seen in full, and the others show all parts equally often.
@@ -56,12 +64,12 @@ def in_turn(images: int, parts: int, device: torch.device) -> Tensor:
     return torch.where(position % parts == 0, 0, 1 + parts_before % parts**2)
 
 
-def of_view(values: Tensor, views: Tensor) -> Tensor:
+def select_view(values: Tensor, views: Tensor) -> Tensor:
     """Select each image's chosen view from values for all views (images, views, ...)."""
     return values[torch.arange(len(values), device=values.device), views]
 
 
-def seen(images: Tensor, views: Tensor, parts: int, spec: Spec) -> Tensor:
+def extract_views(images: Tensor, views: Tensor, parts: int, spec: Spec) -> Tensor:
     """Return one view of each image in the size of the networks' inputs; differentiable.
 
     Args:
@@ -71,7 +79,7 @@ def seen(images: Tensor, views: Tensor, parts: int, spec: Spec) -> Tensor:
         spec: Format of the networks' inputs.
     """
     if not parts:
-        return resized(images, spec)
+        return resize_images(images, spec)
     side = torch.where(views == 0, 1.0, OVERLAP / parts)
     row = (views - 1) // parts
     column = (views - 1) % parts
@@ -88,7 +96,7 @@ def seen(images: Tensor, views: Tensor, parts: int, spec: Spec) -> Tensor:
     return sampled.contiguous(memory_format=torch.channels_last)
 
 
-def embeddings(model: Classifier, data: Images, index: Tensor, parts: int) -> Tensor:
+def embed_all_views(model: Classifier, data: Images, index: Tensor, parts: int) -> Tensor:
     """Return a network's features of each image (images, views, features), the full image first.
 
     Args:
@@ -103,6 +111,8 @@ def embeddings(model: Classifier, data: Images, index: Tensor, parts: int) -> Te
 def _embed_views(model: Classifier, spec: Spec, parts: int, images: Tensor) -> Tensor:
     """Return the features of all views of a batch of images."""
     views = (
-        torch.full((len(images),), view, device=images.device) for view in range(number(parts))
+        torch.full((len(images),), view, device=images.device) for view in range(count_views(parts))
     )
-    return torch.stack([model.features(seen(images, view, parts, spec)) for view in views], 1)
+    return torch.stack(
+        [model.features(extract_views(images, view, parts, spec)) for view in views], 1
+    )

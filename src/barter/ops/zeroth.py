@@ -8,9 +8,9 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Direction", "directional", "directions", "loss_estimate", "waves"]
+__all__ = ["DirectionKind", "directional_estimate", "loss_estimate", "sample_directions", "waves"]
 
-Direction: TypeAlias = Literal["sphere", "gaussian"]
+DirectionKind: TypeAlias = Literal["sphere", "gaussian"]
 
 
 def waves(size: int, count: int, device: torch.device) -> Tensor:
@@ -21,7 +21,9 @@ def waves(size: int, count: int, device: torch.device) -> Tensor:
     return unit
 
 
-def directions(x: Tensor, q: int, kind: Direction, frequencies: int | None = None) -> Tensor:
+def sample_directions(
+    x: Tensor, q: int, kind: DirectionKind, frequencies: int | None = None
+) -> Tensor:
     """Return q random directions for every sample of a batch.
 
     Args:
@@ -48,7 +50,7 @@ def directions(x: Tensor, q: int, kind: Direction, frequencies: int | None = Non
     return unit
 
 
-def _factor(u: Tensor, kind: Direction, frequencies: int | None) -> float:
+def _factor(u: Tensor, kind: DirectionKind, frequencies: int | None) -> float:
     """Return the factor that makes an estimate unbiased.
 
     E[u uᵀ] is the identity for Gaussian directions and 1/d times the identity on the sphere; with d
@@ -63,7 +65,7 @@ def _factor(u: Tensor, kind: Direction, frequencies: int | None) -> float:
 
 
 def loss_estimate(
-    u: Tensor, differences: Tensor, eps: float, kind: Direction, frequencies: int | None = None
+    u: Tensor, differences: Tensor, eps: float, kind: DirectionKind, frequencies: int | None = None
 ) -> Tensor:
     """Estimate the gradient of a scalar loss of the whole batch.
 
@@ -78,13 +80,13 @@ def loss_estimate(
     return _factor(u, kind, frequencies) * (slopes * u).mean(0)
 
 
-def directional(
+def directional_estimate(
     u: Tensor,
     outputs: Tensor,
     base: Tensor,
     cotangent: Tensor,
     eps: float,
-    kind: Direction,
+    kind: DirectionKind,
     frequencies: int | None = None,
 ) -> Tensor:
     """Estimate the gradient of ⟨cotangent, f(x)⟩ with respect to x, sample by sample.

@@ -18,43 +18,43 @@ from scipy.special import log_ndtr, ndtri
 from barter.core.errors import ConfigError, install_command
 
 __all__ = [
-    "Gaussian",
-    "Pure",
+    "GaussianRelease",
+    "PureRelease",
     "Release",
     "Releases",
-    "Sampled",
+    "SampledRelease",
     "Unbounded",
-    "calibrated",
-    "calibrated_steps",
+    "calibrate_noise",
+    "calibrate_step_noise",
+    "composed_epsilon",
     "require_accountant",
-    "spent",
 ]
 
-STEP = 1e-3  # grid of discretised privacy losses, which are rounded up
+LOSS_GRID = 1e-3  # grid of discretised privacy losses, which are rounded up
 POINTS = 2e5  # approximate limit on the number of grid points
 HUGE = 1e3  # μ above which an upper bound of ε replaces root finding
-LARGEST = 20.0  # largest logarithm of the noise multiplier that is tried
+MAX_LOG_NOISE = 20.0  # largest logarithm of the noise multiplier that is tried
 # Below this noise multiplier, subsampling is ignored. That is an upper bound of the cost, and ε is in
 # the hundreds anyway.
 SLIGHT = 0.1
 
 
 @dataclass(frozen=True)
-class Gaussian:
+class GaussianRelease:
     """A Gaussian mechanism with standard deviation `noise` times C."""
 
     noise: float
 
 
 @dataclass(frozen=True)
-class Pure:
+class PureRelease:
     """An ε-private mechanism with δ = 0: Laplace noise, randomised response."""
 
     epsilon: float
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledRelease:
     """A step of DP-SGD: Poisson sampling with `rate`, noise of `noise` times C on the sum."""
 
     noise: float
@@ -66,11 +66,11 @@ class Unbounded:
     """A release without a guarantee: its ε is infinite."""
 
 
-Release: TypeAlias = Gaussian | Pure | Sampled | Unbounded
+Release: TypeAlias = GaussianRelease | PureRelease | SampledRelease | Unbounded
 Releases: TypeAlias = Mapping[Release, int]
 
 
-def spent(releases: Releases, delta: float) -> float:
+def composed_epsilon(releases: Releases, delta: float) -> float:
     """Return the smallest known ε such that all releases together are (ε, δ)-private.
 
     Args:
@@ -81,30 +81,38 @@ def spent(releases: Releases, delta: float) -> float:
     for release, count in releases.items():
         if isinstance(release, Unbounded) and count:
             return math.inf
-        if isinstance(release, Sampled) and release.noise < SLIGHT:
-            release = Gaussian(release.noise)
+        if isinstance(release, SampledRelease) and release.noise < SLIGHT:
+            release = GaussianRelease(release.noise)
         counts[release] = counts.get(release, 0) + count
-    return _spent(frozenset((release, count) for release, count in counts.items() if count), delta)
+    return _composed_epsilon(
+        frozenset((release, count) for release, count in counts.items() if count), delta
+    )
 
 
 @lru_cache(maxsize=4096)
-def _spent(releases: frozenset[tuple[Release, int]], delta: float) -> float:
+def _composed_epsilon(releases: frozenset[tuple[Release, int]], delta: float) -> float:
     """Return ε of a set of releases; Gaussian ones alone have a closed form."""
-    squares = [count * (2 / r.noise) ** 2 for r, count in releases if isinstance(r, Gaussian)]
+    squares = [
+        count * (2 / r.noise) ** 2 for r, count in releases if isinstance(r, GaussianRelease)
+    ]
     mu = math.sqrt(sum(squares))
     others: dict[Release, int] = {
-        release: count for release, count in releases if not isinstance(release, Gaussian)
+        release: count for release, count in releases if not isinstance(release, GaussianRelease)
     }
     gaussian_epsilon = _gaussian_epsilon(mu, delta)
     if not others:
         return gaussian_epsilon
-    pure_epsilon = sum(r.epsilon * count for r, count in others.items() if isinstance(r, Pure))
+    pure_epsilon = sum(
+        r.epsilon * count for r, count in others.items() if isinstance(r, PureRelease)
+    )
     if mu > HUGE or pure_epsilon > HUGE**2:
         # On a grid that spans such losses, dp-accounting's numbers overflow. ε and δ add up.
-        sampled = frozenset((r, n) for r, n in others.items() if isinstance(r, Sampled))
-        return _gaussian_epsilon(mu, delta / 2) + _spent(sampled, delta / 2) + pure_epsilon
+        sampled = frozenset((r, n) for r, n in others.items() if isinstance(r, SampledRelease))
+        return (
+            _gaussian_epsilon(mu, delta / 2) + _composed_epsilon(sampled, delta / 2) + pure_epsilon
+        )
     composed = _by_distribution(mu, others, delta)
-    if any(isinstance(release, Sampled) for release in others):
+    if any(isinstance(release, SampledRelease) for release in others):
         return composed
     return min(composed, gaussian_epsilon + pure_epsilon)
 
@@ -116,7 +124,9 @@ def _root(function: Callable[[float], float], least: float, most: float, *, xtol
     return float(brentq(function, least, most, xtol=xtol))
 
 
-def calibrated(epsilon: float, delta: float, count: int, others: Releases | None = None) -> float:
+def calibrate_noise(
+    epsilon: float, delta: float, count: int, others: Releases | None = None
+) -> float:
     """Return the smallest noise multiplier with which Gaussian releases stay within ε.
 
     Args:
@@ -133,7 +143,7 @@ def calibrated(epsilon: float, delta: float, count: int, others: Releases | None
         most = 10 + math.sqrt(2 * epsilon)
         mu = _root(lambda mu: _log_delta(epsilon, mu) - math.log(delta), 1e-13, most, xtol=1e-16)
         return 2 * math.sqrt(count) / float(mu)
-    fixed = spent(others, delta)
+    fixed = composed_epsilon(others, delta)
     if fixed >= epsilon:
         raise ConfigError(
             f"privacy.epsilon={epsilon:g}: parts whose noise is given already cost {fixed:.3g}; "
@@ -141,13 +151,13 @@ def calibrated(epsilon: float, delta: float, count: int, others: Releases | None
         )
 
     def excess(log: float) -> float:
-        return spent({**others, Gaussian(math.exp(log)): count}, delta) - epsilon
+        return composed_epsilon({**others, GaussianRelease(math.exp(log)): count}, delta) - epsilon
 
     # This would be enough noise without the others.
-    low = high = math.log(calibrated(epsilon, delta, count))
+    low = high = math.log(calibrate_noise(epsilon, delta, count))
     while excess(high) > 0:
         low, high = high, high + 0.5
-        if high > LARGEST:
+        if high > MAX_LOG_NOISE:
             raise ConfigError(
                 f"privacy.epsilon={epsilon:g}: no noise is enough in addition to the parts whose "
                 "noise is given"
@@ -157,7 +167,7 @@ def calibrated(epsilon: float, delta: float, count: int, others: Releases | None
     return math.exp(high)
 
 
-def calibrated_steps(epsilon: float, delta: float, rate: float, steps: int) -> float:
+def calibrate_step_noise(epsilon: float, delta: float, rate: float, steps: int) -> float:
     """Return the smallest noise multiplier with which steps of DP-SGD stay within ε.
 
     Args:
@@ -171,7 +181,7 @@ def calibrated_steps(epsilon: float, delta: float, rate: float, steps: int) -> f
     """
 
     def excess(log: float) -> float:
-        return spent({Sampled(math.exp(log), rate): steps}, delta) - epsilon
+        return composed_epsilon({SampledRelease(math.exp(log), rate): steps}, delta) - epsilon
 
     high = 0.0
     while excess(high) > 0:
@@ -218,8 +228,10 @@ def _by_distribution(mu: float, others: Releases, delta: float) -> float:
         delta: δ, the probability that ε does not hold.
     """
     pld = require_accountant()
-    most = mu * (mu / 2 + 6) + sum(r.epsilon * n for r, n in others.items() if isinstance(r, Pure))
-    step = max(STEP, most / POINTS)
+    most = mu * (mu / 2 + 6) + sum(
+        r.epsilon * n for r, n in others.items() if isinstance(r, PureRelease)
+    )
+    step = max(LOSS_GRID, most / POINTS)
     distribution = pld.identity(value_discretization_interval=step)
     if mu:
         distribution = pld.from_gaussian_mechanism(1 / mu, value_discretization_interval=step)
@@ -239,7 +251,7 @@ def _distribution(release: Release, count: int, step: float) -> Any:
         step: The grid of privacy losses.
     """
     pld = require_accountant()
-    if isinstance(release, Sampled):
+    if isinstance(release, SampledRelease):
         one = pld.from_gaussian_mechanism(
             release.noise,
             value_discretization_interval=step,
@@ -247,7 +259,7 @@ def _distribution(release: Release, count: int, step: float) -> Any:
             neighboring_relation=pld.NeighborRel.REPLACE_ONE,
         )
     else:
-        assert isinstance(release, Pure)
+        assert isinstance(release, PureRelease)
         parameters = pld.common.DifferentialPrivacyParameters(release.epsilon, 0.0)
         one = pld.from_privacy_parameters(parameters, value_discretization_interval=step)
     return one.self_compose(count)

@@ -26,18 +26,27 @@ import torch
 from torch import Tensor
 
 from barter.core.algorithm import Algorithm
-from barter.core.contracts import Classes, Counts, Entries, Floats, Named, When, Within
+from barter.core.contracts import Counts, DistinctClasses, Entries, Floats, Named, When, Within
 
-__all__ = ["blanks", "decimals", "decimals_come", "shaped_by_images", "unsent", "words"]
+__all__ = [
+    "allows_floats",
+    "blanks",
+    "parts_shaped_by_images",
+    "receives_floats",
+    "unsent_parts",
+    "words",
+]
 
 # Names of sizes that all parties know.
 AGREED = frozenset({"classes", "channels", "height", "width", "features", "examples"})
-NUMBERS = (int, float, bool, str, None, type(None))  # types without a shape
+SHAPELESS_TYPES = (int, float, bool, str, None, type(None))  # types without a shape
 WHOLE = (int, bool, str, bytes, None, type(None))  # types without floats
 Names = frozenset[str]
 
 
-def shaped_by_images(algorithm: Algorithm[Any, Any], parts: Mapping[str, list[str]]) -> set[str]:
+def parts_shaped_by_images(
+    algorithm: Algorithm[Any, Any], parts: Mapping[str, list[str]]
+) -> set[str]:
     """Return the parts whose shape no contract fixes, and the methods that have such parts.
 
     For a part in the algorithm's `tells`, the declared dependence on an image is complete, so its
@@ -45,7 +54,7 @@ def shaped_by_images(algorithm: Algorithm[Any, Any], parts: Mapping[str, list[st
 
     Args:
         algorithm: The algorithm with its configuration.
-        parts: The parts of each method's answer, see `parts_of`.
+        parts: The parts of each method's answer, see `answer_parts`.
     """
     found: set[str] = set()
     for method, names in parts.items():
@@ -66,7 +75,7 @@ def shaped_by_images(algorithm: Algorithm[Any, Any], parts: Mapping[str, list[st
     return found
 
 
-def unsent(algorithm: Algorithm[Any, Any], parts: Iterable[str]) -> set[str]:
+def unsent_parts(algorithm: Algorithm[Any, Any], parts: Iterable[str]) -> set[str]:
     """Return the parts that an algorithm does not send as it is configured.
 
     Args:
@@ -99,7 +108,7 @@ def blanks(algorithm: Algorithm[Any, Any], method: str) -> dict[str, Callable[[A
     answer = _hints(getattr(type(algorithm), method, None)).get("return", Any)
     for key, hint in _keys(answer):
         for mark in _marks(hint):
-            if isinstance(mark, Classes):
+            if isinstance(mark, DistinctClasses):
                 found[key] = _first_classes
             elif isinstance(mark, Counts) and mark.total:
                 found[key] = _even_counts
@@ -125,14 +134,14 @@ def _even_counts(value: Tensor) -> Tensor:
     return counts.view(value.shape).to(value.dtype).to(value.device)
 
 
-def decimals(algorithm: Algorithm[Any, Any], part: str) -> bool:
+def allows_floats(algorithm: Algorithm[Any, Any], part: str) -> bool:
     """Return whether the type of a part, or of a method's answer, allows floats."""
     method, _, key = part.partition(".")
     answer = _hints(getattr(type(algorithm), method, None)).get("return", Any)
     return _allows_floats(dict(_keys(answer))[key] if key else answer)
 
 
-def decimals_come(algorithm: Algorithm[Any, Any], part: str) -> bool:
+def receives_floats(algorithm: Algorithm[Any, Any], part: str) -> bool:
     """Return whether the arguments of a part's method can hold floats."""
     method = getattr(type(algorithm), part.partition(".")[0])
     hints = _hints(method)
@@ -261,4 +270,4 @@ def _is_fixed(hint: Any, known: Names) -> bool:
         return all(_is_fixed(inner, known) for inner in _hints(kind).values())
     if origin is tuple:
         return ... not in args and all(_is_fixed(inner, known) for inner in args)
-    return kind in NUMBERS or origin is Literal
+    return kind in SHAPELESS_TYPES or origin is Literal

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from barter.core.images import Augment, prepared
+from barter.core.images import Augment, prepare_batch
 from barter.core.params import Count, Positive
 from barter.core.payload import Payload
-from barter.privacy.mechanisms import Mechanism, Turn, alike, as_rows
+from barter.privacy.mechanisms import Mechanism, ReleaseContext, as_rows, match_tensor
 
 __all__ = ["Paper"]
 
@@ -37,7 +37,7 @@ class Paper(Mechanism):
     def promises(self) -> bool:
         return False
 
-    def apply(self, values: Sequence[Payload], turn: Turn) -> list[Payload]:
+    def apply(self, values: Sequence[Payload], turn: ReleaseContext) -> list[Payload]:
         data = turn.client.data
         delta = min(0.5, 1 / max(1, len(data)))
         sigma = math.sqrt(2 * math.log(1.25 / delta)) * self.reach(turn) / self.epsilon
@@ -45,11 +45,11 @@ class Paper(Mechanism):
         for value in values:
             rows = as_rows(value, str(self))
             noise = sigma * turn.source.normal(rows.numel())
-            released.append(rows + alike(rows, noise))
+            released.append(rows + match_tensor(rows, noise))
         return released
 
     @torch.no_grad()
-    def reach(self, turn: Turn) -> float:
+    def reach(self, turn: ReleaseContext) -> float:
         """Return the largest change of an embedding when a random pixel gets a random value."""
         data = turn.client.data
         model = turn.client.model
@@ -62,7 +62,7 @@ class Paper(Mechanism):
         modes = [part.training for part in model.modules()]
         model.eval()
         before, after = (
-            model.features(prepared(x, data.spec, Augment())).double()
+            model.features(prepare_batch(x, data.spec, Augment())).double()
             for x in (pixels, changed.view_as(pixels))
         )
         for part, training in zip(model.modules(), modes, strict=True):

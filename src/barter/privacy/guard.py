@@ -14,9 +14,9 @@ from barter.core.images import PrivateTraining, Sealed
 from barter.core.nodes import Client
 from barter.core.payload import Payload, isolate
 from barter.privacy.answer_shapes import blanks
-from barter.privacy.mechanisms import Mechanism, Turn
+from barter.privacy.mechanisms import Mechanism, ReleaseContext
 from barter.privacy.noise import Seeded, Source, System
-from barter.privacy.parts import crossed, put, take
+from barter.privacy.parts import nonempty_parts, put_part, take_part
 from barter.privacy.prices import (
     ROUNDING,
     Account,
@@ -73,7 +73,7 @@ class Guard:
         """
         return secrets.randbits(62) if self.secret and self.promised else known
 
-    def kept(self, method: str, came: Payload) -> Payload:
+    def copy_arguments(self, method: str, came: Payload) -> Payload:
         """Return a copy of a method's arguments if a mechanism clips the change since then.
 
         A copy is needed because the method may modify its arguments.
@@ -91,7 +91,7 @@ class Guard:
         return isolate(came) if changes else ()
 
     @contextmanager
-    def sealing(self, client: Client, method: str, stream: int) -> Iterator[None]:
+    def seal_images(self, client: Client, method: str, stream: int) -> Iterator[None]:
         """Restrict a client's images to private training, if training is private.
 
         Args:
@@ -192,7 +192,7 @@ class Guard:
             client: The client that answers.
             method: The method that was called.
             answer: Its result.
-            came: Its arguments, as `kept` returned them.
+            came: Its arguments, as `copy_arguments` returned them.
             stream: The seed of the noise, if it is not secret.
 
         Raises:
@@ -207,7 +207,7 @@ class Guard:
         self._spend(client, {self.plan.describe(name): 1 for name in mechanisms}, method)
         source = self._source(stream)
         for name, mechanism in mechanisms.items():
-            turn = Turn(client, self.plan.each(name), source, came)
+            turn = ReleaseContext(client, self.plan.each(name), source, came)
             answer = self._apply(name, mechanism, answer, turn)
         return answer
 
@@ -219,7 +219,7 @@ class Guard:
         Raises:
             PrivacyError: If there are any although the run promises to protect all answers.
         """
-        parts = self.plan.unprotected(crossed(self.algorithm, method, answer))
+        parts = self.plan.unprotected(nonempty_parts(self.algorithm, method, answer))
         if parts and (self.plan.promised or self.total is not None):
             raise PrivacyError(
                 f"{method!r} is not answered: {', '.join(parts)} would leave without protection"
@@ -227,7 +227,9 @@ class Guard:
         more = {describe_part(part, None): 1 for part in parts}
         self.open_releases = merge_accounts(self.open_releases, more)
 
-    def _apply(self, name: str, mechanism: Mechanism, answer: Payload, turn: Turn) -> Payload:
+    def _apply(
+        self, name: str, mechanism: Mechanism, answer: Payload, turn: ReleaseContext
+    ) -> Payload:
         """Apply a mechanism to one part of an answer, or to all of it.
 
         Parts of the answer that do not depend on any image stay as they are: the server needs
@@ -235,7 +237,7 @@ class Guard:
         """
         method, _, key = name.partition(".")
         keys = [key] if mechanism.beside is None else [key, mechanism.beside]
-        found = [take(answer, key) for key in keys]
+        found = [take_part(answer, key) for key in keys]
         if not all(found):
             missing = next(key for key, values in zip(keys, found, strict=True) if not values)
             raise ConfigError(
@@ -249,13 +251,13 @@ class Guard:
         # Key -> values that the mechanism does not determine.
         fixed: dict[str, list[Payload]] = {}
         if not key:
-            fixed |= {part: take(answer, part) for part in self.plan.harmless(method)}
+            fixed |= {part: take_part(answer, part) for part in self.plan.harmless(method)}
         if mechanism.blanks:
             for part, blank in blanks(self.plan.algorithm, method).items():
                 if part in keys or not key:
-                    fixed[part] = [blank(value) for value in take(answer, part)]
+                    fixed[part] = [blank(value) for value in take_part(answer, part)]
         for part in keys:
-            answer = put(answer, part, released)
+            answer = put_part(answer, part, released)
         for part, values in fixed.items():
-            answer = put(answer, part, values)
+            answer = put_part(answer, part, values)
         return answer

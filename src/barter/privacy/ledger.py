@@ -24,8 +24,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from barter.core.errors import CheckpointError, PrivacyError, in_short
-from barter.core.files import flush, understood, writing
+from barter.core.errors import CheckpointError, PrivacyError, summarise_error
+from barter.core.files import convert_disk_errors, flush, parse_file
 from barter.privacy.prices import ROUNDING, Account, merge_accounts, total_epsilon
 
 __all__ = ["LEDGER", "Ledger", "RunAccount", "ledger_file"]
@@ -77,14 +77,14 @@ class Ledger:
             return self._known[1]
         runs: dict[str, RunAccount] = {}
         for path in former:
-            counts = understood(path, _read_counts)
+            counts = parse_file(path, _read_counts)
             runs[path.parent.name] = RunAccount(released=counts)
         for number, line in enumerate(self._lines(), 1):
             try:
                 _add_line(runs, json.loads(line))
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 raise CheckpointError(
-                    f"{self.path} is damaged in line {number}: {in_short(error)}"
+                    f"{self.path} is damaged in line {number}: {summarise_error(error)}"
                 ) from error
         self._known = (version, runs)
         return runs
@@ -159,7 +159,7 @@ class Ledger:
         complete = sum(len(line) + 1 for line in self._lines())
         self._known = None
         is_new = not self.path.exists()
-        with writing(self.path), self.path.open("ab") as file:
+        with convert_disk_errors(self.path), self.path.open("ab") as file:
             file.truncate(complete)
             file.write(text.encode())
             file.flush()
@@ -170,7 +170,7 @@ class Ledger:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Keep other processes from writing inside the block."""
-        with writing(self.path):
+        with convert_disk_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             lock = self.path.with_name(f".{self.path.name}.lock").open("w")
         with lock:

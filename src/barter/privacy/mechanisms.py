@@ -17,7 +17,7 @@ from torch import Tensor
 
 from barter.core.errors import ConfigError
 from barter.core.nodes import Client
-from barter.core.params import Positive, check
+from barter.core.params import Positive, check_fields
 from barter.core.payload import Payload, leaves
 from barter.privacy import account
 from barter.privacy.account import Release
@@ -30,18 +30,18 @@ __all__ = [
     "Gaussian",
     "Laplace",
     "Mechanism",
+    "ReleaseContext",
     "Response",
-    "Turn",
     "Withhold",
-    "alike",
     "as_rows",
+    "match_tensor",
 ]
 
 Each = Literal["image", "answer"]
 
 
 @dataclass(frozen=True)
-class Turn:
+class ReleaseContext:
     """The context in which a mechanism is applied to a client's answer."""
 
     client: Client
@@ -61,7 +61,7 @@ class Mechanism:
     name: ClassVar[str]  # the name in a configuration
 
     def __post_init__(self) -> None:
-        check(self)
+        check_fields(self)
 
     @property
     def needs_rows(self) -> bool:
@@ -99,7 +99,7 @@ class Mechanism:
         """
         return None
 
-    def apply(self, values: Sequence[Payload], turn: Turn) -> list[Payload]:
+    def apply(self, values: Sequence[Payload], turn: ReleaseContext) -> list[Payload]:
         """Return the protected values that leave the client.
 
         Args:
@@ -146,18 +146,18 @@ class Additive(Mechanism):
         """Draw noise of scale 1."""
         raise NotImplementedError
 
-    def clipped(self, rows: Tensor) -> Tensor:
+    def clip_rows(self, rows: Tensor) -> Tensor:
         """Scale down rows with a norm above C; NaN and infinity become zero."""
         rows = rows.nan_to_num(0.0, 0.0, 0.0)
         return rows * (self.clip / self.norms(rows).clamp(min=self.clip))
 
-    def noisy(self, rows: Tensor, source: Source) -> Tensor:
+    def add_noise(self, rows: Tensor, source: Source) -> Tensor:
         """Add noise to every number."""
         assert self.noise is not None
         noise = self.noise * self.clip * self.draw(rows.numel(), source)
         return rows + noise.view_as(rows)
 
-    def apply(self, values: Sequence[Payload], turn: Turn) -> list[Payload]:
+    def apply(self, values: Sequence[Payload], turn: ReleaseContext) -> list[Payload]:
         if (self.each or turn.each) == "image":
             return [self._by_row(value, turn.source) for value in values]
         numbers = _numbers(values)
@@ -168,8 +168,8 @@ class Additive(Mechanism):
         start = torch.zeros(1, dtype=torch.float64)
         if self.of == "change":
             start = self._start(values, turn.came)
-        change = self.clipped((torch.cat(numbers) - start)[None])[0]
-        released = start + self.noisy(change, turn.source)
+        change = self.clip_rows((torch.cat(numbers) - start)[None])[0]
+        released = start + self.add_noise(change, turn.source)
         pieces = iter(torch.split(released, [len(leaf) for leaf in numbers]))
 
         def replace_leaf(name: str, leaf: Payload) -> Payload:
@@ -178,7 +178,7 @@ class Additive(Mechanism):
             piece = next(pieces)
             if name.endswith("running_var"):  # Networks take the square root of a variance.
                 piece = piece.clamp(min=0)
-            return alike(leaf, piece) if isinstance(leaf, Tensor) else float(piece)
+            return match_tensor(leaf, piece) if isinstance(leaf, Tensor) else float(piece)
 
         return [_map_leaves(value, replace_leaf) for value in values]
 
@@ -196,7 +196,7 @@ class Additive(Mechanism):
         """Clip each row and add noise."""
         value = as_rows(value, str(self))
         rows = value.double().cpu().reshape(len(value), -1)
-        return alike(value, self.noisy(self.clipped(rows), source))
+        return match_tensor(value, self.add_noise(self.clip_rows(rows), source))
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class Gaussian(Additive):
 
     def release(self) -> Release:
         assert self.noise is not None
-        return account.Gaussian(self.noise)
+        return account.GaussianRelease(self.noise)
 
     def norms(self, rows: Tensor) -> Tensor:
         return rows.square().sum(1, keepdim=True).sqrt()
@@ -224,7 +224,7 @@ class Laplace(Additive):
 
     def release(self) -> Release:
         assert self.noise is not None
-        return account.Pure(2 / self.noise)
+        return account.PureRelease(2 / self.noise)
 
     def norms(self, rows: Tensor) -> Tensor:
         return rows.abs().sum(1, keepdim=True)
@@ -250,13 +250,13 @@ class Response(Mechanism):
         return True
 
     def release(self) -> Release:
-        return account.Pure(self.epsilon)
+        return account.PureRelease(self.epsilon)
 
     def keep(self, classes: int) -> float:
         """Return the probability that the true label is released."""
         return 1 / (1 + (classes - 1) * math.exp(-self.epsilon))
 
-    def apply(self, values: Sequence[Payload], turn: Turn) -> list[Payload]:
+    def apply(self, values: Sequence[Payload], turn: ReleaseContext) -> list[Payload]:
         return [self._randomise(value, turn.classes, turn.source) for value in values]
 
     def _randomise(self, value: Payload, classes: int, source: Source) -> Tensor:
@@ -280,7 +280,7 @@ class Withhold(Mechanism):
     def protects(self, labels: bool, first: bool) -> bool:
         return True
 
-    def apply(self, values: Sequence[Payload], turn: Turn) -> list[Payload]:
+    def apply(self, values: Sequence[Payload], turn: ReleaseContext) -> list[Payload]:
         def blank(_: str, leaf: Payload) -> Payload:
             if turn.each == "image" and isinstance(leaf, Tensor) and not leaf.is_floating_point():
                 labels = (turn.source.uniform(leaf.numel()) * turn.classes).long()
@@ -314,27 +314,27 @@ class ClassMeans(Mechanism):
 
     def release(self) -> Release:
         assert self.noise is not None
-        return account.Gaussian(self.noise)
+        return account.GaussianRelease(self.noise)
 
     def sums(self, rows: Tensor, labels: Tensor, classes: int) -> Tensor:
         """Return for each class the sum of its clipped rows and, as last column, C times its size."""
-        clipped = Gaussian(self.clip).clipped(rows)
+        clipped = Gaussian(self.clip).clip_rows(rows)
         with_size = torch.cat([clipped, torch.full_like(clipped[:, :1], self.clip)], 1)
         zeros = with_size.new_zeros(classes, with_size.shape[1])
         return zeros.index_add_(0, labels, with_size)
 
-    def apply(self, values: Sequence[Payload], turn: Turn) -> list[Payload]:
+    def apply(self, values: Sequence[Payload], turn: ReleaseContext) -> list[Payload]:
         assert self.noise is not None
         rows = as_rows(values[0], str(self))
         true_labels = values[1]
         labels = _labels(true_labels, turn.classes, str(self))
         sums = self.sums(rows.double().cpu().reshape(len(rows), -1), labels, turn.classes)
-        released = Gaussian(self.clip, self.noise).noisy(sums, turn.source)
+        released = Gaussian(self.clip, self.noise).add_noise(sums, turn.source)
         sizes = (released[:, -1] / self.clip).clamp(min=0)
         means = released[:, :-1] / sizes.clamp(min=1)[:, None]
         new_labels = _labels_by_size(sizes, len(labels))
         return [
-            alike(rows, means[new_labels]),
+            match_tensor(rows, means[new_labels]),
             new_labels.to(true_labels.dtype).to(true_labels.device),
         ]
 
@@ -421,7 +421,7 @@ def _blank(leaf: Payload) -> Payload:
     return None if leaf is None else type(leaf)()
 
 
-def alike(leaf: Tensor, numbers: Tensor) -> Tensor:
+def match_tensor(leaf: Tensor, numbers: Tensor) -> Tensor:
     """Return the numbers with the shape, dtype and device of a tensor."""
     return torch.empty_like(leaf).copy_(numbers.view(leaf.shape))
 

@@ -10,10 +10,10 @@ from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddic
 from barter.core.algorithm import Algorithm
 from barter.core.payload import Payload, nbytes
 
-__all__ = ["covered", "crossed", "parts_of", "put", "take"]
+__all__ = ["answer_parts", "expand_part", "nonempty_parts", "put_part", "take_part"]
 
 
-def parts_of(algorithm: Algorithm[Any, Any]) -> dict[str, list[str]]:
+def answer_parts(algorithm: Algorithm[Any, Any]) -> dict[str, list[str]]:
     """Return the parts of each method's answer, as METHOD.KEY, or METHOD for an answer without keys.
 
     Methods that return nothing are left out.
@@ -27,7 +27,7 @@ def parts_of(algorithm: Algorithm[Any, Any]) -> dict[str, list[str]]:
     return parts
 
 
-def covered(part: str, parts: Mapping[str, list[str]]) -> list[str]:
+def expand_part(part: str, parts: Mapping[str, list[str]]) -> list[str]:
     """Return the parts that a name stands for: the part itself, or all parts of a method."""
     return parts.get(part, [part])
 
@@ -52,36 +52,36 @@ def _keys_of_type(hint: Any) -> tuple[str, ...] | None:
     return ()
 
 
-def take(answer: Payload, key: str) -> list[Payload]:
+def take_part(answer: Payload, key: str) -> list[Payload]:
     """Return the values of a key in an answer, or in each entry of a list; all of it without a key."""
     if not key:
         return [answer]
     if isinstance(answer, list):
-        return [value for entry in answer for value in take(entry, key)]
+        return [value for entry in answer for value in take_part(entry, key)]
     return [answer[key]] if isinstance(answer, dict) and key in answer else []
 
 
-def put(answer: Payload, key: str, values: list[Payload]) -> Payload:
-    """Return the answer with new values at the places where `take` finds them.
+def put_part(answer: Payload, key: str, values: list[Payload]) -> Payload:
+    """Return the answer with new values at the places where `take_part` finds them.
 
     Args:
         answer: The answer, which is not changed.
         key: The key of the values; empty for the answer as a whole.
-        values: The new values in the order of `take`; used values are removed from the list.
+        values: The new values in the order of `take_part`; used values are removed from the list.
     """
     if not key:
         return values.pop(0)
     if isinstance(answer, list):
-        return [put(entry, key, values) for entry in answer]
+        return [put_part(entry, key, values) for entry in answer]
     return {**answer, key: values.pop(0)} if isinstance(answer, dict) and key in answer else answer
 
 
-def crossed(algorithm: Algorithm[Any, Any], method: str, answer: Payload) -> list[str]:
+def nonempty_parts(algorithm: Algorithm[Any, Any], method: str, answer: Payload) -> list[str]:
     """Return the parts that are not empty in this answer.
 
     The method itself is among them if the answer holds bytes outside of its known parts.
     """
     keys = _keys(getattr(type(algorithm), method, None)) or ()
-    sizes = {f"{method}.{key}": sum(map(nbytes, take(answer, key))) for key in keys}
+    sizes = {f"{method}.{key}": sum(map(nbytes, take_part(answer, key))) for key in keys}
     sizes[method] = nbytes(answer) - sum(sizes.values())
     return [part for part, size in sizes.items() if size]

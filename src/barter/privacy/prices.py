@@ -15,7 +15,7 @@ from dataclasses import fields
 from typing import NamedTuple
 
 from barter.core.errors import ConfigError
-from barter.privacy.account import Release, Sampled, Unbounded, spent
+from barter.privacy.account import Release, SampledRelease, Unbounded, composed_epsilon
 from barter.privacy.mechanisms import Mechanism
 from barter.privacy.registry import mechanism_of
 
@@ -36,7 +36,7 @@ __all__ = [
 TRAINING = "training"  # the part under which steps of private training are counted
 DP_SGD = "dp-sgd"  # the mechanism of such a step
 NOTHING = "nothing"  # the mechanism of a part that leaves without protection
-GIVEN = " given "
+GIVEN_WORD = " given "
 ROUNDING = 1 + 1e-9  # a cost may exceed a budget by this factor
 
 Account = Mapping[str, int]  # description of a release -> number of releases
@@ -60,7 +60,7 @@ class Description(NamedTuple):
         if words[0] == TRAINING and len(words) == 3:
             return cls(TRAINING, f"{DP_SGD} noise={words[2]} rate={words[1]}", "")
         part, _, rest = text.partition(": ")
-        mechanism, _, given = rest.partition(GIVEN)
+        mechanism, _, given = rest.partition(GIVEN_WORD)
         return cls(part, mechanism, given)
 
     @property
@@ -77,7 +77,7 @@ class Description(NamedTuple):
         try:
             if name == DP_SGD:
                 options = self._options()
-                return Sampled(options["noise"], options["rate"])
+                return SampledRelease(options["noise"], options["rate"])
             mechanism = mechanism_of(self.mechanism, self.part)
             return mechanism.release() if mechanism.promises else Unbounded()
         except (ConfigError, ValueError, LookupError, AssertionError):
@@ -113,7 +113,7 @@ def describe_part(part: str, mechanism: Mechanism | None, given: str = "") -> st
             value = getattr(mechanism, field.name)
             if value != field.default:
                 words.append(f"{field.name}={value}")
-    return f"{part}: {' '.join(words)}{GIVEN + given if given else ''}"
+    return f"{part}: {' '.join(words)}{GIVEN_WORD + given if given else ''}"
 
 
 def describe_step(clip: float, noise: float, rate: float) -> str:
@@ -126,7 +126,7 @@ def step_noise(account: Account) -> float | None:
     for text in account:
         description = Description.read(text)
         price = description.price()
-        if description.part == TRAINING and isinstance(price, Sampled):
+        if description.part == TRAINING and isinstance(price, SampledRelease):
             return price.noise
     return None
 
@@ -155,7 +155,7 @@ def total_epsilon(account: Account, delta: float) -> float:
         price = description.price()
         if price is not None:
             releases[Unbounded() if description.given else price] += count
-    return spent(releases, delta)
+    return composed_epsilon(releases, delta)
 
 
 def protected_epsilon(account: Account, delta: float) -> float:

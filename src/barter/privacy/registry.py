@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 
 from barter.core.errors import ConfigError
-from barter.core.params import build, did_you_mean
+from barter.core.params import build_dataclass, did_you_mean
 from barter.privacy.dffke_noise import Paper
 from barter.privacy.mechanisms import ClassMeans, Gaussian, Laplace, Mechanism, Response, Withhold
 
@@ -44,6 +44,6 @@ def mechanism_of(text: str, part: str) -> Mechanism:
         if field.name not in values and field.default is MISSING:
             raise ConfigError(f"privacy.parts: {part}={text!r}: {name} needs {field.name}=...")
     try:
-        return build(kind, values)
+        return build_dataclass(kind, values)
     except ConfigError as error:
         raise ConfigError(f"privacy.parts: {part}={text!r}: {error}") from None

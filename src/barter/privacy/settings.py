@@ -10,25 +10,25 @@ from typing import Annotated, Any
 
 from barter.core.algorithm import Algorithm
 from barter.core.errors import ConfigError
-from barter.core.params import Count, Positive, Range, build, check, did_you_mean
+from barter.core.params import Count, Positive, Range, build_dataclass, check_fields, did_you_mean
 from barter.privacy.account import (
-    Gaussian,
+    GaussianRelease,
     Release,
     Unbounded,
-    calibrated,
-    calibrated_steps,
+    calibrate_noise,
+    calibrate_step_noise,
+    composed_epsilon,
     require_accountant,
-    spent,
 )
 from barter.privacy.answer_shapes import (
-    decimals,
-    decimals_come,
-    shaped_by_images,
-    unsent,
+    allows_floats,
+    parts_shaped_by_images,
+    receives_floats,
+    unsent_parts,
     words,
 )
 from barter.privacy.mechanisms import Additive, ClassMeans, Each, Laplace, Mechanism
-from barter.privacy.parts import covered, parts_of
+from barter.privacy.parts import answer_parts, expand_part
 from barter.privacy.prices import TRAINING, describe_part
 from barter.privacy.registry import mechanism_of
 
@@ -51,7 +51,7 @@ class Training:
     rounds: Count | None = None  # number of trainings, each as long as the client's first
 
     def __post_init__(self) -> None:
-        check(self)
+        check_fields(self)
 
     def options(self) -> str:
         """Return the options as they are written in a configuration."""
@@ -68,7 +68,7 @@ class Training:
     def __str__(self) -> str:
         return f"{TRAINING} {self.options()}"
 
-    def settled(self, epsilon: float | None, rounds: int) -> Training:
+    def settle(self, epsilon: float | None, rounds: int) -> Training:
         """Return the options with everything that determines the noise.
 
         Args:
@@ -105,7 +105,7 @@ class Training:
             return self.noise
         assert self.epsilon is not None
         assert self.rounds is not None
-        return _tidy(calibrated_steps(self.epsilon, delta, rate, steps * self.rounds))
+        return _tidy(calibrate_step_noise(self.epsilon, delta, rate, steps * self.rounds))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class Privacy:
     >>> from barter.privacy import Privacy
     >>> from barter import DFFKE
     >>> privacy = Privacy(epsilon=8, parts={"learn.embeddings": "gaussian clip=4"})
-    >>> privacy.settled(DFFKE(), rounds=5).parts
+    >>> privacy.settle(DFFKE(), rounds=5).parts
     {'learn.embeddings': 'gaussian clip=4 noise=2.6844'}
     """
 
@@ -129,9 +129,9 @@ class Privacy:
     parts: dict[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        check(self, "privacy.")
+        check_fields(self, "privacy.")
 
-    def settled(self, algorithm: Algorithm[Any, Any], rounds: int) -> Privacy:
+    def settle(self, algorithm: Algorithm[Any, Any], rounds: int) -> Privacy:
         """Return the settings with all noise multipliers filled in.
 
         Args:
@@ -145,7 +145,7 @@ class Privacy:
         plan = Plan(self, algorithm)
         if plan.training is not None:
             require_accountant()
-            return replace(self, training=plan.training.settled(self.epsilon, rounds).options())
+            return replace(self, training=plan.training.settle(self.epsilon, rounds).options())
         plan.require_usable()
         free = {part: m for part, m in plan.mechanisms.items() if getattr(m, "noise", 0) is None}
         for part, mechanism in free.items():
@@ -159,11 +159,11 @@ class Privacy:
             if part not in free and (release := mechanism.release()) is not None:
                 others[release] += rounds
         if self.epsilon is None or not free:
-            if any(not isinstance(release, Gaussian) for release in others):
+            if any(not isinstance(release, GaussianRelease) for release in others):
                 require_accountant()
             return self
         _require_protection(self.epsilon)
-        noise = _tidy(calibrated(self.epsilon, self.delta, rounds * len(free), others))
+        noise = _tidy(calibrate_noise(self.epsilon, self.delta, rounds * len(free), others))
         parts = {}
         for part, text in self.parts.items():
             parts[part] = f"{text} noise={noise:g}" if part in free else text
@@ -182,7 +182,7 @@ def _training(text: str) -> Training:
     if "clip" not in values:
         raise ConfigError(f"privacy.training={text!r}: it needs clip=...")
     try:
-        return build(Training, values)
+        return build_dataclass(Training, values)
     except ConfigError as error:
         raise ConfigError(f"privacy.training={text!r}: {error}") from None
 
@@ -214,9 +214,9 @@ class Plan:
         self.algorithm = algorithm
         self.tells = type(algorithm).tells
         self.methods = set(getattr(type(algorithm), "crosses", {}))
-        self.parts = parts_of(algorithm)
-        self.shaped = shaped_by_images(algorithm, self.parts)
-        self.unsent = unsent(algorithm, self.parts)
+        self.parts = answer_parts(algorithm)
+        self.shaped = parts_shaped_by_images(algorithm, self.parts)
+        self.unsent = unsent_parts(algorithm, self.parts)
         self.training = _training(privacy.training) if privacy.training else None
         if self.training is not None and privacy.parts:
             raise ConfigError(
@@ -226,7 +226,7 @@ class Plan:
         self.mechanisms = {part: mechanism_of(text, part) for part, text in privacy.parts.items()}
         self.covers: dict[str, str] = {}  # part -> the name under which it is protected
         for name, mechanism in self.mechanisms.items():
-            for part in self._covered(name, mechanism, algorithm):
+            for part in self._require_parts(name, mechanism, algorithm):
                 if part in self.covers:
                     raise ConfigError(
                         f"privacy.parts: {part} is protected twice, by {self.covers[part]} and {name}"
@@ -234,7 +234,7 @@ class Plan:
                 self.covers[part] = name
             self.covers[name] = name  # also covers values outside of the answer's known parts
 
-    def _covered(
+    def _require_parts(
         self, name: str, mechanism: Mechanism, algorithm: Algorithm[Any, Any]
     ) -> list[str]:
         """Return the parts that a mechanism covers, after checking that it fits them.
@@ -282,15 +282,15 @@ class Plan:
                 )
         if isinstance(mechanism, Additive):
             problem = ""
-            if not decimals(algorithm, name):
+            if not allows_floats(algorithm, name):
                 problem = "there are no decimal numbers in it; `withhold` protects it"
-            if mechanism.of == "change" and not decimals_come(algorithm, name):
+            if mechanism.of == "change" and not receives_floats(algorithm, name):
                 problem = (
                     "the server sends no decimal numbers that could change; leave out of=change"
                 )
             if problem:
                 raise ConfigError(f"privacy.parts: {name}={str(mechanism)!r}: {problem}")
-        return [part for name in wanted for part in covered(name, self.parts)]
+        return [part for name in wanted for part in expand_part(name, self.parts)]
 
     def require_usable(self) -> None:
         """Refuse to blank words, without which the server cannot use an answer.
@@ -313,7 +313,7 @@ class Plan:
         by_row = self.tells.get(part) in ("label", "row", "row of the network")
         return "image" if by_row else "answer"
 
-    def given(self, part: str) -> str:
+    def public_assumption(self, part: str) -> str:
         """Return what the ε of a part assumes to be public; empty if it assumes nothing."""
         if part in self.shaped:
             return "the shape of the answer"
@@ -341,7 +341,7 @@ class Plan:
         private = [
             part
             for part, name in self.covers.items()
-            if self.mechanisms[name].promises and not self.given(part)
+            if self.mechanisms[name].promises and not self.public_assumption(part)
         ]
         open_parts = []
         for parts in self.parts.values():
@@ -353,7 +353,9 @@ class Plan:
 
     def describe(self, name: str) -> str:
         """Return the description of a release under a protected name, see `prices`."""
-        assumptions = [self.given(part) for part, cover in self.covers.items() if cover == name]
+        assumptions = [
+            self.public_assumption(part) for part, cover in self.covers.items() if cover == name
+        ]
         return describe_part(name, self.mechanisms[name], next(filter(None, assumptions), ""))
 
     def unprotected(self, parts: Iterable[str]) -> list[str]:
@@ -385,7 +387,7 @@ class Plan:
             release = self.mechanisms[name].release() if known else Unbounded()
             if release is not None:
                 releases[release] += count
-        return spent(releases, self.privacy.delta)
+        return composed_epsilon(releases, self.privacy.delta)
 
     def allows(self, released: Mapping[str, int]) -> bool:
         """Return whether these releases are within the budget, up to rounding.
@@ -396,7 +398,7 @@ class Plan:
         budget = self.privacy.epsilon
         return budget is None or self.cost(released) <= budget * (1 + 1e-9)
 
-    def released(self, seen: Mapping[str, int]) -> dict[str, int]:
+    def count_releases(self, seen: Mapping[str, int]) -> dict[str, int]:
         """Return the number of releases by protected name.
 
         Args:
@@ -409,7 +411,9 @@ class Plan:
                 counts[name] = max(counts.get(name, 0), count)
         return counts
 
-    def exhausted(self, released: Mapping[int, Mapping[str, int]], rounds: int) -> list[int]:
+    def exhausted_clients(
+        self, released: Mapping[int, Mapping[str, int]], rounds: int
+    ) -> list[int]:
         """Return the clients whose budget does not allow another round like the previous ones.
 
         Args:

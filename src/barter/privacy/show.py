@@ -11,11 +11,11 @@ from rich.table import Table
 from barter.privacy.ledger import Ledger
 from barter.privacy.prices import Description, total_epsilon
 from barter.privacy.side_information import BESIDE
-from barter.privacy.statement import Row, Statement
+from barter.privacy.statement import ReleaseRow, Statement
 
-__all__ = ["cells", "conclusion", "ledger_lines", "shown"]
+__all__ = ["conclusion", "ledger_lines", "statement_cells", "statement_tables"]
 
-HEADINGS = ("what left the clients", "of", "protected by", "times", "ε")
+STATEMENT_HEADINGS = ("what left the clients", "of", "protected by", "times", "ε")
 
 
 def _epsilon(value: float) -> str:
@@ -23,22 +23,22 @@ def _epsilon(value: float) -> str:
     return "∞" if math.isinf(value) else f"{value:.3g}"
 
 
-def cells(statement: Statement) -> tuple[tuple[str, ...], list[list[str]]]:
+def statement_cells(statement: Statement) -> tuple[tuple[str, ...], list[list[str]]]:
     """Return the headings of the table, and one row per part."""
-    return HEADINGS, [
+    return STATEMENT_HEADINGS, [
         [row.part, row.about, _protection(row), str(row.releases), _cost(row)]
         for row in statement.rows
     ]
 
 
-def _protection(row: Row) -> str:
+def _protection(row: ReleaseRow) -> str:
     """Return how a part is protected."""
     if row.protection:
         return row.protection
     return "nothing" if math.isinf(row.epsilon) else "independent of any image"
 
 
-def _cost(row: Row) -> str:
+def _cost(row: ReleaseRow) -> str:
     """Return ε of a part, with the assumption that it holds under."""
     return f"{_epsilon(row.epsilon)} given {row.given}" if row.given else _epsilon(row.epsilon)
 
@@ -71,10 +71,10 @@ def conclusion(statement: Statement) -> list[str]:
     return [*lines, f"Relation: {statement.relation}.", statement.left_out]
 
 
-def shown(statement: Statement) -> Iterator[Table | str]:
+def statement_tables(statement: Statement) -> Iterator[Table | str]:
     """Yield a table of the parts, and the sentences of `conclusion`."""
     if statement.rows:
-        headings, rows = cells(statement)
+        headings, rows = statement_cells(statement)
         table = Table(*headings, box=box.SIMPLE_HEAD)
         for row in rows:
             table.add_row(*row)

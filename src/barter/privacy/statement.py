@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from barter.core.algorithm import Algorithm, Crossing
-from barter.core.files import understood
+from barter.core.files import parse_file
 from barter.privacy.settings import Plan, Privacy
 from barter.privacy.side_information import (
     BESIDE,
     ERRORS,
     FAILURES,
-    HARMLESS,
     HELLO,
     PIXELS,
     PROGRESS,
-    PUBLIC,
+    PUBLIC_DATA_FACT,
+    PUBLIC_FACTS,
     RESULTS,
-    said_of_itself,
+    facts_in_hello,
 )
 
-__all__ = ["TESTS", "TRAINED", "Row", "Statement", "statement"]
+__all__ = ["TEST_IMAGES", "TRAINED", "ReleaseRow", "Statement", "make_statement"]
 
 RELATION = (
     "two runs are neighbours if one training image of one client, with its label, is replaced by "
@@ -36,20 +36,20 @@ LEFT_OUT = (
     "whatever the reason), when, and how long it takes. Sites without `epsilon` also report the "
     "progress of long calls."
 )
-HERE = (
+LOCAL_FACTS = (
     "In one process the experimenter sees what sites would withhold; passing it on voids the "
     "guarantee."
 )
 VALIDATION = "Validation images count as test images: they are held out from training."
 TRAINED = "training images"
-TESTS = "test images"
+TEST_IMAGES = "test images"
 WITHHELD = "withheld by the site"
 AS_WITHHELD = "seen here; withheld by sites with `epsilon`"
 ONE_WORD = "the same words for every reason; not counted"
 
 
 @dataclass(frozen=True)
-class Row:
+class ReleaseRow:
     """One part of the clients' answers, or one kind of side information."""
 
     part: str
@@ -71,7 +71,7 @@ class Statement:
     """The privacy guarantee of a run for every training image, and what it reveals of test images."""
 
     method: str
-    rows: tuple[Row, ...]
+    rows: tuple[ReleaseRow, ...]
     epsilon: float  # ε of the whole run
     delta: float
     budget: float | None
@@ -89,7 +89,7 @@ class Statement:
     @property
     def of_tests(self) -> float:
         """The ε of every test image of every client."""
-        return max((row.epsilon for row in self.rows if row.about == TESTS), default=0.0)
+        return max((row.epsilon for row in self.rows if row.about == TEST_IMAGES), default=0.0)
 
     def to_json(self) -> str:
         """Return the statement as JSON, in which an infinite ε is a string."""
@@ -103,14 +103,14 @@ class Statement:
     @classmethod
     def read(cls, path: Path) -> Statement:
         """Read a statement from a file that `to_json` wrote."""
-        return understood(path, cls.from_json)
+        return parse_file(path, cls.from_json)
 
     @classmethod
     def from_json(cls, text: str) -> Statement:
         """Build a statement from the text that `to_json` returned."""
         tree: dict[str, Any] = json.loads(text)
         tree["rows"] = tuple(
-            Row(**{**row, "epsilon": float(row["epsilon"])}) for row in tree["rows"]
+            ReleaseRow(**{**row, "epsilon": float(row["epsilon"])}) for row in tree["rows"]
         )
         tree["epsilon"] = float(tree["epsilon"])
         tree["why"] = tuple(tree["why"])
@@ -123,7 +123,7 @@ def _json_epsilon(epsilon: float) -> float | str:
     return epsilon if math.isfinite(epsilon) else "infinity"
 
 
-def statement(
+def make_statement(
     privacy: Privacy,
     algorithm: Algorithm[Any, Any],
     crossed: Mapping[int, Mapping[str, int]],
@@ -162,7 +162,7 @@ def statement(
     declared = [part for parts in plan.parts.values() for part in parts]
     observed = {part for seen in answers.values() for part in seen}
     parts = [*dict.fromkeys(declared), *sorted(observed - set(declared))]
-    spent = {k: _reported(plan, told, k, seen, beside[k]) for k, seen in answers.items()}
+    spent = {k: _reported_epsilon(plan, told, k, seen, beside[k]) for k, seen in answers.items()}
     crosses = getattr(type(algorithm), "crosses", {})
     rows = []
     for part in parts:
@@ -174,13 +174,14 @@ def statement(
         plan, beside, rows, spent, withheld, tests_by_labels=tests_by_labels
     )
     clients = {
-        k: max(plan.cost(plan.released(seen)), spent[k]) for k, seen in sorted(answers.items())
+        k: max(plan.cost(plan.count_releases(seen)), spent[k])
+        for k, seen in sorted(answers.items())
     }
     why = _reasons(plan, rows, clients)
-    revealing = any(row.releases and row.part not in HARMLESS for row in rows)
+    revealing = any(row.releases and row.part not in PUBLIC_FACTS for row in rows)
     if public and rows:
         what = f"{public}; every party has them, and uses them without protection"
-        rows.append(Row(PUBLIC, what, "", 1, math.inf if overlap else 0.0))
+        rows.append(ReleaseRow(PUBLIC_DATA_FACT, what, "", 1, math.inf if overlap else 0.0))
     if overlap and revealing:
         images = f"{overlap:,} public image{'s are' if overlap > 1 else ' is'}"
         why.append(f"{images} among the training images, and whatever uses them is unprotected")
@@ -199,7 +200,7 @@ def statement(
         noise = "the operating system of each site"
     left_out = [LEFT_OUT]
     if plan.promised and not secret:
-        left_out.append(HERE)
+        left_out.append(LOCAL_FACTS)
     if validation:
         left_out.append(VALIDATION)
     return Statement(
@@ -223,7 +224,7 @@ def _as_site(plan: Plan, seen: Mapping[str, int], selection: bool) -> dict[str, 
         seen: The side information of a client in this process.
         selection: Whether accuracies decide which round is kept, or when the run stops.
     """
-    hello = said_of_itself(numbered=False, pixels=not plan.promised)
+    hello = facts_in_hello(numbered=False, pixels=not plan.promised)
     if not plan.promised:
         return {**seen, **hello}
     # Sites would withhold their results, but selecting by results reveals them.
@@ -231,7 +232,7 @@ def _as_site(plan: Plan, seen: Mapping[str, int], selection: bool) -> dict[str, 
     return {**{part: n for part, n in seen.items() if part in used}, **hello}
 
 
-def _reported(
+def _reported_epsilon(
     plan: Plan,
     told: Mapping[int, float],
     k: int,
@@ -248,7 +249,7 @@ def _reported(
     return told.get(k, unknown)
 
 
-def _reasons(plan: Plan, rows: Sequence[Row], clients: Mapping[int, float]) -> list[str]:
+def _reasons(plan: Plan, rows: Sequence[ReleaseRow], clients: Mapping[int, float]) -> list[str]:
     """Return the reasons for an infinite ε of the run."""
     why = []
     bare = [row.part for row in rows if row.about == TRAINED and row.bare]
@@ -269,12 +270,12 @@ def _reasons(plan: Plan, rows: Sequence[Row], clients: Mapping[int, float]) -> l
 def _with_side_information(
     plan: Plan,
     beside: Mapping[int, Mapping[str, int]],
-    rows: list[Row],
+    rows: list[ReleaseRow],
     spent: Mapping[int, float],
     withheld: str,
     *,
     tests_by_labels: bool,
-) -> list[Row]:
+) -> list[ReleaseRow]:
     """Add rows of side information: what clients send before round 1 first, evaluations last.
 
     Args:
@@ -289,27 +290,27 @@ def _with_side_information(
         return rows
     counts = {part: max(seen.get(part, 0) for seen in beside.values()) for part in BESIDE}
 
-    def row(part: str, about: str = TRAINED) -> Row:
+    def row(part: str, about: str = TRAINED) -> ReleaseRow:
         count = counts[part]
         if not count:
-            return Row(part, BESIDE[part], withheld, 0, 0.0, about=about)
-        if part in HARMLESS:
-            return Row(part, BESIDE[part], ONE_WORD if part == FAILURES else "", count, 0.0)
+            return ReleaseRow(part, BESIDE[part], withheld, 0, 0.0, about=about)
+        if part in PUBLIC_FACTS:
+            return ReleaseRow(part, BESIDE[part], ONE_WORD if part == FAILURES else "", count, 0.0)
         follows = part == PROGRESS or (part == RESULTS and not tests_by_labels)
         if follows and about == TRAINED and plan.training is not None:
             # As far as training images matter, they follow from privately trained networks.
-            return Row(part, BESIDE[part], str(plan.training), count, max(spent.values()))
-        return Row(part, BESIDE[part], "", count, math.inf, about=about)
+            return ReleaseRow(part, BESIDE[part], str(plan.training), count, max(spent.values()))
+        return ReleaseRow(part, BESIDE[part], "", count, math.inf, about=about)
 
     hello = [row(part) for part in HELLO if counts[part] or part == PIXELS]
-    errors = [row(ERRORS, about) for about in (TRAINED, TESTS) if counts[ERRORS]]
+    errors = [row(ERRORS, about) for about in (TRAINED, TEST_IMAGES) if counts[ERRORS]]
     during = [row(part) for part in (PROGRESS, FAILURES) if counts[part]]
-    return [*hello, *rows, *during, row(RESULTS), row(RESULTS, TESTS), *errors]
+    return [*hello, *rows, *during, row(RESULTS), row(RESULTS, TEST_IMAGES), *errors]
 
 
 def _row(
     plan: Plan, crosses: Mapping[str, Crossing], part: str, count: int, spent: Mapping[int, float]
-) -> Row:
+) -> ReleaseRow:
     """Return the row of a part that left clients.
 
     Args:
@@ -328,10 +329,12 @@ def _row(
         mechanism = plan.mechanisms[name]
         protection = str(mechanism) if name == part else f"{mechanism} ({name})"
         if not mechanism.promises:
-            return Row(part, what, f"{protection}, without a guarantee", count, math.inf)
-        return Row(part, what, protection, count, plan.cost({name: count}), plan.given(part))
+            return ReleaseRow(part, what, f"{protection}, without a guarantee", count, math.inf)
+        return ReleaseRow(
+            part, what, protection, count, plan.cost({name: count}), plan.public_assumption(part)
+        )
     if harmless:
-        return Row(part, what, "", count, 0.0)
+        return ReleaseRow(part, what, "", count, 0.0)
     if plan.training is not None:
-        return Row(part, what, str(plan.training), count, max(spent.values()))
-    return Row(part, what, "", count, math.inf)
+        return ReleaseRow(part, what, str(plan.training), count, max(spent.values()))
+    return ReleaseRow(part, what, "", count, math.inf)

@@ -13,28 +13,28 @@ import plotly.graph_objects as go
 from barter.core.record import Round
 from barter.report.colours import GAINED, GREY, GRID, INK, LOST, PAPER, REST, SCALE, SOFT
 from barter.report.units import time_unit
-from barter.runs.picture import COLOURS, Curve, band
-from barter.runs.summary import Results, final, is_share
-from barter.runs.tables import evaluated, gain, participants
+from barter.runs.picture import COLOURS, Curve, mean_and_deviation
+from barter.runs.summary import Results, final_value, is_share
+from barter.runs.tables import accuracy_gain, last_accuracies, participants
 
 __all__ = [
-    "Quantity",
-    "bars",
-    "by_round",
-    "by_seed",
-    "gains",
-    "learning",
-    "methods",
-    "outcomes",
-    "price",
-    "split",
+    "BarQuantity",
+    "bar_chart",
+    "gain_chart",
+    "learning_chart",
+    "method_chart",
+    "outcome_chart",
+    "price_chart",
+    "round_chart",
+    "seed_chart",
+    "split_chart",
 ]
 
 # Plotly reads names as HTML, so names of clients, classes and methods are escaped everywhere below.
 
-Quantity: TypeAlias = Literal["bytes", "seconds", "number"]  # the quantity that a bar shows
+BarQuantity: TypeAlias = Literal["bytes", "seconds", "number"]  # the quantity that a bar shows
 
-FEW = len(COLOURS)  # number of lines that can be told apart by colour
+MAX_COLOURED_LINES = len(COLOURS)  # number of lines that can be told apart by colour
 SHARE = "~%"  # format of accuracies along an axis: 40%, or 97.5% if ticks are that close
 TITLE = {"standoff": 6, "font": {"size": 12, "color": SOFT}}
 THICK = 40  # maximum thickness of a bar in pixels
@@ -88,14 +88,14 @@ STYLE = {
 }
 
 
-def learning(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.Figure:
+def learning_chart(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.Figure:
     """Draw each client's accuracy by round, the mean, and the local-only mean as a dotted line.
 
     Rounds without evaluation are omitted. If only some clients have a local-only accuracy, the mean
     over these clients is drawn too, since only it can be compared with the dotted line.
     """
     tested = [r for r in records if r.values(metric) or _server(r, metric) is not None]
-    few = len(names) <= FEW
+    few = len(names) <= MAX_COLOURED_LINES
     figure = _figure("round", SHARE, _span(tested), hovermode="x unified" if few else "closest")
     if few:
         figure.update_layout(legend={"entrywidth": 0.33, "entrywidthmode": "fraction"})
@@ -133,7 +133,7 @@ def learning(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.
     if any(_server(r, metric) is not None for r in tested):
         models = [_server(r, metric) for r in tested]
         add("server's model", models, **(strong if by_server else weaker))
-    known = gain(records, metric).before
+    known = accuracy_gain(records, metric).before
     if known:
         fewer = len(known) < len(names)
         if fewer:
@@ -155,11 +155,11 @@ def learning(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.
     return figure
 
 
-def gains(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.Figure:
+def gain_chart(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.Figure:
     """Draw each client's local-only accuracy and its last one, connected by a line."""
     clients = range(len(names))
-    before = gain(records, metric).before
-    after = evaluated(records, metric)
+    before = accuracy_gain(records, metric).before
+    after = last_accuracies(records, metric)
     took_part = participants(records) or set(clients)  # Records may lack participants.
     many = len(names) > 30
     figure = _figure("client", SHARE, len(names))
@@ -197,7 +197,7 @@ def gains(records: Sequence[Round], metric: str, names: Sequence[str]) -> go.Fig
     return figure
 
 
-def split(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> go.Figure:
+def split_chart(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> go.Figure:
     """Draw a heat map of images by client and class, with the first class at the bottom.
 
     The chart of `barter show partition` has the same orientation.
@@ -224,8 +224,8 @@ def split(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> go.Figure:
     return figure.update_yaxes(showgrid=False, type="category", title={"text": "class"})
 
 
-def by_round(
-    records: Sequence[Round], parts: Mapping[str, Sequence[float | None]], quantity: Quantity
+def round_chart(
+    records: Sequence[Round], parts: Mapping[str, Sequence[float | None]], quantity: BarQuantity
 ) -> go.Figure:
     """Draw a stacked column for each round.
 
@@ -250,10 +250,10 @@ def by_round(
     return figure.update_layout(bargap=bargap, showlegend=len(parts) > 1)
 
 
-def bars(
+def bar_chart(
     labels: Sequence[str],
     parts: Mapping[str, Sequence[float]],
-    quantity: Quantity,
+    quantity: BarQuantity,
     lowest: int = 360,
 ) -> go.Figure:
     """Draw a stacked bar for each label; the figure is at least `lowest` pixels high."""
@@ -276,7 +276,7 @@ def bars(
     return figure.update_layout(showlegend=len(parts) > 1)
 
 
-def outcomes(columns: Mapping[str, Mapping[str, Sequence[float]]]) -> go.Figure:
+def outcome_chart(columns: Mapping[str, Mapping[str, Sequence[float]]]) -> go.Figure:
     """Draw a bar per method for each kind of accuracy, with the standard deviation over seeds.
 
     Args:
@@ -299,7 +299,7 @@ def outcomes(columns: Mapping[str, Mapping[str, Sequence[float]]]) -> go.Figure:
             customdata=_column(spread),
             name=escape(kind),
             orientation="h",
-            marker={"color": COLOURS[i % FEW]},
+            marker={"color": COLOURS[i % MAX_COLOURED_LINES]},
             hovertemplate="%{x:.1%} ± %{customdata:.1%}",
         )
     figure.update_layout(margin={"r": 28}, showlegend=len(columns) > 1)
@@ -307,12 +307,12 @@ def outcomes(columns: Mapping[str, Mapping[str, Sequence[float]]]) -> go.Figure:
     return figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
 
 
-def methods(lines: Mapping[str, Mapping[int, Curve]], metric: str) -> go.Figure:
+def method_chart(lines: Mapping[str, Mapping[int, Curve]], metric: str) -> go.Figure:
     """Draw a line per method by round: mean over seeds, with a band of one standard deviation."""
     ticks, precise = _formats(metric)
     figure = _figure("round", ticks, _longest(lines), height=420, hovermode="x unified")
     for i, (name, seeds) in enumerate(lines.items()):
-        rounds, means, spread = (np.array(column) for column in band(seeds.values()))
+        rounds, means, spread = (np.array(column) for column in mean_and_deviation(seeds.values()))
         if not len(rounds):  # Colours depend on i, so that a method has the same one in all charts.
             continue
         edge = {
@@ -340,14 +340,14 @@ def methods(lines: Mapping[str, Mapping[int, Curve]], metric: str) -> go.Figure:
     return figure
 
 
-def by_seed(results: Results, metric: str) -> go.Figure:
+def seed_chart(results: Results, metric: str) -> go.Figure:
     """Draw the final value of a metric by seed, with a line per method."""
     ticks, precise = _formats(metric)
     figure = _figure("seed", ticks, hovermode="x unified")
     for i, (name, runs) in enumerate(results.items()):
         figure.add_scatter(
             x=[str(seed) for seed in runs],
-            y=_column(final(rounds, metric) for rounds in runs.values()),
+            y=_column(final_value(rounds, metric) for rounds in runs.values()),
             name=escape(name),
             mode="lines+markers",
             line={"width": 1, **_line(i)},
@@ -361,7 +361,7 @@ def by_seed(results: Results, metric: str) -> go.Figure:
     return figure
 
 
-def price(results: Results, metric: str) -> go.Figure:
+def price_chart(results: Results, metric: str) -> go.Figure:
     """Draw the final value of a metric over the traffic, with a point per run."""
     ticks, precise = _formats(metric)
     figure = _figure("bytes, both ways", ticks)
@@ -372,7 +372,7 @@ def price(results: Results, metric: str) -> go.Figure:
     for i, (name, runs) in enumerate(results.items()):
         figure.add_scatter(
             x=_column(totals[name]),
-            y=_column(final(rounds, metric) for rounds in runs.values()),
+            y=_column(final_value(rounds, metric) for rounds in runs.values()),
             name=escape(name),
             mode="markers",
             marker={"size": 11, "color": _line(i)["color"], "opacity": 0.8},
@@ -416,7 +416,10 @@ def _longest(lines: Mapping[str, Mapping[int, Curve]]) -> int:
 
 def _line(i: int) -> dict[str, str]:
     """Return colour and dash of the i-th line."""
-    return {"color": COLOURS[i % FEW], "dash": ("solid", "dash", "dot")[i // FEW % 3]}
+    return {
+        "color": COLOURS[i % MAX_COLOURED_LINES],
+        "dash": ("solid", "dash", "dot")[i // MAX_COLOURED_LINES % 3],
+    }
 
 
 def _faint(colour: str) -> str:
@@ -433,7 +436,7 @@ def _column(values: Iterable[float | None]) -> np.ndarray[Any, np.dtype[np.float
 class _Scale:
     """The unit of an axis, and the formats of its ticks and labels."""
 
-    def __init__(self, quantity: Quantity, values: Iterable[float]) -> None:
+    def __init__(self, quantity: BarQuantity, values: Iterable[float]) -> None:
         unit = time_unit(values)
         self.factor = 1 / unit.seconds if quantity == "seconds" else 1.0
         self.suffix = {"bytes": "B", "seconds": f" {unit.name}", "number": ""}[quantity]

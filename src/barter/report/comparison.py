@@ -11,20 +11,28 @@ import tomli_w
 from barter.compare.comparison import Comparison
 from barter.core.record import Round
 from barter.report import charts
-from barter.report.page import Section, Tile, chart, code, folded, page, side_by_side, table, text
-from barter.report.run import TESTS, Split, cited, failures, phases
-from barter.runs.folder import ended, rounds_done
+from barter.report.page import Section, Tile, beside, chart, code, fold, page, table, text_block
+from barter.report.run import TEST_TITLES, Split, citation_section, failure_section, phase_seconds
+from barter.runs.folder import count_rounds, has_ended
 from barter.runs.picture import Curve
 from barter.runs.progress import pluralise
-from barter.runs.summary import ALWAYS, Comparative, Results, cells, heading, is_share, lines
+from barter.runs.summary import (
+    ALWAYS,
+    Comparative,
+    Results,
+    heading,
+    is_share,
+    metric_curves,
+    summary_cells,
+)
 from barter.setup.config import Config, to_toml
 from barter.setup.trust import read_run
 
 __all__ = ["ComparisonReport"]
 
-SERVER = f"Accuracy of the server's model, {TESTS['global']}"
-CLIENTS = f"Accuracy of the clients' models, {TESTS['global']}"
-LOCAL = f"Accuracy of the clients' models, {TESTS['local']}"
+SERVER_TITLE = f"Accuracy of the server's model, {TEST_TITLES['global']}"
+CLIENTS_TITLE = f"Accuracy of the clients' models, {TEST_TITLES['global']}"
+LOCAL = f"Accuracy of the clients' models, {TEST_TITLES['local']}"
 
 
 class ComparisonReport:
@@ -37,7 +45,7 @@ class ComparisonReport:
 
     @property
     def done(self) -> int:
-        return sum(rounds_done(run) for run in self._runs())
+        return sum(count_rounds(run) for run in self._runs())
 
     @property
     def empty(self) -> bool:
@@ -58,7 +66,7 @@ class ComparisonReport:
         return [self.comparison.run(name, seed) for name, seed in planned]
 
     def _ended(self) -> list[bool]:
-        return [ended(run, self.comparison.rounds) for run in self._runs()]
+        return [has_ended(run, self.comparison.rounds) for run in self._runs()]
 
     def page(self, *, live: bool, quick: bool = False) -> str:
         """Return the page of the finished runs.
@@ -78,7 +86,8 @@ class ComparisonReport:
         )
         sections = self._results(results, missing, quick=quick) if results else []
         common = Section(
-            "Configuration", [text("What all runs share:"), code(tomli_w.dumps(comparison.common))]
+            "Configuration",
+            [text_block("What all runs share:"), code(tomli_w.dumps(comparison.common))],
         )
         message = (
             "The comparison goes on. This page reloads itself every few seconds." if live else ""
@@ -131,7 +140,7 @@ class ComparisonReport:
                 *configs[name].algorithm.remarks(rounds),
             ]
         ]
-        unfinished = [text(f"Not finished: {'; '.join(missing)}.")] if missing else []
+        unfinished = [text_block(f"Not finished: {'; '.join(missing)}.")] if missing else []
         return [
             Section("Table", [_table(compared), *unfinished]),
             _accuracies(compared, results),
@@ -139,11 +148,11 @@ class ComparisonReport:
             _costs(results),
             self._splits[example].section(f"Images by client and class: {first}, seed {seed}"),
             Section("Remarks", [table(["run", "remark"], remarks)] if remarks else []),
-            failures("run", failed),
-            cited([config.algorithm for config in configs.values()]),
+            failure_section("run", failed),
+            citation_section([config.algorithm for config in configs.values()]),
             Section(
                 "Variants",
-                [folded(name, code(to_toml(config))) for name, config in configs.items()],
+                [fold(name, code(to_toml(config))) for name, config in configs.items()],
             ),
         ]
 
@@ -168,9 +177,9 @@ def _describe(metric: str, primary: Collection[str]) -> str:
     if metric == "primary" and len(set(primary)) == 1:
         metric = {"server": "server", "clients": "global"}[next(iter(primary))]
     known = {
-        "primary": f"Accuracy of each method's primary model, {TESTS['global']}",
-        "server": SERVER,
-        "global": CLIENTS,
+        "primary": f"Accuracy of each method's primary model, {TEST_TITLES['global']}",
+        "server": SERVER_TITLE,
+        "global": CLIENTS_TITLE,
         "own": LOCAL,
     }
     return known.get(metric) or heading(metric).capitalize()
@@ -199,7 +208,7 @@ def _accuracies(compared: Comparative, results: Results) -> Section:
     primary = {row.primary for row in compared.rows}
     shown: dict[str, dict[str, dict[int, Curve]]] = {}
     for key in dict.fromkeys([compared.question.metric, *ALWAYS]):
-        by_method = lines(results, key)
+        by_method = metric_curves(results, key)
         curves = [curve for seeds in by_method.values() for curve in seeds.values()]
         known = any(value is not None for curve in curves for _, value in curve)
         # The primary metric may be the same as one of the others.
@@ -214,13 +223,13 @@ def _accuracies(compared: Comparative, results: Results) -> Section:
                     for name, seeds in by_method.items()
                 }
         title = "Accuracy after the round, mean over seeds and one standard deviation to each side"
-        return Section("Accuracy", [chart(title, charts.outcomes(columns))] if columns else [])
+        return Section("Accuracy", [chart(title, charts.outcome_chart(columns))] if columns else [])
     figures = [
-        chart(f"{_describe(key, primary)}, by round", charts.methods(by_method, key))
+        chart(f"{_describe(key, primary)}, by round", charts.method_chart(by_method, key))
         for key, by_method in shown.items()
     ]
-    note = text("Means over seeds, and one standard deviation to each side.")
-    return Section("Curves", [note, side_by_side(*figures)] if figures else [])
+    note = text_block("Means over seeds, and one standard deviation to each side.")
+    return Section("Curves", [note, beside(*figures)] if figures else [])
 
 
 def _seeds_and_bytes(compared: Comparative, results: Results) -> Section:
@@ -229,14 +238,14 @@ def _seeds_and_bytes(compared: Comparative, results: Results) -> Section:
     what = _describe(metric, {row.primary for row in compared.rows})
     parts = []
     if any(len(runs) > 1 for runs in results.values()):
-        parts.append(chart(f"{what}, seed by seed", charts.by_seed(results, metric)))
+        parts.append(chart(f"{what}, seed by seed", charts.seed_chart(results, metric)))
     if len({amount for row in compared.rows for amount in row.bytes.values}) > 1:
-        parts.append(chart(f"{what}, and the bytes it took", charts.price(results, metric)))
-    return Section("Seeds and bytes", [side_by_side(*parts)] if parts else [])
+        parts.append(chart(f"{what}, and the bytes it took", charts.price_chart(results, metric)))
+    return Section("Seeds and bytes", [beside(*parts)] if parts else [])
 
 
 def _table(compared: Comparative) -> str:
-    headings, rows = cells(compared)
+    headings, rows = summary_cells(compared)
     best = frozenset(
         (i, j) for i, row in enumerate(rows) for j, (_, leads) in enumerate(row) if leads
     )
@@ -253,7 +262,9 @@ def _costs(results: Results) -> Section:
         ]
         for way in ("up", "down")
     }
-    spent = {name: [phases(rounds) for rounds in runs.values()] for name, runs in results.items()}
+    spent = {
+        name: [phase_seconds(rounds) for rounds in runs.values()] for name, runs in results.items()
+    }
     every = dict.fromkeys(phase for runs in spent.values() for run in runs for phase in run)
     seconds = {
         phase: [_mean([sum(run.get(phase, [])) for run in spent[name]]) for name in names]
@@ -261,15 +272,17 @@ def _costs(results: Results) -> Section:
     }
     peaks = [max(_peak(rounds) for rounds in runs.values()) for runs in results.values()]
     parts = [
-        chart("Time of a run by phase, mean over seeds", charts.bars(names, seconds, "seconds"))
+        chart(
+            "Time of a run by phase, mean over seeds", charts.bar_chart(names, seconds, "seconds")
+        )
     ]
     if any(map(any, traffic.values())):
-        figure = charts.bars(names, traffic, "bytes")
+        figure = charts.bar_chart(names, traffic, "bytes")
         parts.insert(0, chart("Bytes of a run, mean over seeds", figure))
     if any(peaks):
-        figure = charts.bars(names, {"peak": peaks}, "bytes")
+        figure = charts.bar_chart(names, {"peak": peaks}, "bytes")
         parts.append(chart("Peak of the device's memory", figure))
-    return Section("Costs", [side_by_side(*parts)])
+    return Section("Costs", [beside(*parts)])
 
 
 def _peak(rounds: Sequence[Round]) -> float:

@@ -12,11 +12,11 @@ from torch import Tensor
 from barter.core import seeds
 from barter.core.algorithm import Algorithm
 from barter.core.errors import ConfigError
-from barter.core.images import Spec, statistics
+from barter.core.images import Spec, channel_statistics
 from barter.core.nodes import Client, Server
 from barter.engines.local import LocalEngine
 from barter.experiment import Experiment
-from barter.runs.picture import Row, sheet
+from barter.runs.picture import ImageRow, draw_sheet
 from barter.setup.trust import read_run
 
 __all__ = ["pictures", "sheets"]
@@ -39,11 +39,11 @@ def sheets(run: Path, out: Path, columns: int) -> Iterator[Path]:
         title = f"{name}, round {t}: {contents}. Experimenter's view only"
         _make(out)
         path = out / f"round-{t:03d}.png"
-        sheet(rows, title, path)
+        draw_sheet(rows, title, path)
         yield path
 
 
-def pictures(run: Path, columns: int) -> Iterator[tuple[int, list[Row]]]:
+def pictures(run: Path, columns: int) -> Iterator[tuple[int, list[ImageRow]]]:
     """Yield every round that the run's parties remember, with a row of images for each client.
 
     A row holds private images and those synthesised from them. The last round also has images that
@@ -63,7 +63,7 @@ def pictures(run: Path, columns: int) -> Iterator[tuple[int, list[Row]]]:
         and config.engine != "flower"
     ):
         raise no_images
-    experiment = Experiment.revisited(run)
+    experiment = Experiment.restore(run)
     found = 0
     engine = experiment.engine
     assert isinstance(engine, LocalEngine)
@@ -91,7 +91,7 @@ def _make(folder: Path) -> None:
         raise ConfigError(f"{folder} cannot be made: {error}") from error
 
 
-def _row(experiment: Experiment, client: Client, t: int, columns: int) -> Iterator[Row]:
+def _row(experiment: Experiment, client: Client, t: int, columns: int) -> Iterator[ImageRow]:
     """Yield a client's row for a round, if it remembers one: private and synthetic images."""
     choose = partial(_choose_indices, client.data.labels, columns)
     remembered = experiment.algorithm.gallery(client, t, choose)
@@ -104,7 +104,7 @@ def _row(experiment: Experiment, client: Client, t: int, columns: int) -> Iterat
         yield name, _visible(private, spec), _visible(synthetic, spec), classes
 
 
-def _created(experiment: Experiment, party: Server | Client, columns: int) -> Iterator[Row]:
+def _created(experiment: Experiment, party: Server | Client, columns: int) -> Iterator[ImageRow]:
     """Yield a party's row of images that were synthesised from no single image, if it has any."""
     with seeds.scope(experiment.config.seed, "gallery"):
         created = experiment.algorithm.creations(party, lambda labels: _spread(labels, columns))
@@ -132,5 +132,5 @@ def _spread(labels: Tensor, columns: int) -> Tensor:
 
 def _visible(images: Tensor, spec: Spec) -> Tensor:
     """Undo the normalisation of images: pixels between 0 and 1, channels last."""
-    mean, std = statistics(spec, images.device)
+    mean, std = channel_statistics(spec, images.device)
     return (images * std + mean).clamp(0, 1).permute(0, 2, 3, 1)

@@ -15,22 +15,22 @@ from string import Template
 import plotly.graph_objects as go
 
 from barter.core.errors import ConfigError
-from barter.core.files import replace_text, writing
+from barter.core.files import convert_disk_errors, replace_text
 from barter.report.colours import DARK
 from barter.version import __version__
 
 __all__ = [
     "Section",
     "Tile",
+    "beside",
     "chart",
     "code",
-    "folded",
+    "fold",
     "page",
-    "side_by_side",
     "strip",
     "table",
-    "text",
-    "write",
+    "text_block",
+    "write_page",
 ]
 
 REFRESH = 10  # seconds between two reloads of a live page
@@ -106,20 +106,20 @@ def _card(tile: Tile) -> str:
     )
 
 
-def write(to: Path, content: str) -> None:
+def write_page(to: Path, content: str) -> None:
     """Write a page atomically; overwrite nothing but an earlier page.
 
     Raises:
         ConfigError: The file exists and is not a report.
     """
-    with writing(to):
+    with convert_disk_errors(to):
         known = not to.exists() or MARK.encode() in to.read_bytes()[:1000]
     if not known:
         raise ConfigError(f"{to} exists and is not a report of barter: choose another --to")
     replace_text(to, content)
 
 
-def text(*paragraphs: str) -> str:
+def text_block(*paragraphs: str) -> str:
     """Return paragraphs of plain text."""
     return "".join(f"<p>{escape(paragraph)}</p>" for paragraph in paragraphs)
 
@@ -129,7 +129,7 @@ def code(content: str) -> str:
     return f"<pre>{escape(content)}</pre>"
 
 
-def folded(summary: str, *parts: str, unfolded: bool = False) -> str:
+def fold(summary: str, *parts: str, unfolded: bool = False) -> str:
     """Return parts in a block that the reader can unfold."""
     start = f"<details{' open' * unfolded}><summary>{escape(summary)}</summary>"
     return f"{start}{''.join(parts)}</details>"
@@ -208,7 +208,7 @@ def chart(title: str, figure: go.Figure) -> str:
     )
 
 
-def side_by_side(*parts: str) -> str:
+def beside(*parts: str) -> str:
     """Return parts beside each other where the screen is wide enough."""
     return f"<div class=pair>{''.join(parts)}</div>"
 

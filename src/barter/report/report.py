@@ -6,13 +6,13 @@ from pathlib import Path
 
 from barter.core.errors import CheckpointError
 from barter.report.comparison import ComparisonReport
-from barter.report.page import write
+from barter.report.page import write_page
 from barter.report.run import RunReport
 
-__all__ = ["ComparisonReport", "RunReport", "report_of", "write"]
+__all__ = ["ComparisonReport", "RunReport", "make_report", "write_page"]
 
 
-def report_of(folder: Path, *, live: bool, images: bool) -> RunReport | ComparisonReport:
+def make_report(folder: Path, *, live: bool, images: bool) -> RunReport | ComparisonReport:
     """Return the report of a run or a comparison.
 
     Args:

@@ -20,47 +20,60 @@ from barter.core.algorithm import Algorithm
 from barter.core.errors import BarterError
 from barter.core.params import BY_PYTHON
 from barter.core.record import Round
-from barter.core.variant import PAPER, differences_from_paper
+from barter.core.variant import PAPER_PRESET, differences_from_paper
 from barter.data.task import SITES, make_task
-from barter.privacy.show import cells, conclusion
+from barter.privacy.show import conclusion, statement_cells
 from barter.privacy.statement import Statement
 from barter.report import charts
 from barter.report.image_sheets import pictures
 from barter.report.page import (
     Section,
     Tile,
+    beside,
     chart,
     code,
-    folded,
+    fold,
     page,
-    side_by_side,
     strip,
     table,
-    text,
+    text_block,
 )
-from barter.report.units import elapsed
-from barter.runs.folder import METRICS, PRIVACY, ended, records, rounds_done
-from barter.runs.picture import Row
-from barter.runs.progress import pluralise, size
-from barter.runs.tables import HEADINGS, closing_cells, gain, participants
+from barter.report.units import format_seconds
+from barter.runs.folder import METRICS_FILE, PRIVACY, count_rounds, has_ended, read_records
+from barter.runs.picture import ImageRow
+from barter.runs.progress import format_bytes, pluralise
+from barter.runs.tables import CLIENT_HEADINGS, accuracy_gain, closing_cells, participants
 from barter.setup.config import Config, to_toml
-from barter.setup.participants import names_of, narrowed
+from barter.setup.participants import architecture_names, narrowed_name
 from barter.setup.trust import read_run
 
-__all__ = ["TESTS", "RunReport", "Split", "cited", "failures", "phases"]
+__all__ = [
+    "TEST_TITLES",
+    "RunReport",
+    "Split",
+    "citation_section",
+    "failure_section",
+    "phase_seconds",
+]
 
-TESTS = {"global": "global test set", "local": "local tests"}
+TEST_TITLES = {"global": "global test set", "local": "local tests"}
 # Metrics that other sections show, and numbers of test images, which only weigh clients.
-TOLD = {*TESTS, *(f"before_{test}" for test in TESTS), "bytes_up", "bytes_down", "device_memory"}
-TOLD |= {f"{test}_images" for test in TESTS}
+TOLD = {
+    *TEST_TITLES,
+    *(f"before_{test}" for test in TEST_TITLES),
+    "bytes_up",
+    "bytes_down",
+    "device_memory",
+}
+TOLD |= {f"{test}_images" for test in TEST_TITLES}
 # Metrics of [evaluate] are called TEST_METRIC, and before_TEST_METRIC before an exchange.
-PER_CLASS = re.compile(rf"({'|'.join(TESTS)})_class_(\d+)")
-FURTHER = re.compile(rf"({'|'.join(TESTS)})_(loss|macro_f1|auc|calibration)")
+PER_CLASS = re.compile(rf"({'|'.join(TEST_TITLES)})_class_(\d+)")
+FURTHER = re.compile(rf"({'|'.join(TEST_TITLES)})_(loss|macro_f1|auc|calibration)")
 # Limits that keep the page small.
 SHOWN = 5  # rounds and parties with images
-COLUMNS = 8  # images of each party
+REPORT_COLUMNS = 8  # images of each party
 SIDE = 48  # pixels of an image's longer side
-EXACT = 16  # images of at most this side are stored without loss
+LOSSLESS_SIDE = 16  # images of at most this side are stored without loss
 
 
 class Split:
@@ -95,7 +108,9 @@ class Split:
 
     def section(self, caption: str) -> Section:
         """Return the section with the split's chart."""
-        shown = [chart(caption, charts.split(self.counts, self.classes))] if self.counts else []
+        shown = (
+            [chart(caption, charts.split_chart(self.counts, self.classes))] if self.counts else []
+        )
         return Section("Split", shown, self.unknown)
 
 
@@ -111,15 +126,15 @@ class RunReport:
 
     @property
     def done(self) -> int:
-        return rounds_done(self.run)
+        return count_rounds(self.run)
 
     @property
     def empty(self) -> bool:
-        return not records(self.run)
+        return not read_records(self.run)
 
     @property
     def finished(self) -> bool:
-        return ended(self.run, self.config.rounds)
+        return has_ended(self.run, self.config.rounds)
 
     @property
     def progress(self) -> str:
@@ -132,7 +147,7 @@ class RunReport:
             live: The page reloads itself.
             quick: Do not read the data, which may take long; the split is then omitted.
         """
-        rounds = records(self.run)
+        rounds = read_records(self.run)
         config = self.config
         if rounds and not quick:
             self.split.read()
@@ -142,41 +157,52 @@ class RunReport:
             f"{pluralise(config.rounds, 'round')}, seed {config.seed}"
         )
         sections = [] if not rounds else self._results(rounds, live=live)
-        sections += [cited([config.algorithm]), Section("Configuration", [code(to_toml(config))])]
+        sections += [
+            citation_section([config.algorithm]),
+            Section("Configuration", [code(to_toml(config))]),
+        ]
         message = ""
         if live:
             message = f"The run goes on. {self._last()} This page reloads itself every few seconds."
-        return page(title, subtitle, tiles(rounds) if rounds else [], sections, message)
+        return page(title, subtitle, make_tiles(rounds) if rounds else [], sections, message)
 
     def _last(self) -> str:
         """Describe when the last round ended."""
         if not self.done:
             return "No round is finished yet."
-        written = time.localtime((self.run / METRICS).stat().st_mtime)
+        written = time.localtime((self.run / METRICS_FILE).stat().st_mtime)
         return f"Its last round ended at {time.strftime('%H:%M:%S', written)}."
 
     def _results(self, rounds: Sequence[Round], *, live: bool) -> list[Section]:
         """Return the sections about the finished rounds."""
-        tests = [key for key in TESTS if any(r.values(key) for r in rounds)]
+        tests = [key for key in TEST_TITLES if any(r.values(key) for r in rounds)]
         learning = [
-            chart(f"Accuracy by round, {TESTS[key]}", charts.learning(rounds, key, self.names))
+            chart(
+                f"Accuracy by round, {TEST_TITLES[key]}",
+                charts.learning_chart(rounds, key, self.names),
+            )
             for key in tests
             if len([r for r in rounds if r.values(key)]) > 1  # A single round has no curve.
         ]
         gains = [
-            chart(f"Accuracy by client, {TESTS[key]}", charts.gains(rounds, key, self.names))
+            chart(
+                f"Accuracy by client, {TEST_TITLES[key]}",
+                charts.gain_chart(rounds, key, self.names),
+            )
             for key in tests
         ]
-        remarks = [text(f"Round {r.round}: {warning}.") for r in rounds for warning in r.warnings]
+        remarks = [
+            text_block(f"Round {r.round}: {warning}.") for r in rounds for warning in r.warnings
+        ]
         if not live:
-            remarks += [text(remark) for remark in self.config.algorithm.remarks(rounds)]
+            remarks += [text_block(remark) for remark in self.config.algorithm.remarks(rounds)]
         missing = "" if tests else "the clients report no accuracy."
         return [
             Section("Remarks", remarks),
-            Section("Learning", [side_by_side(*learning)] if learning else [], missing),
+            Section("Learning", [beside(*learning)] if learning else [], missing),
             Section(
                 "Clients",
-                [*([side_by_side(*gains)] if gains else []), self._clients(rounds)],
+                [*([beside(*gains)] if gains else []), self._clients(rounds)],
             ),
             self.split.section("Images by client and class"),
             *([] if live or not self.images else [_gallery(self.run)]),
@@ -185,8 +211,10 @@ class RunReport:
             _time(rounds),
             _memory(rounds),
             _metrics(rounds, self.split.classes),
-            _noted(rounds),
-            failures("round", [[str(r.round), failure] for r in rounds for failure in r.failures]),
+            _recorded_section(rounds),
+            failure_section(
+                "round", [[str(r.round), failure] for r in rounds for failure in r.failures]
+            ),
         ]
 
     def _clients(self, rounds: Sequence[Round]) -> str:
@@ -195,9 +223,9 @@ class RunReport:
         samples = [sum(row) for row in counts] or None
         held = [[c for c, n in enumerate(row) if n] for row in counts] or None
         cells = closing_cells(rounds, self.names, samples, held)
-        content = table(HEADINGS, *cells, words=("classes",))
+        content = table(CLIENT_HEADINGS, *cells, words=("classes",))
         title = f"Every client after round {rounds[-1].round}, accuracy in %"
-        return folded(title, content, unfolded=len(self.names) <= 20)
+        return fold(title, content, unfolded=len(self.names) <= 20)
 
 
 def _names(config: Config) -> list[str]:
@@ -205,13 +233,15 @@ def _names(config: Config) -> list[str]:
     if config.data.source == SITES or config.models == BY_PYTHON:
         return [f"client {k}" for k in range(config.clients)]
     algorithm, clients = config.algorithm, config.clients
-    names = names_of(algorithm, config.models, clients)
-    return [f"{k} {narrowed(name, algorithm.budget(k, clients))}" for k, name in enumerate(names)]
+    names = architecture_names(algorithm, config.models, clients)
+    return [
+        f"{k} {narrowed_name(name, algorithm.budget(k, clients))}" for k, name in enumerate(names)
+    ]
 
 
-def tiles(rounds: Sequence[Round]) -> list[Tile]:
+def make_tiles(rounds: Sequence[Round]) -> list[Tile]:
     """Return the cards of a run: the headline first, then other accuracies, and costs."""
-    of_clients = [card for test in TESTS if (card := _clients_card(rounds, test)) is not None]
+    of_clients = [card for test in TEST_TITLES if (card := _clients_card(rounds, test)) is not None]
     of_server = [card for card in [_server_card(rounds)] if card is not None]
     last = rounds[-1]
     cards = of_server + of_clients if last.primary == "server" else of_clients + of_server
@@ -223,11 +253,15 @@ def tiles(rounds: Sequence[Round]) -> list[Tile]:
         cards.append(Tile("Clients that took part", share, [note]))
     up, down = (sum(r.traffic(way) for r in rounds) for way in ("up", "down"))
     cards.append(
-        Tile("Exchanged, all rounds", size(up + down), [f"{size(up)} up, {size(down)} down"])
+        Tile(
+            "Exchanged, all rounds",
+            format_bytes(up + down),
+            [f"{format_bytes(up)} up, {format_bytes(down)} down"],
+        )
     )
     spent = sum(r.seconds["round"] for r in rounds)
-    each = [f"{elapsed(spent / len(rounds))} a round"] if len(rounds) > 1 else []
-    cards.append(Tile("Time, all rounds", elapsed(spent), each))
+    each = [f"{format_seconds(spent / len(rounds))} a round"] if len(rounds) > 1 else []
+    cards.append(Tile("Time, all rounds", format_seconds(spent), each))
     failed = sum(len(r.failures) for r in rounds)
     answered = (
         "calls that a client did not answer" if failed else "every client answered every call"
@@ -239,7 +273,7 @@ def _server_card(rounds: Sequence[Round]) -> Tile | None:
     last = next((r for r in reversed(rounds) if "global" in r.server), None)
     if last is None:
         return None
-    notes = [f"{TESTS['global']}, round {last.round}"]
+    notes = [f"{TEST_TITLES['global']}, round {last.round}"]
     return Tile("Accuracy of the server's model", f"{last.server['global']:.1%}", notes)
 
 
@@ -254,8 +288,8 @@ def _clients_card(rounds: Sequence[Round], test: str) -> Tile | None:
     after = last.values(test)
     adversarial = any("adversarial" in metrics for metrics in last.clients.values())
     whom = pluralise(len(after), "honest client" if adversarial else "client")
-    notes = [f"{TESTS[test]}, mean of {whom}, round {last.round}"]
-    change = gain(rounds, test)
+    notes = [f"{TEST_TITLES[test]}, mean of {whom}, round {last.round}"]
+    change = accuracy_gain(rounds, test)
     if change.points is not None:
         everybody = change.before.keys() == after.keys()
         whose = "" if everybody else f", same {pluralise(len(change.before), 'client')}"
@@ -278,8 +312,8 @@ def _privacy(run: Path) -> list[Section]:
     if not (run / PRIVACY).is_file():
         return []
     statement = Statement.read(run / PRIVACY)
-    parts = table(*cells(statement), stacked=True) if statement.rows else ""
-    return [Section("Privacy", [parts, *map(text, conclusion(statement))])]
+    parts = table(*statement_cells(statement), stacked=True) if statement.rows else ""
+    return [Section("Privacy", [parts, *map(text_block, conclusion(statement))])]
 
 
 def _traffic(rounds: Sequence[Round]) -> Section:
@@ -302,16 +336,16 @@ def _costs(
     by_round: Mapping[str, Sequence[float]],
 ) -> str:
     """Draw the costs of all rounds and, if there are several, the costs of each."""
-    quantity: charts.Quantity = "bytes" if what == "Bytes" else "seconds"
+    quantity: charts.BarQuantity = "bytes" if what == "Bytes" else "seconds"
     if len(rounds) == 1:
-        return chart(f"{what} by {kind}", charts.bars(*sums, quantity, lowest=0))
-    return side_by_side(
-        chart(f"{what} by {kind}, over all rounds", charts.bars(*sums, quantity)),
-        chart(f"{what} by round", charts.by_round(rounds, by_round, quantity)),
+        return chart(f"{what} by {kind}", charts.bar_chart(*sums, quantity, lowest=0))
+    return beside(
+        chart(f"{what} by {kind}, over all rounds", charts.bar_chart(*sums, quantity)),
+        chart(f"{what} by round", charts.round_chart(rounds, by_round, quantity)),
     )
 
 
-def phases(rounds: Sequence[Round]) -> dict[str, list[float]]:
+def phase_seconds(rounds: Sequence[Round]) -> dict[str, list[float]]:
     """Return the seconds of every phase in each round, and those between phases."""
     parts = [{key: s for key, s in r.seconds.items() if key != "round"} for r in rounds]
     rest = [
@@ -323,7 +357,7 @@ def phases(rounds: Sequence[Round]) -> dict[str, list[float]]:
 
 
 def _time(rounds: Sequence[Round]) -> Section:
-    by_phase = phases(rounds)
+    by_phase = phase_seconds(rounds)
     sums = {"time": [sum(values) for values in by_phase.values()]}
     return Section("Time", [_costs("Time", "phase", rounds, (list(by_phase), sums), by_phase)])
 
@@ -334,15 +368,17 @@ def _memory(rounds: Sequence[Round]) -> Section:
         reason = "the run was on a CPU, and records hold the memory of CUDA devices only."
         return Section("Memory", [], reason)
     if len(rounds) == 1:
-        return Section("Memory", [text(f"Peak of the device: {size(peaks[0] or 0)}.")])
-    figure = charts.by_round(rounds, {"peak": peaks}, "bytes")
+        return Section(
+            "Memory", [text_block(f"Peak of the device: {format_bytes(peaks[0] or 0)}.")]
+        )
+    figure = charts.round_chart(rounds, {"peak": peaks}, "bytes")
     return Section("Memory", [chart("Peak of the device by round", figure)])
 
 
 def _metrics(rounds: Sequence[Round], classes: Sequence[str]) -> Section:
     """Return the section with other metrics of [evaluate]: by round, and accuracy by class."""
     parts = _by_round(rounds, [key for key in _keys(rounds) if FURTHER.fullmatch(key)])
-    for test, title in TESTS.items():
+    for test, title in TEST_TITLES.items():
         last = next((r for r in reversed(rounds) if _class_shares(r, test)), None)
         if last is not None:
             shares = _class_shares(last, test)
@@ -354,9 +390,11 @@ def _metrics(rounds: Sequence[Round], classes: Sequence[str]) -> Section:
                 for whose, by_class in shares.items()
             }
             parts.append(
-                chart(f"Accuracy by class, {title}, round {last.round}", charts.outcomes(named))
+                chart(
+                    f"Accuracy by class, {title}, round {last.round}", charts.outcome_chart(named)
+                )
             )
-    return Section("Metrics", [side_by_side(*parts)] if parts else [])
+    return Section("Metrics", [beside(*parts)] if parts else [])
 
 
 def _class_shares(record: Round, test: str) -> dict[str, dict[int, list[float]]]:
@@ -375,7 +413,7 @@ def _class_shares(record: Round, test: str) -> dict[str, dict[int, list[float]]]
     return found
 
 
-def _noted(rounds: Sequence[Round]) -> Section:
+def _recorded_section(rounds: Sequence[Round]) -> Section:
     """Return the section with the numbers that the method itself recorded."""
 
     def is_own(key: str) -> bool:
@@ -383,7 +421,7 @@ def _noted(rounds: Sequence[Round]) -> Section:
         return name not in TOLD and not FURTHER.fullmatch(name) and not PER_CLASS.fullmatch(name)
 
     parts = _by_round(rounds, [key for key in _keys(rounds) if is_own(key)])
-    return Section("Noted by the method", [side_by_side(*parts)] if parts else [])
+    return Section("Noted by the method", [beside(*parts)] if parts else [])
 
 
 def _keys(rounds: Sequence[Round]) -> list[str]:
@@ -402,12 +440,14 @@ def _by_round(rounds: Sequence[Round], keys: Sequence[str]) -> list[str]:
                 found[f"{key.replace('_', ' ')}, {whose}"] = key, means
     if len(rounds) == 1:
         rows = [
-            [name, size(mean or 0) if "bytes" in key else f"{mean:.4g}"]
+            [name, format_bytes(mean or 0) if "bytes" in key else f"{mean:.4g}"]
             for name, (key, [mean]) in found.items()
         ]
         return [table(["number", f"round {rounds[0].round}"], rows)] if rows else []
     return [
-        chart(name, charts.by_round(rounds, {key: means}, "bytes" if "bytes" in key else "number"))
+        chart(
+            name, charts.round_chart(rounds, {key: means}, "bytes" if "bytes" in key else "number")
+        )
         for name, (key, means) in found.items()
     ]
 
@@ -416,7 +456,7 @@ def _of(record: Round, party: str) -> list[Mapping[str, float]]:
     return [record.server] if party == "server" else list(record.clients.values())
 
 
-def failures(where: str, rows: Sequence[Sequence[str]]) -> Section:
+def failure_section(where: str, rows: Sequence[Sequence[str]]) -> Section:
     """Return the section of calls that clients did not answer.
 
     Args:
@@ -427,15 +467,18 @@ def failures(where: str, rows: Sequence[Sequence[str]]) -> Section:
         return Section("Failures", [], "none, every client that was asked answered.")
     title = f"{pluralise(len(rows), 'call')} that a client did not answer"
     listed = table([where, "what happened"], rows, words=(where,))
-    return Section("Failures", [folded(title, listed, unfolded=len(rows) <= 20)])
+    return Section("Failures", [fold(title, listed, unfolded=len(rows) <= 20)])
 
 
-def cited(algorithms: Sequence[Algorithm]) -> Section:
+def citation_section(algorithms: Sequence[Algorithm]) -> Section:
     """Return the section with the methods' citations and messages."""
     parts = []
     for kind in dict.fromkeys(type(algorithm) for algorithm in algorithms):
         rows = [[method, str(crossing)] for method, crossing in kind.crosses.items()]
-        parts += [text(kind.citation()), table(["method", "what crosses"], rows) if rows else ""]
+        parts += [
+            text_block(kind.citation()),
+            table(["method", "what crosses"], rows) if rows else "",
+        ]
     for algorithm in algorithms:
         parts += _variant(algorithm)
     kinds = {type(algorithm) for algorithm in algorithms}
@@ -450,14 +493,14 @@ def _variant(algorithm: Algorithm) -> list[str]:
     name = type(algorithm).__name__
     title = f"{name} as run here differs from its paper in {pluralise(len(found), 'field')}"
     rows = [[d.field, str(d.value), str(d.paper)] for d in found]
-    note = text(f"preset={PAPER} is the published method.")
-    return [folded(title, note, table(["field", "this run", "paper"], rows), unfolded=True)]
+    note = text_block(f"preset={PAPER_PRESET} is the published method.")
+    return [fold(title, note, table(["field", "this run", "paper"], rows), unfolded=True)]
 
 
 def _gallery(run: Path) -> Section:
     """Return the section with private and synthetic images of the last rounds, or the reason."""
     try:
-        found = deque(pictures(run, COLUMNS), maxlen=SHOWN)
+        found = deque(pictures(run, REPORT_COLUMNS), maxlen=SHOWN)
     except BarterError as error:
         return Section("Images", [], str(error))
     note = (
@@ -466,22 +509,22 @@ def _gallery(run: Path) -> Section:
         "No party of the run sees all of this: it is for the experimenter's eyes, and --no-images "
         "leaves it out."
     )
-    parts = [text(note)]
+    parts = [text_block(note)]
     for t, rows in found:
         some = f", the first {SHOWN} of {len(rows)} parties" if len(rows) > SHOWN else ""
         strips = [strip(row[0], *_encode_row(row), row[3]) for row in rows[:SHOWN]]
-        parts.append(folded(f"Round {t}{some}", side_by_side(*strips), unfolded=t == found[-1][0]))
+        parts.append(fold(f"Round {t}{some}", beside(*strips), unfolded=t == found[-1][0]))
     return Section("Images", parts)
 
 
-def _encode_row(row: Row) -> tuple[str, bytes]:
+def _encode_row(row: ImageRow) -> tuple[str, bytes]:
     """Encode private images above synthetic ones as an image file; return its format and bytes.
 
     Small images are stored without loss.
     """
     _, private, synthetic, _ = row
     lines = [images for images in (private, synthetic) if images is not None]
-    strips = [np.concatenate([_framed(image) for image in images], axis=1) for images in lines]
+    strips = [np.concatenate([_add_frame(image) for image in images], axis=1) for images in lines]
     sheet = np.concatenate(strips)
     image = Image.fromarray(sheet[..., 0] if sheet.shape[-1] == 1 else sheet)
     side = max(synthetic.shape[1:3])
@@ -490,13 +533,13 @@ def _encode_row(row: Row) -> tuple[str, bytes]:
         image = image.resize(
             (round(image.width * shrink), round(image.height * shrink)), Image.Resampling.LANCZOS
         )
-    kind = "png" if side <= EXACT else "jpeg"
+    kind = "png" if side <= LOSSLESS_SIDE else "jpeg"
     file = io.BytesIO()
     image.save(file, kind, quality=80)
     return kind, file.getvalue()
 
 
-def _framed(image: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+def _add_frame(image: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     """Return an image as bytes with a white frame."""
     pixels = (255 * image).round().byte().numpy()
     edge = max(1, max(pixels.shape[:2]) // 16)

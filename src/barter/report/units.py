@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from barter.runs.progress import duration
+from barter.runs.progress import format_duration
 
-__all__ = ["Unit", "elapsed", "time_unit"]
+__all__ = ["Unit", "format_seconds", "time_unit"]
 
 
 class Unit(NamedTuple):
@@ -33,7 +33,7 @@ def time_unit(seconds: Iterable[float]) -> Unit:
     return next(unit for unit in reversed(UNITS) if longest >= unit.start)
 
 
-def elapsed(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Format a time with its unit; short times get more digits.
 
     >>> elapsed(0.0312), elapsed(1.57), elapsed(75.2)
@@ -41,4 +41,4 @@ def elapsed(seconds: float) -> str:
     """
     if round(seconds, 3) < 1:
         return f"{1000 * seconds:.0f} ms"
-    return f"{seconds:.1f} s" if seconds < 9.95 else duration(seconds)
+    return f"{seconds:.1f} s" if seconds < 9.95 else format_duration(seconds)

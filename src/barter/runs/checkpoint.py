@@ -13,16 +13,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from barter.core.errors import CheckpointError, in_short
-from barter.core.files import replacing
+from barter.core.errors import CheckpointError, summarise_error
+from barter.core.files import replace_file
 from barter.core.payload import Payload, mark, origin, pack, unpack
 
-__all__ = ["read", "round_of", "write"]
+__all__ = ["read_checkpoint", "round_of", "write_checkpoint"]
 
 ROUND = re.compile(r"[0-9]{1,9}")
 
 
-def write(target: Path, state: Payload, notes: Mapping[str, str]) -> None:
+def write_checkpoint(target: Path, state: Payload, notes: Mapping[str, str]) -> None:
     """Write a checkpoint atomically: a crash leaves the old file or the new one, never a mixture.
 
     Args:
@@ -44,14 +44,14 @@ def write(target: Path, state: Payload, notes: Mapping[str, str]) -> None:
             stored[name] = tensor.cpu().clone().contiguous()
     metadata = {**notes, "header": header, "alias": json.dumps(alias)}
     metadata["checksum"] = _checksum(stored, metadata)
-    with replacing(target) as temporary:
+    with replace_file(target) as temporary:
         try:
             save_file(stored, temporary, metadata)
         except SafetensorError as error:  # Errors of the disk arrive wrapped.
             raise OSError(str(error)) from error
 
 
-def read(path: Path, device: torch.device) -> tuple[Payload, dict[str, str]]:
+def read_checkpoint(path: Path, device: torch.device) -> tuple[Payload, dict[str, str]]:
     """Read a checkpoint; return its state and its notes.
 
     Raises:
@@ -71,7 +71,7 @@ def read(path: Path, device: torch.device) -> tuple[Payload, dict[str, str]]:
         tensors = {name: stored[source] for name, source in alias.items()}
         return unpack(tensors, notes["header"]), notes
     except Exception as error:  # A damaged file may raise any error.
-        raise CheckpointError(f"{path} is damaged: {in_short(error)}") from error
+        raise CheckpointError(f"{path} is damaged: {summarise_error(error)}") from error
 
 
 def round_of(path: Path, notes: Mapping[str, str]) -> int:

@@ -18,32 +18,32 @@ import tomli_w
 import torch
 
 from barter.core.errors import CheckpointError
-from barter.core.files import replace_text, understood, writing
+from barter.core.files import convert_disk_errors, parse_file, replace_text
 from barter.core.payload import Payload
 from barter.core.record import Round
-from barter.runs.checkpoint import read, round_of, write
+from barter.runs.checkpoint import read_checkpoint, round_of, write_checkpoint
 from barter.runs.selection import Stop, best_round
 
 __all__ = [
     "RunFolder",
     "Which",
-    "begun",
     "checkpoint_of",
+    "checkpoint_rounds",
+    "count_rounds",
     "early_stop",
-    "ended",
-    "finished",
     "has_checkpoint",
-    "kept_rounds",
+    "has_ended",
+    "has_stopped_early",
     "last_checkpoint",
-    "records",
-    "rounds_done",
-    "stopped_early",
-    "unborn",
+    "never_began",
+    "read_finished_round",
+    "read_records",
+    "require_run",
 ]
 
 log = logging.getLogger("barter")
 
-METRICS = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 PRIVACY = "privacy.json"
 STOPPED = "stopped.json"  # when and why a run stopped before its last round
 
@@ -97,7 +97,7 @@ class RunFolder:
         Raises:
             CheckpointError: The folder exists and is not empty, or cannot be written.
         """
-        if path.exists() and not unborn(path):
+        if path.exists() and not never_began(path):
             raise CheckpointError(
                 f"{path} exists and is not empty: choose another --out, or `barter resume {path}`"
             )
@@ -117,7 +117,7 @@ class RunFolder:
     @classmethod
     def existing(cls, path: Path) -> RunFolder:
         """Open the folder of a run that was begun."""
-        return cls(begun(path))
+        return cls(require_run(path))
 
     @property
     def config(self) -> Path:
@@ -125,7 +125,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        return self.path / METRICS
+        return self.path / METRICS_FILE
 
     def change(self, values: Mapping[str, int | str]) -> None:
         """Change values of the run's configuration."""
@@ -167,14 +167,14 @@ class RunFolder:
 
     def append(self, record: Round) -> None:
         """Append a record to metrics.jsonl; it is on disk when this returns."""
-        with writing(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
+        with convert_disk_errors(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
             file.write(record.to_json() + "\n")
             file.flush()
             os.fsync(file.fileno())
 
     def records(self) -> list[Round]:
         """Return the recorded rounds."""
-        return records(self.path)
+        return read_records(self.path)
 
     def save(
         self,
@@ -200,7 +200,7 @@ class RunFolder:
         needed = {*wanted, *(_file(self.path, t) for t in until_saved)}
         previous = _checkpoints(self.path)[-1:]
         self._clear(but={*needed, *previous})
-        write(_file(self.path, round), state, {**origin, "round": str(round)})
+        write_checkpoint(_file(self.path, round), state, {**origin, "round": str(round)})
         self._clear(but=wanted)
 
     def _clear(self, but: Collection[Path]) -> None:
@@ -232,7 +232,7 @@ class RunFolder:
         if not self.metrics.exists():
             return ""
         copy = self.metrics.with_suffix(".damaged")
-        with writing(copy):
+        with convert_disk_errors(copy):
             # A copy: the original stays until the repaired file is on disk.
             shutil.copyfile(self.metrics, copy)
         return f"; the damaged file is kept as {copy}"
@@ -250,12 +250,12 @@ def _release_after_fork() -> None:
 os.register_at_fork(after_in_child=_release_after_fork)
 
 
-def records(run: Path) -> list[Round]:
+def read_records(run: Path) -> list[Round]:
     """Return the recorded rounds of a run.
 
     Incomplete and damaged lines are skipped. Of several lines of one round, the last one counts.
     """
-    metrics = run / METRICS
+    metrics = run / METRICS_FILE
     found: dict[int, Round] = {}
     for line in metrics.read_text(errors="replace").splitlines() if metrics.exists() else ():
         try:
@@ -267,35 +267,35 @@ def records(run: Path) -> list[Round]:
     return list(found.values())
 
 
-def unborn(path: Path) -> bool:
+def never_began(path: Path) -> bool:
     """Return whether a folder only holds what a run leaves that was killed before it began."""
     return path.is_dir() and not {child.name for child in path.iterdir()} - UNBORN
 
 
-def rounds_done(run: Path) -> int:
+def count_rounds(run: Path) -> int:
     """Count the recorded rounds of a run without parsing the records, since it is called often."""
-    metrics = run / METRICS
+    metrics = run / METRICS_FILE
     return len(set(RECORD.findall(metrics.read_bytes()))) if metrics.exists() else 0
 
 
 def early_stop(run: Path) -> Stop | None:
     """Return the early stop of a run, also an overruled one; None if there was none."""
     file = run / STOPPED
-    return understood(file, Stop.from_json) if file.exists() else None
+    return parse_file(file, Stop.from_json) if file.exists() else None
 
 
-def ended(run: Path, rounds: int) -> bool:
+def has_ended(run: Path, rounds: int) -> bool:
     """Return whether a run has ended: this number of rounds is done, or it stopped early."""
-    return rounds_done(run) >= rounds or stopped_early(run)
+    return count_rounds(run) >= rounds or has_stopped_early(run)
 
 
-def stopped_early(run: Path) -> bool:
+def has_stopped_early(run: Path) -> bool:
     """Return whether a run stopped early and the stop was not overruled."""
     stop = early_stop(run)
     return stop is not None and not stop.overruled
 
 
-def kept_rounds(run: Path) -> list[int]:
+def checkpoint_rounds(run: Path) -> list[int]:
     """Return the rounds whose checkpoints a run's folder holds."""
     return [_round(path) for path in _checkpoints(run)]
 
@@ -310,14 +310,14 @@ def checkpoint_of(run: Path, which: Which) -> tuple[int, Payload, dict[str, str]
     Raises:
         CheckpointError: If that round is not kept, or no round is the best.
     """
-    kept = kept_rounds(run)
+    kept = checkpoint_rounds(run)
     if not kept:
         raise CheckpointError(f"{run} holds no checkpoint of a finished round")
     title = f"round {which}"
     if which == "last":
         round = kept[-1]
     elif which == "best":
-        best = best_round(records(run))
+        best = best_round(read_records(run))
         if best is None:
             raise CheckpointError(
                 f"{run} has no best round: it recorded no validation accuracy, which needs "
@@ -334,7 +334,7 @@ def checkpoint_of(run: Path, which: Which) -> tuple[int, Payload, dict[str, str]
             "keep_rounds more of the last"
         )
     path = _file(run, round)
-    state, notes = read(path, torch.device("cpu"))
+    state, notes = read_checkpoint(path, torch.device("cpu"))
     return _checked_round(path, state, notes), state, notes
 
 
@@ -376,7 +376,7 @@ def _is_state(state: Payload) -> bool:
     )
 
 
-def begun(run: Path) -> Path:
+def require_run(run: Path) -> Path:
     """Return the folder of a run that was begun.
 
     Raises:
@@ -391,13 +391,13 @@ def begun(run: Path) -> Path:
     return run
 
 
-def finished(run: Path, which: Which = "last") -> tuple[int, Payload]:
+def read_finished_round(run: Path, which: Which = "last") -> tuple[int, Payload]:
     """Read a finished round of a run; return its number and its state.
 
     Raises:
         CheckpointError: It is not the folder of a run, or that round is not kept.
     """
-    round, state, _ = checkpoint_of(begun(run), which)
+    round, state, _ = checkpoint_of(require_run(run), which)
     if not {"server", "clients"} <= state.keys():
         raise CheckpointError(f"{run}: the checkpoint of round {round} does not hold all parties")
     return round, state

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from barter.core.errors import BarterError
-from barter.core.files import refused, writing
+from barter.core.files import convert_disk_errors, write_obstacle
 from barter.core.nodes import Monitor
 from barter.core.record import Round
 from barter.runs.progress import Watcher
@@ -31,7 +31,7 @@ class Journal(Monitor):
 
     def note(self, kind: str, value: Any) -> None:
         """Write one line; `follow` knows the kinds."""
-        with writing(self._path):
+        with convert_disk_errors(self._path):
             self._file.write(json.dumps([kind, value]) + "\n")
 
     def phase(self, name: str, total: float) -> AbstractContextManager[object]:
@@ -68,11 +68,13 @@ def follow(path: Path, watcher: Watcher, check: Callable[[], None]) -> Iterator[
         nonlocal died_at
         check()
         if not writer and time.monotonic() > deadline:
-            why = refused(path.parent) or f"there is nothing in {path} after {START:g} s"
+            why = write_obstacle(path.parent) or f"there is nothing in {path} after {START:g} s"
             raise BarterError(f"the server did not start: {why}")
         died_at = 0.0 if not writer or _alive(writer) else died_at or time.monotonic()
         if died_at and time.monotonic() - died_at > 2:  # By then its last lines have been read.
-            why = refused(path.parent)  # A full disk also keeps the reason out of the journal.
+            why = write_obstacle(
+                path.parent
+            )  # A full disk also keeps the reason out of the journal.
             raise BarterError(
                 f"the server's process died{why and f': {why}'}; start again to continue"
             )

@@ -14,7 +14,16 @@ from torch import Tensor
 
 from barter.core.errors import ConfigError
 
-__all__ = ["COLOURS", "Curve", "Kinds", "Row", "band", "bubbles", "curves", "sheet"]
+__all__ = [
+    "COLOURS",
+    "Curve",
+    "ImageRow",
+    "Kinds",
+    "draw_bubbles",
+    "draw_curves",
+    "draw_sheet",
+    "mean_and_deviation",
+]
 
 WIDE = 50  # maximum number of clients in one band of a bubble chart
 TALL = 30  # maximum number of classes and domains for which several bands fit
@@ -26,7 +35,7 @@ STYLES = ("-", "--", ":", "-.", (0, (5, 3)), (0, (1, 3)))
 
 # Name of a party; its private images or None; the images synthesised from each of them, or from
 # none in particular; their classes. Pixels are in 0..1.
-Row: TypeAlias = tuple[str, Tensor | None, Tensor, Sequence[str]]
+ImageRow: TypeAlias = tuple[str, Tensor | None, Tensor, Sequence[str]]
 
 
 def _pyplot() -> Any:
@@ -57,7 +66,7 @@ class Kinds:
     counts: Sequence[Sequence[int]]  # client -> number of samples of each
 
 
-def bubbles(kinds: Sequence[Kinds], title: str, path: Path) -> None:
+def draw_bubbles(kinds: Sequence[Kinds], title: str, path: Path) -> None:
     """Draw a circle per client and class, and below per client and domain; area means samples.
 
     Many clients are divided into several bands. All lengths are in inches, so that circles never
@@ -195,7 +204,7 @@ def _round_number(value: float) -> int:
     return max(1, int(digits[0] + "0" * (len(digits) - 1)))
 
 
-def sheet(rows: Sequence[Row], title: str, path: Path) -> None:
+def draw_sheet(rows: Sequence[ImageRow], title: str, path: Path) -> None:
     """Draw each party's private images, if there are any, and below them the synthetic ones."""
     plt = _pyplot()
     lines: list[tuple[str, Tensor, Sequence[str]]] = []
@@ -240,7 +249,7 @@ def sheet(rows: Sequence[Row], title: str, path: Path) -> None:
 Curve: TypeAlias = Sequence[tuple[int, float | None]]  # (round, accuracy)
 
 
-def band(curves: Iterable[Curve]) -> tuple[list[int], list[float], list[float]]:
+def mean_and_deviation(curves: Iterable[Curve]) -> tuple[list[int], list[float], list[float]]:
     """Return the rounds, and in each of them mean and standard deviation over the curves."""
     values: dict[int, list[float]] = {}
     for t, value in chain.from_iterable(curves):
@@ -251,7 +260,7 @@ def band(curves: Iterable[Curve]) -> tuple[list[int], list[float], list[float]]:
     return rounds, [statistics.fmean(values[t]) for t in rounds], spread
 
 
-def curves(lines: Mapping[str, Mapping[int, Curve]], label: str, path: Path) -> None:
+def draw_curves(lines: Mapping[str, Mapping[int, Curve]], label: str, path: Path) -> None:
     """Draw a line per method by round: the mean over seeds, and a band of one standard deviation.
 
     Args:
@@ -269,7 +278,7 @@ def curves(lines: Mapping[str, Mapping[int, Curve]], label: str, path: Path) -> 
         size = (5.2, max(3.4, 2.6 + legend_height))
         figure, axes = plt.subplots(figsize=size, layout="constrained")
         for i, (name, seeds) in enumerate(lines.items()):
-            rounds, mean_shares, spread_shares = band(seeds.values())
+            rounds, mean_shares, spread_shares = mean_and_deviation(seeds.values())
             means = [100 * share for share in mean_shares]
             spread = [100 * share for share in spread_shares]
             colour = COLOURS[i % len(COLOURS)]

@@ -22,14 +22,23 @@ from barter.core.nodes import Monitor
 from barter.core.record import Round
 from barter.runs.selection import validation_accuracy
 
-__all__ = ["ManyRuns", "Onlooker", "Watcher", "Work", "duration", "onlooker", "pluralise", "size"]
+__all__ = [
+    "ManyRuns",
+    "Onlooker",
+    "Watcher",
+    "Work",
+    "format_bytes",
+    "format_duration",
+    "make_onlooker",
+    "pluralise",
+]
 
 QUIET = 10.0  # seconds between two plain lines of a long phase
 BLINK = 0.2  # seconds between two updates of a notebook's line
 BAR = 30  # width of a notebook's bar in characters
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Format a number of bytes with a unit, such as `1.2 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000 or unit == "GB":
@@ -43,7 +52,7 @@ def pluralise(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a time, such as `3 min 05 s`; below ten seconds with one decimal."""
     if seconds < 0.1:
         return "under 0.1 s"
@@ -95,13 +104,13 @@ class Watcher(Monitor):
             self.tell(record)
         self.round = record.round + 1
 
-    def left(self, record: Round) -> str:
+    def remaining_time(self, record: Round) -> str:
         """Estimate the time of the remaining rounds, as text; empty after the last one."""
         if record.round >= self.rounds:
             return ""
         each = (time.monotonic() - self._started) / (record.round - self._begun)
         remaining = each * (self.rounds - record.round)
-        return f", {'about ' * (remaining >= 0.1)}{duration(remaining)} left"
+        return f", {'about ' * (remaining >= 0.1)}{format_duration(remaining)} left"
 
     def line(self, record: Round) -> str:
         """Summarise a round in one line."""
@@ -118,8 +127,10 @@ class Watcher(Monitor):
         if validated is not None:
             parts.append(f"{validated:6.1%} validation")
         numbers = f"accuracy {', '.join(parts)}" if parts else "not evaluated"
-        traffic = f"{size(record.traffic('up'))} up, {size(record.traffic('down'))} down"
-        spent = f"{duration(record.seconds['round'])}{self.left(record)}"
+        traffic = (
+            f"{format_bytes(record.traffic('up'))} up, {format_bytes(record.traffic('down'))} down"
+        )
+        spent = f"{format_duration(record.seconds['round'])}{self.remaining_time(record)}"
         return f"round {record.round}/{self.rounds}: {numbers}; {traffic}; {spent}"
 
     def phase(self, name: str, total: float) -> AbstractContextManager[object]:
@@ -155,7 +166,7 @@ class Work(Watcher):
         return self._show(name, total)
 
 
-class Watched(Protocol):
+class HasMonitor(Protocol):
     """An object with a monitor, such as an engine."""
 
     watched: Monitor
@@ -173,7 +184,7 @@ class Onlooker(Watcher):
 
             self.cell = display({"text/plain": ""}, raw=True, display_id=True)
 
-    def over(self, engine: Watched, step: Callable[[], Round]) -> Round:
+    def over(self, engine: HasMonitor, step: Callable[[], Round]) -> Round:
         """Run a step of an engine while watching it; return the step's record."""
         before = engine.watched
         engine.watched = self
@@ -186,7 +197,7 @@ class Onlooker(Watcher):
 
     def finish(self, record: Round) -> None:
         self.round = record.round + 1
-        self.rest = self.left(record)
+        self.rest = self.remaining_time(record)
         if self.cell is not None:
             self.cell.update({"text/plain": self.line(record)}, raw=True)
 
@@ -199,7 +210,7 @@ class Onlooker(Watcher):
         return _Live(self.console, title, total)
 
 
-def onlooker(rounds: int, done: int) -> Onlooker | None:
+def make_onlooker(rounds: int, done: int) -> Onlooker | None:
     """Return a watcher for a loop in Python; None where there is neither terminal nor notebook.
 
     Args:
@@ -271,7 +282,7 @@ class _Lines(_Phase):
             self.last = now
             left = (now - self.start) * (self.total - self.done) / self.done
             self.console.print(
-                f"{self.title}: {self.done / self.total:.0%}, about {duration(left)} left"
+                f"{self.title}: {self.done / self.total:.0%}, about {format_duration(left)} left"
             )
 
 

@@ -14,31 +14,31 @@ from scipy.special import stdtrit  # all of scipy.stats takes a second to load
 
 from barter.core.record import Round
 from barter.runs.picture import Curve
-from barter.runs.progress import duration, size
+from barter.runs.progress import format_bytes, format_duration
 from barter.runs.selection import best_round, validation_accuracy
 
 __all__ = [
     "ALWAYS",
-    "FEW",
     "METRICS",
+    "MIN_SEEDS",
     "Column",
     "Comparative",
     "Question",
     "Results",
     "Summary",
-    "cells",
-    "final",
+    "confidence_interval",
+    "final_value",
     "heading",
     "is_share",
     "known_metrics",
-    "lines",
-    "paired",
+    "metric_curves",
+    "metric_value",
     "summarise",
+    "summary_cells",
     "to_csv",
     "to_latex",
     "to_markdown",
-    "to_rounds",
-    "value",
+    "to_round_csv",
 ]
 
 # Method -> seed -> the rounds of a finished run.
@@ -73,11 +73,11 @@ _FIELDS = {
 }
 _SHARES = ("global", "local", "macro_f1", "auc", "calibration")  # suffixes of metrics in percent
 _LOWER = ("loss", "calibration", "spread")  # suffixes of metrics that are better when lower
-SERVER = "server:"  # prefix of a metric that the server reports
-FEW = 3  # minimum number of seeds for a confidence interval
+SERVER_PREFIX = "server:"  # prefix of a metric that the server reports
+MIN_SEEDS = 3  # minimum number of seeds for a confidence interval
 
 
-def value(record: Round, metric: str) -> float | None:
+def metric_value(record: Round, metric: str) -> float | None:
     """Return a metric of a round, or None if it was not measured.
 
     Args:
@@ -91,8 +91,8 @@ def value(record: Round, metric: str) -> float | None:
         return validation_accuracy(record)
     if metric == "server":
         return record.server.get("global")
-    if metric.startswith(SERVER):
-        return record.server.get(metric.removeprefix(SERVER))
+    if metric.startswith(SERVER_PREFIX):
+        return record.server.get(metric.removeprefix(SERVER_PREFIX))
     if metric == "own-by-images":
         images = record.values("local_images")
         weighted = {k: n * record.clients[k]["local"] for k, n in images.items()}
@@ -112,7 +112,7 @@ def heading(metric: str) -> str:
 
 def is_share(metric: str) -> bool:
     """Return whether a metric is a share between 0 and 1, which is shown in percent."""
-    name = metric.removeprefix(SERVER)
+    name = metric.removeprefix(SERVER_PREFIX)
     return metric in METRICS or name.endswith(_SHARES) or "_class_" in name
 
 
@@ -123,26 +123,29 @@ def known_metrics(results: Results) -> list[str]:
         for rounds in runs.values():
             for record in rounds:
                 found |= dict.fromkeys(name for k in record.clients.values() for name in k)
-                found |= dict.fromkeys(SERVER + name for name in record.server)
-    same = {*_FIELDS.values(), SERVER + "global", "bytes_up", "bytes_down"} - {*METRICS}
+                found |= dict.fromkeys(SERVER_PREFIX + name for name in record.server)
+    same = {*_FIELDS.values(), SERVER_PREFIX + "global", "bytes_up", "bytes_down"} - {*METRICS}
     return [name for name in found if name not in same]
 
 
-def final(rounds: Sequence[Round], metric: str) -> float | None:
+def final_value(rounds: Sequence[Round], metric: str) -> float | None:
     """Return a metric after the last round.
 
     Metrics of local training are taken from the last round that had any.
     """
     if not metric.startswith("trained"):
-        return value(rounds[-1], metric) if rounds else None
-    measured = (value(record, metric) for record in reversed(rounds))
+        return metric_value(rounds[-1], metric) if rounds else None
+    measured = (metric_value(record, metric) for record in reversed(rounds))
     return next((accuracy for accuracy in measured if accuracy is not None), None)
 
 
-def lines(results: Results, metric: str) -> dict[str, dict[int, Curve]]:
+def metric_curves(results: Results, metric: str) -> dict[str, dict[int, Curve]]:
     """Return a metric of every run by round: method -> seed -> curve."""
     return {
-        name: {seed: [(r.round, value(r, metric)) for r in rounds] for seed, rounds in runs.items()}
+        name: {
+            seed: [(r.round, metric_value(r, metric)) for r in rounds]
+            for seed, rounds in runs.items()
+        }
         for name, runs in results.items()
     }
 
@@ -200,12 +203,12 @@ class Comparative:
     question: Question
 
 
-def paired(values: Sequence[float]) -> tuple[float, float] | None:
+def confidence_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Return the 95 % confidence interval of a mean of differences (Student's t).
 
-    None if there are fewer than `FEW` values.
+    None if there are fewer than `MIN_SEEDS` values.
     """
-    if len(values) < FEW:
+    if len(values) < MIN_SEEDS:
         return None
     quantile = float(stdtrit(len(values) - 1, 0.975))
     half = quantile * statistics.stdev(values) / math.sqrt(len(values))
@@ -225,19 +228,19 @@ def summarise(results: Results, question: Question) -> Comparative:
     def rounds_to_target(rounds: Sequence[Round]) -> float | None:
         if target is None:
             return None
-        return next((r.round for r in rounds if (value(r, metric) or 0.0) >= target), None)
+        return next((r.round for r in rounds if (metric_value(r, metric) or 0.0) >= target), None)
 
     def difference(name: str, seed: int) -> float | None:
         if baseline is None or baseline == name or seed not in results[baseline]:
             return None
-        accuracy = final(results[name][seed], metric)
-        reference = final(results[baseline][seed], metric)
+        accuracy = final_value(results[name][seed], metric)
+        reference = final_value(results[baseline][seed], metric)
         return None if accuracy is None or reference is None else accuracy - reference
 
     rows = []
     for name, runs in results.items():
         accuracies = {
-            key: column(final(rounds, key) for rounds in runs.values())
+            key: column(final_value(rounds, key) for rounds in runs.values())
             for key in dict.fromkeys([*METRICS, metric])
         }
         traffic = [
@@ -255,7 +258,7 @@ def summarise(results: Results, question: Question) -> Comparative:
             reached=column(rounds_to_target(rounds) for rounds in runs.values()),
             difference=column(difference(name, seed) for seed in runs),
             best_round=column(float(best.round) for best in best_rounds),
-            best=column(value(best, question.tested) for best in best_rounds),
+            best=column(metric_value(best, question.tested) for best in best_rounds),
         )
         rows.append(summary)
     return Comparative(tuple(rows), question)
@@ -284,7 +287,7 @@ def _difference(summary: Summary, metric: str) -> str:
         return "-"
     pairs = len(column.values)
     mean = _number(column.mean, metric, sign="+")
-    interval = paired(column.values)
+    interval = confidence_interval(column.values)
     if interval is None:
         return f"{mean} (too few seeds)"
     fewer = "" if pairs == len(summary.seeds) else f", {pairs} seeds"
@@ -301,7 +304,7 @@ def _reached(summary: Summary) -> str:
     return f"{summary.reached.mean:.1f}{note}"
 
 
-def cells(compared: Comparative) -> tuple[list[str], list[list[tuple[str, bool]]]]:
+def summary_cells(compared: Comparative) -> tuple[list[str], list[list[tuple[str, bool]]]]:
     """Return headings and rows of a table; a cell is its text and whether it is the best.
 
     Where methods have different primary models, the first accuracy is that of each method's primary
@@ -338,7 +341,10 @@ def cells(compared: Comparative) -> tuple[list[str], list[list[tuple[str, bool]]
             row.append((_with_spread(column, key), is_best))
         if validated:
             row += [(_rounds(s.best_round), False), (_with_spread(s.best, question.tested), False)]
-        row += [(size(s.bytes.mean or 0.0), False), (duration(s.seconds.mean or 0.0), False)]
+        row += [
+            (format_bytes(s.bytes.mean or 0.0), False),
+            (format_duration(s.seconds.mean or 0.0), False),
+        ]
         if question.target is not None:
             row.append((_reached(s), False))
         if question.baseline is not None:
@@ -355,7 +361,7 @@ def _best(metric: str, means: Iterable[float | None]) -> float:
 
 def to_markdown(compared: Comparative) -> str:
     """Return the table as Markdown; the best value of each accuracy is bold."""
-    headings, rows = cells(compared)
+    headings, rows = summary_cells(compared)
     lines = [headings, ["---"] * len(headings)]
     lines += [[f"**{text}**" if best else text for text, best in row] for row in rows]
     return "".join(
@@ -365,7 +371,7 @@ def to_markdown(compared: Comparative) -> str:
 
 def to_latex(compared: Comparative) -> str:
     """Return the table as LaTeX with booktabs; the best value of each accuracy is bold."""
-    headings, rows = cells(compared)
+    headings, rows = summary_cells(compared)
     special = {
         "\\": r"\textbackslash{}",
         "~": r"\textasciitilde{}",
@@ -406,7 +412,10 @@ def to_csv(compared: Comparative) -> str:
         ]
         target = compared.question.target
         reached = [None, None] if target is None else [s.reached.mean, len(s.reached.values)]
-        difference = [s.difference.mean, *(paired(s.difference.values) or (None, None))]
+        difference = [
+            s.difference.mean,
+            *(confidence_interval(s.difference.values) or (None, None)),
+        ]
         row = [
             s.name,
             len(s.seeds),
@@ -425,7 +434,7 @@ def to_csv(compared: Comparative) -> str:
     return file.getvalue()
 
 
-def to_rounds(results: Results) -> str:
+def to_round_csv(results: Results) -> str:
     """Return all metrics of every run as CSV, one line per round."""
     metrics = known_metrics(results)
     columns = [key.replace("-", "_") for key in metrics]
@@ -438,7 +447,7 @@ def to_rounds(results: Results) -> str:
             for r in rounds:
                 evaluated = {*r.values("global"), *r.values("local")}
                 facts = [name, seed, r.round, r.primary, len(r.participants), len(evaluated)]
-                values = [value(r, key) for key in metrics]
+                values = [metric_value(r, key) for key in metrics]
                 costs = [r.traffic("up") + r.traffic("down"), r.seconds["round"]]
                 writer.writerow([*facts, *("" if v is None else v for v in values), *costs])
     return file.getvalue()

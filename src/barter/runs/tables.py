@@ -9,24 +9,24 @@ from rich import box
 from rich.table import Table
 
 from barter.core.record import Round
-from barter.runs.progress import size
+from barter.runs.progress import format_bytes
 from barter.runs.selection import best_round
 
 __all__ = [
-    "HEADINGS",
+    "CLIENT_HEADINGS",
     "Gain",
+    "accuracy_gain",
     "accuracy_table",
-    "alone",
     "closing_cells",
     "closing_table",
     "count_table",
-    "evaluated",
-    "gain",
+    "last_accuracies",
+    "local_only_metrics",
     "participants",
 ]
 
 
-HEADINGS = (
+CLIENT_HEADINGS = (
     "client",
     "images",
     "classes",
@@ -64,15 +64,15 @@ class Gain:
         return 100 * sum(self.after[k] - self.before[k] for k in self.before) / len(self.before)
 
 
-def gain(records: Sequence[Round], test: str) -> Gain:
+def accuracy_gain(records: Sequence[Round], test: str) -> Gain:
     """Compare local-only and last accuracy, for the clients that have both."""
-    after = evaluated(records, test)
-    before = {k: alone(records, k).get(f"before_{test}") for k in after}
+    after = last_accuracies(records, test)
+    before = {k: local_only_metrics(records, k).get(f"before_{test}") for k in after}
     known = {k: value for k, value in before.items() if value is not None}
     return Gain(known, {k: after[k] for k in known})
 
 
-def evaluated(records: Sequence[Round], test: str) -> dict[int, float]:
+def last_accuracies(records: Sequence[Round], test: str) -> dict[int, float]:
     """Return the accuracy of each client when it was last evaluated."""
     return {k: value for record in records for k, value in record.values(test).items()}
 
@@ -99,18 +99,18 @@ def closing_cells(
         samples: The number of images of each client; None if unknown.
         classes: The classes of each client; None if unknown.
     """
-    after = {test: evaluated(records, test) for test in TESTS}
+    after = {test: last_accuracies(records, test) for test in TESTS}
     rows: list[list[str]] = []
     traffic: dict[int, list[float]] = {}
     for k in records[-1].clients:
-        before = alone(records, k)
+        before = local_only_metrics(records, k)
         values = [before.get(f"before_{test}") for test in TESTS]
         values += [after[test].get(k) for test in TESTS]
         traffic[k] = [sum(r.clients[k][f"bytes_{way}"] for r in records) for way in ("up", "down")]
         held = [] if classes is None else classes[k]
         listed = " ".join(map(str, held)) if len(held) <= 10 else f"{len(held)} classes"
         images = "-" if samples is None else f"{samples[k]:,}"
-        amounts = map(size, traffic[k])
+        amounts = map(format_bytes, traffic[k])
         adversarial = " (adversarial)" if "adversarial" in records[-1].clients[k] else ""
         rows.append(
             [names[k] + adversarial, images, listed or "-", *map(_percent, values), *amounts]
@@ -127,9 +127,9 @@ def _together(
     """Return the rows below the clients: means and sums, and the server's model."""
     everyone = set(records[-1].clients)
     active = participants(records) or everyone
-    gains = {test: gain(records, test) for test in TESTS}
+    gains = {test: accuracy_gain(records, test) for test in TESTS}
     compared = {k for test in TESTS for k in gains[test].before}
-    totals = [size(sum(column)) for column in zip(*traffic, strict=True)]
+    totals = [format_bytes(sum(column)) for column in zip(*traffic, strict=True)]
     images = "-" if samples is None else f"{sum(samples):,}"
 
     def means(clients: Collection[int]) -> list[str]:
@@ -174,7 +174,7 @@ def _best_cells(best: Round) -> list[list[str]]:
     return rows
 
 
-def alone(records: Sequence[Round], client: int) -> Mapping[str, float]:
+def local_only_metrics(records: Sequence[Round], client: int) -> Mapping[str, float]:
     """Return a client's metrics in the first round with local-only accuracies, or {}."""
     for record in records:
         metrics = record.clients[client]
@@ -193,7 +193,7 @@ def closing_table(
     last = records[-1].round
     title = f"after round {last}, accuracy in %: on the global test set and the client's own"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    for heading in HEADINGS:
+    for heading in CLIENT_HEADINGS:
         table.add_column(heading, justify="left" if heading in ("client", "classes") else "right")
     names = [f"{k} {architecture}" for k, architecture in enumerate(architectures)]
     rows, together = closing_cells(records, names, samples, classes)

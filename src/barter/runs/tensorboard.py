@@ -7,7 +7,7 @@ from pathlib import Path
 from torch.utils.tensorboard import SummaryWriter
 
 from barter.core.record import Round
-from barter.runs.folder import records
+from barter.runs.folder import read_records
 
 __all__ = ["FOLDER", "TensorBoard"]
 
@@ -28,7 +28,7 @@ class TensorBoard:
     def __call__(self, record: Round) -> None:
         new = [record]
         if self._writer is None:
-            earlier = [known for known in records(self.run) if known.round < record.round]
+            earlier = [known for known in read_records(self.run) if known.round < record.round]
             new = [*earlier, record]
             self._writer = SummaryWriter(str(self.run / FOLDER), purge_step=1)
         for entry in new:

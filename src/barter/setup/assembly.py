@@ -21,18 +21,18 @@ from barter.engines.base import BaseEngine
 from barter.engines.local import LocalEngine
 from barter.models.zoo import Own
 from barter.privacy.guard import Guard
-from barter.runs.folder import finished
-from barter.setup.config import Config, partition_named
-from barter.setup.hardware import device_named, memory_within
+from barter.runs.folder import read_finished_round
+from barter.setup.config import Config, find_partition
+from barter.setup.hardware import limit_memory, resolve_device
 from barter.setup.participants import (
-    described,
-    everybodys_networks,
+    describe_networks,
+    make_all_networks,
     make_client,
     make_server,
     require_apart,
 )
 
-__all__ = ["Federation", "assemble", "shared", "start_from"]
+__all__ = ["Federation", "assemble", "resolve_partition", "start_from"]
 
 log = logging.getLogger("barter")
 
@@ -61,7 +61,7 @@ class Federation:
         return " ".join(images.fingerprint() for images in sets if images is not None)
 
 
-def shared(
+def resolve_partition(
     data: Data, partition: str | Partition | Sequence[Sequence[int]] | None, clients: int | None
 ) -> tuple[Partition, int]:
     """Return the partition and the number of clients, from what is given and from the data.
@@ -84,7 +84,7 @@ def shared(
         partition = Domains() if domains > 1 else Dirichlet()
         clients = domains if clients is None and domains > 1 else clients
     elif isinstance(partition, str):
-        partition = partition_named(partition)()
+        partition = find_partition(partition)()
     elif not isinstance(partition, Partition):
         clients = len(partition) if clients is None else clients
         partition = Listed.of(partition)
@@ -108,15 +108,15 @@ def assemble(
         raise ConfigError(
             "this run's models were given in Python: resume it there, with out=... and resume=True"
         )
-    device = device_named(config.device)
-    memory = memory_within(device, config.device_memory)
+    device = resolve_device(config.device)
+    memory = limit_memory(device, config.device_memory)
     task = make_task(config.data, config.partition, config.clients, config.seed, device)
     require_apart(config, task.overlap)
     if task.overlap:
         log.warning("data.public=%r: %s", config.data.public, overlap_note(task.overlap))
     for note in task.notes:
         log.warning("%s: %s", config.data.source, note)
-    names, parts = everybodys_networks(config, models or [(config.models, None)], task.spec)
+    names, parts = make_all_networks(config, models or [(config.models, None)], task.spec)
     clients = {
         k: make_client(config, k, parts.own[k], parts.names[k], task, device) for k in parts.own
     }
@@ -149,7 +149,7 @@ def assemble(
             config.timeout,
             why,
         )
-    networks = described(task.spec, task.classes, names)
+    networks = describe_networks(task.spec, task.classes, names)
     architectures = tuple(parts.names[k] for k in range(config.clients))
     return Federation(
         config,
@@ -172,7 +172,7 @@ def start_from(run: Path, federation: Federation) -> None:
         ConfigError: A client or the server has no network in that run, or another architecture.
     """
     assert isinstance(federation.engine, LocalEngine)
-    _, state = finished(run)
+    _, state = read_finished_round(run)
     there = state["networks"]["architectures"]
     here = federation.networks["architectures"]
     parties: list[tuple[str, int, Node, Payload]] = [

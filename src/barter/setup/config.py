@@ -21,14 +21,14 @@ from barter.core.params import (
     Fraction,
     Positive,
     Whole,
-    build,
-    check,
+    build_dataclass,
+    check_fields,
     did_you_mean,
-    imported,
-    nearest,
+    import_object,
+    nearest_name,
     without_retired,
 )
-from barter.core.robust import Rule
+from barter.core.robust import AggregationRule
 from barter.data.partition import PARTITIONS, Dirichlet, Partition
 from barter.data.sources import SOURCES
 from barter.data.splits import clients_in
@@ -42,16 +42,16 @@ __all__ = [
     "RESULT_FREE",
     "Config",
     "RunSettings",
-    "algorithm_named",
     "as_algorithm",
     "configure",
+    "find_algorithm",
+    "find_partition",
     "first_difference",
-    "parsed",
-    "partition_named",
-    "plain",
-    "read",
+    "parse_toml",
     "read_run_values",
+    "read_toml",
     "resolve",
+    "to_plain",
     "to_toml",
     "with_defaults",
     "with_settings",
@@ -77,8 +77,8 @@ RESULT_FREE = (
 COMPARISON = "compare"  # the table that `barter compare` reads; a single run has none
 
 # Dotted keys of a hundred parts or more: the time to parse a key is quadratic in its parts.
-PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
-DEEP = re.compile(rf"(?<![\w-])(?:{PART}[ \t]*+\.[ \t]*+){{100}}")
+KEY_PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
+DEEP = re.compile(rf"(?<![\w-])(?:{KEY_PART}[ \t]*+\.[ \t]*+){{100}}")
 
 # The tables of a configuration, and what they hold unless a file or a setting says otherwise.
 TABLES: dict[str, dict[str, str]] = {
@@ -121,7 +121,7 @@ class Config:
     evaluate: Evaluation = dataclasses.field(default_factory=Evaluation)
     # robust aggregation against adversarial clients, in every average and ensemble of the method;
     # auto is the recommended rule for what the method aggregates
-    robust: Rule = "none"
+    robust: AggregationRule = "none"
     robust_share: Fraction = 0.3  # share of adversarial clients that robust aggregation assumes
     # simulated adversarial clients, for research
     adversaries: Adversaries = dataclasses.field(default_factory=Adversaries)
@@ -140,7 +140,7 @@ class Config:
     answer_mb: Positive = 2000.0  # maximum size of a Flower site's answer in megabytes
 
     def __post_init__(self) -> None:
-        check(self)
+        check_fields(self)
         if self.min_clients is not None and self.min_clients > self.clients:
             raise ConfigError(
                 f"min_clients={self.min_clients}: there are only {self.clients} clients"
@@ -153,7 +153,7 @@ class Config:
                 "data.validation to a share of the training images, such as 0.1"
             )
         self._require_defence()
-        object.__setattr__(self, "privacy", self.privacy.settled(self.algorithm, self.rounds))
+        object.__setattr__(self, "privacy", self.privacy.settle(self.algorithm, self.rounds))
         if self.start and self.privacy.training:
             raise ConfigError(
                 f"start={self.start!r}: its networks were trained on images without "
@@ -252,9 +252,9 @@ def configure(
     )
 
 
-def algorithm_named(name: str) -> type[Algorithm[Any, Any]]:
+def find_algorithm(name: str) -> type[Algorithm[Any, Any]]:
     """Return the algorithm with a registered name or, as package.module:Class, any other."""
-    return _named(name, "algorithm", ALGORITHMS, Algorithm, "round")
+    return _find_class(name, "algorithm", ALGORITHMS, Algorithm, "round")
 
 
 def as_algorithm(
@@ -262,18 +262,18 @@ def as_algorithm(
 ) -> Algorithm[Any, Any]:
     """Return an algorithm as it is, or make one with its defaults from its class or its name."""
     if isinstance(given, str):
-        return build(algorithm_named(given), {}, "algorithm.")
+        return build_dataclass(find_algorithm(given), {}, "algorithm.")
     if isinstance(given, type) and issubclass(given, Algorithm):
-        return build(given, {}, "algorithm.")
+        return build_dataclass(given, {}, "algorithm.")
     return given
 
 
-def partition_named(name: str) -> type[Partition]:
+def find_partition(name: str) -> type[Partition]:
     """Return the partition with a registered name or, as package.module:Class, any other."""
-    return _named(name, "partition", PARTITIONS, Partition, "split")
+    return _find_class(name, "partition", PARTITIONS, Partition, "split")
 
 
-def _named(
+def _find_class(
     name: str, what: str, registry: Mapping[str, type[T]], base: type[T], method: str
 ) -> type[T]:
     """Return a class by its registered name or by module:Class; it must implement `method`."""
@@ -286,7 +286,7 @@ def _named(
         raise ConfigError(
             f"{name!r}: what follows {known}: is a field with its value, such as {known}:{rest}=1"
         )
-    kind = imported(name, what)
+    kind = import_object(name, what)
     inherits = isinstance(kind, type) and issubclass(kind, base)
     if not inherits or getattr(kind, method) is getattr(base, method):
         raise ConfigError(f"{name} is no {base.__name__} with a {method} of its own")
@@ -316,19 +316,21 @@ def resolve(tree: Mapping[str, Any]) -> Config:
         values[section] = {**default, **given}
         if not isinstance(values[section].get("name", ""), str):
             raise ConfigError(f"{section}.name={values[section]['name']!r}: must be a name")
-    kind = algorithm_named(values["algorithm"].pop("name"))
+    kind = find_algorithm(values["algorithm"].pop("name"))
     preset = values["algorithm"].pop("preset", None)
     fields = kind.upgrade(values["algorithm"])
     values["algorithm"] = (
-        build(kind, fields, "algorithm.") if preset is None else kind.preset(str(preset), fields)
+        build_dataclass(kind, fields, "algorithm.")
+        if preset is None
+        else kind.preset(str(preset), fields)
     )
-    split = partition_named(values["partition"].pop("name"))
-    values["partition"] = build(split, values["partition"], "partition.")
-    values["data"] = build(Data, values["data"], "data.")
-    values["privacy"] = build(Privacy, values["privacy"], "privacy.")
-    values["evaluate"] = build(Evaluation, values["evaluate"], "evaluate.")
-    values["adversaries"] = build(Adversaries, values["adversaries"], "adversaries.")
-    return build(Config, values)
+    split = find_partition(values["partition"].pop("name"))
+    values["partition"] = build_dataclass(split, values["partition"], "partition.")
+    values["data"] = build_dataclass(Data, values["data"], "data.")
+    values["privacy"] = build_dataclass(Privacy, values["privacy"], "privacy.")
+    values["evaluate"] = build_dataclass(Evaluation, values["evaluate"], "evaluate.")
+    values["adversaries"] = build_dataclass(Adversaries, values["adversaries"], "adversaries.")
+    return build_dataclass(Config, values)
 
 
 def _as_split(values: dict[str, Any]) -> dict[str, Any]:
@@ -351,7 +353,7 @@ def _as_split(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "partition": {**partition, "name": "domains"}, "clients": clients}
 
 
-def parsed(text: str) -> dict[str, Any]:
+def parse_toml(text: str) -> dict[str, Any]:
     """Parse TOML into plain values.
 
     Raises:
@@ -362,14 +364,14 @@ def parsed(text: str) -> dict[str, Any]:
     return tomllib.loads(text)
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file into plain values.
 
     Raises:
         ConfigError: The file is missing, cannot be read, or is not TOML.
     """
     try:
-        return parsed(path.read_bytes().decode())
+        return parse_toml(path.read_bytes().decode())
     except FileNotFoundError:
         is_method = str(path) in ALGORITHMS
         hint = f"; the method of this name is --algorithm {path}" if is_method else ""
@@ -388,7 +390,7 @@ def read_run_values(run: Path) -> dict[str, Any]:
     Raises:
         ConfigError: The file is missing, cannot be read, or is not TOML.
     """
-    return _with_earlier_rules(read(run / "config.toml"))
+    return _with_earlier_rules(read_toml(run / "config.toml"))
 
 
 def _with_earlier_rules(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -470,7 +472,7 @@ def _refuse_unknown(path: list[str], algorithm: object) -> None:
     same_table = sorted(known for known in keys if known.startswith(f"{path[0]}."))
     # Compared without the table's name, which would make all of its keys look alike.
     short = {known.partition(".")[2]: known for known in same_table}
-    near = short.get(nearest(path[-1], short) or "") or nearest(path[-1], keys)
+    near = short.get(nearest_name(path[-1], short) or "") or nearest_name(path[-1], keys)
     if near is not None:
         raise ConfigError(f"unknown key {key!r}: did you mean {near!r}?")
     if len(path) == 2 and same_table:
@@ -504,12 +506,12 @@ def _keys_with(algorithm: object) -> frozenset[str]:
 def _value(text: str) -> Any:
     """Parse a value in TOML's notation; anything else is a string."""
     try:
-        return parsed(f"value = {text}")["value"]
+        return parse_toml(f"value = {text}")["value"]
     except (ValueError, RecursionError):
         return {"True": True, "False": False}.get(text, text)
 
 
-def plain(config: Config) -> dict[str, Any]:
+def to_plain(config: Config) -> dict[str, Any]:
     """Return every value of the configuration, including defaults, as a TOML file holds them."""
 
     def fields(value: Any) -> dict[str, Any]:
@@ -539,7 +541,7 @@ def _as_toml(value: Any) -> Any:
 
 def to_toml(config: Config) -> str:
     """Return the whole configuration as TOML; a run from it is the same run."""
-    return tomli_w.dumps(plain(config))
+    return tomli_w.dumps(to_plain(config))
 
 
 def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -561,7 +563,7 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
     filled = {**defaults(Config), **tree}
     algorithm = tree.get("algorithm", {})
     if "name" in algorithm:
-        method = algorithm_named(algorithm["name"])
+        method = find_algorithm(algorithm["name"])
         present = without_retired(method, method.upgrade(algorithm), "algorithm.")
         filled["algorithm"] = {**defaults(method), **present}
     sections = (("data", Data), ("evaluate", Evaluation), ("adversaries", Adversaries))

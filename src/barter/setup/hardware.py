@@ -9,14 +9,14 @@ from typing import get_args
 import torch
 
 from barter.compute.precision import Precision
-from barter.compute.threads import free
+from barter.compute.threads import free_cores
 from barter.core.errors import ConfigError
-from barter.setup.config import Config, read
+from barter.setup.config import Config, read_toml
 
-__all__ = ["device_named", "memory_within", "precision_named", "with_threads"]
+__all__ = ["limit_memory", "resolve_device", "resolve_precision", "with_threads"]
 
 
-def device_named(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
     """Return the device that a configuration asks for.
 
     Args:
@@ -40,7 +40,7 @@ def device_named(name: str) -> torch.device:
     return torch.device("cuda", int(number))
 
 
-def precision_named(name: str, device: torch.device) -> Precision:
+def resolve_precision(name: str, device: torch.device) -> Precision:
     """Return the precision that a configuration asks for on a device.
 
     "auto" is bf16, with fp32 weights, on a GPU that supports it, and fp32 elsewhere.
@@ -61,7 +61,7 @@ def precision_named(name: str, device: torch.device) -> Precision:
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
 
-def memory_within(device: torch.device, gib: float | None) -> int:
+def limit_memory(device: torch.device, gib: float | None) -> int:
     """Limit the device memory that torch may allocate, and return the limit in bytes; 0 on the CPU.
 
     Args:
@@ -86,9 +86,9 @@ def with_threads(config: Config, out: Path | None, *, resume: bool) -> Config:
 
     It is the configured number, that of the run to resume, or the number of idle cores.
     """
-    if config.threads is not None or device_named(config.device).type != "cpu":
+    if config.threads is not None or resolve_device(config.device).type != "cpu":
         return config
     before = None
     if resume and out is not None and (out / "config.toml").is_file():
-        before = read(out / "config.toml").get("threads")
-    return replace(config, threads=before if isinstance(before, int) else free())
+        before = read_toml(out / "config.toml").get("threads")
+    return replace(config, threads=before if isinstance(before, int) else free_cores())

@@ -19,26 +19,26 @@ from barter.core.nodes import Client, Server
 from barter.core.payload import Payload
 from barter.data.task import Task, overlap_note
 from barter.models import zoo
-from barter.models.grouped import grouped
-from barter.models.pooled import pooled
+from barter.models.grouped import use_group_norm
+from barter.models.pooled import pool_features
 from barter.models.zoo import Own
 from barter.setup.config import Config
 
 __all__ = [
     "Parts",
-    "cut",
-    "described",
-    "everybodys_networks",
-    "initial",
+    "architecture_names",
+    "cut_networks",
+    "describe_networks",
+    "initial_network",
+    "make_all_networks",
     "make_client",
     "make_server",
-    "names_of",
-    "narrowed",
+    "narrowed_name",
     "require_apart",
 ]
 
 
-def initial(name: str, spec: Spec, seed: int, own: Own | None = None) -> Classifier:
+def initial_network(name: str, spec: Spec, seed: int, own: Own | None = None) -> Classifier:
     """Build the initial network of an architecture.
 
     All clients of one architecture start from the same weights, and so does the server's model.
@@ -50,22 +50,22 @@ def initial(name: str, spec: Spec, seed: int, own: Own | None = None) -> Classif
         own: The module or factory behind the name, if it was given in Python.
     """
     with seeds.scope(seed, "weights", name):
-        return zoo.build(name, spec, own)
+        return zoo.build_network(name, spec, own)
 
 
-def narrowed(name: str, share: float) -> str:
+def narrowed_name(name: str, share: float) -> str:
     """Return the name of a network with this share of its architecture's width."""
     return name if share == 1 else f"{name}@{share:g}"
 
 
-def names_of(algorithm: Algorithm[Any, Any], models: str, clients: int) -> list[str]:
+def architecture_names(algorithm: Algorithm[Any, Any], models: str, clients: int) -> list[str]:
     """Return the architecture of each client; "auto" depends on the algorithm."""
     if models == "auto":
         models = "small-cnn" if algorithm.server_model.one_architecture else "small-5"
-    return zoo.members(models, clients)
+    return zoo.client_architectures(models, clients)
 
 
-def described(spec: Spec, classes: Sequence[str], names: Mapping[int, str]) -> Payload:
+def describe_networks(spec: Spec, classes: Sequence[str], names: Mapping[int, str]) -> Payload:
     """Return the description of networks that makes a checkpoint usable without the data."""
     return {"spec": spec.plain(), "classes": list(classes), "architectures": dict(names)}
 
@@ -79,7 +79,7 @@ class Parts:
     full: Classifier | None  # the server's network, at full width
 
 
-def cut(
+def cut_networks(
     config: Config, names: Mapping[int, str], networks: Mapping[int, Classifier], spec: Spec
 ) -> Parts:
     """Make the networks of all parties from full-width networks of their architectures.
@@ -101,23 +101,23 @@ def cut(
             with seeds.scope(config.seed, "network", *key):
                 network = algorithm.network(copy.deepcopy(networks[k]), share, spec)
                 if algorithm.feature_width is not None:
-                    network = pooled(network, algorithm.feature_width)
+                    network = pool_features(network, algorithm.feature_width)
                 if config.privacy.training:
-                    grouped(network)
+                    use_group_norm(network)
             cache[key] = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return cache[key]
 
     shares = {k: algorithm.budget(k, config.clients) for k in names}
     own = {k: network_of(k, shares[k]) for k in networks}
-    full_names = {k: narrowed(name, shares[k]) for k, name in names.items()}
+    full_names = {k: narrowed_name(name, shares[k]) for k, name in names.items()}
     server_network = algorithm.server_model.network
     if server_network is None:
         return Parts(full_names, own, network_of(0, 1.0) if 0 in networks else None)
-    full = initial(server_network, spec, config.seed)
+    full = initial_network(server_network, spec, config.seed)
     return Parts(full_names, own, full.to(memory_format=torch.channels_last))  # type: ignore[call-overload]
 
 
-def everybodys_networks(
+def make_all_networks(
     config: Config, listed: Sequence[tuple[str, Own | None]], spec: Spec
 ) -> tuple[dict[int, str], Parts]:
     """Return the architecture of each client, and the networks of all parties.
@@ -129,17 +129,17 @@ def everybodys_networks(
     """
     own = dict(listed)
     if all(factory is None for factory in own.values()):
-        architectures = names_of(config.algorithm, config.models, config.clients)
+        architectures = architecture_names(config.algorithm, config.models, config.clients)
     else:
         architectures = [name for name, _ in listed]
     names = {k: architectures[k % len(architectures)] for k in range(config.clients)}
     # One initial network for each architecture, which its clients share.
     initial_networks = {
-        name: initial(name, spec, config.seed, own.get(name))
+        name: initial_network(name, spec, config.seed, own.get(name))
         for name in dict.fromkeys(architectures)
     }
     networks = {k: initial_networks[name] for k, name in names.items()}
-    return names, cut(config, names, networks, spec)
+    return names, cut_networks(config, names, networks, spec)
 
 
 def require_apart(config: Config, overlap: int) -> None:

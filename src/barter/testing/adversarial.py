@@ -12,21 +12,23 @@ from barter.core.algorithm import Algorithm
 from barter.core.answers import Valid, validate
 from barter.core.contracts import BOUND
 from barter.core.errors import PayloadError
-from barter.core.payload import Payload, isolate, leaves, mapped
+from barter.core.payload import Payload, isolate, leaves, map_leaves
 from barter.engines.base import BaseEngine
 
-__all__ = ["ATTACKS", "Liar", "lies"]
+__all__ = ["ATTACKS", "AdversarialClient", "malformed_answers"]
 
-EVALUATE = Algorithm.evaluate.__name__
-FEW = 3  # number of entries of a dict or a list that are modified
+EVALUATE_METHOD = Algorithm.evaluate.__name__
+MAX_MODIFIED_ENTRIES = 3  # number of entries of a dict or a list that are modified
 MOST_ACCEPTED = 3  # number of malformed answers that a contract accepts and that are sent
-Lie: TypeAlias = tuple[str, Payload]  # description of a malformed answer, and the answer
+MalformedAnswer: TypeAlias = tuple[
+    str, Payload
+]  # description of a malformed answer, and the answer
 # (correct answer, the client's answer of an earlier round) -> an extreme answer of the same form;
 # the correct one if it has nothing that could be extreme.
 Attack: TypeAlias = Callable[[Payload, Payload], Payload]
 
 
-def lies(answer: Payload, at: str = "answer") -> Iterator[Lie]:
+def malformed_answers(answer: Payload, at: str = "answer") -> Iterator[MalformedAnswer]:
     """Yield malformed variants of an answer, each with one modification.
 
     Args:
@@ -48,8 +50,8 @@ def lies(answer: Payload, at: str = "answer") -> Iterator[Lie]:
         places = list(range(len(answer)))
         yield f"{at} has an entry more", type(answer)([*answer, *answer[-1:]])
         yield f"{at} has an entry less", type(answer)(answer[:-1])
-    for place in dict.fromkeys([*places[: FEW - 1], *places[-1:]]):
-        for wrong, other in lies(answer[place], f"{at}.{place}"):
+    for place in dict.fromkeys([*places[: MAX_MODIFIED_ENTRIES - 1], *places[-1:]]):
+        for wrong, other in malformed_answers(answer[place], f"{at}.{place}"):
             yield wrong, _put(answer, place, other)
 
 
@@ -60,9 +62,13 @@ def _put(tree: Payload, place: Any, value: Payload) -> Payload:
     return type(tree)(value if i == place else old for i, old in enumerate(tree))
 
 
-def _replacements(value: Payload) -> list[Lie]:
+def _replacements(value: Payload) -> list[MalformedAnswer]:
     """Return wrong values to send instead of a value."""
-    other: list[Lie] = [("a word", "nonsense"), ("a list", [value]), ("10**400", 10**400)]
+    other: list[MalformedAnswer] = [
+        ("a word", "nonsense"),
+        ("a list", [value]),
+        ("10**400", 10**400),
+    ]
     if value is not None:
         other.append(("nothing", None))
     if isinstance(value, Tensor):
@@ -82,12 +88,12 @@ def _replacements(value: Payload) -> list[Lie]:
     return other
 
 
-def _tensors(value: Tensor) -> list[Lie]:
+def _tensors(value: Tensor) -> list[MalformedAnswer]:
     """Return tensors of other types, shapes and values than this one."""
     dtypes = [torch.float32, torch.int32]
     if value.is_floating_point():
         dtypes = [torch.float64, torch.float16, torch.int32]
-    other: list[Lie] = [(str(dtype), value.to(dtype)) for dtype in dtypes]
+    other: list[MalformedAnswer] = [(str(dtype), value.to(dtype)) for dtype in dtypes]
     other += [("a number", 1.0), ("nothing but an empty tensor", value.flatten()[:0])]
     if value.ndim:
         other += [("a row more", torch.cat([value, value[-1:]])), ("a row less", value[:-1])]
@@ -124,7 +130,7 @@ def _enlarge(answer: Payload, earlier: Payload, times: float = 1000.0) -> Payloa
     def scale(path: str, value: Any) -> Any:
         return (value * times).clamp(-BOUND, BOUND) if _is_float(value) else value
 
-    return mapped(answer, scale, "")
+    return map_leaves(answer, scale, "")
 
 
 def _enlarge_less(answer: Payload, earlier: Payload) -> Payload:
@@ -146,7 +152,7 @@ def _put_at_bound(answer: Payload, earlier: Payload) -> Payload:
             return torch.full_like(value, 255)
         return value
 
-    return mapped(answer, put, "")
+    return map_leaves(answer, put, "")
 
 
 def _negate_variances(answer: Payload, earlier: Payload) -> Payload:
@@ -163,7 +169,7 @@ def _set_variances(answer: Payload, number: float) -> Payload:
     def put(path: str, value: Any) -> Any:
         return torch.full_like(value, number) if _is_variance(path) else value
 
-    return mapped(answer, put, "")
+    return map_leaves(answer, put, "")
 
 
 def _swap(answer: Payload, earlier: Payload) -> Payload:
@@ -180,7 +186,7 @@ def _swap(answer: Payload, earlier: Payload) -> Payload:
         if len(tensors) == 1 and tensors[0].ndim:
             turned = [tensors[0].flip(0)]
         swapped |= {path: value for (path, _), value in zip(members, turned, strict=True)}
-    return mapped(answer, lambda path, value: swapped.get(path, value), "")
+    return map_leaves(answer, lambda path, value: swapped.get(path, value), "")
 
 
 def _replay(answer: Payload, earlier: Payload) -> Payload:
@@ -204,7 +210,7 @@ PLAUSIBLE: Mapping[str, Attack] = {
 ATTACKS: Mapping[str, Attack] = {**REFUSED, **PLAUSIBLE}
 
 
-class Liar:
+class AdversarialClient:
     """Replace answers of an engine's last client by malformed or extreme ones.
 
     It does so in every evaluation, and in one other method per round. Of each method, an answer is
@@ -215,8 +221,8 @@ class Liar:
     def __init__(self, engine: BaseEngine) -> None:
         self.engine = engine
         self.client = engine.client_ids[-1]
-        self.arrive = engine.arrived
-        engine.arrived = self.arrived  # type: ignore[method-assign]
+        self.arrive = engine.receive_answer
+        engine.receive_answer = self.receive_answer  # type: ignore[method-assign]
         self.plan: dict[str, list[str]] = {}  # method -> descriptions of answers to be sent
         self.last = list(PLAUSIBLE)  # attacks on all methods, after all plans
         self.possible: set[str] = set()  # those of them that change some method's answer
@@ -226,15 +232,17 @@ class Liar:
         self.caught: list[str] = []
         self.said = ""  # description of this round's malformed answer
 
-    def arrived(self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]) -> Payload:
-        """Replace `BaseEngine.arrived`: pass on a malformed answer of the adversarial client."""
+    def receive_answer(
+        self, answer: Payload, method: str, client: int, sent: tuple[Any, ...]
+    ) -> Payload:
+        """Replace `BaseEngine.receive_answer`: pass on a malformed answer of the adversarial client."""
         if client == self.client:
             correct = isolate(answer)
             if method not in self.plan:
                 self.plan[method] = self.prepare(correct, method, sent)
                 self.earlier[method] = correct
-            if method == EVALUATE or method == self.target():
-                answer = self.lie(correct, method, sent)
+            if method == EVALUATE_METHOD or method == self.target():
+                answer = self.malform(correct, method, sent)
             elif self.attack:
                 answer = PLAUSIBLE[self.attack](correct, self.earlier[method])
         return self.arrive(answer, method, client, sent)
@@ -244,7 +252,9 @@ class Liar:
         if self.said:
             return ""
         left = {
-            method: len(plan) for method, plan in self.plan.items() if plan and method != EVALUATE
+            method: len(plan)
+            for method, plan in self.plan.items()
+            if plan and method != EVALUATE_METHOD
         }
         return max(left, key=lambda method: left[method], default="")
 
@@ -253,11 +263,11 @@ class Liar:
         accepted: list[str] = []
         rejected: list[str] = []
         if answer is not None:
-            for description, malformed in lies(answer):
+            for description, malformed in malformed_answers(answer):
                 passes = self.check(malformed, method, sent) is not None
                 (accepted if passes else rejected).append(description)
         attacks = []
-        if method != EVALUATE:
+        if method != EVALUATE_METHOD:
             for description, attack in REFUSED.items():
                 if _differs(attack(answer, answer), answer):
                     attacks.append(description)
@@ -273,7 +283,7 @@ class Liar:
         first = [] if "variances are negative" in attacks else rejected[:1]
         return first + accepted[::step][:MOST_ACCEPTED] + attacks
 
-    def lie(self, answer: Payload, method: str, sent: tuple[Any, ...]) -> Payload:
+    def malform(self, answer: Payload, method: str, sent: tuple[Any, ...]) -> Payload:
         """Return the next malformed answer; the correct one if there is none left."""
         plan = self.plan[method]
         if not plan:
@@ -283,13 +293,13 @@ class Liar:
         if attack is not None:
             malformed = attack(answer, self.earlier[method])
         else:
-            variants = (tree for name, tree in lies(answer) if name == description)
+            variants = (tree for name, tree in malformed_answers(answer) if name == description)
             malformed = next(variants, answer)
         valid = self.check(malformed, method, sent)
         at_bound = attack is _put_at_bound and valid is not None and bool(valid.magnitudes)
         if valid is None or at_bound or (attack is not None and valid.networks):
             self.caught.append(method)
-        if method != EVALUATE:
+        if method != EVALUATE_METHOD:
             self.said = f"{description}, to {method!r}"
         return malformed
 
@@ -297,7 +307,7 @@ class Liar:
         """Return an answer as the method's contract accepts it; None if it does not."""
         server = self.engine.server
         assert server is not None
-        known = self.engine.known(server, self.client)
+        known = self.engine.knowledge_of(server, self.client)
         try:
             return validate(answer, self.engine.algorithm, method, sent, known)
         except PayloadError:
@@ -308,7 +318,7 @@ class Liar:
         """Describe the adversarial client's answers of this round, for messages."""
         return f"beside a client whose {self.said or 'evaluations are nonsense'}"
 
-    def done(self) -> bool:
+    def next_round(self) -> bool:
         """Return whether all malformed answers were sent, and begin the next round."""
         self.said = ""
         self.caught = []

@@ -15,19 +15,19 @@ from typing import Any, TypeAlias, get_type_hints
 import torch
 from torch import Tensor
 
-from barter.compute.threads import threaded
+from barter.compute.threads import limit_threads
 from barter.core.algorithm import Algorithm
 from barter.core.errors import BarterError
-from barter.core.params import describe
+from barter.core.params import describe_fields
 from barter.core.payload import isolate, leaves, pack, unpack
 from barter.core.wire import Direction, Wire
-from barter.data.sources import load
+from barter.data.sources import load_dataset
 from barter.data.task import Data
 from barter.engines.local import LocalEngine
 from barter.experiment import Experiment
-from barter.testing.adversarial import Liar
+from barter.testing.adversarial import AdversarialClient
 
-__all__ = ["CHECKS", "Trial", "Violation", "examined", "few_digits", "problem"]
+__all__ = ["CHECKS", "Trial", "Violation", "check_algorithm", "few_digits", "find_problem"]
 
 HERE = Path(__file__).parent
 ROUNDS = 3
@@ -112,7 +112,7 @@ class Trial:
 
 def few_digits(images: int = IMAGES) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return training images and labels, and a quarter as many for tests, for very short rounds."""
-    digits = load("digits")
+    digits = load_dataset("digits")
     test = images // 4
     return (
         digits.x_train[:images],
@@ -162,7 +162,7 @@ def is_documented(trial: Trial) -> None:
     kind = trial.kind
     if not kind.__doc__ or kind.__doc__.startswith(f"{kind.__name__}("):
         raise Violation(f"{kind.__name__} has no docstring")
-    for field in describe(kind):
+    for field in describe_fields(kind):
         if len(field.meaning) <= 5:
             raise Violation(
                 f"{field.name} has no comment behind it: its meaning, and the paper's symbol"
@@ -291,16 +291,16 @@ def follows_the_seed(trial: Trial) -> None:
     _require_same(outcome(trial.federation()), trial.straight, reason)
 
 
-def bears_a_liar(trial: Trial) -> None:
+def tolerates_malformed_answers(trial: Trial) -> None:
     """one client with malformed or extreme answers harms no other client, and the run resumes"""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         first = trial.federation(min_clients=CLIENTS - 1, out=out)
         assert first.folder is not None
-        liar = Liar(first.engine)
+        liar = AdversarialClient(first.engine)
         for _ in range(MOST_ROUNDS):
             _step_beside(liar, first)
-            if liar.done():
+            if liar.next_round():
                 break
         first.folder.release()
         second = trial.federation(min_clients=CLIENTS - 1, out=out, resume=True)
@@ -311,7 +311,7 @@ def bears_a_liar(trial: Trial) -> None:
         second.folder.release()
 
 
-def _step_beside(liar: Liar, experiment: Experiment) -> None:
+def _step_beside(liar: AdversarialClient, experiment: Experiment) -> None:
     """Run a round beside an adversarial client; raise if it harms others or goes unnoticed."""
     try:
         record = experiment.step()
@@ -339,27 +339,27 @@ CHECKS: tuple[Callable[[Trial], None], ...] = (
     ignores_the_order,
     runs_side_by_side,
     follows_the_seed,
-    bears_a_liar,
+    tolerates_malformed_answers,
 )
 
 
-def examined(algorithm: Algorithm[Any, Any]) -> Iterator[tuple[str, str]]:
+def check_algorithm(algorithm: Algorithm[Any, Any]) -> Iterator[tuple[str, str]]:
     """Check a method; yield each rule and the problem, which is empty if the method follows it.
 
     If the method does not run at all, the remaining checks are skipped.
     """
     trial = Trial(algorithm)
     for check in CHECKS:
-        found = problem(check, trial)
+        found = find_problem(check, trial)
         yield check.__doc__ or "", found
         if found and check is runs:
             return
 
 
-def problem(check: Callable[[Trial], None], trial: Trial) -> str:
+def find_problem(check: Callable[[Trial], None], trial: Trial) -> str:
     """Run a check; return the problem in one line, or an empty string."""
     try:
-        with threaded(1):
+        with limit_threads(1):
             check(trial)
     except Violation as error:
         return str(error)

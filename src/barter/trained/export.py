@@ -18,26 +18,26 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from barter.core.errors import ConfigError, in_short, install_command
+from barter.core.errors import ConfigError, install_command, summarise_error
 from barter.trained.model import TrainedModel
 from barter.version import __version__
 
-__all__ = ["FORMATS", "export", "facts"]
+__all__ = ["EXPORT_FORMATS", "export_metadata", "export_model"]
 
 INPUT = "images"
 OUTPUT = "logits"
 FLAT = torch.contiguous_format
 
 
-def export(model: TrainedModel, to: Path) -> None:
+def export_model(model: TrainedModel, to: Path) -> None:
     """Export a network in the format of the file's suffix: .safetensors, .onnx or .pt2.
 
     Raises:
         ConfigError: The file exists, has another suffix, or cannot be written.
     """
-    write = FORMATS.get(to.suffix)
+    write = EXPORT_FORMATS.get(to.suffix)
     if write is None:
-        raise ConfigError(f"{to}: the file's name must end in {', '.join(FORMATS)}")
+        raise ConfigError(f"{to}: the file's name must end in {', '.join(EXPORT_FORMATS)}")
     if to.exists():
         raise ConfigError(f"{to} exists: choose another name")
     try:
@@ -49,7 +49,7 @@ def export(model: TrainedModel, to: Path) -> None:
                 file.rename(to.parent / file.name)
     # Each format reports a full or read-only disk with another error.
     except (OSError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"{to} cannot be written: {in_short(error)}") from error
+        raise ConfigError(f"{to} cannot be written: {summarise_error(error)}") from error
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def _quiet() -> Iterator[None]:
         log.setLevel(before)
 
 
-def facts(model: TrainedModel) -> dict[str, str]:
+def export_metadata(model: TrainedModel) -> dict[str, str]:
     """Return the metadata that a file holds beside the weights; lists are JSON."""
     spec = model.spec
     return {
@@ -88,7 +88,7 @@ def _safetensors(model: TrainedModel, to: Path) -> None:
         name: tensor.clone(memory_format=FLAT)
         for name, tensor in model.network.state_dict().items()
     }
-    save_file(weights, to, facts(model))
+    save_file(weights, to, export_metadata(model))
 
 
 def _onnx(model: TrainedModel, to: Path) -> None:
@@ -96,14 +96,16 @@ def _onnx(model: TrainedModel, to: Path) -> None:
         raise ConfigError(f"ONNX is not installed here: {install_command('onnx')}")
     named = partial(torch.onnx.export, input_names=[INPUT], output_names=[OUTPUT])
     program = _traced(model, "ONNX", partial(named, dynamo=True, verbose=False))
-    program.model.metadata_props.update(facts(model))
+    program.model.metadata_props.update(export_metadata(model))
     program.save(to)
 
 
 def _pt2(model: TrainedModel, to: Path) -> None:
     program = _traced(model, "a PT2 program", torch.export.export)
     buffer = io.BytesIO()  # torch's own writer aborts the process if the disk is full.
-    torch.export.save(program, buffer, extra_files={"barter.json": json.dumps(facts(model))})
+    torch.export.save(
+        program, buffer, extra_files={"barter.json": json.dumps(export_metadata(model))}
+    )
     to.write_bytes(buffer.getbuffer())
 
 
@@ -126,7 +128,7 @@ def _root_cause(error: BaseException) -> BaseException:
     return error if error.__cause__ is None else _root_cause(error.__cause__)
 
 
-FORMATS: dict[str, Callable[[TrainedModel, Path], None]] = {
+EXPORT_FORMATS: dict[str, Callable[[TrainedModel, Path], None]] = {
     ".safetensors": _safetensors,
     ".onnx": _onnx,
     ".pt2": _pt2,

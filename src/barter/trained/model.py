@@ -11,20 +11,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from barter.core.errors import CheckpointError, ConfigError, in_short
+from barter.core.errors import CheckpointError, ConfigError, summarise_error
 from barter.core.evaluation import accuracy
-from barter.core.images import Augment, Images, Spec, prepared
+from barter.core.images import Augment, Images, Spec, prepare_batch
 from barter.core.model import Classifier
 from barter.core.params import BY_PYTHON
 from barter.core.payload import Payload
 from barter.data.dataset import Dataset
 from barter.models.zoo import Own
-from barter.runs.folder import Which, finished
-from barter.setup.participants import cut, initial, narrowed
+from barter.runs.folder import Which, read_finished_round
+from barter.setup.participants import cut_networks, initial_network, narrowed_name
 from barter.setup.trust import read_run, require_consent, trusting
 from barter.trained.pixels import to_pixels
 
-__all__ = ["TrainedModel", "judged", "load", "load_all"]
+__all__ = ["TrainedModel", "evaluate_networks", "load", "load_all"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class TrainedModel:
             ConfigError: The images are of another type, scale or number of channels, or their
                 layout is ambiguous.
         """
-        return prepared(to_pixels(images, self.spec), self.spec, Augment())
+        return prepare_batch(to_pixels(images, self.spec), self.spec, Augment())
 
     @torch.no_grad()
     def __call__(self, images: Tensor | NDArray[Any]) -> Tensor:
@@ -58,9 +58,9 @@ class TrainedModel:
 
         >>> import torch
         >>> from barter.core.images import Spec
-        >>> from barter.models.zoo import build
+        >>> from barter.models.zoo import build_network
         >>> spec = Spec(1, 8, 8, 10, mean=(0.3,), std=(0.4,))
-        >>> network = build("small-cnn", spec).eval()
+        >>> network = build_network("small-cnn", spec).eval()
         >>> trained = TrainedModel(network, spec, tuple("0123456789"), "small-cnn", "client 0", 1)
         >>> images = torch.randint(256, (5, 1, 8, 8), dtype=torch.uint8)
         >>> logits = trained(images)
@@ -109,12 +109,12 @@ def load(
     ('small-vgg', torch.Size([5, 10]))
     """
     with trusting(trust):
-        return _restore(Path(run), finished(Path(run), round), client, network)
+        return _restore(Path(run), read_finished_round(Path(run), round), client, network)
 
 
 def load_all(run: Path, round: Which = "last") -> list[TrainedModel]:
     """Load all networks in a run's folder: the clients', then the server's."""
-    checkpoint = finished(run, round)
+    checkpoint = read_finished_round(run, round)
     _, state = checkpoint
     owners: list[int | None] = sorted(state["clients"])
     if "model" in state["server"]:
@@ -156,7 +156,9 @@ def _restore(
     memory = state["server"] if client is None else clients[k]
 
     def build() -> Classifier:
-        parts = cut(config, {k: name}, {k: initial(name, spec, config.seed, own)}, spec)
+        parts = cut_networks(
+            config, {k: name}, {k: initial_network(name, spec, config.seed, own)}, spec
+        )
         network = parts.full if client is None else parts.own[k]
         assert network is not None
         return network
@@ -176,7 +178,7 @@ def _restore(
         architecture = config.algorithm.server_model.network or name
     else:
         owner = f"client {client}"
-        architecture = narrowed(name, config.algorithm.budget(k, config.clients))
+        architecture = narrowed_name(name, config.algorithm.budget(k, config.clients))
     return TrainedModel(network.eval(), spec, classes, architecture, owner, round)
 
 
@@ -196,7 +198,7 @@ def _described(run: Path, networks: Payload) -> tuple[dict[int, str], Spec, tupl
             raise TypeError("a client is not a number")
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"{run} is damaged: its description of networks: {in_short(error)}"
+            f"{run} is damaged: its description of networks: {summarise_error(error)}"
         ) from error
     return names, spec, classes
 
@@ -220,7 +222,7 @@ def _require_shapes(build: Callable[[], Classifier], weights: Mapping[str, Tenso
         raise ValueError(f"shapes differ at {', '.join(map(str, differing[:3]))}")
 
 
-def judged(
+def evaluate_networks(
     networks: Sequence[TrainedModel], dataset: Dataset, *, new: bool, device: torch.device
 ) -> tuple[int, list[float]]:
     """Evaluate networks on a data set; return the number of images and each network's accuracy.
