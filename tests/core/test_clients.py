@@ -189,6 +189,14 @@ def test_answers_of_nobodys_are_looked_at_without_excuse() -> None:
     assert replies.map(lambda client, answer: client + answer) == {0: 1, 1: 1}
 
 
+def test_former_names_are_refused_with_the_present_ones() -> None:
+    replies: Replies[int] = Replies({0: 1}, num_examples={0: 1}, failures={})
+    with pytest.raises(AttributeError, match=r"Replies\.each is called Replies\.map now"):
+        replies.each(lambda client, answer: answer)
+    with pytest.raises(TypeError, match=r"Old\.at_home: this method is called local_offset now"):
+        type("Old", (Algorithm,), {"at_home": lambda self, client: None})
+
+
 def test_replies_are_sorted() -> None:
     replies = Replies({2: "b", 0: "a"}, {0: 1, 1: 1, 2: 1}, {1: Failure(1, "m", 1, "e")})
     assert list(replies) == [0, 2]

@@ -358,7 +358,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         federation = clients.only(clients[: max(1, round(self.collaboration * len(clients)))])
         clients.only(set(clients) - set(federation)).run(self.train)
         traders = federation.sample(self.fraction)
-        offers = self.trusted(server, traders.run(self.learn))  # Eq. 9
+        offers = self.select_consistent_offers(server, traders.run(self.learn))  # Eq. 9
         if len(offers) < 2:
             return
         entry = self.make_transfer_data(server, offers, t)  # Eqs. 10-12
@@ -370,7 +370,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         server.held |= dict.fromkeys(lessons, t)
         if len(lessons) < 2:
             return
-        teachers = self.confirmed(server, entry, offers, lessons)
+        teachers = self.select_confirmed_teachers(server, entry, offers, lessons)
         received = {
             k: {i: taught for i, taught in others.items() if i in teachers}
             for k, others in distribute_lessons(lessons, self.peers).items()
@@ -378,7 +378,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         received = {k: others for k, others in received.items() if others}
         traders.only(received).scatter(self.exchange, received)  # Eqs. 13-14
 
-    def trusted(self, server: Hub, offers: Replies[Offer]) -> Replies[Offer]:
+    def select_consistent_offers(self, server: Hub, offers: Replies[Offer]) -> Replies[Offer]:
         """Return the offers whose embeddings the uploaded network classifies as labelled.
 
         This is for robust aggregation: without it, and of noise, all offers are returned.
@@ -396,7 +396,7 @@ class DFFKE(Algorithm[Hub, Trader]):
             {k: offers[k] for k in chosen}, offers.num_examples, offers.failures, offers.excuse
         )
 
-    def confirmed(
+    def select_confirmed_teachers(
         self, server: Hub, entry: Entry, offers: Replies[Offer], lessons: Mapping[int, Lesson]
     ) -> list[int]:
         """Return the teachers whose logits the clients' networks confirm; all without a defence."""

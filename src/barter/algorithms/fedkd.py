@@ -75,7 +75,7 @@ from barter.ops.mutual import companion
 
 __all__ = ["Broker", "FedKD", "Mentor", "fedkd_loss"]
 
-ROUNDING = 1e-6  # A change of a variance to zero may miss it by so much.
+VARIANCE_ROUNDING = 1e-6  # A change of a variance to zero may miss it by so much.
 
 
 class Broker(Server):
@@ -227,6 +227,6 @@ def _sound_change(update: Compressed, w: State) -> State:
     least = [
         (w[name] + value).amin() for name, value in change.items() if name.endswith(".running_var")
     ]
-    if min(to_floats(least), default=0.0) < -ROUNDING:
+    if min(to_floats(least), default=0.0) < -VARIANCE_ROUNDING:
         raise PayloadError("the change leads to a negative variance of batch normalisation")
     return change

@@ -26,14 +26,17 @@ from barter.models.generators import resize_images
 
 __all__ = ["copy_rate", "find_nearest", "measure_copies", "wilson_interval"]
 
-PIXELS = "nearest by pixels"
-FEATURES = "nearest by features"
+NEAREST_BY_PIXELS = "nearest by pixels"
+NEAREST_BY_FEATURES = "nearest by features"
 LIMIT = 2000  # synthetic images of each client that are looked up
 
 
 def measure_copies(experiment: Experiment) -> list[Result]:
     """Run the copy test on the last round, by pixels and by features of the client's network."""
-    values: dict[str, dict[int, dict[str, float]]] = {PIXELS: {}, FEATURES: {}}
+    values: dict[str, dict[int, dict[str, float]]] = {
+        NEAREST_BY_PIXELS: {},
+        NEAREST_BY_FEATURES: {},
+    }
     for k, client in clients_of(experiment).items():
         made = experiment.algorithm.transfer_images(client, experiment.round)
         if made is None or len(made[1]) == 0:
@@ -43,12 +46,14 @@ def measure_copies(experiment: Experiment) -> list[Result]:
         n_private = len(client.data)
         if len(offered) == n_private:
             continue  # Every image was offered, so any nearest image is an offered one.
-        values[PIXELS][k] = copy_rate(_by_pixels(client.data, images), offered, n_private)
+        values[NEAREST_BY_PIXELS][k] = copy_rate(
+            _by_pixels(client.data, images), offered, n_private
+        )
         nearest = _by_features(client.model, client.data, images)
-        values[FEATURES][k] = copy_rate(nearest, offered, n_private)
-    if not values[PIXELS]:
+        values[NEAREST_BY_FEATURES][k] = copy_rate(nearest, offered, n_private)
+    if not values[NEAREST_BY_PIXELS]:
         why = "no synthetic images were made from a part of a client's images"
-        return [Result("copies", PIXELS, note=why)]
+        return [Result("copies", NEAREST_BY_PIXELS, note=why)]
     return [mean_result("copies", name, by_client) for name, by_client in values.items()]
 
 

@@ -136,6 +136,9 @@ class Algorithm(Generic[S, C]):
             TypeError: If the class declares something as an older version of barter had it.
         """
         super().__init_subclass__()
+        # A method of the former name would never be called, and results would silently differ.
+        if "at_home" in vars(cls):
+            raise TypeError(f"{cls.__name__}.at_home: this method is called local_offset now")
         fields = inspect.get_annotations(cls)
         for name, new in FORMER.items():
             if name in cls.__dict__ and name not in fields:

@@ -5,7 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeAlias, TypeVar, overload
+from typing import (
+    Any,
+    Concatenate,
+    Generic,
+    NoReturn,
+    ParamSpec,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    overload,
+)
 
 import torch
 
@@ -92,6 +102,10 @@ class Replies(dict[int, R], Generic[R]):
                 errors[k] = error
         failures = self.failures if self.excuse is None else self.excuse(errors, self.failures)
         return Replies(results, self.num_examples, failures, self.excuse)
+
+    def each(self, work: Callable[[int, R], T]) -> NoReturn:
+        """Raise: this is the former name of `map`."""
+        raise AttributeError("Replies.each is called Replies.map now")
 
 
 class Engine(Protocol):

@@ -31,7 +31,9 @@ from barter.privacy.prices import ROUNDING, Account, merge_accounts, total_epsil
 __all__ = ["LEDGER", "Ledger", "RunAccount", "ledger_file"]
 
 LEDGER = "ledger.jsonl"
-FORMER = "released.json"  # an older version's file in each run's folder: name -> number of releases
+FORMER_FILE = (
+    "released.json"  # an older version's file in each run's folder: name -> number of releases
+)
 MEMORY = "memory"  # the folder of a site that holds the ledger
 
 
@@ -95,7 +97,7 @@ class Ledger:
 
     def former_accounts(self) -> list[Path]:
         """Return the accounts of older versions, whose releases have no known price."""
-        return sorted(self.memory.glob(f"*/{FORMER}")) if self.memory is not None else []
+        return sorted(self.memory.glob(f"*/{FORMER_FILE}")) if self.memory is not None else []
 
     def bind(self, run: str, config: Mapping[str, Any]) -> dict[str, Any]:
         """Bind a run to a configuration, if it is not bound yet; return the one it is bound to.
