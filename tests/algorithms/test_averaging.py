@@ -16,7 +16,6 @@ from barter import ALGORITHMS, Experiment, FedAvg
 from barter.algorithms import FedBN, FedDyn, moon
 from barter.algorithms.broadcast import Caster
 from barter.algorithms.feddyn import Cloud, Drifter
-from barter.algorithms.fedzkt import FedZKT
 from barter.core.errors import ConfigError
 from barter.core.evaluation import accuracy
 from barter.core.images import Augment, Spec
@@ -453,13 +452,29 @@ def test_what_averages_nothing_names_no_average() -> None:
     }
 
 
-def test_a_field_of_an_older_version_is_dropped_or_refused() -> None:
-    """FedZKT, which averages nothing, once had FedAvg's `average`."""
-    written: dict[str, Any] = {"algorithm": {"name": "fedzkt", "average": "mean", "mu": 0.5}}
-    assert resolve(written).algorithm == FedZKT(mu=0.5)
-    assert with_defaults(written)["algorithm"] == {"name": "fedzkt", "mu": 0.5}
-    written["algorithm"]["average"] = "median"
-    with pytest.raises(ConfigError, match=r"algorithm.average='median': FedZKT has no field"):
+@pytest.mark.parametrize(
+    ("name", "field", "value", "other"),
+    [
+        ("fedzkt", "average", "mean", "median"),
+        ("dffke", "docking_weight_decay", 1e-3, 0.0),
+        ("fedaf", "warm_start", False, True),
+        ("dfrd", "smoothing", 0.0, 1.0),
+        ("dfrd", "student_norm", "kept", "trained"),
+        ("fedfree", "steps", 1, 2),
+        ("perfedavg", "steps", 1, 2),
+        ("dense", "weighting", "clients", "classes"),
+        ("dsfl", "weighting", "clients", "classes"),
+    ],
+)
+def test_a_field_of_an_older_version_is_dropped_or_refused(
+    name: str, field: str, value: object, other: object
+) -> None:
+    kind = ALGORITHMS[name]
+    written: dict[str, Any] = {"algorithm": {"name": name, field: value, "fraction": 0.5}}
+    assert resolve(written).algorithm == kind(fraction=0.5)  # type: ignore[call-arg]
+    assert field not in with_defaults(written)["algorithm"]
+    written["algorithm"][field] = other
+    with pytest.raises(ConfigError, match=rf"algorithm.{field}={other!r}: \w+ has no field"):
         resolve(written)
 
 

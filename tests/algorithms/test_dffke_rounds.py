@@ -214,9 +214,6 @@ def test_fields_of_older_versions_are_understood() -> None:
     assert read(embeddings="real", transfer="decoder") == DFFKE(transfer="decoder")
     assert read(embeddings="noise", noise=2.0) == DFFKE(reveal="nothing", noise=2.0)
     assert read(transfer="public") == DFFKE(reveal="nothing", substitute="public")
-    assert read(docking_weight_decay=1e-3) == DFFKE()
-    with pytest.raises(ConfigError, match=r"runs as with docking_weight_decay=0\.001"):
-        read(docking_weight_decay=0.0)
     with pytest.raises(ConfigError, match="substitute='public'"):
         DFFKE(transfer="public")  # type: ignore[arg-type]
 

@@ -24,7 +24,7 @@ from barter.core.images import Augment, Spec, prepare_batch
 from barter.core.record import Round
 from barter.data.task import Data
 from barter.ops.condense import averaging_matrix
-from tests.conftest import federation, same, state, tiny
+from tests.conftest import federation, tiny
 from tests.ops.test_condense import Linear
 
 SPEC = Spec(1, 1, 2, 3, (0.5,), (0.25,))
@@ -139,15 +139,6 @@ def test_when_no_class_is_large_enough_the_model_stays(name: str) -> None:
     assert not record.failures
     (remark,) = experiment.algorithm.remarks([record])
     assert remark.startswith("min_samples=1000000: no class of any client has 1000000 images")
-
-
-def test_a_warm_start_begins_where_the_last_round_ended() -> None:
-    cold, warm = (federation(tiny("fedaf", warm_start=w)) for w in (False, True))
-    for experiment in (cold, warm):
-        list(experiment.rounds(2))
-    clients: Any = warm.engine.clients
-    assert all(len(client.images) == 1 for client in clients.values())
-    assert not same(state(cold), {at: v for at, v in state(warm).items() if "images" not in at})
 
 
 def test_clients_end_a_round_with_the_servers_model_and_send_no_weights() -> None:

@@ -66,16 +66,6 @@ def test_fedmds_consensus_is_the_mean_of_logits(monkeypatch: pytest.MonkeyPatch)
     assert torch.allclose(target, torch.stack(words(experiment, places)).mean(0), atol=1e-5)
 
 
-def test_classes_may_count_by_who_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = heard(monkeypatch, FedMD)
-    experiment = in_process(tiny("fedmd", weighting="classes"), **TWO)
-    list(experiment.rounds(1))
-    places, target = told[0]
-    one, other = words(experiment, places)
-    first = experiment.engine.clients[0].data.class_counts() > 0
-    assert torch.allclose(target, torch.where(first, one, other), atol=1e-5)
-
-
 def test_fedmds_clients_begin_with_public_data_and_revisit_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -74,7 +74,6 @@ class Condensation(Algorithm[Server, Condenser]):
         momentum: float,
         sampled: Callable[[Classifier], None],
         *,
-        start: Tensor | None = None,
         match_logits: bool = False,
         collaboration: Callable[[Tensor], Collaboration] | None = None,
     ) -> Lot:
@@ -84,7 +83,6 @@ class Condensation(Algorithm[Server, Condenser]):
             client: Its condensed images are also kept in `client.images`.
             momentum: Momentum of the SGD for images.
             sampled: Changes the network, a copy of the client's, in place before each step.
-            start: Initial images; none starts from means of originals.
             match_logits: Match mean logits too, not only mean features.
             collaboration: Called with the condensed classes; returns FedAF's collaborative term.
         """
@@ -93,11 +91,9 @@ class Condensation(Algorithm[Server, Condenser]):
         images = None
         if sizes:
             classes = torch.tensor(list(sizes), device=client.device)
-            if start is None:
-                start = mean_images(data, sizes, self.init_images)
             images, terms = condense(
                 client,
-                start,
+                mean_images(data, sizes, self.init_images),
                 sizes,
                 steps=self.steps,
                 batch_size=self.batch_size,

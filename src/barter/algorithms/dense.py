@@ -22,7 +22,6 @@ Differences from the paper:
 - Labels are sampled uniformly from the classes that some client has, so clients upload class
   counts; the code samples from all classes.
 - The optimizer of the server's model is new in each pass over the images.
-- `weighting`: "classes" is an addition of barter.
 - The defaults have fewer steps, images and local epochs than the authors' commands; preset "paper"
   has their numbers.
 
@@ -35,7 +34,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -135,6 +133,7 @@ class DENSE(Algorithm[Archive]):
 
     primary = "server"
     aggregates = ("logits",)
+    retired = {"weighting": "clients"}
     crosses = {"learn": Crossing(up="the client's weights, the number of images of each class")}
     presets = {
         "paper": {
@@ -169,8 +168,6 @@ class DENSE(Algorithm[Archive]):
     distil_batch: Count = 64  # synthetic images per step of the server's model
     distil_lr: Positive = 0.01  # η_S: learning rate of that SGD; 0.005 in the authors' commands
     pool: Count = 8192  # number of synthetic images that are kept, the newest
-    # weights of clients in the ensemble: equal, or by their images of a class (barter's)
-    weighting: Literal["clients", "classes"] = "clients"
 
     @property
     def server_model(self) -> ServerModel:
@@ -182,7 +179,7 @@ class DENSE(Algorithm[Archive]):
         weights = {k: teacher["weights"] for k, teacher in server.teachers.items()}
         ensemble = build_ensemble(server, weights)
         counts = stack_field(server.teachers, "counts")
-        shares = class_shares(counts if self.weighting == "classes" else torch.ones_like(counts))
+        shares = class_shares(torch.ones_like(counts))  # All models count alike.
         classes = counts.sum(0).nonzero().flatten()
         for _ in server.track("distil", range(self.passes)):
             self.draw(server, ensemble, shares, classes)

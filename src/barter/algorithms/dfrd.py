@@ -27,6 +27,7 @@ Differences from the paper, where it is silent or contradicts itself:
 - Both generators normalise by the statistics of their batch.
 - If no image satisfies the rule, transferability is zero, not 0/0; labels that no client has seen
   are never sampled.
+- τ is computed from class counts as they are; the code adds 1 to each.
 
 Differences from the paper by default (preset "paper" is the published code except for the points
 above, "sound" is the default). The paper's values are intended for 200 rounds: the generator has 20
@@ -155,6 +156,7 @@ class DFRD(PartialTraining[Distiller]):
     """Distil the clients' models into the server's on generated images, with or without averaging."""
 
     aggregates = ("states", "logits")
+    retired = {"smoothing": 0.0, "student_norm": "kept"}
     presets = {
         "paper": {
             "rho": 5,
@@ -218,10 +220,7 @@ class DFRD(PartialTraining[Distiller]):
     slow_momentum: Fraction = 0.5  # λ: momentum of the slow generator
     # the slow generator starts as a copy of the first generator, or as (1 - λ) of it (paper)
     slow_start: Literal["copy", "scaled"] = "copy"
-    smoothing: NonNegative = 0.0  # added to each class count in τ; 1 in the authors' code
     output: Output = "matched"  # range of generated images: the data's, or -1 to 1 as in the paper
-    # normalisation statistics of the global model in distillation: kept, or updated
-    student_norm: Literal["kept", "trained"] = "kept"
 
     @property
     def server_model(self) -> ServerModel:
@@ -257,7 +256,7 @@ class DFRD(PartialTraining[Distiller]):
             updates = self.exchange(server, active, t)  # Eq. 1
         ensemble = build_ensemble(server, {k: update["weights"] for k, update in updates.items()})
         counts = stack_field(updates, "counts").float()
-        tau, p = label_weights(counts, self.smoothing)
+        tau, p = label_weights(counts)
         server.averaged = copy_state(server.model) if self.base != "none" else {}
         generator, slow = self.load_generators(server)
         self.play(server, generator, slow, ensemble, tau, p)  # Eqs. 2 to 5 and 7
@@ -327,7 +326,8 @@ class DFRD(PartialTraining[Distiller]):
             artist,
             student,
             self.iterations,
-            training=self.student_norm == "trained" or self.base == "none",
+            # An averaged model keeps the normalisation statistics of the clients' images.
+            training=self.base == "none",
             lasting=self.lasting_optimizers,
         )
 

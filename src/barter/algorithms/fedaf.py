@@ -23,8 +23,8 @@ Differences from the paper, where it is silent or contradicts itself:
 - Eq. 17 "in each step": a new network is sampled for each step; its normalisation statistics are
   the global model's. The collaborative term uses the global model itself, because the mean logits
   that it compares with are that model's.
-- Images are initialised anew in each round (see `warm_start`), and pixels stay between black and
-  white: others could not be sent as bytes.
+- Images are initialised anew in each round, and pixels stay between black and white: others could
+  not be sent as bytes.
 - `tau`: the paper gives no temperature τ; 2 is a common value.
 - Eq. 15 is the mean over the classes of a batch, computed from the means of their logits in it.
 - `min_samples`: the paper's byte counts (Table 7) result if only classes with at least IPC images
@@ -163,6 +163,7 @@ class FedAF(Condensation):
     """Clients upload condensed images and soft labels; the server trains one model on them."""
 
     aggregates = ("prototypes", "sets")
+    retired = {"warm_start": False}
     crosses = {
         "summarise": Crossing(up="the mean logits of the client's classes"),
         "condense": Crossing(
@@ -195,7 +196,6 @@ class FedAF(Condensation):
     tau: Positive = 2.0  # τ: temperature of the soft labels; not given in the paper
     # number of random directions of the sliced Wasserstein distance; none is its closed form
     projections: Count | None = None
-    warm_start: bool = False  # start from the last round's condensed images; not in the paper
 
     def round(self, server: Server, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)
@@ -225,12 +225,10 @@ class FedAF(Condensation):
     def condense(self, client: Condenser, shared: Means) -> Labelled:
         """Return the condensed images S_k, as bytes, and the soft labels R_k."""
         own = self.summarise(client)
-        start = client.images[0] if self.warm_start and client.images else None
         lot = self.condense_for_upload(
             client,
             self.momentum,
             partial(mix_with_new_weights, self.gamma),
-            start=start,
             collaboration=partial(self.collaboration, client, shared),
         )
         # r_k,c of Eq. 11, predicted by the model as the server sent it.

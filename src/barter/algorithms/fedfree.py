@@ -224,6 +224,7 @@ class FedFree(Algorithm[Bridge, Client]):
         "tableA2": {**AS_PUBLISHED, "epochs": 30},
         "sound": {},
     }
+    retired = {"steps": 1}
 
     fraction: Fraction = 1.0  # share of clients per round
     epochs: Count = 5  # E: local epochs
@@ -239,7 +240,6 @@ class FedFree(Algorithm[Bridge, Client]):
     # α: learning rate of the server's layers; 0.5 gives the mean of those uploaded; 0.01 in the
     # paper
     server_lr: Positive = 0.5
-    steps: Count = 1  # gradient steps of a server's layer per round; one in the paper (Eqs. 4, 5)
     # Eq. 3 on samples of Gaussian noise (paper), or its expectation in closed form
     transfer: Literal["sampled", "analytic"] = "analytic"
     samples: Count = 64  # samples of noise per step; not given in the paper
@@ -337,8 +337,7 @@ class FedFree(Algorithm[Bridge, Client]):
                 if name is not None:
                     teachers.setdefault(name, []).append(layer)
         for name, imitated in teachers.items():
-            for _ in range(self.steps):
-                server.layers[name] = self.imitate(server.layers.get(name, imitated[0]), imitated)
+            server.layers[name] = self.imitate(server.layers.get(name, imitated[0]), imitated)
 
     def matching_layer(self, server: Bridge, k: int, layer: Layer) -> str | None:
         """Return the name of the server's layer that corresponds to client k's layer, or None."""

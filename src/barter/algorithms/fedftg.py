@@ -176,7 +176,7 @@ class FedFTG(FedAvg):
             average(weights, by=self.average, since=server.model.state_dict())
         )
         counts = stack_field(updates, "counts")
-        shares, frequencies = label_weights(counts.float(), 0.0)
+        shares, frequencies = label_weights(counts.float())
         self.tune(server, build_ensemble(server, weights), shares, frequencies)
 
     def learn(self, client: Client, w: State) -> Teacher:

@@ -211,7 +211,7 @@ class FedGen(SharedHead[GeneratorServer]):
         generator = restore_module(server, "latent", new, server.generator).train()
         weight = stack_field(heads, "weight")
         bias = stack_field(heads, "bias")
-        shares, frequencies = label_weights(counts.float(), 0.0)
+        shares, frequencies = label_weights(counts.float())
         classes = frequencies.nonzero().flatten()
         trainer = Trainer.of(generator, adam(self.generator_lr, self.generator_weight_decay))
         total = torch.zeros((), device=server.device)

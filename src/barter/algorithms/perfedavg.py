@@ -134,12 +134,12 @@ class PerFedAvg(Broadcast[Caster, Adapter]):
         ),
         "receive": Crossing(down="the average"),
     }
+    retired = {"steps": 1}
 
     epochs: Count = 5  # local epochs
     batch_size: Count = 10  # images in each batch of a step
     lr: Positive = 0.01  # β: learning rate of the averaged model
     alpha: NonNegative = 0.01  # α: learning rate of the adaptation step
-    steps: Count = 1  # adaptation steps of a client after each round
     hessian_free: bool = False  # true: estimate the Hessian (HF); false: leave it out (FO)
     delta: Positive = 1e-3  # δ: step of the differences that estimate the Hessian
 
@@ -169,7 +169,7 @@ class PerFedAvg(Broadcast[Caster, Adapter]):
         client.report |= {
             f"unadapted_{name}": value for name, value in evaluate_client(client).items()
         }
-        fit(client, epochs=1, steps=self.steps, batch_size=self.batch_size, recipe=sgd(self.alpha))
+        fit(client, epochs=1, steps=1, batch_size=self.batch_size, recipe=sgd(self.alpha))
 
 
 def batch_groups(data: Images, size: int, each: int) -> Iterator[list[LabelledBatch]]:

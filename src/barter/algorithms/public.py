@@ -8,22 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, TypedDict
 
-import torch
 from torch import Tensor
 from typing_extensions import TypeVar
 
 from barter.core.algorithm import Algorithm, Crossing
 from barter.core.clients import Clients, Replies
-from barter.core.contracts import Counts, Floats, Places, When
+from barter.core.contracts import Floats, Places
 from barter.core.evaluation import predict, record_before_exchange
 from barter.core.images import Images
 from barter.core.model import Classifier
 from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
 from barter.ops.ensemble import (
-    class_shares,
     distil,
     mean_predictions,
     public_images,
@@ -31,7 +29,6 @@ from barter.ops.ensemble import (
     soft_loss,
 )
 from barter.ops.fit import Recipe, adam, epoch_length, fit
-from barter.ops.modules import stack_field
 
 __all__ = ["Answer", "PublicDistillation"]
 
@@ -43,8 +40,6 @@ class Answer(TypedDict):
     """A client's predictions on public images."""
 
     said: Annotated[Tensor, Floats("images", "classes")]  # predictions
-    # The client's number of images of each class.
-    counts: Annotated[Tensor, Counts("classes"), When("by_class")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +50,11 @@ class PublicDistillation(Algorithm[S, C]):
     crosses = {
         "answer": Crossing(
             down="which public images",
-            up="predictions on them, and class counts if weighting asks for them",
+            up="predictions on them",
         ),
         "learn": Crossing(down="which public images, and the targets for them"),
     }
+    retired = {"weighting": "clients"}
     loss = staticmethod(soft_loss)  # of logits and targets
 
     fraction: Fraction = 1.0  # fraction of clients sampled per round
@@ -68,8 +64,6 @@ class PublicDistillation(Algorithm[S, C]):
     lr: Positive = 1e-3  # learning rate, on private and on public images
     distil_epochs: Count = 1  # passes over the round's public images
     distil_batch: Count = 128  # public images per step
-    # weights of clients in the joint prediction: equal, or by their images of a class (barter's)
-    weighting: Literal["clients", "classes"] = "clients"
 
     @property
     def needs_public_data(self) -> bool:
@@ -87,11 +81,6 @@ class PublicDistillation(Algorithm[S, C]):
         targets = self.compute_targets(server, places, self.mean_prediction(answers))
         active.only(answers).run(self.learn, places, targets)
 
-    @property
-    def by_class(self) -> bool:
-        """Return whether clients are weighted by class counts, which they then upload."""
-        return self.weighting == "classes"
-
     def answer(self, client: C, places: Annotated[Tensor, Places("images")]) -> Answer:
         """Train on the client's own data, then predict on public images.
 
@@ -102,10 +91,7 @@ class PublicDistillation(Algorithm[S, C]):
         self.train(client)
         record_before_exchange(client)
         logits = predict(client.model.eval(), public_images(client).batch, places)
-        counts = torch.zeros(0, dtype=torch.long, device=client.device)
-        if self.by_class:
-            counts = client.data.class_counts()
-        return {"said": self.to_predictions(logits), "counts": counts}
+        return {"said": self.to_predictions(logits)}
 
     def train(self, client: C) -> None:
         """Train the client's network on its own data before it predicts."""
@@ -116,12 +102,8 @@ class PublicDistillation(Algorithm[S, C]):
         return logits.softmax(1)
 
     def mean_prediction(self, answers: Replies[Answer]) -> Tensor:
-        """Return the mean of the clients' predictions, weighted by class counts if asked for."""
-        predictions = [answer["said"] for answer in answers.values()]
-        if not self.by_class:
-            return mean_predictions(predictions)
-        counts = stack_field(answers, "counts")
-        return mean_predictions(predictions, class_shares(counts))
+        """Return the mean of the clients' predictions."""
+        return mean_predictions([answer["said"] for answer in answers.values()])
 
     def compute_targets(self, server: S, places: Tensor, mean: Tensor) -> Tensor:
         """Return the targets that clients learn from: by default, the mean prediction."""

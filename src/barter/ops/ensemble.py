@@ -69,13 +69,14 @@ def sample_index(images: Images, samples: int | None) -> Tensor:
     return torch.randperm(len(images), device=images.device)[:samples]
 
 
-def class_shares(counts: Tensor, smoothing: float = 0.0) -> Tensor:
+def class_shares(counts: Tensor) -> Tensor:
     """Return each client's weight for each class (clients, classes), from its number of images.
 
     Clients have equal weights for classes of which none of them has images.
     """
-    total = (counts + smoothing).sum(0)
-    return torch.where(total > 0, (counts + smoothing) / total.clamp_min(1e-12), 1 / len(counts))
+    counts = counts.float()
+    total = counts.sum(0)
+    return torch.where(total > 0, counts / total.clamp_min(1e-12), 1 / len(counts))
 
 
 def mean_predictions(answers: Sequence[Tensor], shares: Tensor | None = None) -> Tensor:

@@ -306,14 +306,14 @@ def usefulness(ensemble: Tensor, student: Tensor, y: Tensor, rule: Rule) -> Tens
     return torch.ones_like(y, dtype=torch.float)
 
 
-def label_weights(counts: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+def label_weights(counts: Tensor) -> tuple[Tensor, Tensor]:
     """Return τ (clients, classes) and p (classes) from the clients' class counts.
 
     τ is each client's weight for a class, zero for classes that no client has seen; p is the
     frequency of each class.
     """
     total = counts.sum(0)
-    return class_shares(counts, smoothing) * (total > 0), total / total.sum()
+    return class_shares(counts) * (total > 0), total / total.sum()
 
 
 def to_network_input(drawn: Tensor, spec: Spec, output: Output) -> Tensor:
