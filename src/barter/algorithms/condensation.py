@@ -51,6 +51,8 @@ class Condensation(Algorithm[Server, Condenser]):
     primary = "server"
     server_model = ServerModel("shared")
 
+    # -- Condensation and the server's training
+
     fraction: Fraction = 1.0  # share of clients per round
     # IPC: condensed images per class, at most the number of originals; FedAF's paper has 50
     ipc: Count = 10

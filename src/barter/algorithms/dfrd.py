@@ -180,11 +180,14 @@ class DFRD(PartialTraining[Distiller]):
         "sound": {},
     }
 
-    # method that averages the clients' models before distillation, or none
-    base: Literal["fedrolex", "feddropout", "heterofl", "fedavg", "none"] = "fedrolex"
     # logits of classes that a client lacks count as zero in its loss; off, as clients then become
     # better teachers
     masked_loss: bool = False
+
+    # -- The paper's fields
+
+    # method that averages the clients' models before distillation, or none
+    base: Literal["fedrolex", "feddropout", "heterofl", "fedavg", "none"] = "fedrolex"
     # I: alternations of generator and global model per round; 10 in the paper
     iterations: Count = 20
     generator_steps: Count = 5  # I_g: steps of the generator per alternation; 2 in the paper
@@ -198,28 +201,34 @@ class DFRD(PartialTraining[Distiller]):
     # quarter of it
     global_lr: Positive | None = None
     global_weight_decay: NonNegative = 1e-4  # weight decay of the global model's SGD
-    # one optimizer for all alternations of a round; a new one for each in the paper
-    lasting_optimizers: bool = True
     temperature: Positive = 10.0  # temperature of distillation and transferability
-    # multiply the distillation loss by temperature²; not in the paper
-    square_temperature: bool = True
     # images that transferability rewards: ensemble right and student wrong (◇), all (△), or those
     # on which they differ (▽)
     rule: Rule = "student-wrong"
-    # transferability is the mean over all images (Eq. 3), or over those that the rule selects
-    # (authors' code)
-    tran_mean: Literal["batch", "chosen"] = "batch"
     beta_tran: NonNegative = 1.0  # β_tran: weight of transferability
     beta_div: NonNegative = 1.0  # β_div: weight of diversity
-    # weight of the distance from the clients' batch normalisation statistics; 0 in the paper
-    beta_bn: NonNegative = 1.0
+    alpha: NonNegative = 0.5  # α: weight of the slow generator's images
+    slow_momentum: Fraction = 0.5  # λ: momentum of the slow generator
+
+    # -- From the authors' code
+
     # weight of the label embeddings' excess length; only in the authors' code
     beta_ey: NonNegative = 0.25
     gamma: Positive = 1.0  # γ: label embeddings longer than γ √d are penalised
-    alpha: NonNegative = 0.5  # α: weight of the slow generator's images
-    slow_momentum: Fraction = 0.5  # λ: momentum of the slow generator
+    # transferability is the mean over all images (Eq. 3), or over those that the rule selects
+    # (authors' code)
+    tran_mean: Literal["batch", "chosen"] = "batch"
     # the slow generator starts as a copy of the first generator, or as (1 - λ) of it (paper)
     slow_start: Literal["copy", "scaled"] = "copy"
+
+    # -- Additions of barter; preset "paper" is without them
+
+    # one optimizer for all alternations of a round; a new one for each in the paper
+    lasting_optimizers: bool = True
+    # multiply the distillation loss by temperature²; not in the paper
+    square_temperature: bool = True
+    # weight of the distance from the clients' batch normalisation statistics; 0 in the paper
+    beta_bn: NonNegative = 1.0
     output: Output = "matched"  # range of generated images: the data's, or -1 to 1 as in the paper
 
     @property

@@ -188,6 +188,9 @@ class FedAF(Condensation):
     }
 
     clip: Positive | None = 0.4  # largest norm of the images' gradient; no limit in the paper
+
+    # -- FedAF's own fields
+
     # λ_loc: weight of the collaborative term, 0 disables CDC; the paper has 0.0001
     lambda_loc: NonNegative = 10.0
     # λ_glob: weight of knowledge matching, 0 disables LGKM; the paper has 0.01 or 2

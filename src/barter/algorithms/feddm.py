@@ -59,6 +59,8 @@ class FedDM(Condensation):
     }
     presets = {"paper": {"steps": 1000, "server_epochs": 500}}
 
+    # -- FedDM's own fields
+
     rho: Positive = 5.0  # ρ: distance of a sampled network from the global model
     image_momentum: NonNegative = 0.5  # momentum of the SGD for images
     weight_decay: NonNegative = 5e-4  # weight decay of the SGD for the model

@@ -226,27 +226,32 @@ class FedFree(Algorithm[Bridge, Client]):
     }
     retired = {"steps": 1}
 
+    # -- The paper's fields
+
     fraction: Fraction = 1.0  # share of clients per round
     epochs: Count = 5  # E: local epochs
     batch_size: Count = 10  # B: images per step
     lr: Positive = 0.01  # η: learning rate of the clients' SGD
     layers: Count = 2  # k: critical layers that a client uploads
+    # α: learning rate of the server's layers; 0.5 gives the mean of those uploaded; 0.01 in the
+    # paper
+    server_lr: Positive = 0.5
+    samples: Count = 64  # samples of noise per step; not given in the paper
+    side: Count = 8  # height and width of noise for convolutions; not given in the paper
+    entropy: Entropy = "shannon"  # H: the entropy in Eq. 6
+    tsallis_order: Positive = 1.5  # q: order of Tsallis' entropy, not 1; not given in the paper
+    bins: Count = 256  # bins of the histogram that the entropy is computed from
+
+    # -- Additions of barter; preset "paper" is without them
+
     # layers that correspond: those in the same place of one architecture, or those of the same
     # type and relative depth in any network (paper)
     match: Literal["place", "depth"] = "place"
     # outputs of a layer: weighted by how much they were trained, and received for own classes, or
     # all equally (paper)
     outputs: Literal["trained", "all"] = "trained"
-    # α: learning rate of the server's layers; 0.5 gives the mean of those uploaded; 0.01 in the
-    # paper
-    server_lr: Positive = 0.5
     # Eq. 3 on samples of Gaussian noise (paper), or its expectation in closed form
     transfer: Literal["sampled", "analytic"] = "analytic"
-    samples: Count = 64  # samples of noise per step; not given in the paper
-    side: Count = 8  # height and width of noise for convolutions; not given in the paper
-    bins: Count = 256  # bins of the histogram that the entropy is computed from
-    entropy: Entropy = "shannon"  # H: the entropy in Eq. 6
-    tsallis_order: Positive = 1.5  # q: order of Tsallis' entropy, not 1; not given in the paper
     # weights that the received layer does not cover: set to zero (Eq. 7), or keep them
     fill: Literal["zero", "retain"] = "retain"
 

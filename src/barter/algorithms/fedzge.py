@@ -228,28 +228,40 @@ class FedZGE(Algorithm[Asked, Oracle]):
         "sound": {},
     }
 
+    # -- The paper's fields
+
     fraction: Fraction = 1.0  # share of clients per round
     epochs: Count = 10  # E1: local epochs; the learning rate decays to zero in each round
     batch_size: Count = 256  # images per step of local training
     lr: Positive = 0.01  # Adam's learning rate of local training
-    # clients are weighted by their images of a class; by all their images in the paper
-    weighting: Literal["classes", "examples"] = "classes"
     samples: Count = 500  # B: generated images per round
     noise: Count = 100  # d_z: width of the noise
-    # the generator modifies random images with the data's frequencies; in the paper it generates
-    # images from noise and label alone
-    canvas: bool = True
-    # steps of the generator per round, each on its portion of the B images; 1 in the paper
-    generator_steps: Count = 10
-    generator_lr: Positive = 2e-3  # η_G: Adam's learning rate of the generator; 1e-3 in the paper
-    # keep the generator's optimizer over rounds; a new one in each round in the paper
-    lasting_optimizer: bool = True
     # q: perturbed copies of each image; 0 does not train the generator, and leaves canvases
     # unmodified
     queries: Whole = 10
     # ε: length of a perturbation; 1e-3 in the paper, too small for differences in float32
     eps: Positive = 1e-2
     direction: DirectionKind = "sphere"  # distribution of the perturbations' directions
+    generator_lr: Positive = 2e-3  # η_G: Adam's learning rate of the generator; 1e-3 in the paper
+    beta_adv: NonNegative = 1.0  # β1: weight of transferability
+    beta_div: NonNegative = 1.0  # β2: weight of diversity
+    beta_info: NonNegative = 1.0  # β3: weight of equilibrium
+    tau: Positive = 2.0  # τ: temperature of distillation and transferability; 5 in the paper
+    global_steps: Count = 60  # E2: distillation steps of the global model; 10 in the paper
+    local_steps: Count = 30  # E3: distillation steps of each client; 10 in the paper
+    distil_lr: Positive = 2e-3  # Adam's learning rate of distillation; 0.01 in the paper
+
+    # -- Additions of barter; preset "paper" is without them
+
+    # clients are weighted by their images of a class; by all their images in the paper
+    weighting: Literal["classes", "examples"] = "classes"
+    # the generator modifies random images with the data's frequencies; in the paper it generates
+    # images from noise and label alone
+    canvas: bool = True
+    # steps of the generator per round, each on its portion of the B images; 1 in the paper
+    generator_steps: Count = 10
+    # keep the generator's optimizer over rounds; a new one in each round in the paper
+    lasting_optimizer: bool = True
     # perturbations consist of this many lowest frequencies along each side; none is all, as in the
     # paper
     frequencies: Count | None = 6
@@ -259,19 +271,12 @@ class FedZGE(Algorithm[Asked, Oracle]):
     statistics: Literal["own", "batch"] = "own"
     # range of generated images without a canvas: the data's, or -1 to 1 (paper)
     output: Output = "matched"
-    beta_adv: NonNegative = 1.0  # β1: weight of transferability
-    beta_div: NonNegative = 1.0  # β2: weight of diversity
-    beta_info: NonNegative = 1.0  # β3: weight of equilibrium
     # pairs of images that diversity compares: those of one class, or all as in the paper
     pairs: Literal["class", "all"] = "class"
-    tau: Positive = 2.0  # τ: temperature of distillation and transferability; 5 in the paper
     # number of last rounds whose images are used in distillation; 1 in the paper
     memory: Count = 10
     # generated images per step of distillation; none is all, as in the paper
     distil_batch: Count | None = 100
-    distil_lr: Positive = 2e-3  # Adam's learning rate of distillation; 0.01 in the paper
-    global_steps: Count = 60  # E2: distillation steps of the global model; 10 in the paper
-    local_steps: Count = 30  # E3: distillation steps of each client; 10 in the paper
     # clients see private images too in every step of distillation, so that they do not forget
     # them; not in the paper
     rehearse: bool = True

@@ -95,6 +95,8 @@ class PartialTraining(Algorithm[S, Client]):
         ),
     }
 
+    # -- Submodels and local training
+
     fraction: Fraction = 1.0  # share of clients per round
     # ρ: how fast budgets fall over clients, R_i = (1/2)^min(σ, ⌊ρ i / N⌋); DFRD studies 5, 10 and
     # 40 for 10 clients
