@@ -199,6 +199,8 @@ def test_former_names_are_refused_with_the_present_ones() -> None:
 
 def test_replies_are_sorted() -> None:
     replies = Replies({2: "b", 0: "a"}, {0: 1, 1: 1, 2: 1}, {1: Failure(1, "m", 1, "e")})
+    some = replies.only([2, 1])
+    assert (dict(some), some.num_examples, some.failures) == ({2: "b"}, {2: 1}, replies.failures)
     assert list(replies) == [0, 2]
     assert replies.num_examples == {0: 1, 2: 1}
 

@@ -24,7 +24,12 @@ from barter.ops.prototypes import ByClass, mean_table, trusted
 from barter.ops.statistics import combine_statistics
 from barter.ops.submodel import average_submodels
 from barter.ops.synthesis import joint_prediction
-from barter.ops.trust import confirmed_teachers, consistent_clients, trusted_sets
+from barter.ops.trust import (
+    clients_with_consistent_labels,
+    confirmed_teachers,
+    consistent_clients,
+    trusted_sets,
+)
 
 RULES = [
     "median",
@@ -223,6 +228,34 @@ def test_teachers_whom_others_contradict_are_left_out(defended: AggregationRule)
     found = confirmed_teachers(server, {k: {} for k in logits}, logits, images.__getitem__)
     assert found == [0, 1, 2, 4]
     assert server.report == {"left_out": 2}
+
+
+def labelled(wrong: int) -> tuple[Any, dict[int, Tensor], dict[int, Tensor]]:
+    """Return a server, the embeddings of five clients, and labels; those of one are wrong."""
+    heads = SimpleNamespace(logits=lambda e: e)
+    server: Any = SimpleNamespace(report={}, replica=lambda k, weights: heads)
+    embeddings = {k: torch.eye(4).repeat(3, 1)[:, None] for k in range(5)}
+    labels = {k: torch.arange(4).repeat(3) for k in range(5)}
+    labels[wrong] = labels[wrong].flip(0)
+    return server, embeddings, labels
+
+
+def test_clients_whose_labels_contradict_their_network_are_left_out(
+    defended: AggregationRule,
+) -> None:
+    server, embeddings, labels = labelled(wrong=2)
+    server.report = {"left_out": 1.0}
+    found = clients_with_consistent_labels(server, {k: {} for k in labels}, embeddings, labels)
+    assert found == [0, 1, 3, 4]
+    assert server.report == {"left_out": 2.0}, "added to those left out before"
+
+
+def test_without_a_defence_nobody_is_left_out_or_asked() -> None:
+    _, embeddings, labels = labelled(wrong=2)
+    server: Any = SimpleNamespace(report={})  # It has no networks to ask.
+    found = clients_with_consistent_labels(server, {}, embeddings, labels)
+    assert found == confirmed_teachers(server, {}, labels, labels.__getitem__) == [0, 1, 2, 3, 4]
+    assert server.report == {}
 
 
 def test_auto_without_adversaries_is_the_mean_of_the_method() -> None:

@@ -82,6 +82,7 @@ from barter.ops.embedding_models import (
     sample_embeddings,
     sample_labels_and_noise,
 )
+from barter.ops.ensemble import public_images
 from barter.ops.fit import Subject, adam, alternate, epoch_length, fit, join_subjects
 from barter.ops.inversion import Discrepancy, Schedule, Terms, Viewer, fit_decoder
 from barter.ops.shares import log_class_prior
@@ -95,6 +96,8 @@ from barter.ops.transfer import (
     entry_images,
     newest_entries,
     prepare_lesson,
+    public_entry,
+    statistics_entry,
     to_half,
     transfer_images,
 )
@@ -443,14 +446,11 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         The entry holds decoded images, or what clients decode them from, or indices of public
         images.
         """
-        device = server.device
-        sizes = {k: offer["examples"] for k, offer in offers.items()}
         if not self.inverts:
-            assert server.public is not None
-            n_public = len(server.public)
-            index = {k: torch.randint(n_public, (n,), device=device) for k, n in sizes.items()}
-            return {"round": t, "codes": index, "decoder": {}}
+            sizes = {k: offer["examples"] for k, offer in offers.items()}
+            return public_entry(t, sizes, public_images(server), server.device)
         models = {k: server.replica(k, offer["weights"]) for k, offer in offers.items()}
+        # From this seed, clients repeat the server's samples of the statistics.
         seed = int(torch.randint(2**31, ())) if self.describes else 0
         e, y = self.collect_embeddings(server, models, offers, seed)
         recipe = adam(self.lr, DOCKING_WEIGHT_DECAY)
@@ -461,14 +461,8 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         viewers = {k: Viewer(models[k], z[k]) for k in offers}
         decoder = self.train_decoder(server, viewers, codes, e)
         if self.describes:
-            return {
-                "round": t,
-                "codes": {k: torch.arange(len(code), device=device) for k, code in codes.items()},
-                "decoder": to_half(decoder),
-                "gaussians": {k: offer["gaussians"] for k, offer in offers.items()},
-                "docking": {k: to_half(dict(layer.state_dict())) for k, layer in z.items()},
-                "seed": seed,
-            }
+            gaussians = {k: offer["gaussians"] for k, offer in offers.items()}
+            return statistics_entry(t, codes, decoder, gaussians, z, seed)
         if self.transfer == "decoder":
             return {"round": t, "codes": codes, "decoder": decoder}
         images = {k: decode_images(decoder, server.spec, code).half() for k, code in codes.items()}

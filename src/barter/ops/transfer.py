@@ -7,7 +7,7 @@ from typing import Annotated, Any, NotRequired, TypeAlias, TypedDict
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from barter.core.contracts import Floats, Places, When
 from barter.core.errors import PayloadError
@@ -34,7 +34,9 @@ __all__ = [
     "entry_images",
     "newest_entries",
     "prepare_lesson",
+    "public_entry",
     "sample_review",
+    "statistics_entry",
     "to_half",
     "to_single",
     "transfer_images",
@@ -70,6 +72,49 @@ Page: TypeAlias = tuple[int, int, Tensor | None]
 # (entry, owner, codes) -> images
 Draw: TypeAlias = Callable[[Entry, int, Tensor], Tensor]
 Say: TypeAlias = Callable[[Tensor], Mapping[str, Tensor]]  # images -> predictions by name
+
+
+def public_entry(
+    round_number: int, sizes: Mapping[int, int], public: Images, device: torch.device
+) -> Entry:
+    """Return an entry of public images, sampled for each client.
+
+    Args:
+        round_number: The round.
+        sizes: Number of images by client.
+        public: The public data.
+        device: Device of the entry.
+    """
+    codes = {k: torch.randint(len(public), (n,), device=device) for k, n in sizes.items()}
+    return {"round": round_number, "codes": codes, "decoder": {}}
+
+
+def statistics_entry(
+    round_number: int,
+    codes: Mapping[int, Tensor],
+    decoder: State,
+    gaussians: dict[int, ClassGaussians],
+    docking: Mapping[int, nn.Linear],
+    seed: int,
+) -> Entry:
+    """Return an entry from which every client repeats the samples of all clients' statistics.
+
+    Args:
+        round_number: The round.
+        codes: The codes of the samples by client, which are not sent.
+        decoder: State of the decoder.
+        gaussians: The clients' statistics.
+        docking: The layers that map samples to codes.
+        seed: The seed of the samples.
+    """
+    return {
+        "round": round_number,
+        "codes": {k: torch.arange(len(code), device=code.device) for k, code in codes.items()},
+        "decoder": to_half(decoder),
+        "gaussians": gaussians,
+        "docking": {k: to_half(dict(layer.state_dict())) for k, layer in docking.items()},
+        "seed": seed,
+    }
 
 
 def transfer_images(client: Client, entry: Entry, owner: int, codes: Tensor) -> Tensor:
