@@ -158,6 +158,14 @@ class Additive(Mechanism):
         return rows + noise.view_as(rows)
 
     def apply(self, values: Sequence[Payload], turn: ReleaseContext) -> list[Payload]:
+        """Clip and add noise: to each row, or to all values together.
+
+        With each=answer, all floats of all values are one vector with norm at most C. Values that
+        are not floats become zero or empty. Running variances are clamped to be non-negative.
+
+        Raises:
+            ConfigError: The values have no rows or floats, or no value sent by the server matches.
+        """
         if (self.each or turn.each) == "image":
             return [self._by_row(value, turn.source) for value in values]
         numbers = _numbers(values)
