@@ -245,7 +245,7 @@ class Vandalised(Wire):
 
 
 def isolates_parties(trial: Trial) -> None:
-    """a party that modifies what it received does not change other parties' data"""
+    """copies of its payloads share no memory with the sender's data"""
     _require_same(
         trial.over(Vandalised(trial.algorithm.may_be_infinite)),
         trial.straight,
