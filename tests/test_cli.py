@@ -164,6 +164,17 @@ def test_show_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert main(["show", "algorithm", "tests.test_experiment:Tunable"]) == 0
     assert "algorithm.mine = 1" in capsys.readouterr().out
+    order = [
+        "The paper's fields",
+        "tau =",
+        "authors' code",
+        "barter",
+        "whiten =",
+        "reveals",
+        "rank =",
+    ]
+    places = [text.index(word) for word in order]
+    assert places == sorted(places)
     for word in (
         "Data-Free Knowledge",
         "algorithm.tau = 0.98",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from barter import DFFKE, Classifier, Experiment, Local
 from barter.algorithms import dffke
-from barter.algorithms.dffke import Hub, Trader, augment_and_resize
+from barter.algorithms.dffke import DFFKEClient, DFFKEServer, augment_and_resize
 from barter.core.images import Augment, Images, Spec
 from barter.core.payload import isolate, nbytes
 from barter.ops.fit import Trainer
@@ -35,7 +35,7 @@ def watched(
     augments: set[Augment] = set()
 
     class Watched(DFFKE):
-        def exchange(self, client: Trader, taught: Any) -> None:
+        def exchange(self, client: DFFKEClient, taught: Any) -> None:
             lessons[client.id], owner[id(client.model)] = taught, client.id
             super().exchange(client, taught)
 
@@ -159,11 +159,16 @@ def test_one_peer_is_one_lesson_and_another_over_rounds(monkeypatch: pytest.Monk
 def test_each_hears_so_many_others_in_order(ids: list[int], peers: int | None, seed: int) -> None:
     torch.manual_seed(seed)
     lessons: dict[int, Lesson] = {i: [] for i in sorted(ids)}
-    for k, others in distribute_lessons(lessons, peers).items():
+    received = distribute_lessons(lessons, peers, teachers=ids)
+    for k, others in received.items():
         assert list(others) == sorted(set(others) - {k})
         assert all(others[i] is lessons[i] for i in others)
         assert len(others) == (len(ids) - 1 if peers is None else min(peers, len(ids) - 1))
-    assert distribute_lessons(lessons, peers).keys() == lessons.keys()
+    assert received.keys() == (lessons.keys() if len(ids) > 1 else set())
+    torch.manual_seed(seed)
+    some = distribute_lessons(lessons, peers, teachers=ids[:1])
+    heard = [k for k, others in received.items() if set(others) & set(ids[:1])]
+    assert some == {k: {ids[0]: lessons[ids[0]]} for k in heard}, "the same peers are sampled"
 
 
 @pytest.mark.parametrize("warm", [True, False])
@@ -180,7 +185,7 @@ def test_a_warm_decoder_starts_where_the_last_rounds_ended(
     monkeypatch.setattr("barter.ops.inversion.decoded_inversion_loss", noted)
     experiment = perceptrons(tiny("dffke", warm_decoder=warm, transfer="decoder"))
     list(experiment.rounds(3))
-    assert isinstance(experiment.server, Hub)
+    assert isinstance(experiment.server, DFFKEServer)
     ends = [entry["decoder"] for entry in experiment.server.buffer]
     assert [same(start, end) for start, end in zip(starts[1:], ends[:-1], strict=True)] == [
         warm,
@@ -235,7 +240,7 @@ def test_without_local_training_clients_offer_what_the_last_exchange_left() -> N
     offered: dict[int, Any] = {}
 
     class Watched(DFFKE):
-        def learn(self, client: Trader) -> Any:
+        def learn(self, client: DFFKEClient) -> Any:
             offer = super().learn(client)
             offered[client.id] = isolate(dict(offer["weights"]))
             return offer
@@ -278,7 +283,6 @@ CHANGES: list[dict[str, Any]] = [
     {"lr": 2e-3},
     {"batch_size": 50},
     {"weight_decay": 1e-2},
-    {"docking_weight_decay": 0.0},
     {"reveal": "nothing"},
     {"direction": "student"},
     {"discrepancy": "mae"},

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from barter import DFFKE, Experiment
-from barter.algorithms.dffke import Hub, Trader
+from barter.algorithms.dffke import DFFKEClient, DFFKEServer
 from barter.core.errors import ConfigError
 from barter.core.payload import isolate, nbytes
 from barter.data.task import Data
@@ -82,7 +82,7 @@ def test_the_buffer_keeps_r_past_rounds_and_reports_its_size(
 ) -> None:
     experiment, records = exchanged(4, memory=limit, transfer=transfer)
     for client in experiment.engine.clients.values():
-        assert isinstance(client, Trader)
+        assert isinstance(client, DFFKEClient)
         assert [entry["round"] for entry in client.buffer] == list(range(5 - kept, 5))
         assert records[-1].clients[client.id]["buffer_bytes"] == nbytes(client.buffer)
     decoder = 0 if transfer == "images" else nbytes(Decoder(16, experiment.task.spec).state_dict())
@@ -105,14 +105,14 @@ def test_review_takes_as_much_of_the_past_as_there_is_fresh() -> None:
     lessons: dict[int, Any] = {}
 
     class Watched(DFFKE):
-        def teach(self, client: Trader, delivery: Any) -> Any:
+        def teach(self, client: DFFKEClient, delivery: Any) -> Any:
             lessons[client.id] = super().teach(client, delivery)
             return lessons[client.id]
 
     experiment = perceptrons(Watched(**TINY["dffke"]))
     for record in experiment.rounds(3):
         for client in experiment.engine.clients.values():
-            assert isinstance(client, Trader)
+            assert isinstance(client, DFFKEClient)
             sizes = {entry["round"]: len(entry["codes"][client.id]) for entry in client.buffer}
             fresh, *past = lessons[client.id]
             assert fresh["round"] == record.round
@@ -148,7 +148,7 @@ def test_who_missed_rounds_is_sent_their_entries() -> None:
         assert len(active) == 2
         for k in active:
             client = experiment.engine.clients[k]
-            assert isinstance(client, Trader)
+            assert isinstance(client, DFFKEClient)
             buffers[k] = [entry["round"] for entry in client.buffer]
             assert buffers[k] == list(range(1, r.round + 1)), "the buffer is synchronised"
             assert r.clients[k]["bytes_down"] > (r.round - last.get(k, 0)) * decoder, (
@@ -188,7 +188,7 @@ def test_statistics_take_the_place_of_embeddings_and_images() -> None:
     experiment, records = exchanged(2, reveal="statistics", share=1.0, rank=4)
     clients = experiment.engine.clients
     hub = experiment.server
-    assert isinstance(hub, Hub)
+    assert isinstance(hub, DFFKEServer)
     entry = hub.buffer[-1]
     assert not records[0].failures
     assert records[1].mean("global") > 0
@@ -214,6 +214,9 @@ def test_fields_of_older_versions_are_understood() -> None:
     assert read(embeddings="real", transfer="decoder") == DFFKE(transfer="decoder")
     assert read(embeddings="noise", noise=2.0) == DFFKE(reveal="nothing", noise=2.0)
     assert read(transfer="public") == DFFKE(reveal="nothing", substitute="public")
+    assert read(docking_weight_decay=1e-3) == DFFKE()
+    with pytest.raises(ConfigError, match=r"runs as with docking_weight_decay=0\.001"):
+        read(docking_weight_decay=0.0)
     with pytest.raises(ConfigError, match="substitute='public'"):
         DFFKE(transfer="public")  # type: ignore[arg-type]
 
@@ -223,7 +226,7 @@ def test_noise_in_place_of_embeddings_is_as_strong_as_asked_for(
 ) -> None:
     seen: list[Tensor] = []
 
-    def noted(server: Hub, e: dict[int, Tensor], *arguments: Any) -> Any:
+    def noted(server: DFFKEServer, e: dict[int, Tensor], *arguments: Any) -> Any:
         seen.extend(e.values())
         return unify(server, e, *arguments)
 
@@ -253,7 +256,7 @@ def test_public_data_takes_the_place_of_decoder_embeddings_and_weights() -> None
 def test_docking_layers_are_kept_over_rounds(whiten: float) -> None:
     experiment, _ = exchanged(1, whiten=whiten)
     hub = experiment.server
-    assert isinstance(hub, Hub)
+    assert isinstance(hub, DFFKEServer)
     assert sorted(hub.docking) == [0, 1, 2]
     embeddings = {k: torch.randn(4, 1, hub.docking[k]["weight"].shape[1]) for k in hub.docking}
     labels = {k: torch.zeros(4, dtype=torch.long) for k in hub.docking}
@@ -274,7 +277,7 @@ def test_a_client_that_fails_is_left_out_and_comes_back() -> None:
     moods = [True]
 
     class Moody(DFFKE):
-        def learn(self, client: Trader) -> Any:
+        def learn(self, client: DFFKEClient) -> Any:
             if client.id == 1 and client.buffer and moods:
                 moods.pop()
                 raise RuntimeError("not today")
@@ -289,7 +292,7 @@ def test_a_client_that_fails_is_left_out_and_comes_back() -> None:
 
 def test_a_lone_survivor_has_nobody_to_learn_from() -> None:
     class Silent(DFFKE):
-        def teach(self, client: Trader, delivery: Any) -> Any:
+        def teach(self, client: DFFKEClient, delivery: Any) -> Any:
             if client.id:
                 raise RuntimeError("mute")
             return super().teach(client, delivery)
@@ -306,5 +309,5 @@ def test_one_trader_alone_has_nobody_to_learn_from() -> None:
 
 def test_replies_reach_the_server_in_order() -> None:
     experiment, _ = exchanged(1)
-    assert isinstance(experiment.server, Hub)
+    assert isinstance(experiment.server, DFFKEServer)
     assert list(experiment.server.buffer[0]["codes"]) == [0, 1, 2]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from barter.algorithms.dffke import Hub
+from barter.algorithms.dffke import DFFKEServer
 from barter.core.images import Spec
 from barter.models.generators import Decoder, resize_images
 from barter.ops.docking import unify
@@ -70,9 +70,9 @@ def test_the_code_of_a_part_tells_the_decoder_of_its_own_place(side: int, parts:
             assert touched.any()
 
 
-def hub() -> Hub:
+def hub() -> DFFKEServer:
     server = federation(tiny("dffke")).server
-    assert isinstance(server, Hub)
+    assert isinstance(server, DFFKEServer)
     return server
 
 
@@ -136,11 +136,12 @@ def decoder_steps(
     steps: list[list[tuple[int, Tensor]]] = []
 
     class Watched(Trainer):
-        def step(self, loss: Any, *batch: Tensor) -> Any:
+        def step(self, loss: Any, *batch: Any) -> Any:
             _, _, looking, others, _ = loss.args
             owners = [next(k for k, viewer in viewers.items() if viewer is one) for one in looking]
             assert others == tuple(viewers[k].model for k in owners), "nobody else is asked"
-            steps.append(list(zip(owners, batch[::2], strict=True)))
+            (parts,) = batch
+            steps.append([(k, part.codes) for k, part in zip(owners, parts, strict=True)])
             return super().step(loss, *batch)
 
     experiment = federation(tiny("dffke"))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal
 
 import pytest
@@ -26,6 +27,8 @@ class Knobs:
     # at most, if there is one,
     # so many
     limit: Whole | None = None
+    # -- How it runs
+
     mode: Literal["fast", "slow"] = "fast"  # which way
     flag: bool = False  # whether
     label: str = ""  # what it is called
@@ -75,6 +78,28 @@ def test_fields_describe_themselves() -> None:
     assert rounds.meaning == "T: how often"
     assert limit.meaning == "at most, if there is one, so many"
     assert mode.meaning == "which way"
+
+
+def test_headings_group_fields_and_are_no_part_of_their_meanings() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Derived(Knobs):
+        # -- Its own
+        # how far
+        # it goes
+        reach: Count = 1
+        share: Fraction = 0.1  # another default
+
+    fields = {field.name: field for field in describe_fields(Derived)}
+    groups = {
+        heading: list(group) for heading, group in groupby(fields, lambda f: fields[f].heading)
+    }
+    assert groups == {
+        "": ["share", "rounds", "limit"],
+        "How it runs": ["mode", "flag", "label"],
+        "Its own": ["reach"],
+    }
+    assert fields["reach"].meaning == "how far it goes"
+    assert fields["share"].meaning == "another default"
 
 
 def test_the_neighbour_may_live_in_a_table() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -217,8 +219,10 @@ def test_teachers_whom_others_contradict_are_left_out(defended: AggregationRule)
     logits[3] = 50 * torch.randn(20, 4)  # Says something else than the network it uploaded.
     replicas[5] = Linear(torch.arange(4).flip(0))  # Learned from wrong labels, and says so.
     logits[5] = replicas[5](images[5])
-    found = confirmed_teachers(logits, images.__getitem__, replicas)  # type: ignore[arg-type]
+    server: Any = SimpleNamespace(report={}, replica=lambda k, weights: replicas[k])
+    found = confirmed_teachers(server, {k: {} for k in logits}, logits, images.__getitem__)
     assert found == [0, 1, 2, 4]
+    assert server.report == {"left_out": 2}
 
 
 def test_auto_without_adversaries_is_the_mean_of_the_method() -> None:

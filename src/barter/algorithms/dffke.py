@@ -37,7 +37,7 @@ of each field):
 - `mixed`: batches hold images of all clients, because training on one client's batch after another
   undoes the previous step. They hold private images too, because normalisation layers would
   otherwise see these with other statistics in training than afterwards.
-- `augment_images`: students see augmented transfer images; otherwise they memorise patterns.
+- `augmented`: students see augmented transfer images; otherwise they memorise patterns.
 - `balanced`: networks do not learn the local class prior. Clients add it to their logits for images
   of their own distribution, so that learning from others costs nothing there. They do not add it
   where they teach: others would learn which classes go with which client's images.
@@ -58,7 +58,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from barter.core import robust
 from barter.core.algorithm import Algorithm, Crossing, ServerModel
 from barter.core.answers import WORD, Known
 from barter.core.clients import Clients, Replies
@@ -79,7 +78,9 @@ from barter.ops.embedding_models import (
     ClassGaussians,
     fit_class_gaussians,
     mix_embeddings,
+    noise_embeddings,
     sample_embeddings,
+    sample_labels_and_noise,
 )
 from barter.ops.fit import Subject, adam, alternate, epoch_length, fit, join_subjects
 from barter.ops.inversion import Discrepancy, Schedule, Terms, Viewer, fit_decoder
@@ -90,18 +91,19 @@ from barter.ops.transfer import (
     check_lesson,
     collect_lessons,
     decode_images,
-    decode_samples,
     distribute_lessons,
+    entry_images,
     newest_entries,
     prepare_lesson,
-    sample,
     to_half,
     transfer_images,
 )
-from barter.ops.trust import confirmed_teachers, consistent_clients
+from barter.ops.trust import clients_with_consistent_labels, confirmed_teachers
 from barter.ops.views import count_views, embed_all_views, parts_per_side
 
-__all__ = ["DFFKE", "Hub", "Trader"]
+__all__ = ["DFFKE", "DFFKEClient", "DFFKEServer"]
+
+DOCKING_WEIGHT_DECAY = 1e-3  # weight decay of the docking layers' Adam, as in the authors' code
 
 Tensors: TypeAlias = dict[int, Tensor]  # one tensor per client
 
@@ -126,7 +128,7 @@ class Delivery(TypedDict):
     docking: State
 
 
-class Hub(Server):
+class DFFKEServer(Server):
     """The data-free module: docking layers, decoder, and the buffer of transfer data."""
 
     docking: dict[int, State] = {}
@@ -135,7 +137,7 @@ class Hub(Server):
     held: dict[int, int] = {}  # for each client, the last round whose entry it was sent
 
 
-class Trader(Client):
+class DFFKEClient(Client):
     """A client that is both teacher and student."""
 
     buffer: list[Entry] = []
@@ -159,31 +161,34 @@ def review_loss(
 
 
 PAPER_FIELDS: dict[str, object] = {
+    "memory": None,
+    "share": 0.15,
+    "decoder_epochs": 6,
+    "exchange_epochs": 4,
+    # without what the authors' code adds
+    "local_review": False,
+    # without barter's additions
     "max_epochs": 100,
     "later_epochs": None,
-    "share": 0.15,
     "parts": 0,
     "whiten": 0.0,
-    "decoder_epochs": 6,
     "decoder_steps": 0,
     "decoder_batch": None,
     "warm_decoder": False,
-    "cosine": False,
-    "exchange_epochs": 4,
     "exchange_steps": 0,
     "mixed": False,
     "augmented": False,
+    "cosine": False,
     "balanced": False,
-    "memory": None,
     "transfer": "decoder",
-    "local_review": False,
+    # in place of embeddings
     "noise": 1.0,
 }
 CODE = {"share": 1.0, "local_review": True, "embedding_loss": True, "logit_loss": True}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DFFKE(Algorithm[Hub, Trader]):
+class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     """Data-free federated knowledge exchange: clients teach each other on synthetic images."""
 
     server_model = ServerModel("copies")
@@ -207,36 +212,58 @@ class DFFKE(Algorithm[Hub, Trader]):
     }
     presets = {"paper": PAPER_FIELDS, "code": {**PAPER_FIELDS, **CODE}}
     former_names = {"participation": "fraction", "embeddings": "reveal"}
+    retired = {"docking_weight_decay": DOCKING_WEIGHT_DECAY}
 
-    fraction: Fraction = 1.0  # ρ: fraction of clients sampled per round
-    # π: share of clients that ever exchange; the others only train locally
+    # -- The paper's fields, with its symbols and the tables that vary them
+
+    fraction: Fraction = 1.0  # ρ: fraction of clients sampled per round (Table 3)
+    # π: share of clients that ever exchange; the others only train locally (Table 6)
     collaboration: Fraction = 1.0
-    tau: Fraction = 0.98  # τ: local training ends when an epoch's training accuracy reaches it
+    # R: past rounds kept for review (Table 5); none is no limit, as elsewhere in the paper
+    memory: Whole | None = 5
+    # F of L_md: a term of the decoder's loss with another client as the student (Table 8)
+    discrepancy: Discrepancy = "none"
+    # τ: local training ends when an epoch's training accuracy reaches it (Table 9)
+    tau: Fraction = 0.98
+    # share of its images whose embeddings a client uploads; the paper's byte counts imply 0.15
+    share: Fraction = 0.6
+    code_dim: Count = 512  # h: width of the unified embedding space
+    # T_Tran: full-batch steps per client for docking layers and global head
+    docking_epochs: Count = 100
+    # T_Dec: epochs over the largest client's embeddings; in the paper 3 for CIFAR-10, 6 for
+    # CIFAR-100
+    decoder_epochs: Count = 8
+    # T_FKE: epochs over the synthetic images; the paper has 2 for CIFAR-10, 4 for CIFAR-100
+    exchange_epochs: Count = 1
+    # KL(teacher ‖ student) as in Eqs. 6 to 8, or the reverse as in Eqs. 13 and 14
+    direction: Literal["teacher", "student"] = "teacher"
+    lr: Positive = 1e-3  # η: Adam's learning rate, for every network
+    batch_size: Count = 100  # B: images per step
+
+    # -- From the authors' code; preset "code" has all of them
+
+    weight_decay: NonNegative = 1e-5  # weight decay of the clients' Adam
+    local_review: bool = True  # train on a private batch too in every exchange step
+    embedding_loss: bool = False  # MSE of translated embeddings in the exchange
+    logit_loss: bool = False  # KL of logits in the decoder's loss
+
+    # -- Additions of barter; preset "paper" is without them
+
     max_epochs: Count = 30  # largest number of local epochs; the paper has no limit
     # the same limit after a client's first exchange, as `local_review` continues to train on
     # private images; none is max_epochs (paper)
     later_epochs: Whole | None = 0
-    # share of its images whose embeddings a client uploads; the paper's byte counts imply 0.15
-    share: Fraction = 0.6
     # N: embeddings also of N x N parts of an image, each at least 8 pixels wide; 0 in the paper
     parts: Whole = 4
-    code_dim: Count = 512  # h: width of the unified embedding space
-    # T_Tran: full-batch steps per client for docking layers and global head
-    docking_epochs: Count = 100
     # equalise the variance of codes in all directions where it exceeds this share of the mean
     # variance; 0 in the paper
     whiten: NonNegative = 0.1
-    # T_Dec: epochs over the largest client's embeddings; in the paper 3 for CIFAR-10, 6 for
-    # CIFAR-100
-    decoder_epochs: Count = 8
     # smallest number of decoder steps, for small data sets; not in the paper
     decoder_steps: Whole = 70
     # mean number of codes per client in a decoder step; none is batch_size, as in the paper
     decoder_batch: Count | None = 50
     # the decoder continues from the last round's; the paper trains a new one in each round
     warm_decoder: bool = True
-    # T_FKE: epochs over the synthetic images; the paper has 2 for CIFAR-10, 4 for CIFAR-100
-    exchange_epochs: Count = 1
     # smallest number of exchange steps, for small data sets; not in the paper
     exchange_steps: Whole = 60
     # batches mix codes of all clients, or images of all peers and private images; in the paper,
@@ -251,11 +278,12 @@ class DFFKE(Algorithm[Hub, Trader]):
     balanced: bool = True
     # number of peers that a client learns from, sampled in each round; none is all
     peers: Count | None = None
-    memory: Whole | None = 5  # R: past rounds kept for review; none is no limit, as in the paper
-    lr: Positive = 1e-3  # η: Adam's learning rate, for every network
-    batch_size: Count = 100  # B: images per step
-    weight_decay: NonNegative = 1e-5  # weight decay of the clients' Adam
-    docking_weight_decay: NonNegative = 1e-3  # weight decay of the docking layers' Adam
+    # transfer data: images that the server decodes, or decoder and codes with which clients decode
+    # them (paper); with reveal="statistics" always the decoder
+    transfer: Literal["images", "decoder"] = "images"
+
+    # -- How much of its images a client reveals
+
     # what a client offers of its images, from most to least. images: embeddings of single images
     # (E_k of the paper), whose decoded images are near-copies. mixtures: combinations of a few
     # images of a class. statistics: mean and covariance of each class, from which everybody
@@ -265,24 +293,15 @@ class DFFKE(Algorithm[Hub, Trader]):
     mixture: Count = 3
     # principal components of embeddings that reveal="statistics" describes
     rank: Count = 64
-    # what takes the place of embeddings with reveal="nothing": noise (paper), or public data
+    # what takes the place of embeddings with reveal="nothing": noise (Table 4), or public data
+    # (Section 3.2)
     substitute: Literal["noise", "public"] = "noise"
     # standard deviation of this noise; a large one makes the images differ; not given in the paper
     noise: Positive = 30.0
-    # transfer data: images that the server decodes, or decoder and codes with which clients decode
-    # them (paper); with reveal="statistics" always the decoder
-    transfer: Literal["images", "decoder"] = "images"
-    direction: Literal["teacher", "student"] = "teacher"  # KL(teacher ‖ student) or the reverse
-    # F of L_md: a term of the decoder's loss with another client as the student
-    discrepancy: Discrepancy = "none"
-    # train on a private batch too in every exchange step (authors' code)
-    local_review: bool = True
-    embedding_loss: bool = False  # MSE of translated embeddings in the exchange (authors' code)
-    logit_loss: bool = False  # KL of logits in the decoder's loss (authors' code)
 
     @classmethod
     def upgrade(cls, fields: Mapping[str, object]) -> dict[str, object]:
-        """Translate `embed_all_views` and `transfer = "public"` of older versions to `reveal`."""
+        """Translate `embeddings` and `transfer = "public"` of older versions to `reveal`."""
         kept = {name: value for name, value in fields.items() if name != "embeddings"}
         upgraded = super().upgrade(kept)
         if fields.get("embeddings") == "noise":
@@ -354,78 +373,26 @@ class DFFKE(Algorithm[Hub, Trader]):
         rounds = 1 + (n if self.memory is None else min(n, self.memory))
         return 2 * n * (4 * numbers + 8) + rounds * WORD
 
-    def round(self, server: Hub, clients: Clients, t: int) -> None:
+    def round(self, server: DFFKEServer, clients: Clients, t: int) -> None:
         federation = clients.only(clients[: max(1, round(self.collaboration * len(clients)))])
         clients.only(set(clients) - set(federation)).run(self.train)
-        traders = federation.sample(self.fraction)
-        offers = self.select_consistent_offers(server, traders.run(self.learn))  # Eq. 9
+        participants = federation.sample(self.fraction)
+        offers = self.select_offers(server, participants.run(self.learn))  # Eq. 9
         if len(offers) < 2:
             return
         entry = self.make_transfer_data(server, offers, t)  # Eqs. 10-12
         entries = [*server.buffer, entry]
         deliveries = self.deliver(server, entry)
-        lessons = (
-            traders.only(offers).scatter(self.teach, deliveries).map(partial(check_lesson, entries))
-        )
+        answers = participants.only(offers).scatter(self.teach, deliveries)
+        lessons = answers.map(partial(check_lesson, entries))
         server.held |= dict.fromkeys(lessons, t)
         if len(lessons) < 2:
             return
-        teachers = self.select_confirmed_teachers(server, entry, offers, lessons)
-        received = {
-            k: {i: taught for i, taught in others.items() if i in teachers}
-            for k, others in distribute_lessons(lessons, self.peers).items()
-        }
-        received = {k: others for k, others in received.items() if others}
-        traders.only(received).scatter(self.exchange, received)  # Eqs. 13-14
+        teachers = self.select_teachers(server, entry, offers, lessons)
+        received = distribute_lessons(lessons, self.peers, teachers)
+        participants.only(received).scatter(self.exchange, received)  # Eqs. 13-14
 
-    def select_consistent_offers(self, server: Hub, offers: Replies[Offer]) -> Replies[Offer]:
-        """Return the offers whose embeddings the uploaded network classifies as labelled.
-
-        This is for robust aggregation: without it, and of noise, all offers are returned.
-        """
-        if not robust.active().defends("sets") or not self.embeds:
-            return offers
-        scores = {}
-        for k, offer in offers.items():
-            model = server.replica(k, offer["weights"])
-            predicted = model.logits(offer["embeddings"][:, 0]).argmax(1)
-            scores[k] = float((predicted == offer["labels"]).double().mean())
-        chosen = consistent_clients(scores)
-        server.report["left_out"] = len(offers) - len(chosen)
-        return Replies(
-            {k: offers[k] for k in chosen}, offers.num_examples, offers.failures, offers.excuse
-        )
-
-    def select_confirmed_teachers(
-        self, server: Hub, entry: Entry, offers: Replies[Offer], lessons: Mapping[int, Lesson]
-    ) -> list[int]:
-        """Return the teachers whose logits the clients' networks confirm; all without a defence."""
-        if not robust.active().defends("sets"):
-            return list(lessons)
-
-        def images(k: int) -> Tensor:
-            codes = entry["codes"][k]
-            if "gaussians" in entry:
-                x = decode_samples(entry, k, codes, server.spec)
-            elif entry["decoder"]:
-                x = decode_images(entry["decoder"], server.spec, codes)
-            else:
-                x = codes.float()
-            return resize_images(x, server.spec)
-
-        logits = {}
-        for k, taught_by in lessons.items():
-            (newest_targets,) = [
-                targets for targets in taught_by if targets["round"] == entry["round"]
-            ]
-            logits[k] = newest_targets["logits"]
-        replicas = {k: server.replica(k, offers[k]["weights"]) for k in lessons}
-        teachers = confirmed_teachers(logits, images, replicas)
-        left_out = server.report.get("left_out", 0.0)
-        server.report["left_out"] = left_out + len(lessons) - len(teachers)
-        return teachers
-
-    def train(self, client: Trader) -> None:
+    def train(self, client: DFFKEClient) -> None:
         """Train on private images until the accuracy reaches τ or the last epoch ends (Eq. 9)."""
         epochs = self.max_epochs
         if client.exchanges and self.later_epochs is not None:
@@ -443,10 +410,10 @@ class DFFKE(Algorithm[Hub, Trader]):
         if epochs:
             record_before_exchange(client, home)
 
-    def local_offset(self, client: Trader) -> Tensor | None:
+    def local_offset(self, client: DFFKEClient) -> Tensor | None:
         return log_class_prior(client.data) if self.balanced else None
 
-    def learn(self, client: Trader) -> Offer:
+    def learn(self, client: DFFKEClient) -> Offer:
         """Train locally and return what the server makes transfer data from."""
         self.train(client)
         data = client.data
@@ -470,7 +437,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         offer["labels"] = labels
         return offer
 
-    def make_transfer_data(self, server: Hub, offers: Replies[Offer], t: int) -> Entry:
+    def make_transfer_data(self, server: DFFKEServer, offers: Replies[Offer], t: int) -> Entry:
         """Make the transfer data of a round from the clients' offers (Eqs. 10-12).
 
         The entry holds decoded images, or what clients decode them from, or indices of public
@@ -486,7 +453,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         models = {k: server.replica(k, offer["weights"]) for k, offer in offers.items()}
         seed = int(torch.randint(2**31, ())) if self.describes else 0
         e, y = self.collect_embeddings(server, models, offers, seed)
-        recipe = adam(self.lr, self.docking_weight_decay)
+        recipe = adam(self.lr, DOCKING_WEIGHT_DECAY)
         z, codes, docking = unify(
             server, e, y, server.docking, self.code_dim, self.docking_epochs, recipe, self.whiten
         )
@@ -508,7 +475,11 @@ class DFFKE(Algorithm[Hub, Trader]):
         return {"round": t, "codes": images, "decoder": {}}
 
     def collect_embeddings(
-        self, server: Hub, models: Mapping[int, Classifier], offers: Replies[Offer], seed: int
+        self,
+        server: DFFKEServer,
+        models: Mapping[int, Classifier],
+        offers: Replies[Offer],
+        seed: int,
     ) -> tuple[Tensors, Tensors]:
         """Return the embeddings to decode and their labels, by client.
 
@@ -517,25 +488,24 @@ class DFFKE(Algorithm[Hub, Trader]):
         if self.embeds:
             e = {k: offer["embeddings"] for k, offer in offers.items()}
             return e, {k: offer["labels"] for k, offer in offers.items()}
-        e = {}
-        y = {}
         if self.describes:
+            e = {}
+            y = {}
             for k, offer in offers.items():
                 model = offer["gaussians"]
-                y[k], noise = sample(model, offer["examples"], stream_seed(seed, k))
+                y[k], noise = sample_labels_and_noise(
+                    model, offer["examples"], stream_seed(seed, k)
+                )
                 e[k] = sample_embeddings(model, y[k], noise)
             return e, y
         views = count_views(parts_per_side(self.parts, server.spec))
-        device = server.device
-        for k, offer in offers.items():
-            shape = (offer["examples"], views, models[k].feature_dim)
-            e[k] = self.noise * torch.randn(shape, device=device)
-        for k, offer in offers.items():
-            y[k] = torch.randint(server.spec.classes, (offer["examples"],), device=device)
-        return e, y
+        shapes = {
+            k: (offer["examples"], views, models[k].feature_dim) for k, offer in offers.items()
+        }
+        return noise_embeddings(shapes, self.noise, server.spec.classes, server.device)
 
     def train_decoder(
-        self, server: Hub, viewers: dict[int, Viewer], codes: Tensors, e: Tensors
+        self, server: DFFKEServer, viewers: dict[int, Viewer], codes: Tensors, e: Tensors
     ) -> State:
         """Train the decoder Dec and return its state (Eq. 12).
 
@@ -556,7 +526,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         server.decoder = decoder if self.warm_decoder else {}
         return decoder
 
-    def deliver(self, server: Hub, entry: Entry) -> dict[int, Delivery]:
+    def deliver(self, server: DFFKEServer, entry: Entry) -> dict[int, Delivery]:
         """Add this round's entry to the server's buffer, and return what each participant is sent.
 
         A participant is sent this entry and those of rounds that it missed, as far as the buffer
@@ -574,7 +544,9 @@ class DFFKE(Algorithm[Hub, Trader]):
             for k, old in missed.items()
         }
 
-    def teach(self, client: Trader, delivery: Delivery) -> Annotated[Lesson, Room("lesson_bytes")]:
+    def teach(
+        self, client: DFFKEClient, delivery: Delivery
+    ) -> Annotated[Lesson, Room("lesson_bytes")]:
         """Return the client's logits Ŷ_k on its transfer images of this round and of earlier ones.
 
         Of earlier rounds' images, a random sample B_k^t is used.
@@ -591,7 +563,7 @@ class DFFKE(Algorithm[Hub, Trader]):
             partial(self.predict_targets, client),
         )
 
-    def predict_targets(self, client: Trader, images: Tensor) -> dict[str, Tensor]:
+    def predict_targets(self, client: DFFKEClient, images: Tensor) -> dict[str, Tensor]:
         """Return the client's logits on images and, with `embedding_loss`, docked embeddings."""
         model = client.model.eval()
         every = torch.arange(len(images), device=client.device)
@@ -603,7 +575,7 @@ class DFFKE(Algorithm[Hub, Trader]):
             answer["embeddings"] = F.linear(features, **client.docking)
         return answer
 
-    def exchange(self, client: Trader, lessons: dict[int, Lesson]) -> None:
+    def exchange(self, client: DFFKEClient, lessons: dict[int, Lesson]) -> None:
         """Learn from other clients' logits on new and earlier transfer images (Eqs. 13 and 14)."""
         subjects = self._subjects(client, lessons)
         codes = client.buffer[-1]["codes"]
@@ -626,7 +598,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         client.offered = {t: client.offered[t] for t in remembered if t in client.offered}
         client.report["buffer_bytes"] = nbytes(client.buffer)
 
-    def _subjects(self, client: Trader, lessons: dict[int, Lesson]) -> list[Subject]:
+    def _subjects(self, client: DFFKEClient, lessons: dict[int, Lesson]) -> list[Subject]:
         """Return what a client learns in an exchange: private images, then the peers' lessons."""
         data = client.data
         model = client.model
@@ -666,8 +638,42 @@ class DFFKE(Algorithm[Hub, Trader]):
             loss = loss + F.mse_loss(F.linear(features, weight, bias), embeddings)
         return loss
 
+    def select_offers(self, server: DFFKEServer, offers: Replies[Offer]) -> Replies[Offer]:
+        """Leave out offers whose labels contradict their embeddings, if the run has a defence."""
+        if not self.embeds:
+            return offers
+        chosen = clients_with_consistent_labels(
+            server,
+            weights={k: offer["weights"] for k, offer in offers.items()},
+            embeddings={k: offer["embeddings"] for k, offer in offers.items()},
+            labels={k: offer["labels"] for k, offer in offers.items()},
+        )
+        return offers.only(chosen)
+
+    def select_teachers(
+        self,
+        server: DFFKEServer,
+        entry: Entry,
+        offers: Mapping[int, Offer],
+        lessons: Mapping[int, Lesson],
+    ) -> list[int]:
+        """Return the clients to learn from: all, or with a defence those that others confirm."""
+        if not self.inverts:
+            return list(lessons)
+        logits = {}
+        for k, lesson in lessons.items():
+            (newest,) = [targets for targets in lesson if targets["round"] == entry["round"]]
+            logits[k] = newest["logits"]
+
+        def images(k: int) -> Tensor:
+            decoded = entry_images(entry, k, entry["codes"][k], server.spec)
+            return resize_images(decoded, server.spec)
+
+        weights = {k: offers[k]["weights"] for k in lessons}
+        return confirmed_teachers(server, weights, logits, images)
+
     def gallery(
-        self, client: Trader, t: int, wanted: Callable[[Tensor], Tensor]
+        self, client: DFFKEClient, t: int, wanted: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor] | None:
         entry = next((entry for entry in client.buffer if entry["round"] == t), None)
         if self.reveal != "images" or entry is None or t not in client.offered:
@@ -676,7 +682,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         codes = entry["codes"][client.id][chosen]
         return client.offered[t][chosen], transfer_images(client, entry, client.id, codes)
 
-    def transfer_images(self, client: Trader, t: int) -> tuple[Tensor, Tensor] | None:
+    def transfer_images(self, client: DFFKEClient, t: int) -> tuple[Tensor, Tensor] | None:
         entry = next((entry for entry in client.buffer if entry["round"] == t), None)
         if entry is None or t not in client.offered:
             return None

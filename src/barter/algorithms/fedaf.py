@@ -246,8 +246,7 @@ class FedAF(Condensation):
 
     def train(self, server: Server, lots: Replies[Labelled]) -> None:
         """Train the global model on all condensed images and the soft labels of the originals."""
-        trusted = trusted_sets(server, lots)
-        lots = Replies({k: lots[k] for k in trusted}, lots.num_examples, lots.failures)
+        lots = lots.only(trusted_sets(server, lots))
         images, labels = concatenate_lots(lots.values())
         server.report["condensed"] = len(labels)
         if not len(labels):

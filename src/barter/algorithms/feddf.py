@@ -121,8 +121,7 @@ class FedDF(Algorithm):
             return server.architectures[first]().to(server.device)
 
         student = lanes.lane_module(("student", architecture), build)
-        member_updates = Replies({k: updates[k] for k in members}, updates.num_examples, {})
-        student.load_state_dict(average(member_updates, by=self.average))
+        student.load_state_dict(average(updates.only(members), by=self.average))
         distil(
             student,
             public_images(server),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
@@ -35,7 +36,7 @@ def print_config(config: Path | None, algorithm: str | None, settings: SettingTe
 
 
 def print_fields(console: Console, kind: type, where: str, chosen: object = None) -> None:
-    """Print the fields of a dataclass with their meanings.
+    """Print the fields of a dataclass with their meanings, in groups with headings if it has any.
 
     Args:
         console: Where to print.
@@ -43,15 +44,21 @@ def print_fields(console: Console, kind: type, where: str, chosen: object = None
         where: The prefix of its keys, such as "algorithm.".
         chosen: An instance whose values are printed; None for the defaults.
     """
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column()
-    for field in describe_fields(kind):
+    fields = describe_fields(kind)
+    settings = {}
+    for field in fields:
         value = field.default if chosen is None else getattr(chosen, field.name)
-        table.add_row(
-            f"{where}{field.name} = {'none' if value is None else value}",
-            f"{field.meaning} [{field.kind}]",
-        )
+        settings[field.name] = f"{where}{field.name} = {'none' if value is None else value}"
+    width = max(map(len, settings.values()), default=0)
     console.print()
-    console.print(table)
-    console.print()
+    for heading, group in groupby(fields, key=lambda field: field.heading):
+        if heading:
+            console.print(f"{heading}:")
+        # All tables have the same widths, so that the groups are aligned.
+        table = Table(box=None, pad_edge=False, show_header=False)
+        table.add_column(no_wrap=True, min_width=width)
+        table.add_column()
+        for field in group:
+            table.add_row(settings[field.name], f"{field.meaning} [{field.kind}]")
+        console.print(table)
+        console.print()

@@ -103,6 +103,11 @@ class Replies(dict[int, R], Generic[R]):
         failures = self.failures if self.excuse is None else self.excuse(errors, self.failures)
         return Replies(results, self.num_examples, failures, self.excuse)
 
+    def only(self, clients: Collection[int]) -> Replies[R]:
+        """Return the answers of some clients; the failures stay the same."""
+        answers = {k: answer for k, answer in self.items() if k in clients}
+        return Replies(answers, self.num_examples, self.failures, self.excuse)
+
     def each(self, work: Callable[[int, R], T]) -> NoReturn:
         """Raise: this is the former name of `map`."""
         raise AttributeError("Replies.each is called Replies.map now")

@@ -4,6 +4,10 @@ A field's meaning stands in the comment on its line, where a reader of the class
 
     lr: Positive = 0.05  # η: learning rate of SGD
 
+A class with many fields groups them under headings, each a comment that begins with two dashes:
+
+    # -- The paper's fields
+
 `barter show` and error messages show the same text. Python keeps no comments, so the source is read
 again here. `dataclasses.field(metadata=...)` or `Annotated[..., Doc(...)]` would need no source but
 would turn each line of an algorithm's fields into three. A class without source, such as one that
@@ -19,12 +23,28 @@ import tokenize
 from io import StringIO
 from typing import Any
 
-__all__ = ["read_comments"]
+__all__ = ["read_comments", "read_headings"]
+
+HEADING = "-- "  # begins a comment that is the heading of the fields below it
 
 
 def read_comments(cls: type[Any]) -> dict[str, str]:
     """Return the comment of each annotated field: on its line, or else directly above it."""
-    found: dict[str, str] = {}
+    return _read(cls)[0]
+
+
+def read_headings(cls: type[Any]) -> dict[str, str]:
+    """Return the heading of each annotated field; fields above the first heading have none.
+
+    A field that a subclass defines anew keeps its place, and so its first heading.
+    """
+    return _read(cls)[1]
+
+
+def _read(cls: type[Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the comments and the headings of a dataclass and its bases by field."""
+    meanings: dict[str, str] = {}
+    headings: dict[str, str] = {}
     for ancestor in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(ancestor):
             continue
@@ -37,15 +57,22 @@ def read_comments(cls: type[Any]) -> dict[str, str]:
             for token in tokenize.generate_tokens(StringIO(source).readline)
             if token.type == tokenize.COMMENT
         }
+        heading = ""
         above: list[str] = []
         for number, line in enumerate(source.splitlines(), start=1):
             if line.strip().startswith("#"):
-                above.append(comments.get(number, ""))
+                comment = comments.get(number, "")
+                if comment.startswith(HEADING):
+                    heading = comment.removeprefix(HEADING)
+                    above = []
+                else:
+                    above.append(comment)
                 continue
             name = line.strip().split(":")[0]
             if name in ancestor.__annotations__:
                 meaning = comments.get(number) or " ".join(above)
                 if meaning:
-                    found[name] = meaning
+                    meanings[name] = meaning
+                headings.setdefault(name, heading)
             above = []
-    return found
+    return meanings, headings

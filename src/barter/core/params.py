@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from barter.core.errors import BarterError, ConfigError, locate_error, summarise_error
-from barter.core.field_comments import read_comments
+from barter.core.field_comments import read_comments, read_headings
 
 __all__ = [
     "BY_PYTHON",
@@ -101,6 +101,7 @@ class Field:
     kind: str
     default: object
     meaning: str
+    heading: str  # of the group of fields that it belongs to; empty if fields are not grouped
 
 
 def _hints(cls: type[Any]) -> dict[str, Any]:
@@ -338,10 +339,17 @@ def build_dataclass(cls: type[T], values: Mapping[str, object], where: str = "")
 
 
 def describe_fields(cls: type[Any]) -> list[Field]:
-    """Return name, type, default and comment of each field of a checked dataclass."""
+    """Return name, type, default, comment and heading of each field of a checked dataclass."""
     hints = _hints(cls)
     meanings = read_comments(cls)
+    headings = read_headings(cls)
     return [
-        Field(f.name, _describe_type(hints[f.name]), f.default, meanings.get(f.name, ""))
+        Field(
+            name=f.name,
+            kind=_describe_type(hints[f.name]),
+            default=f.default,
+            meaning=meanings.get(f.name, ""),
+            heading=headings.get(f.name, ""),
+        )
         for f in dataclasses.fields(cls)
     ]

@@ -10,6 +10,7 @@ are shrunk towards the covariance of all (Friedman 1989, "Regularized Discrimina
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, TypedDict
 
 import torch
@@ -22,8 +23,10 @@ __all__ = [
     "ClassGaussians",
     "fit_class_gaussians",
     "mix_embeddings",
+    "noise_embeddings",
     "sample_embeddings",
     "sample_labels",
+    "sample_labels_and_noise",
 ]
 
 # Classes with fewer images are not described: a mean of few images resembles each of them.
@@ -150,6 +153,30 @@ def sample_embeddings(model: ClassGaussians, labels: Tensor, noise: Tensor) -> T
     if model["nonnegative"]:
         return roots.clamp_min(0).square()
     return roots.sign() * roots.square()
+
+
+def sample_labels_and_noise(model: ClassGaussians, n: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return labels and normal numbers for n samples; the seed gives the same on every device."""
+    rank = model["means"].shape[1]
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(n, rank, generator=generator)
+    return sample_labels(model["counts"], n), noise.to(model["means"].device)
+
+
+def noise_embeddings(
+    shapes: Mapping[int, tuple[int, int, int]], deviation: float, classes: int, device: torch.device
+) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """Return normal noise in place of embeddings, and random labels, by client.
+
+    Args:
+        shapes: Each client's numbers of images, views and features.
+        deviation: Standard deviation of the noise.
+        classes: Number of classes.
+        device: Device of the results.
+    """
+    embeddings = {k: deviation * torch.randn(shape, device=device) for k, shape in shapes.items()}
+    labels = {k: torch.randint(classes, (n,), device=device) for k, (n, _, _) in shapes.items()}
+    return embeddings, labels
 
 
 def _signed_root(x: Tensor) -> Tensor:

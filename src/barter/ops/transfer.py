@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, NotRequired, TypeAlias, TypedDict
 
 import torch
@@ -12,13 +12,13 @@ from torch import Tensor
 from barter.core.contracts import Floats, Places, When
 from barter.core.errors import PayloadError
 from barter.core.evaluation import predict
-from barter.core.images import Spec
+from barter.core.images import Images, Spec
 from barter.core.nodes import Client
 from barter.core.payload import State
 from barter.core.seeds import stream_seed
 from barter.models.generators import Decoder
 from barter.ops import views
-from barter.ops.embedding_models import ClassGaussians, sample_embeddings, sample_labels
+from barter.ops.embedding_models import ClassGaussians, sample_embeddings, sample_labels_and_noise
 
 __all__ = [
     "Entry",
@@ -31,9 +31,9 @@ __all__ = [
     "decode_pages",
     "decode_samples",
     "distribute_lessons",
+    "entry_images",
     "newest_entries",
     "prepare_lesson",
-    "sample",
     "sample_review",
     "to_half",
     "to_single",
@@ -73,15 +73,30 @@ Say: TypeAlias = Callable[[Tensor], Mapping[str, Tensor]]  # images -> predictio
 
 
 def transfer_images(client: Client, entry: Entry, owner: int, codes: Tensor) -> Tensor:
-    """Return the transfer images of some of a client's codes of a round."""
+    """Return the transfer images of some of a client's codes, as another client decodes them."""
+    return entry_images(entry, owner, codes, client.data.spec, client.public)
+
+
+def entry_images(
+    entry: Entry, owner: int, codes: Tensor, spec: Spec, public: Images | None = None
+) -> Tensor:
+    """Return the transfer images of some of a client's codes.
+
+    Args:
+        entry: The round's entry.
+        owner: The client whose codes they are.
+        codes: Some of the entry's codes of this client.
+        spec: Format of the images.
+        public: The public data, for entries that refer to them.
+    """
     if codes.ndim == 4:
         return codes.float()
     if "gaussians" in entry:
-        return decode_samples(entry, owner, codes, client.data.spec)
+        return decode_samples(entry, owner, codes, spec)
     if entry["decoder"]:
-        return decode_images(entry["decoder"], client.data.spec, codes)
-    assert client.public is not None
-    return client.public.batch(codes)
+        return decode_images(entry["decoder"], spec, codes)
+    assert public is not None
+    return public.batch(codes)
 
 
 def decode_images(decoder: State, spec: Spec, codes: Tensor) -> Tensor:
@@ -89,14 +104,6 @@ def decode_images(decoder: State, spec: Spec, codes: Tensor) -> Tensor:
     network = Decoder.from_state(decoder, spec, views.parts_of_views(codes.shape[1]))
     index = torch.arange(len(codes), device=codes.device)
     return predict(network, lambda part: codes[part], index)
-
-
-def sample(model: ClassGaussians, n: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return labels and normal numbers for n samples; the seed gives the same on every device."""
-    rank = model["means"].shape[1]
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(n, rank, generator=generator)
-    return sample_labels(model["counts"], n), noise.to(model["means"].device)
 
 
 def decode_samples(entry: Entry, owner: int, index: Tensor, spec: Spec) -> Tensor:
@@ -113,7 +120,7 @@ def decode_samples(entry: Entry, owner: int, index: Tensor, spec: Spec) -> Tenso
     assert "seed" in entry
     model = entry["gaussians"][owner]
     n = len(entry["codes"][owner])
-    labels, noise = sample(model, n, stream_seed(entry["seed"], owner))
+    labels, noise = sample_labels_and_noise(model, n, stream_seed(entry["seed"], owner))
     layer = to_single(entry["docking"][owner])
     views_of_code = model["center"].shape[0]
     network = Decoder.from_state(
@@ -239,16 +246,17 @@ def check_lesson(entries: Sequence[Entry], owner: int, lesson: Lesson) -> Lesson
 
 
 def distribute_lessons(
-    lessons: Mapping[int, Lesson], peers: int | None
+    lessons: Mapping[int, Lesson], peers: int | None, teachers: Collection[int]
 ) -> dict[int, dict[int, Lesson]]:
     """Distribute lessons: each client gets those of all others, or of some at random.
 
     Args:
-        lessons: Each teacher's lesson.
-        peers: Number of teachers per client; None means all others.
+        lessons: Each client's lesson.
+        peers: Number of others that a client hears; None means all others.
+        teachers: The clients whose lessons count; those of others reach nobody.
 
     Returns:
-        For each client, the lessons by teacher.
+        For each client that hears a teacher, the lessons by teacher.
     """
     others = {k: [i for i in lessons if i != k] for k in lessons}
     if peers is not None:
@@ -256,7 +264,8 @@ def distribute_lessons(
             k: sorted(ids[i] for i in torch.randperm(len(ids))[:peers].tolist())
             for k, ids in others.items()
         }
-    return {k: {i: lessons[i] for i in ids} for k, ids in others.items()}
+    heard = {k: {i: lessons[i] for i in ids if i in teachers} for k, ids in others.items()}
+    return {k: by_teacher for k, by_teacher in heard.items() if by_teacher}
 
 
 def collect_lessons(

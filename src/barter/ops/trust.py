@@ -16,9 +16,16 @@ from barter.core.evaluation import predict
 from barter.core.images import Images
 from barter.core.model import Classifier
 from barter.core.nodes import Server
+from barter.core.payload import State
 from barter.ops.condense import Lot
 
-__all__ = ["class_summaries", "confirmed_teachers", "consistent_clients", "trusted_sets"]
+__all__ = [
+    "class_summaries",
+    "clients_with_consistent_labels",
+    "confirmed_teachers",
+    "consistent_clients",
+    "trusted_sets",
+]
 
 CHANCE = 0.5  # The share of the probability of a guess that does not count as support.
 LEAST = 0.5  # A client is left out if its score is below this multiple of the median score.
@@ -81,22 +88,63 @@ def consistent_clients(scores: Mapping[int, float]) -> list[int]:
     return [k for k, score in scores.items() if score >= LEAST * usual]
 
 
+def clients_with_consistent_labels(
+    server: Server,
+    weights: Mapping[int, State],
+    embeddings: Mapping[int, Tensor],
+    labels: Mapping[int, Tensor],
+) -> list[int]:
+    """Return the clients whose network classifies the embeddings they uploaded as they label them.
+
+    The number of the others is added to the server's report as `left_out`. Without a defence, all
+    clients are returned.
+
+    Args:
+        server: The server, which has copies of the clients' networks.
+        weights: The weights that each client uploaded.
+        embeddings: Each client's embeddings (images, views, features), the whole image first.
+        labels: Each client's labels.
+    """
+    if not robust.active().defends("sets"):
+        return list(labels)
+    scores = {}
+    for k, y in labels.items():
+        model = server.replica(k, weights[k])
+        predicted = model.logits(embeddings[k][:, 0]).argmax(1)
+        scores[k] = float((predicted == y).double().mean())
+    chosen = consistent_clients(scores)
+    _report_left_out(server, len(scores) - len(chosen))
+    return chosen
+
+
+def _report_left_out(server: Server, clients: int) -> None:
+    server.report["left_out"] = server.report.get("left_out", 0.0) + clients
+
+
 def confirmed_teachers(
+    server: Server,
+    weights: Mapping[int, State],
     logits: Mapping[int, Tensor],
     images: Callable[[int], Tensor],
-    replicas: Mapping[int, Classifier],
 ) -> list[int]:
     """Return the teachers whose logits agree with the networks that clients uploaded.
+
+    The number of the others is added to the server's report as `left_out`. Without a defence, all
+    teachers are returned.
 
     The score of a teacher on its own images is the product of two agreements: the probability that
     the other clients' networks together give to the classes it predicts, less half of what guessing
     would give, and the overlap of its predictions with those of the network it uploaded itself.
 
     Args:
+        server: The server, which has copies of the clients' networks.
+        weights: The weights that each teacher uploaded.
         logits: Each teacher's logits on its own images.
         images: Returns a teacher's images, as networks take them.
-        replicas: The network that each teacher uploaded.
     """
+    if not robust.active().defends("sets"):
+        return list(logits)
+    replicas = {k: server.replica(k, weights[k]) for k in logits}
     scores: dict[int, float] = {}
     for k, said in logits.items():
         x = images(k)
@@ -108,4 +156,6 @@ def confirmed_teachers(
         support = others.gather(1, said.argmax(1, keepdim=True)).mean() - CHANCE / said.shape[1]
         overlap = torch.minimum(said.softmax(1), predictions[k]).sum(1).mean()
         scores[k] = float(support * overlap)
-    return consistent_clients(scores)
+    chosen = consistent_clients(scores)
+    _report_left_out(server, len(scores) - len(chosen))
+    return chosen
