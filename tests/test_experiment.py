@@ -264,7 +264,7 @@ def test_a_run_with_the_former_name_of_a_field_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def written_before(config: Config) -> str:
-        return to_toml(config).replace("\nfraction = ", "\nparticipation = ")
+        return to_toml(config).replace("\nfraction = 0.5", "\nparticipation = 0.5")
 
     method = tiny("dffke", fraction=0.5)
     run = tmp_path / "run"

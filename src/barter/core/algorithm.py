@@ -118,7 +118,7 @@ class Algorithm(Generic[S, C]):
     tells: ClassVar[Mapping[str, Tells]] = {}
     # Preset name -> hyperparameters.
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}
-    # Field of an older version -> the value by which this version runs; see `without_retired`.
+    # Field of an older version -> the value by which this version runs; see `drop_retired_fields`.
     retired: ClassVar[Mapping[str, object]] = {}
     # Headline accuracy: that of the server's model, or the mean over the clients' models.
     primary: ClassVar[Primary] = "clients"

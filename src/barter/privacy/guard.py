@@ -219,7 +219,7 @@ class Guard:
         Raises:
             PrivacyError: If there are any although the run promises to protect all answers.
         """
-        parts = self.plan.unprotected(nonempty_parts(self.algorithm, method, answer))
+        parts = self.plan.unprotected_parts(nonempty_parts(self.algorithm, method, answer))
         if parts and (self.plan.promised or self.total is not None):
             raise PrivacyError(
                 f"{method!r} is not answered: {', '.join(parts)} would leave without protection"
