@@ -206,6 +206,7 @@ class DFFKE(Algorithm[Hub, Trader]):
         "teach.index": "nothing",
     }
     presets = {"paper": PAPER_FIELDS, "code": {**PAPER_FIELDS, **CODE}}
+    sizes = ("code_dim", "lesson_bytes", "rank", "views")
     former_names = {"participation": "fraction", "embeddings": "reveal"}
 
     fraction: Fraction = 1.0  # ρ: fraction of clients sampled per round
