@@ -211,6 +211,7 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         "teach.index": "nothing",
     }
     presets = {"paper": PAPER_FIELDS, "code": {**PAPER_FIELDS, **CODE}}
+    sizes = ("code_dim", "lesson_bytes", "rank", "views")
     former_names = {"participation": "fraction", "embeddings": "reveal"}
     retired = {"docking_weight_decay": DOCKING_WEIGHT_DECAY}
 

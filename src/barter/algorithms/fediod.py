@@ -167,6 +167,7 @@ class FedIOD(Algorithm[Curator, Judge]):
 
     primary = "server"
     aggregates = ("logits",)
+    sizes = ("samples",)
     crosses = {
         "learn": Crossing(up="the number of images of each class"),
         "judge": Crossing(down="generated images", up="logits on them"),

@@ -126,6 +126,8 @@ class Algorithm(Generic[S, C]):
     aggregates: ClassVar[tuple[Aggregate, ...]] = ()
     # Remote methods whose payloads may contain NaN or infinity.
     may_be_infinite: ClassVar[frozenset[str]] = frozenset()
+    # Fields, properties or methods that contracts use as sizes, see `core/contracts.py`.
+    sizes: ClassVar[tuple[str, ...]] = ()
     # Former name of a field -> its name; files with the former name stay readable.
     former_names: ClassVar[Mapping[str, str]] = {}
 
