@@ -22,7 +22,9 @@ from barter.core.schema import (
     compile_hint,
     compile_method,
 )
+from barter.engines.local import LocalEngine
 from barter.testing.conformance import Trial, find_problem, is_documented
+from tests.conftest import small_federation, tiny
 
 
 class Rows(TypedDict):
@@ -175,6 +177,15 @@ def test_declared_sizes_are_used() -> None:
             size for method in kind.crosses for size in compile_method(kind(), method).own_sizes
         }
         assert used == set(kind.sizes), name
+
+
+def test_a_required_feature_width_is_known_without_the_network() -> None:
+    experiment = small_federation(tiny("fedproto", features=7))
+    assert isinstance(experiment.engine, LocalEngine)
+    assert experiment.engine.knowledge_of(experiment.server, 0).features == 7
+    experiment.server.architectures = {}
+    experiment.engine.set_server(experiment.server)
+    assert experiment.engine.knowledge_of(experiment.server, 0).features == 7
 
 
 def test_weights_are_for_states() -> None:

@@ -1,8 +1,8 @@
 """Check clients' answers against the contracts in the return types of remote methods.
 
-`require_valid_answer` checks the structure of an answer and the shape, dtype and range of every value in it.
-`largest_answer` derives from the same annotations how large a valid answer can be. The annotations are
-explained in `core/contracts.py`; `core/schema.py` compiles them.
+`require_valid_answer` checks the structure of an answer and the shape, dtype and range of every
+value in it. `largest_answer` derives from the same annotations how large a valid answer can be. The
+annotations are explained in `core/contracts.py`; `core/schema.py` compiles them.
 """
 
 from __future__ import annotations

@@ -14,8 +14,9 @@ A size is a number or a name. A name has one meaning in a method:
 3. Otherwise the name takes the value of its first occurrence, in the arguments or in the answer,
    and must be the same from there on. A name that first occurs in a TypedDict holds inside of it.
 
-An ambiguous name raises TypeError when the algorithm is used: a declared size with the name of a
-run's size, or a name of the third kind that is also an attribute of the algorithm.
+An ambiguous name raises TypeError when the algorithm is used: a declared size that has the name of
+a run's size or that a contract defines once more, or a name of the third kind that is also an
+attribute of the algorithm. A field may have the name of a run's size; contracts mean the run's.
 """
 
 from __future__ import annotations

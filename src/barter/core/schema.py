@@ -2,7 +2,7 @@
 
 A schema is a tree with a node for each type, which holds its annotations (`core/contracts.py`).
 `core/answers.py` checks answers against it and bounds their bytes; `privacy/parts.py` and
-`privacy/answer_shapes.py` read from it what an answer consists of and which of its shapes are fixed.
+`privacy/answer_shapes.py` read from it what an answer consists of and which shapes are fixed.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def compile_hint(hint: Any) -> Schema:
 
 
 def find_record(schema: Schema) -> RecordSchema | None:
-    """Return the first TypedDict in an answer: itself, in a list, or in a union; None without one."""
+    """Return the first TypedDict of an answer, itself or in a list or union; None without one."""
     if isinstance(schema, RecordSchema):
         return schema
     inside: tuple[Schema, ...] = ()
@@ -366,8 +366,8 @@ def _find_own_sizes(kind: type, schemas: tuple[Schema, ...]) -> frozenset[str]:
     for name in sorted(names - known):
         if _has_attribute(kind, name):
             raise TypeError(
-                f"its contract has a size {name!r}, and {kind.__name__}.{name} exists: add the name "
-                "to sizes if this is the size, otherwise rename the size in the contract"
+                f"its contract has a size {name!r}, and {kind.__name__}.{name} exists: add the "
+                "name to sizes if this is the size, otherwise rename the size in the contract"
             )
     return frozenset(names & set(declared))
 
