@@ -75,15 +75,20 @@ def parts_shaped_by_images(
     return found
 
 
-def unsent_parts(algorithm: Algorithm[Any, Any], parts: Iterable[str]) -> set[str]:
-    """Return the parts that an algorithm does not send as it is configured.
+def unsent_parts(algorithm: Algorithm[Any, Any], methods: Iterable[str]) -> set[str]:
+    """Return the optional parts of answers that the configuration disables.
+
+    A part is optional if its type is annotated with `When`.
 
     Args:
         algorithm: The algorithm with its configuration.
-        parts: Names of its methods.
+        methods: Names of its remote methods.
+
+    Returns:
+        Parts as METHOD.KEY.
     """
     found: set[str] = set()
-    for method in parts:
+    for method in methods:
         for key, part in _fields(algorithm, method).items():
             if part.is_present(algorithm) is False:
                 found.add(f"{method}.{key}")
