@@ -9,6 +9,7 @@ from barter.core.metrics import Evaluation
 from barter.data.partition import PARTITIONS
 from barter.data.sources import PATH_SOURCES, SOURCES
 from barter.data.task import Data
+from barter.engines.adversaries import Adversaries
 from barter.models.families import FAMILIES
 from barter.models.zoo import ZOO
 from barter.privacy import Privacy
@@ -40,6 +41,7 @@ def test_known_keys_are_the_fields() -> None:
         "data": [Data],
         "privacy": [Privacy],
         "evaluate": [Evaluation],
+        "adversaries": [Adversaries],
     }
     fields = {
         f"{table}.{f.name}"

@@ -45,7 +45,7 @@ def test_a_run_prints_a_table_and_leaves_a_folder(
         assert word in text
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines] == [1, 2]
-    told = {"round", "clients", "server", "seconds", "bytes", "failures"}
+    told = {"round", "clients", "server", "seconds", "bytes", "failures", "warnings"}
     assert set(lines[0]) == {*told, "participants", "primary"}
     assert main(["resume", str(out)]) == 0, "a finished run shows its table again"
     said = capsys.readouterr().out
@@ -581,9 +581,9 @@ def test_a_run_on_flower_is_not_made_longer(
 ) -> None:
     assert main(["show", "config", "--set", "engine=flower", "--set", "rounds=2"]) == 0
     (tmp_path / "config.toml").write_text(capsys.readouterr().out)
-    assert main(["resume", str(tmp_path), "--rounds", "3"]) == 2
+    assert main(["resume", str(tmp_path), "--trust", "--rounds", "3"]) == 2
     assert "keeps the 2 rounds it was begun with" in " ".join(capsys.readouterr().err.split())
-    assert main(["resume", str(tmp_path), "--threads", "3"]) == 2
+    assert main(["resume", str(tmp_path), "--trust", "--threads", "3"]) == 2
     assert "--threads 3: a run on Flower keeps those" in " ".join(capsys.readouterr().err.split())
 
 

@@ -64,7 +64,7 @@ def unknown(*settings: str) -> str:
 def test_unknown_keys_are_answered_briefly_and_for_the_chosen_method() -> None:
     said = unknown("x=1")
     assert said.startswith("unknown key 'x': there are answer_mb, clients, ")
-    assert "tables algorithm, data, " in said
+    assert "tables adversaries, algorithm, data, " in said
     assert "algorithm.lr" not in said
     assert len(said) < 400
     of_fedavg = unknown("algorithm.name=fedavg", "algorithm.qqq=1")

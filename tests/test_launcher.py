@@ -27,7 +27,7 @@ def main(arguments):
     return int(rest[0])
 
 job_server.main = main
-job_server.serve()
+job_server.serve_jobs()
 """
 
 

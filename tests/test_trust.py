@@ -237,7 +237,7 @@ def test_nothing_else_imports_code() -> None:
     found = {
         str(path.relative_to(root))
         for path in root.rglob("*.py")
-        if "imported(" in (text := path.read_text()) or "jit.load(" in text
+        if "import_object(" in (text := path.read_text()) or "jit.load(" in text
     }
     assert found == {
         "core/params.py",

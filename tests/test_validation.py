@@ -296,7 +296,7 @@ def test_a_run_on_flower_does_not_go_back(
     folders.RunFolder.create(tmp_path / "run", to_toml(config)).release()
     for option in (["--round", "1"], ["--patience", "9"]):
         assert f"{' '.join(option)}: sites of a run on Flower" in said(
-            capsys, ["resume", str(tmp_path / "run"), *option]
+            capsys, ["resume", str(tmp_path / "run"), "--trust", *option]
         )
 
 

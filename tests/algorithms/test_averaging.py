@@ -472,7 +472,9 @@ def test_a_field_of_an_older_version_is_dropped_or_refused(
     kind = ALGORITHMS[name]
     written: dict[str, Any] = {"algorithm": {"name": name, field: value, "fraction": 0.5}}
     assert resolve(written).algorithm == kind(fraction=0.5)  # type: ignore[call-arg]
-    assert field not in with_defaults(written)["algorithm"]
+    today = with_defaults(written)["algorithm"]
+    assert field not in today
+    assert (today["name"], today["fraction"]) == (name, 0.5)
     written["algorithm"][field] = other
     with pytest.raises(ConfigError, match=rf"algorithm.{field}={other!r}: \w+ has no field"):
         resolve(written)

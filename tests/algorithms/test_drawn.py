@@ -530,7 +530,7 @@ def test_fediods_slopes_are_those_of_one_place() -> None:
         whole = whole + 0.7 * size * fediod.realism(algorithm.discriminator(judge).train(), images)
     (expected,) = torch.autograd.grad(whole, images)
     experiment.engine.round = 2
-    slope = algorithm.slope(server, Clients(experiment.engine, judges), x[0], answers)
+    slope = algorithm.image_gradient(server, Clients(experiment.engine, judges), x[0], answers)
     assert expected.abs().max() > 1e-4
     assert torch.allclose(slope, expected, atol=1e-6)
 

@@ -77,7 +77,7 @@ def test_a_graph_has_a_place_for_every_tensor(monkeypatch: pytest.MonkeyPatch) -
     )
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
     generator = SimpleNamespace(initial_seed=lambda: 0, get_offset=lambda: 0)
-    lane: Any = SimpleNamespace(breathe=lambda: None, generator=generator, pool=None)
+    lane: Any = SimpleNamespace(throttle=lambda: None, generator=generator, pool=None)
     monkeypatch.setattr(lanes, "current_lane", lambda: lane)
     model = line()
     trainer = Trainer([model], sgd(0.0))

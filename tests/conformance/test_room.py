@@ -20,8 +20,8 @@ NOISY = Privacy(
 )
 # Algorithm, method, what is set otherwise, and how many times as large as the largest answer the limit may be.
 VARIANTS: list[tuple[str, str, dict[str, Any], float]] = [
-    ("dffke", "teach", {"memory": 0, "transfer": "public"}, 5),
-    ("dffke", "teach", {"memory": 1, "embeddings": "noise"}, 3),
+    ("dffke", "teach", {"memory": 0, "reveal": "nothing", "substitute": "public"}, 5),
+    ("dffke", "teach", {"memory": 1, "reveal": "nothing"}, 3),
     ("dffke", "teach", {"embedding_loss": True, "fraction": 0.7, "transfer": "decoder"}, 3),
     (
         "dffke",

@@ -67,6 +67,7 @@ class Methods:
     """What methods say that they return."""
 
     may_be_infinite: ClassVar[frozenset[str]] = frozenset({"wild"})
+    sizes: ClassVar[tuple[str, ...]] = ("depth", "twice", "unknown")
     depth = 6
     embeds = True
     tells = False

@@ -183,3 +183,11 @@ def test_a_tree_that_arrives_is_of_limited_depth(kind: str) -> None:
     assert [leaf for _, leaf in leaves(tree)] == [1]
     with pytest.raises(PayloadError, match=f"nested more than {DEPTH} deep"):
         unpack({}, nested(DEPTH + 2))
+
+
+@pytest.mark.parametrize("tree", [{"a": "\ud800"}, {"\ud800": 1}, ["ok", "x\udfff"]])
+def test_text_that_no_message_can_hold_is_refused(tree: Any) -> None:
+    """It ended the run where the bytes of an answer were counted."""
+    with pytest.raises(PayloadError, match="it is no valid text"):
+        nbytes(tree)
+    assert nbytes({"a": "ü"}) == 2

@@ -157,7 +157,7 @@ def test_what_means_nothing_is_refused_with_a_way_out() -> None:
     for tree in ({"robust_share": 0.5}, {"adversaries": {"fraction": 0.5}}):
         with pytest.raises(ConfigError, match=r"must be below 0\.5"):
             resolve(tree)
-    assert DFFKE(transfer="public").aggregates == ()
+    assert DFFKE(reveal="nothing", substitute="public").aggregates == ()
 
 
 def test_the_settings_are_written_and_older_files_do_not_need_them(tmp_path: Path) -> None:

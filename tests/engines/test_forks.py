@@ -358,7 +358,7 @@ def test_a_timeout_that_cannot_be_enforced_is_said_at_the_start_and_when_it_is_e
 AFTER_THREADS = """
 import torch
 from torch import nn
-from barter.engines.forks import Job, side_by_side
+from barter.engines.forks import ForkedCall, run_in_processes
 
 torch.set_num_threads(2)
 network = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 32 * 32, 10))
@@ -368,9 +368,9 @@ def step():
     torch.ones(600, 600) @ torch.ones(600, 600)
 
 step()
-jobs = {k: Job(step, []) for k in range(3)}
+jobs = {k: ForkedCall(step, []) for k in range(3)}
 for threads in (1, 2):
-    homes = side_by_side(jobs, 2, lambda _: None, lambda _: None, timeout=60, threads=threads)
+    homes = run_in_processes(jobs, 2, lambda _: None, lambda _: None, timeout=60, threads=threads)
     print(sorted(homes))
 """
 

@@ -85,7 +85,9 @@ STEP = {"max_epochs": 1, "optimizer": "sgd", "lr": 1e-6, "batch_size": 6}
 
 @pytest.mark.parametrize("name", ["local", "dffke", "fedavg"])
 def test_layers_that_ask_for_their_version_get_it(name: str, tmp_path: Path) -> None:
-    goes_on_from_its_checkpoint(tiny(name), "mnasnet0_5", 32, tmp_path)
+    # With FedAvg's usual rate this network diverges on six images, and its answer is refused.
+    algorithm = tiny(name, lr=1e-3) if name == "fedavg" else tiny(name)
+    goes_on_from_its_checkpoint(algorithm, "mnasnet0_5", 32, tmp_path)
 
 
 @pytest.mark.parametrize(("name", "side"), [("googlenet", 32), ("inception_v3", 299)])

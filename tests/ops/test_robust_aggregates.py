@@ -20,7 +20,7 @@ from barter.core.robust import AggregationRule, Defence
 from barter.ops.average import average
 from barter.ops.condense import Lot
 from barter.ops.ensemble import mean_predictions, merge_logits
-from barter.ops.prototypes import ByClass, mean_table, trusted
+from barter.ops.prototypes import ByClass, mean_table, select_trusted_tables
 from barter.ops.statistics import combine_statistics
 from barter.ops.submodel import average_submodels
 from barter.ops.synthesis import joint_prediction
@@ -167,7 +167,7 @@ def test_prototypes(defended: AggregationRule, attack: str) -> None:
 @pytest.mark.parametrize("attack", ["extreme", "flipped"])
 def test_tables_that_a_server_learns_from(defended: AggregationRule, attack: str) -> None:
     tables, _ = prototypes(attack)
-    assert trusted(tables) == [tables[k] for k in range(N - 2)]
+    assert select_trusted_tables(tables) == [tables[k] for k in range(N - 2)]
 
 
 def test_statistics_of_normalisation(defended: AggregationRule) -> None:

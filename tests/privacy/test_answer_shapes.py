@@ -112,9 +112,9 @@ class Shapes(Algorithm):
         "several": Crossing(up="rows"),
         "either": Crossing(up="a row, or anything"),
     }
+    sizes = ("depth",)
     depth: int = 3
     wide: bool = False
-    n: str = "a word is no size"
 
     def tell(self, client: Client, places: Annotated[Tensor, Places("places")]) -> Told:
         raise NotImplementedError

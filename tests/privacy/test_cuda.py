@@ -57,7 +57,7 @@ def test_private_training_is_the_same_on_any_number_of_streams() -> None:
 @pytest.mark.parametrize("name", ["fedprox", "dffke"])
 def test_methods_train_privately(name: str) -> None:
     quiet = (
-        {"embeddings": "noise", "local_review": False, "balanced": False} if name == "dffke" else {}
+        {"reveal": "nothing", "local_review": False, "balanced": False} if name == "dffke" else {}
     )
     privacy = Privacy(epsilon=1000, training="clip=1 noise=1")  # a promise: nothing is told beside
     experiment = federation(tiny(name, **quiet), device="cuda", privacy=privacy)

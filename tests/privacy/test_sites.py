@@ -180,15 +180,20 @@ def test_a_site_chooses_its_network(own: Any) -> None:
     _, ask = own(labels, model="small-mlp")
     assert "answer" in ask()
     assert (
-        "has the network small-mlp, and the run wants small-cnn"
+        "has the network small-mlp, and is asked for small-cnn"
         in ask(architecture="small-cnn")["error"]
     )
+    code = "antigravity:fly"
+    assert f"small-mlp, and is asked for {code}" in own(labels)[1](architecture=code)["error"]
+    wanting = Config(**{**FIELDS, "models": code}, clients=1, rounds=1)
     for fields in ({}, {"consent": Consent(algorithms=("fedavg",))}):
-        refused = own(labels, **fields)[1](architecture="antigravity:fly")["error"]
-        assert "does not import antigravity:fly" in refused
+        refused = own(labels, wanting, **fields)[1](architecture=code)["error"]
+        assert f"does not import {code}" in refused
         assert "antigravity" not in sys.modules
-    agreed = own(labels, consent=Consent(models=("tests.privacy.test_sites:nowhere",)))[1]
-    assert "nowhere" in agreed(architecture="tests.privacy.test_sites:nowhere")["error"]
+    known = "tests.privacy.test_sites:nowhere"
+    wanting = replace(wanting, models=known)
+    agreed = own(labels, wanting, consent=Consent(models=(known,)))[1]
+    assert "nowhere" in agreed(architecture=known)["error"]
     assert "is not client 3" in own(labels)[1](client=3)["error"]
 
 

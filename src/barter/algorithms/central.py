@@ -51,7 +51,7 @@ def require_side(side: int, client: int, own: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Central(Algorithm):
-    """Train on the pooled data of all clients, without any privacy."""
+    """Train every client's network on the pooled data of all clients, without any privacy."""
 
     crosses = {
         "measure": Crossing(up="the number of pixels on a side of the images"),
@@ -66,6 +66,11 @@ class Central(Algorithm):
     batch_size: Count = 100  # B: images per step
 
     def round(self, server: Server, clients: Clients, t: int) -> None:
+        """Pool all clients' images, and let every client train on the pool.
+
+        Clients whose image size is not the most frequent one upload nothing. The server trains no
+        model.
+        """
         sides = clients.run(self.measure)
         side = mode(sides.values())
         compatible = clients.only(sides.map(partial(require_side, side)))

@@ -197,11 +197,12 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     server_model = ServerModel("copies")
     crosses = {
         "learn": Crossing(
-            up="weights, embeddings of a share of the images and of their parts, labels",
+            up="weights; what `reveal` allows of a share of the images: by default embeddings of "
+            "each image and of its parts, and labels",
         ),
         "train": Crossing(),
         "teach": Crossing(
-            down="synthetic images of all clients' data",
+            down="synthetic images of all clients' data, or what they are decoded from",
             up="logits on those of the client's own data",
         ),
         "exchange": Crossing(down="the other clients' logits"),
@@ -214,6 +215,7 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         "teach.index": "nothing",
     }
     presets = {"paper": PAPER_FIELDS, "code": {**PAPER_FIELDS, **CODE}}
+    sizes = ("code_dim", "lesson_bytes", "rank", "views")
     former_names = {"participation": "fraction", "embeddings": "reveal"}
     retired = {"docking_weight_decay": DOCKING_WEIGHT_DECAY}
 
@@ -396,7 +398,12 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         participants.only(received).scatter(self.exchange, received)  # Eqs. 13-14
 
     def train(self, client: DFFKEClient) -> None:
-        """Train on private images until the accuracy reaches τ or the last epoch ends (Eq. 9)."""
+        """Train on private images until the training accuracy reaches τ (Eq. 9).
+
+        Runs at most `max_epochs`, or `later_epochs` (if set) after the first exchange. With
+        `balanced`, the log class prior is added to the logits. Reports the number of epochs and
+        the metrics before the exchange.
+        """
         epochs = self.max_epochs
         if client.exchanges and self.later_epochs is not None:
             epochs = self.later_epochs

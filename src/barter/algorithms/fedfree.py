@@ -89,10 +89,10 @@ class Layer(TypedDict):
     kind: Kind
     # 0 for the first of its kind in its network, 1 for the last
     depth: Annotated[float, Within(0, 1)]
-    weight: Annotated[Tensor, Floats("outputs", ...)]
-    bias: NotRequired[Annotated[Tensor, Floats("outputs")]]
+    weight: Annotated[Tensor, Floats("rows", ...)]
+    bias: NotRequired[Annotated[Tensor, Floats("rows")]]
     # how much training changed each output
-    credit: NotRequired[Annotated[Tensor, Floats("outputs"), When("credited")]]
+    credit: NotRequired[Annotated[Tensor, Floats("rows"), When("credited")]]
 
 
 class Bridge(Server):
@@ -212,6 +212,7 @@ def layer_outputs(weight: Tensor, bias: Tensor | None, noise: Tensor) -> Tensor:
 class FedFree(Algorithm[Bridge, Client]):
     """Clients upload the layers that training changed most, and receive one layer each."""
 
+    sizes = ("largest",)
     crosses = {
         "learn": Crossing(
             up="the weights of the k layers that training changed most, and how much it "

@@ -38,7 +38,7 @@ from barter.core.params import Count, Positive
 from barter.core.payload import State
 from barter.ops.fit import fit_rows, sgd
 from barter.ops.modules import copy_state, restore_module
-from barter.ops.prototypes import ByClass, concatenate_tables, prototypes_of, trusted
+from barter.ops.prototypes import ByClass, concatenate_tables, prototypes_of, select_trusted_tables
 
 __all__ = ["FedGH", "fedgh_loss"]
 
@@ -70,7 +70,7 @@ class FedGH(SharedHead):
     def round(self, server: HeadServer, clients: Clients, t: int) -> None:
         active = clients.sample(self.fraction)
         prototypes = active.run(self.learn, self.missing_head(server, active))
-        head = self.train_head(server, concatenate_tables(trusted(prototypes)))
+        head = self.train_head(server, concatenate_tables(select_trusted_tables(prototypes)))
         self.share_head(server, clients, head)
 
     def learn(

@@ -167,6 +167,7 @@ class FedIOD(Algorithm[Curator, Judge]):
 
     primary = "server"
     aggregates = ("logits",)
+    sizes = ("samples",)
     crosses = {
         "learn": Crossing(up="the number of images of each class"),
         "judge": Crossing(down="generated images", up="logits on them"),
@@ -217,7 +218,7 @@ class FedIOD(Algorithm[Curator, Judge]):
         for _ in server.track("distil", range(self.iterations)):
             z, batches = self.draw(server, generator)
             answers = active.run(self.judge, batches)
-            gradient = self.slope(server, active, batches[0], answers)
+            gradient = self.image_gradient(server, active, batches[0], answers)
             self.study(server, model_trainer, batches[1:], answers)
             generator_trainer.step(partial(imitation, generator, server.spec), z, gradient)
         store_generator(server, generator, self.codes(server))
@@ -270,18 +271,24 @@ class FedIOD(Algorithm[Curator, Judge]):
         new = PatchDiscriminator(client.data.spec, self.discriminator_width)
         return restore_module(client, "discriminator", new, client.discriminator)
 
-    def slope(
+    def image_gradient(
         self, server: Curator, active: Clients, x: Tensor, answers: Replies[Tensor]
     ) -> Tensor:
         """Return the gradient of the generator's loss with respect to its images.
 
-        It is the sum of the gradient through the server's model and of those through the clients.
+        Calls `criticise` at every client that answered. Each backpropagates through its network
+        and its discriminator and discards its stored batch. The server adds the gradient through
+        its own model.
 
         Args:
             server: The server with its model.
             active: The clients of this round.
             x: The images of the generator's step.
-            answers: The clients' logits, first those on these images.
+            answers: Each client's logits (batches, samples, classes); only batch 0, on `x`, is
+                used.
+
+        Returns:
+            A tensor like `x`.
         """
         logits = torch.stack([answer[0] for answer in answers.values()]).requires_grad_()
         counts = torch.stack([server.counts[k] for k in answers])

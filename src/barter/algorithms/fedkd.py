@@ -127,6 +127,7 @@ class FedKD(Algorithm[Broker, Mentor]):
     """Average compressed changes of a small shared model, a partner of each client's own."""
 
     aggregates = ("states",)
+    sizes = ("whole",)
     crosses = {
         "learn": Crossing(
             down="the shared model's weights, if the client lacks them",

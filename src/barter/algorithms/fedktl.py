@@ -62,7 +62,7 @@ from barter.models.pretrained import (
 )
 from barter.ops.fit import Recipe, adam, fit_rows, index_batches, recipe_by_name
 from barter.ops.modules import copy_state, restore_module
-from barter.ops.prototypes import ByClass, class_means, concatenate_tables, trusted
+from barter.ops.prototypes import ByClass, class_means, concatenate_tables, select_trusted_tables
 
 __all__ = [
     "Aligner",
@@ -257,7 +257,7 @@ class FedKTL(OneWidth[AligningServer]):
 
     def round(self, server: AligningServer, clients: Clients, t: int) -> None:
         prototypes = clients.sample(self.fraction).run(self.learn, server.lessons)
-        codes = self.align(server, concatenate_tables(trusted(prototypes)))
+        codes = self.align(server, concatenate_tables(select_trusted_tables(prototypes)))
         server.lessons = [self.make_lesson(server, codes)]
 
     def learn(

@@ -41,7 +41,7 @@ from barter.core.params import Count, NonNegative, Positive
 from barter.core.payload import State
 from barter.ops.fit import fit_rows, sgd
 from barter.ops.modules import copy_state, restore_module
-from barter.ops.prototypes import ByClass, concatenate_tables, mean_table, trusted
+from barter.ops.prototypes import ByClass, concatenate_tables, mean_table, select_trusted_tables
 
 __all__ = ["FedTGP", "Prototypist", "TrainablePrototypes", "fedtgp_loss", "prototype_margin"]
 
@@ -105,7 +105,7 @@ class FedTGP(FedProto[Prototypist]):
         """Train the global prototypes on those of the clients and return them."""
         new = TrainablePrototypes(server.spec.classes, self.features)
         trainable = restore_module(server, "prototypes", new, server.prototypes)
-        rows = concatenate_tables(trusted(prototypes))
+        rows = concatenate_tables(select_trusted_tables(prototypes))
         delta = prototype_margin(mean_table(prototypes.values()), self.tau)
         fit_rows(
             server,

@@ -192,6 +192,7 @@ class FedZGE(Algorithm[Asked, Oracle]):
     primary = "server"
     server_model = ServerModel("own")
     aggregates = ("logits",)
+    sizes = ("looks",)
     crosses = {
         "learn": Crossing(
             up="number of images of each class; mean and deviation of each frequency over "

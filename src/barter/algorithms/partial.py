@@ -83,6 +83,7 @@ class PartialTraining(Algorithm[S, Client]):
     """Each client trains a submodel of the network, as wide as it can afford."""
 
     primary = "server"
+    sizes = ("normalised", "seen")
     aggregates: ClassVar[tuple[Aggregate, ...]] = ("states",)
     crosses = {
         "train": Crossing(

@@ -121,7 +121,8 @@ def membership_attacks(
         scores = {}
         for k, network in known.items():
             # Each run samples its own clients, so a client is missing from some.
-            shadow_networks = [run[k].network for run in runs if k in run]
+            uploaded = [run[k].network for run in runs if k in run]
+            shadow_networks = [network for network in uploaded if network is not None]
             if shadow_networks:
                 score = _pool_scores(network, shadow_networks, pools[k], public)
                 scores[k] = (score, pools[k])
@@ -167,10 +168,17 @@ def rmia_scores(own: Tensor, shadows: Tensor, own_public: Tensor, shadows_public
 
 
 def _pool_scores(
-    own: Classifier, others: Sequence[Classifier | None], pool: ImagePool, public: Images
+    target: Classifier, shadows: Sequence[Classifier], pool: ImagePool, public: Images
 ) -> Tensor:
-    """Return the RMIA score of each image of a pool."""
-    networks = [own, *(network for network in others if network is not None)]
+    """Return the RMIA score of each image of a pool.
+
+    Args:
+        target: The attacked network.
+        shadows: The client's network in each shadow run in which it uploaded one.
+        pool: The images to score.
+        public: Images that calibrate the scores.
+    """
+    networks = [target, *shadows]
     in_pool = torch.stack([label_likelihood(network, pool.images) for network in networks])
     in_public = torch.stack([label_likelihood(network, public) for network in networks])
     return rmia_scores(in_pool[0], in_pool[1:], in_public[0], in_public[1:])

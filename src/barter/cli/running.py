@@ -242,7 +242,20 @@ def _drive(
     behind: Which = "last",
     overrule: bool = False,
 ) -> None:
-    """Run or resume an experiment, and show its progress and results."""
+    """Run or resume an experiment; print its progress, results and remarks.
+
+    Args:
+        config: The configuration.
+        out: The run's folder.
+        resume: Continue the run in the folder.
+        simulate: Use Flower's simulation instead of local sites; only with engine "flower".
+        tensorboard: Also write a TensorBoard log.
+        behind: The round after which a resumed run continues; not used with Flower.
+        overrule: Continue although the run stopped early; not used with Flower.
+
+    Raises:
+        BarterError: The run failed or was interrupted; the message says how to continue.
+    """
     console = make_console()
     log_round = import_optional("runs.tensorboard").TensorBoard(out) if tensorboard else None
     watcher = Watcher(console, config.rounds, log_round)

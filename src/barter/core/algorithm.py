@@ -118,7 +118,7 @@ class Algorithm(Generic[S, C]):
     tells: ClassVar[Mapping[str, Tells]] = {}
     # Preset name -> hyperparameters.
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}
-    # Field of an older version -> the value by which this version runs; see `without_retired`.
+    # Field of an older version -> the value by which this version runs; see `drop_retired_fields`.
     retired: ClassVar[Mapping[str, object]] = {}
     # Headline accuracy: that of the server's model, or the mean over the clients' models.
     primary: ClassVar[Primary] = "clients"
@@ -126,6 +126,8 @@ class Algorithm(Generic[S, C]):
     aggregates: ClassVar[tuple[Aggregate, ...]] = ()
     # Remote methods whose payloads may contain NaN or infinity.
     may_be_infinite: ClassVar[frozenset[str]] = frozenset()
+    # Fields, properties or methods that contracts use as sizes, see `core/contracts.py`.
+    sizes: ClassVar[tuple[str, ...]] = ()
     # Former name of a field -> its name; files with the former name stay readable.
     former_names: ClassVar[Mapping[str, str]] = {}
 

@@ -1,31 +1,18 @@
 """Check clients' answers against the contracts in the return types of remote methods.
 
-`require_valid_answer` checks the structure of an answer and the shape, dtype and range of every value in it.
-`largest_answer` derives from the same annotations how large a valid answer can be. The annotations are
-explained in `core/contracts.py`.
+`require_valid_answer` checks the structure of an answer and the shape, dtype and range of every
+value in it. `largest_answer` derives from the same annotations how large a valid answer can be. The
+annotations are explained in `core/contracts.py`; `core/schema.py` compiles them.
 """
 
 from __future__ import annotations
 
 import math
-import types
-import typing
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from types import EllipsisType
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NotRequired,
-    TypeAlias,
-    Union,
-    get_args,
-    get_origin,
-    is_typeddict,
-)
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -35,18 +22,30 @@ from barter.core.contracts import (
     EXACT_LIMIT,
     Counts,
     DistinctClasses,
-    Entries,
     Floats,
-    Named,
-    Room,
     Size,
     Weights,
-    When,
     Within,
 )
 from barter.core.errors import PayloadError
 from barter.core.images import Spec
 from barter.core.payload import Payload, State, leaves, nbytes, to_floats
+from barter.core.schema import (
+    AnySchema,
+    DictSchema,
+    ListSchema,
+    MethodSchema,
+    NoneSchema,
+    NumberSchema,
+    RecordSchema,
+    Schema,
+    StateSchema,
+    TensorSchema,
+    TupleSchema,
+    UnionSchema,
+    WordSchema,
+    compile_method,
+)
 
 __all__ = [
     "WORD",
@@ -81,6 +80,9 @@ Shapes: TypeAlias = Mapping[str, tuple[torch.Size, torch.dtype]]
 # "value": anything else, such as logits, embeddings or gradients.
 AnswerKind: TypeAlias = Literal["weight", "statistic", "value"]
 Sizes: TypeAlias = ChainMap[str, int]
+# Schemas of values without annotations.
+ANY_TENSOR = TensorSchema()
+ANY_NUMBER = NumberSchema(hint=float)
 
 
 def shapes_of(state: Mapping[str, Tensor]) -> Shapes:
@@ -200,9 +202,11 @@ def validate(
     Raises:
         PayloadError: If the answer does not match; the message names the path and the reason.
     """
-    checker, sizes, returned = _prepare(algorithm, method, sent, known)
+    schema = compile_method(algorithm, method)
+    sizes = _collect_sizes(algorithm, schema, sent, known)
+    checker = _Checker(algorithm, method, known)
     list(leaves(answer, method))  # Raises with the path if the answer is not a payload.
-    checker.match(answer, returned, method, sizes)
+    checker.match(answer, schema.answer, method, sizes)
     magnitudes = checker.check_ranges()
     claims = {found.path for found in checker.ranges if found.claim}
     return Valid(claims, magnitudes, checker.networks)
@@ -215,46 +219,78 @@ def largest_answer(
 
     The arguments are those of `require_valid_answer`.
     """
-    checker, sizes, returned = _prepare(algorithm, method, sent, known)
-    return checker.max_bytes(returned, sizes)
+    schema = compile_method(algorithm, method)
+    sizes = _collect_sizes(algorithm, schema, sent, known)
+    return _ByteLimit(algorithm, known).of(schema.answer, sizes)
 
 
-def _prepare(
-    algorithm: object, method: str, sent: tuple[Any, ...], known: Known
-) -> tuple[_Checker, Sizes, Any]:
-    """Return a checker, the sizes known from the run and the arguments, and the return type."""
-    hints = _hints(getattr(type(algorithm), method))
-    checker = _Checker(algorithm, method, known)
-    sizes: Sizes = ChainMap({}, known.sizes())
-    parameters = [hints.get(name, Any) for name in _parameters(algorithm, method)]
-    for value, hint in zip(sent, parameters, strict=False):
-        checker.learn_sizes(value, hint, sizes)
-    return checker, sizes, hints.get("return", Any)
+def _collect_sizes(
+    algorithm: object, schema: MethodSchema, sent: tuple[Any, ...], known: Known
+) -> Sizes:
+    """Return the sizes that are known before the answer: of the run, algorithm and arguments."""
+    own: dict[str, int] = {}
+    for name in schema.own_sizes:
+        value = getattr(algorithm, name)
+        if callable(value):
+            value = value(known)
+        if isinstance(value, int):
+            own[name] = value
+        elif value is not None:
+            raise TypeError(f"the size {name} is {value!r}, expected an integer or None")
+    sizes: Sizes = ChainMap({}, {**known.sizes(), **own})
+    for value, parameter in zip(sent, schema.parameters, strict=False):
+        if isinstance(parameter, TensorSchema) and parameter.values and isinstance(value, Tensor):
+            _match_shape(parameter.values, value, sizes)
+        elif isinstance(parameter, NumberSchema) and parameter.within and parameter.within.name:
+            sizes[parameter.within.name] = int(value)
+    return sizes
 
 
-def _parameters(algorithm: object, method: str) -> tuple[str, ...]:
-    """Return the names of a remote method's parameters after `self` and `client`."""
-    code = getattr(getattr(type(algorithm), method), "__code__", None)
-    return () if code is None else code.co_varnames[2 : code.co_argcount]
+def _resolve(size: Size, sizes: Sizes) -> int | None:
+    """Return a size as a number; None if its name has not occurred yet."""
+    return size if isinstance(size, int) else sizes.get(size)
 
 
-@lru_cache(maxsize=512)
-def _hints(of: Callable[..., Any]) -> dict[str, Any]:
-    """Return the annotations of a method or a TypedDict."""
-    try:
-        return typing.get_type_hints(of, include_extras=True)
-    except NameError:  # A name that is not visible at module level; `barter check` reports it.
-        return {}
+def _resolve_bound(bound: float | str, sizes: Sizes) -> float:
+    """Return a bound as a number; raise if it is the name of an unknown size."""
+    value = sizes.get(bound) if isinstance(bound, str) else bound
+    if value is None:
+        raise PayloadError(f"{bound!r} is not the name of a known size")
+    return value
 
 
-def _unwrap(hint: Any) -> tuple[Any, tuple[object, ...]]:
-    """Split a type hint into the bare type and its annotations."""
-    if get_origin(hint) is NotRequired:
-        return _unwrap(get_args(hint)[0])
-    if get_origin(hint) is Annotated:
-        kind, marks = _unwrap(hint.__origin__)
-        return kind, (*marks, *hint.__metadata__)
-    return hint, ()
+def _add_names(schema: Schema, sizes: Sizes) -> Sizes:
+    """Return the sizes with the further names that `Named` gives to some of them."""
+    for named in schema.names:
+        sizes = sizes.new_child({named.name: int(_resolve_bound(named.size, sizes))})
+    return sizes
+
+
+def _match_shape(declared: Floats, value: Tensor, sizes: Sizes) -> bool:
+    """Return whether a tensor has the declared shape; record sizes that occur first here."""
+    for size, length in zip(declared.shape, value.shape, strict=False):
+        if isinstance(size, EllipsisType):
+            break
+        known = _resolve(size, sizes)
+        if known is None:
+            sizes[str(size)] = length
+        elif known != length:
+            return False
+    if declared.shape[-1:] == (...,):
+        return value.ndim >= len(declared.shape) - 1
+    return value.ndim == len(declared.shape)
+
+
+def _expected_weights(schema: StateSchema, algorithm: object, known: Known) -> Shapes:
+    """Return the shapes and dtypes of the weights that a State must hold; empty if unknown."""
+    weights = schema.weights or Weights()
+    shapes = known.network(weights.of, parameters_only=weights.parameters_only)
+    if not (weights.half and getattr(algorithm, weights.half)):
+        return shapes
+    return {
+        name: (shape, torch.float16 if dtype == torch.float32 else dtype)
+        for name, (shape, dtype) in shapes.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -271,7 +307,7 @@ class RangeCheck:
 
 
 class _Checker:
-    """Walks through an answer and its type.
+    """Walks through an answer and its schema.
 
     Ranges of tensors are collected during the walk and compared at its end, so that a GPU is
     waited for only once per answer.
@@ -285,117 +321,73 @@ class _Checker:
         self.floats: list[tuple[str, str, AnswerKind, Tensor]] = []  # path, group, kind, tensor
         self.networks: list[tuple[str, State]] = []
 
-    def resolve(self, size: Size, sizes: Mapping[str, int]) -> int | None:
-        """Return a size as a number; None if its name has not occurred yet."""
-        if isinstance(size, int):
-            return size
-        value = sizes.get(size, getattr(self.algorithm, size, None))
-        if callable(value):
-            value = value(self.known)
-        return value if isinstance(value, int) else None
-
-    def resolve_bound(self, bound: float | str, sizes: Mapping[str, int]) -> float:
-        """Return a bound as a number; raise if it is the name of an unknown size."""
-        value = self.resolve(bound, sizes) if isinstance(bound, str) else bound
-        if value is None:
-            raise PayloadError(f"{bound!r} is not the name of a known size")
-        return value
-
-    def is_present(self, marks: Iterable[object]) -> bool | None:
-        """Return whether an optional part must be present; None if no `When` decides it."""
-        for mark in marks:
-            if isinstance(mark, When):
-                return bool(getattr(self.algorithm, mark.says, True))
-        return None
-
-    def learn_sizes(self, value: Payload, hint: Any, sizes: Sizes) -> None:
-        """Record the sizes that an argument of the call defines."""
-        _, marks = _unwrap(hint)
-        for mark in marks:
-            if isinstance(mark, Floats) and isinstance(value, Tensor):
-                self.match_shape(mark, value, sizes)
-            elif isinstance(mark, Within) and mark.name:
-                sizes[mark.name] = int(value)
-
-    def match_shape(self, mark: Floats, value: Tensor, sizes: Sizes) -> bool:
-        """Return whether a tensor has the declared shape; record sizes that occur first here."""
-        for size, length in zip(mark.shape, value.shape, strict=False):
-            if isinstance(size, EllipsisType):
-                break
-            known = self.resolve(size, sizes)
-            if known is None:
-                sizes[str(size)] = length
-            elif known != length:
-                return False
-        if mark.shape[-1:] == (...,):
-            return value.ndim >= len(mark.shape) - 1
-        return value.ndim == len(mark.shape)
-
-    def match(self, tree: Payload, hint: Any, path: str, sizes: Sizes) -> None:
-        """Check a part of an answer against its type.
+    def match(self, tree: Payload, schema: Schema, path: str, sizes: Sizes) -> None:
+        """Check a part of an answer against its schema.
 
         Args:
             tree: The part.
-            hint: Its type, with annotations.
+            schema: Its type and annotations.
             path: Its place in the answer, for messages.
             sizes: The sizes known so far; sizes that occur first here are added.
         """
-        wanted, marks = _unwrap(hint)
-        for mark in marks:
-            if isinstance(mark, Named):
-                sizes = self.add_name(mark, sizes)
-            elif isinstance(mark, Room):
-                most = self.resolve(mark.most, sizes)
-                if most is not None and nbytes(tree) > most:
-                    raise PayloadError(f"{path} has {nbytes(tree)} bytes, expected at most {most}")
-        origin = get_origin(wanted)
-        args = get_args(wanted)
-        if wanted is Any:
-            for at, value in leaves(tree, path):
-                self.check_leaf(value, at, (), sizes)
-        elif origin in (Union, types.UnionType):
-            self.match_union(tree, args, path, sizes)
-        elif is_typeddict(wanted):
-            self.match_typed_dict(tree, wanted, path, sizes.new_child())
-        elif origin is dict:
-            self.match_dict(tree, wanted, marks, path, sizes)
-        elif origin is list:
-            _require(isinstance(tree, list), tree, wanted, path)
-            for i, value in enumerate(tree):
-                self.match(value, args[0], f"{path}[{i}]", sizes)
-        elif origin is tuple:
-            any_length = args[1:] == (...,) and isinstance(tree, tuple)
-            kinds = [args[0]] * len(tree) if any_length else list(args)
-            _require(isinstance(tree, tuple) and len(tree) == len(kinds), tree, wanted, path)
-            for i, (value, kind) in enumerate(zip(tree, kinds, strict=True)):
-                self.match(value, kind, f"{path}[{i}]", sizes)
-        elif origin is typing.Literal:
-            _require(isinstance(tree, str | int) and tree in args, tree, wanted, path)
-        else:
-            if wanted is Tensor:
-                holds = isinstance(tree, Tensor)
-            elif wanted is float:
-                holds = type(tree) in (int, float)
-            else:
-                holds = type(tree) is (type(None) if wanted is None else wanted)
-            _require(holds, tree, wanted, path)
-            self.check_leaf(tree, path, marks, sizes)
+        sizes = _add_names(schema, sizes)
+        if schema.room is not None:
+            most = _resolve(schema.room, sizes)
+            if most is not None and nbytes(tree) > most:
+                raise PayloadError(f"{path} has {nbytes(tree)} bytes, expected at most {most}")
+        match schema:
+            case AnySchema():
+                for at, value in leaves(tree, path):
+                    self.check_leaf(value, at, sizes)
+            case UnionSchema():
+                self.match_union(tree, schema, path, sizes)
+            case RecordSchema():
+                self.match_record(tree, schema, path, sizes.new_child())
+            case StateSchema():
+                self.match_state(tree, schema, path, sizes)
+            case DictSchema():
+                _require_keys(tree, schema, schema.key, path)
+                for key, value in tree.items():
+                    self.match(value, schema.value, f"{path}.{key}", sizes)
+            case ListSchema():
+                _require(isinstance(tree, schema.container), tree, schema.hint, path)
+                for i, value in enumerate(tree):
+                    self.match(value, schema.item, f"{path}[{i}]", sizes)
+            case TupleSchema():
+                holds = isinstance(tree, tuple) and len(tree) == len(schema.items)
+                _require(holds, tree, schema.hint, path)
+                for i, (value, item) in enumerate(zip(tree, schema.items, strict=True)):
+                    self.match(value, item, f"{path}[{i}]", sizes)
+            case TensorSchema():
+                _require(isinstance(tree, Tensor), tree, schema.hint, path)
+                self.check_tensor(tree, schema, path, sizes)
+            case NumberSchema():
+                kinds = (int, float) if schema.hint is float else (schema.hint,)
+                _require(type(tree) in kinds, tree, schema.hint, path)
+                self.check_number(tree, schema, path, sizes)
+            case WordSchema(choices=()):
+                _require(type(tree) is str, tree, schema.hint, path)
+                _require_word(tree, path)
+            case WordSchema():
+                holds = isinstance(tree, str | int) and tree in schema.choices
+                _require(holds, tree, schema.hint, path)
+            case NoneSchema():
+                _require(tree is None, tree, schema.hint, path)
+            case _:
+                _require(type(tree) is schema.hint, tree, schema.hint, path)
+                self.check_leaf(tree, path, sizes)
 
-    def add_name(self, mark: Named, sizes: Sizes) -> Sizes:
-        """Return the sizes with the further name that `Named` gives to one of them."""
-        return sizes.new_child({mark.name: int(self.resolve_bound(mark.size, sizes))})
-
-    def match_union(self, tree: Payload, kinds: tuple[Any, ...], path: str, sizes: Sizes) -> None:
+    def match_union(self, tree: Payload, schema: UnionSchema, path: str, sizes: Sizes) -> None:
         """Check a part against the members of a union; raise the last one's error if none fits."""
         sizes_before = dict(sizes.maps[0])
         ranges_before = len(self.ranges)
         floats_before = len(self.floats)
         networks_before = len(self.networks)
-        for i, kind in enumerate(kinds):
+        for member in schema.members:
             try:
-                return self.match(tree, kind, path, sizes)
+                return self.match(tree, member, path, sizes)
             except PayloadError:
-                if i == len(kinds) - 1:
+                if member is schema.members[-1]:
                     raise
                 # Forget the sizes and ranges of the member that did not fit.
                 del self.ranges[ranges_before:]
@@ -404,17 +396,13 @@ class _Checker:
                 sizes.maps[0] = dict(sizes_before)
         return None
 
-    def match_typed_dict(self, tree: Payload, wanted: Any, path: str, sizes: Sizes) -> None:
+    def match_record(self, tree: Payload, schema: RecordSchema, path: str, sizes: Sizes) -> None:
         """Check a part against a TypedDict."""
-        _require(isinstance(tree, dict), tree, wanted, path)
-        hints = _hints(wanted)
+        _require(isinstance(tree, dict), tree, schema.hint, path)
         required = set()
         allowed = set()
-        for key, hint in hints.items():
-            present: bool | None = True
-            if get_origin(hint) is NotRequired:
-                _, marks = _unwrap(hint)
-                present = self.is_present(marks)
+        for key, part in schema.fields.items():
+            present = part.is_present(self.algorithm) if part.optional else True
             if present:
                 required.add(key)
             if present is not False:
@@ -426,56 +414,66 @@ class _Checker:
         if unknown:
             raise PayloadError(f"{path} has the unknown {_list_some(unknown)}")
         for key, value in tree.items():
-            self.match(value, hints[key], f"{path}.{key}", sizes)
+            self.match(value, schema.fields[key], f"{path}.{key}", sizes)
 
-    def match_dict(
-        self, tree: Payload, wanted: Any, marks: tuple[object, ...], path: str, sizes: Sizes
-    ) -> None:
-        """Check a part against a dict type: arbitrary keys, or the weights of a network."""
-        _require(isinstance(tree, dict), tree, wanted, path)
-        key_kind, kind = get_args(wanted)
-        for key in tree:
-            _require(isinstance(key, key_kind), key, key_kind, f"{path}: key")
-            if isinstance(key, str):
-                _require_word(key, f"{path}: key")
-        entries = next((mark.shapes for mark in marks if isinstance(mark, Entries)), None)
-        weights = next((mark for mark in marks if isinstance(mark, Weights)), Weights())
-        is_state = (key_kind, kind) == (str, Tensor)
-        network: Shapes = {}
-        if is_state:
-            network = self.expected_weights(weights)
-        names = network if entries is None else entries
-        odd = tree.keys() ^ names.keys() if names else ()
-        if odd or (is_state and not tree):
+    def match_state(self, tree: Payload, schema: StateSchema, path: str, sizes: Sizes) -> None:
+        """Check a part against the entries of a State, or against the weights of a network."""
+        _require_keys(tree, schema, str, path)
+        weights = schema.weights or Weights()
+        network = _expected_weights(schema, self.algorithm, self.known)
+        names = network.keys() if schema.entries is None else schema.entries.keys()
+        odd = tree.keys() ^ names if names else ()
+        if odd or not tree:
             # Without a marker, the author may not have meant a network's weights at all.
-            marked = entries is not None or any(isinstance(mark, Weights) for mark in marks)
+            marked = schema.entries is not None or schema.weights is not None
             raise PayloadError(
                 f"{path} is not the {weights.of}'s weights: "
                 f"{_list_some(odd) or 'all'} unexpected or missing"
                 f"{'' if marked else OTHER_STATES}"
             )
-        if network and entries is None and not weights.parameters_only:
-            self.networks.append((weights.of, tree))
-        for key, value in tree.items():
-            at = f"{path}.{key}"
-            if entries is not None:
-                self.match(value, Annotated[kind, Floats(*entries[key])], at, sizes)
-            elif not network:
-                if is_state and isinstance(value, Tensor):
-                    self.check_buffer(value, key, at, sizes)
-                self.match(value, kind, at, sizes)
-            else:
-                _require(isinstance(value, Tensor), value, kind, at)
-                shape, dtype = network[key]
-                if (value.shape, value.dtype) != (shape, dtype):
-                    raise PayloadError(
-                        f"{at} is {_describe(value)}, "
-                        f"the {weights.of}'s is {_dtype_name(dtype)} {tuple(shape)}"
-                    )
-                self.check_buffer(value, key, at, sizes)
-                is_parameter = key in self.known.parameters
-                of_network: AnswerKind = "weight" if is_parameter else "statistic"
-                self.add_ranges(value, at, None, sizes, (path, of_network))
+        if schema.entries is not None:
+            for key, value in tree.items():
+                self.match(value, schema.entries[key], f"{path}.{key}", sizes)
+        elif network:
+            if not weights.parameters_only:
+                self.networks.append((weights.of, tree))
+            for key, value in tree.items():
+                self.match_weight(value, key, network[key], weights.of, path, sizes)
+        else:
+            for key, value in tree.items():
+                if isinstance(value, Tensor):
+                    self.check_buffer(value, key, f"{path}.{key}", sizes)
+                self.match(value, ANY_TENSOR, f"{path}.{key}", sizes)
+
+    def match_weight(
+        self,
+        value: Payload,
+        name: str,
+        expected: tuple[torch.Size, torch.dtype],
+        whose: str,
+        path: str,
+        sizes: Sizes,
+    ) -> None:
+        """Check one of the weights of a network that the server knows.
+
+        Args:
+            value: The weight.
+            name: Its name in the network.
+            expected: Its shape and dtype in the network.
+            whose: The network's owner, for messages: "client" or "server".
+            path: The place of the network's state in the answer.
+            sizes: The sizes known so far.
+        """
+        at = f"{path}.{name}"
+        _require(isinstance(value, Tensor), value, Tensor, at)
+        if (value.shape, value.dtype) != expected:
+            shape, dtype = expected
+            raise PayloadError(
+                f"{at} is {_describe(value)}, the {whose}'s is {_dtype_name(dtype)} {tuple(shape)}"
+            )
+        self.check_buffer(value, name, at, sizes)
+        kind: AnswerKind = "weight" if name in self.known.parameters else "statistic"
+        self.add_ranges(value, at, None, sizes, (path, kind))
 
     def check_buffer(self, value: Tensor, name: str, path: str, sizes: Sizes) -> None:
         """Note the range of a buffer that is not any number.
@@ -499,99 +497,27 @@ class _Checker:
             self.ranges.append(RangeCheck(path, "minimum", least, smallest, largest, sizes))
             self.ranges.append(RangeCheck(path, "maximum", most, smallest, largest, sizes))
 
-    def max_bytes(self, hint: Any, sizes: Sizes) -> int | None:
-        """Return the largest size in bytes of a value of this type; None if unbounded."""
-        wanted, marks = _unwrap(hint)
-        origin = get_origin(wanted)
-        args = get_args(wanted)
-        if self.is_present(marks) is False or wanted in (None, type(None)):
-            return 0
-        for mark in marks:
-            if isinstance(mark, Named):
-                sizes = self.add_name(mark, sizes)
-            elif isinstance(mark, Room):
-                return self.resolve(mark.most, sizes)
-        if origin in (Union, types.UnionType):
-            return _if_all_known(max, [self.max_bytes(kind, sizes) for kind in args])
-        if origin is tuple and ... not in args:
-            return _if_all_known(sum, [self.max_bytes(kind, sizes) for kind in args])
-        if is_typeddict(wanted):
-            parts = _hints(wanted).values()
-            limits: dict[str, int] = {}
-            for part in parts:
-                limits |= self.size_limits(_unwrap(part)[1], sizes)
-            sizes = sizes.new_child(limits)
-            return _if_all_known(sum, [self.max_bytes(part, sizes) for part in parts])
-        if wanted is Tensor:
-            shapes = (mark for mark in marks if isinstance(mark, Floats))
-            return next((self.tensor_bytes(mark, sizes) for mark in shapes), None)
-        if (origin, args) == (dict, (str, Tensor)):
-            return self.state_bytes(marks, sizes)
-        return WORD if wanted in (int, float, bool, str) or origin is typing.Literal else None
+    def check_leaf(self, value: Payload, path: str, sizes: Sizes) -> None:
+        """Check a single value without annotations.
 
-    def state_bytes(self, marks: tuple[object, ...], sizes: Sizes) -> int | None:
-        """Return the size of a State in bytes; None if unknown."""
-        for mark in marks:
-            if isinstance(mark, Entries):
-                tensors = [Floats(*shape) for shape in mark.shapes.values()]
-                return _if_all_known(sum, [self.tensor_bytes(tensor, sizes) for tensor in tensors])
-        weights = next((mark for mark in marks if isinstance(mark, Weights)), Weights())
-        shapes = self.expected_weights(weights).values()
-        return sum(shape.numel() * dtype.itemsize for shape, dtype in shapes) or None
-
-    def expected_weights(self, weights: Weights) -> Shapes:
-        """Return the shapes and dtypes of the weights that a State must hold; empty if unknown."""
-        shapes = self.known.network(weights.of, parameters_only=weights.parameters_only)
-        if not (weights.half and getattr(self.algorithm, weights.half)):
-            return shapes
-        return {
-            name: (shape, torch.float16 if dtype == torch.float32 else dtype)
-            for name, (shape, dtype) in shapes.items()
-        }
-
-    def size_limits(self, marks: Iterable[object], sizes: Sizes) -> Iterator[tuple[str, int]]:
-        """Yield upper bounds of the sizes that occur first in a part with these annotations."""
-        for mark in marks:
-            if isinstance(mark, Within) and mark.name:
-                yield mark.name, int(self.resolve_bound(mark.most, sizes))
-            elif isinstance(mark, Counts) and mark.total:
-                yield mark.total, int(self.resolve_bound(mark.most, sizes))
-            elif (
-                isinstance(mark, DistinctClasses)
-                and self.resolve(str(mark.shape[0]), sizes) is None
-            ):
-                yield str(mark.shape[0]), self.known.spec.classes
-
-    def tensor_bytes(self, mark: Floats, sizes: Sizes) -> int | None:
-        """Return the size of a tensor in bytes; None if an axis is unknown."""
-        lengths = [
-            None if isinstance(size, EllipsisType) else self.resolve(size, sizes)
-            for size in mark.shape
-        ]
-        return _if_all_known(lambda known: mark.dtype.itemsize * math.prod(known), lengths)
-
-    def check_leaf(
-        self, value: Payload, path: str, marks: tuple[object, ...], sizes: Sizes
-    ) -> None:
-        """Check a single value.
-
-        Without annotations, a tensor may hold float32 of up to a million, int64, uint8 or bool; a
-        number must be finite and a string short.
+        A tensor may hold float32 of up to a million, int64, uint8 or bool; a number must be finite
+        and a string short.
         """
         if isinstance(value, Tensor):
-            self.check_tensor(value, path, marks, sizes)
-        elif type(value) is int or (type(value) is float and self.finite):
-            self.check_number(value, path, marks, sizes)
+            self.check_tensor(value, ANY_TENSOR, path, sizes)
+        elif isinstance(value, int | float):
+            self.check_number(value, ANY_NUMBER, path, sizes)
         elif isinstance(value, str):
             _require_word(value, path)
 
     def check_number(
-        self, value: int | float, path: str, marks: tuple[object, ...], sizes: Sizes
+        self, value: int | float, schema: NumberSchema, path: str, sizes: Sizes
     ) -> None:
         """Check a number against its range and against the size that it defines."""
-        ranges = (mark for mark in marks if isinstance(mark, Within))
-        within = next(ranges, Within(-EXACT_LIMIT, EXACT_LIMIT))
-        most = self.resolve_bound(within.most, sizes)
+        if isinstance(value, bool) or (isinstance(value, float) and not self.finite):
+            return
+        within = schema.within or Within(-EXACT_LIMIT, EXACT_LIMIT)
+        most = _resolve_bound(within.most, sizes)
         if not math.isfinite(value):
             raise PayloadError(f"{path} holds NaN or infinity")
         if not within.least <= value <= most:
@@ -599,27 +525,25 @@ class _Checker:
         if within.name and sizes.setdefault(within.name, int(value)) != value:
             raise PayloadError(f"{path} is {value}, but {within.name} is {sizes[within.name]}")
 
-    def check_tensor(
-        self, value: Tensor, path: str, marks: tuple[object, ...], sizes: Sizes
-    ) -> None:
+    def check_tensor(self, value: Tensor, schema: TensorSchema, path: str, sizes: Sizes) -> None:
         """Check a tensor's dtype and shape and note the ranges of its values."""
-        mark = next((mark for mark in marks if isinstance(mark, Floats)), None)
-        if mark is None:
+        declared = schema.values
+        if declared is None:
             if value.dtype not in PLAIN_DTYPES:
                 raise PayloadError(f"{path} is {_describe(value)}, expected float32")
         else:
-            must_be_empty = self.is_present(marks) is False
-            holds = value.dtype == mark.dtype
+            must_be_empty = schema.is_present(self.algorithm) is False
+            holds = value.dtype == declared.dtype
             if holds and must_be_empty:
                 holds = value.numel() == 0
             elif holds:
-                holds = self.match_shape(mark, value, sizes)
+                holds = _match_shape(declared, value, sizes)
             if not holds:
-                shape = "empty" if must_be_empty else self.format_shape(mark, sizes)
+                shape = "empty" if must_be_empty else _format_shape(declared, sizes)
                 raise PayloadError(
-                    f"{path} is {_describe(value)}, expected {_dtype_name(mark.dtype)} {shape}"
+                    f"{path} is {_describe(value)}, expected {_dtype_name(declared.dtype)} {shape}"
                 )
-        self.add_ranges(value, path, mark, sizes)
+        self.add_ranges(value, path, declared, sizes)
 
     def add_ranges(
         self,
@@ -663,14 +587,6 @@ class _Checker:
             step = value.diff().amin()
             self.ranges.append(RangeCheck(path, "smallest step", step, 1, EXACT_LIMIT, sizes))
 
-    def format_shape(self, mark: Floats, sizes: Sizes) -> str:
-        """Return a declared shape as messages show it, with known sizes as numbers."""
-        axes = [
-            "..." if isinstance(size, EllipsisType) else str(self.resolve(size, sizes) or size)
-            for size in mark.shape
-        ]
-        return f"({', '.join(axes)})"
-
     def check_ranges(self) -> list[Magnitude]:
         """Check the collected statistics, and return the magnitudes of all float tensors.
 
@@ -681,8 +597,8 @@ class _Checker:
         found_numbers = to_floats([found.number for found in self.ranges] + norms)
         peaks: dict[str, float] = {}
         for found, value in zip(self.ranges, found_numbers, strict=False):
-            least = self.resolve_bound(found.least, found.sizes)
-            most = self.resolve_bound(found.most, found.sizes)
+            least = _resolve_bound(found.least, found.sizes)
+            most = _resolve_bound(found.most, found.sizes)
             if not math.isfinite(value):
                 raise PayloadError(f"{found.path} holds NaN or infinity")
             if not least <= value <= most:
@@ -696,6 +612,76 @@ class _Checker:
             Magnitude(path, group, kind, value.shape, peaks[path], norm)
             for (path, group, kind, value), norm in zip(self.floats, norm_values, strict=True)
         ]
+
+
+@dataclass(frozen=True)
+class _ByteLimit:
+    """Computes the largest sizes of valid answers in bytes."""
+
+    algorithm: object
+    known: Known
+
+    def of(self, schema: Schema, sizes: Sizes) -> int | None:
+        """Return the largest size of a value with this schema; None if it is not bounded."""
+        if schema.is_present(self.algorithm) is False:
+            return 0
+        sizes = _add_names(schema, sizes)
+        if schema.room is not None:
+            return _resolve(schema.room, sizes)
+        match schema:
+            case NoneSchema():
+                return 0
+            case NumberSchema() | WordSchema():
+                return WORD
+            case TensorSchema(values=Floats() as declared):
+                return _tensor_bytes(declared, sizes)
+            case StateSchema(entries=None):
+                shapes = _expected_weights(schema, self.algorithm, self.known).values()
+                return sum(shape.numel() * dtype.itemsize for shape, dtype in shapes) or None
+            case StateSchema() | TupleSchema():
+                return self.total(schema.children(), sizes)
+            case RecordSchema():
+                limits: dict[str, int] = {}
+                for part in schema.children():
+                    limits |= self.size_limits(part, sizes)
+                return self.total(schema.children(), sizes.new_child(limits))
+            case UnionSchema():
+                return _if_all_known(max, [self.of(member, sizes) for member in schema.members])
+            case _:
+                return None
+
+    def total(self, schemas: Iterable[Schema], sizes: Sizes) -> int | None:
+        """Return the sum of the largest sizes; None if one of them is not bounded."""
+        return _if_all_known(sum, [self.of(schema, sizes) for schema in schemas])
+
+    def size_limits(self, schema: Schema, sizes: Sizes) -> Iterator[tuple[str, int]]:
+        """Yield upper bounds of the sizes that occur first in a part with this schema."""
+        match schema:
+            case NumberSchema(within=Within(name=name, most=most)) if name:
+                yield name, int(_resolve_bound(most, sizes))
+            case TensorSchema(values=Counts() as counts) if counts.total:
+                yield counts.total, int(_resolve_bound(counts.most, sizes))
+            case TensorSchema(values=DistinctClasses() as classes):
+                size = str(classes.shape[0])
+                if _resolve(size, sizes) is None:
+                    yield size, self.known.spec.classes
+
+
+def _tensor_bytes(declared: Floats, sizes: Sizes) -> int | None:
+    """Return the size of a tensor in bytes; None if an axis is unknown."""
+    lengths = [
+        None if isinstance(size, EllipsisType) else _resolve(size, sizes) for size in declared.shape
+    ]
+    return _if_all_known(lambda known: declared.dtype.itemsize * math.prod(known), lengths)
+
+
+def _format_shape(declared: Floats, sizes: Sizes) -> str:
+    """Return a declared shape as messages show it, with known sizes as numbers."""
+    axes = [
+        "..." if isinstance(size, EllipsisType) else str(_resolve(size, sizes) or size)
+        for size in declared.shape
+    ]
+    return f"({', '.join(axes)})"
 
 
 def _norms(tensors: list[Tensor]) -> list[Tensor]:
@@ -720,6 +706,15 @@ def _require(holds: bool, tree: Payload, wanted: Any, path: str) -> None:
     if not holds:
         name = getattr(wanted, "__name__", str(wanted)) if not get_args(wanted) else str(wanted)
         raise PayloadError(f"{path} is a {type(tree).__name__}, expected {name}")
+
+
+def _require_keys(tree: Payload, schema: Schema, kind: type, path: str) -> None:
+    """Raise PayloadError if a part is no dict, or has a key of another type or a long one."""
+    _require(isinstance(tree, dict), tree, schema.hint, path)
+    for key in tree:
+        _require(isinstance(key, kind), key, kind, f"{path}: key")
+        if isinstance(key, str):
+            _require_word(key, f"{path}: key")
 
 
 def _require_word(word: str, path: str) -> None:

@@ -1,16 +1,22 @@
 """Annotations that declare the shape, dtype and range of clients' answers.
 
 They stand in the return type of a remote method: `Annotated[Tensor, Floats("n", "features")]`.
-`core/answers.py` checks answers against them.
+`core/schema.py` reads them, `core/answers.py` checks answers against them.
 
-A size is a number or a name. A name is resolved in this order:
+A size is a number or a name. A name has one meaning in a method:
 
 1. Sizes of the run: `classes`; `channels`, `height` and `width` of images; `features`, the feature
-   width of the client's network; `examples`, the client's number of images.
-2. An integer that the algorithm has under this name: a field, a property, or a method that takes
-   what is `Known` of the client.
+   width of the client's network; `examples`, the client's number of images; `last_class`, the
+   largest class label.
+2. Sizes that the algorithm declares, `sizes = ("code_dim", "views")`: fields or properties that are
+   integers, or methods that take what is `Known` of the client and return an integer. Where it is
+   None, the size is unknown.
 3. Otherwise the name takes the value of its first occurrence, in the arguments or in the answer,
    and must be the same from there on. A name that first occurs in a TypedDict holds inside of it.
+
+An ambiguous name raises TypeError when the algorithm is used: a declared size that has the name of
+a run's size or that a contract defines once more, or a name of the third kind that is also an
+attribute of the algorithm. A field may have the name of a run's size; contracts mean the run's.
 """
 
 from __future__ import annotations
@@ -44,6 +50,10 @@ BOUND = 1e6
 # Largest magnitude of all other numbers: integers up to here are exact in float64.
 EXACT_LIMIT = 2.0**53
 Size: TypeAlias = int | str
+# Sizes that every run has.
+RUN_SIZES = frozenset(
+    {"classes", "channels", "height", "width", "features", "examples", "last_class"}
+)
 
 
 class Floats:

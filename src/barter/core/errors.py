@@ -90,7 +90,11 @@ def locate_error(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means out of memory; torch's is recognised by its message only."""
+    """Return whether an error means that memory ran out, on the CPU or on a GPU.
+
+    Torch raises RuntimeError for both, so its errors are recognised by their messages.
+    """
+    phrases = ("out of memory", "not enough memory", "can't allocate memory")
     return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and "memory" in str(error)
+        isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in phrases)
     )

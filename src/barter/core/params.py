@@ -36,10 +36,10 @@ __all__ = [
     "check_fields",
     "describe_fields",
     "did_you_mean",
+    "drop_retired_fields",
     "import_object",
     "is_utf8",
     "nearest_name",
-    "without_retired",
 ]
 
 # Placeholder in a configuration for an object that a file cannot store.
@@ -288,7 +288,7 @@ def check_fields(instance: object, where: str = "") -> None:
         object.__setattr__(instance, field.name, accepted)
 
 
-def without_retired(
+def drop_retired_fields(
     cls: type[Any], values: Mapping[str, object], where: str = ""
 ) -> dict[str, object]:
     """Return the values without fields that the class had in an older version.
@@ -319,7 +319,7 @@ def build_dataclass(cls: type[T], values: Mapping[str, object], where: str = "")
     Raises:
         ConfigError: If a name is unknown or missing, or a value is not allowed.
     """
-    values = without_retired(cls, values, where)
+    values = drop_retired_fields(cls, values, where)
     known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     renamed: Mapping[str, str] = getattr(cls, "former_names", {})
     for name in values:

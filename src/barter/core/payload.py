@@ -71,6 +71,8 @@ def map_leaves(tree: Payload, leaf: Callable[[str, Any], Any], path: str) -> Pay
                     f"{path}: key {key!r} is a {type(key).__name__}, "
                     "a payload's keys are str or int"
                 )
+            if type(key) is str:
+                _require_text(key, f"{path}: key")
         return {key: map_leaves(value, leaf, f"{path}.{key}") for key, value in tree.items()}
     if kind in (list, tuple):
         return kind(map_leaves(value, leaf, f"{path}[{i}]") for i, value in enumerate(tree))
@@ -88,6 +90,8 @@ def map_leaves(tree: Payload, leaf: Callable[[str, Any], Any], path: str) -> Pay
                 f"{path}: a tensor on the meta device cannot be sent: it has a shape and no values"
             )
         return leaf(path, tree)
+    if kind is str:
+        _require_text(tree, path)
     if kind is int and not MIN_INT <= tree < -MIN_INT:
         raise PayloadError(f"{path}: an integer of more than 64 bits cannot be sent")
     if kind in PLAIN_TYPES:
@@ -96,6 +100,16 @@ def map_leaves(tree: Payload, leaf: Callable[[str, Any], Any], path: str) -> Pay
         f"{path}: a {kind.__module__}.{kind.__qualname__} cannot be sent; "
         "a payload is dict, list, tuple, tensors, str, int, float, bool and None"
     )
+
+
+def _require_text(text: str, path: str) -> None:
+    """Raise unless a string can be sent as UTF-8, which a lone surrogate cannot."""
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PayloadError(f"{path}: {text[:50]!r} cannot be sent: it is no valid text") from None
 
 
 def leaves(tree: Payload, path: str = "payload") -> Iterator[tuple[str, Any]]:

@@ -178,14 +178,14 @@ class Defence:
         if rule == "geometric-median":
             return weiszfeld(blocks, weights, centres)
         n = len(blocks[0])
-        scores = krum_scores(pairwise(blocks, weights), self.assumed(n))
-        chosen = 1 if rule == "krum" else n - self.assumed(n)
+        scores = krum_scores(pairwise(blocks, weights), self.adversary_count(n))
+        chosen = 1 if rule == "krum" else n - self.adversary_count(n)
         votes = torch.zeros_like(scores)
         # A stable order breaks ties by the client's position.
         votes[scores.sort(dim=0, stable=True).indices[:chosen]] = 1.0
         return votes
 
-    def assumed(self, n: int) -> int:
+    def adversary_count(self, n: int) -> int:
         """Return the assumed number of adversarial clients among n, fewer than half of them."""
         return min(math.ceil(self.share * n - 1e-9), (n - 1) // 2)
 
@@ -222,7 +222,7 @@ class Defence:
         elif by == "content":
             left_out = left_out | ((scores < upper / 3) & (upper >= 0.3))
         rank = scores.sort(dim=0, stable=True).indices.argsort()
-        return ~(left_out & (rank < self.assumed(len(norms))))
+        return ~(left_out & (rank < self.adversary_count(len(norms))))
 
     def keep(
         self,
@@ -253,8 +253,10 @@ class Defence:
             starts = [median(rows, share) for rows, share in zip(flat, held, strict=True)]
             return self.agreeing(blocks, shares, starts, "content")
         if rule in ("krum", "multi-krum"):
-            scores = krum_scores(pairwise(blocks, shares), self.assumed(n))
-            left_out = scores.sort(dim=0, descending=True, stable=True).indices[: self.assumed(n)]
+            scores = krum_scores(pairwise(blocks, shares), self.adversary_count(n))
+            left_out = scores.sort(dim=0, descending=True, stable=True).indices[
+                : self.adversary_count(n)
+            ]
             mask = torch.ones(n, dtype=torch.bool, device=blocks[0].device)
             mask[left_out] = False
             return mask

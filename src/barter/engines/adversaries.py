@@ -6,21 +6,30 @@ labels. Its answers keep to their contracts: malformed answers are refused, thes
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NotRequired, TypeAlias, get_args, get_origin
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from barter.core import seeds
 from barter.core.algorithm import Algorithm
-from barter.core.contracts import Entries, Floats, NonNegatives, Pixels, Weights
+from barter.core.contracts import NonNegatives, Pixels
 from barter.core.errors import ConfigError
 from barter.core.images import Images
 from barter.core.params import NonNegative, Positive, check_fields
 from barter.core.payload import Payload, State
+from barter.core.schema import (
+    DictSchema,
+    ListSchema,
+    RecordSchema,
+    Schema,
+    StateSchema,
+    TensorSchema,
+    TupleSchema,
+    compile_method,
+)
 
 __all__ = [
     "Adversaries",
@@ -99,9 +108,7 @@ def uploads(algorithm: Algorithm[Any, Any]) -> set[Part]:
     """Return which parts the answers of an algorithm's clients have, by their return types."""
     found: set[Part] = set()
     for method in algorithm.crosses:
-        function = getattr(type(algorithm), method, None)
-        if function is not None:
-            found |= set(_parts(_return_type(function)))
+        found |= set(_parts(compile_method(algorithm, method).answer))
     return found
 
 
@@ -142,8 +149,7 @@ def poison(
             return extreme.to(value.device, value.dtype)
         return -scale * value
 
-    function = getattr(type(algorithm), method)
-    return _changed(answer, _return_type(function), change)
+    return _changed(answer, compile_method(algorithm, method).answer, change)
 
 
 def _random_logits(value: Tensor, scale: float, stream: torch.Generator) -> Tensor:
@@ -182,85 +188,58 @@ def states_in(tree: Payload) -> Iterator[State]:
             yield from states_in(value)
 
 
-def _return_type(function: Callable[..., Any]) -> Any:
-    """Return a method's return annotation with its marks; None if it cannot be resolved."""
-    try:
-        return typing.get_type_hints(function, include_extras=True).get("return")
-    except NameError:
-        return None
-
-
-def _unwrap(hint: Any) -> tuple[Any, tuple[object, ...]]:
-    """Split a type hint into the bare type and its annotations."""
-    if get_origin(hint) is NotRequired:
-        return _unwrap(get_args(hint)[0])
-    if get_origin(hint) is Annotated:
-        kind, marks = _unwrap(hint.__origin__)
-        return kind, (*marks, *hint.__metadata__)
-    return hint, ()
-
-
-def _part(hint: Any, key: str) -> Part | None:
+def _part(schema: Schema, key: str) -> Part | None:
     """Return which part of an answer a type declares; None for any other."""
-    wanted, marks = _unwrap(hint)
-    if get_origin(wanted) is dict and get_args(wanted)[1:] == (Tensor,):
+    if isinstance(schema, StateSchema):
         return "weights"
-    if any(isinstance(mark, Weights | Entries) for mark in marks):
+    values = schema.values if isinstance(schema, TensorSchema) else None
+    if isinstance(values, Pixels):
+        return "images"
+    if values is None or values.dtype != torch.float32 or isinstance(values, NonNegatives):
+        return None
+    if key in ("weight", "bias"):
         return "weights"
-    for mark in marks:
-        if isinstance(mark, Pixels):
-            return "images"
-        if isinstance(mark, Floats) and mark.dtype == torch.float32:
-            if isinstance(mark, NonNegatives):
-                return None
-            if key in ("weight", "bias"):
-                return "weights"
-            if mark.shape[-1] == "classes":
-                return "logits"
-            if mark.shape[-1] in FEATURES:
-                return "features"
+    last_axis = values.shape[-1] if values.shape else None
+    if last_axis == "classes":
+        return "logits"
+    if last_axis in FEATURES:
+        return "features"
     return None
 
 
-def _inner(hint: Any) -> list[tuple[Any, Any]]:
-    """Return the types inside of a type, with their keys in a TypedDict."""
-    wanted, _ = _unwrap(hint)
-    if typing.is_typeddict(wanted):
-        return list(typing.get_type_hints(wanted, include_extras=True).items())
-    return [("", inner) for inner in get_args(wanted) if inner is not ...]
-
-
-def _parts(hint: Any, key: str = "") -> Iterator[Part]:
+def _parts(schema: Schema, key: str = "") -> Iterator[Part]:
     """Yield the parts that a type declares."""
-    part = _part(hint, key)
+    part = _part(schema, key)
     if part is not None:
         yield part
-        return
-    for inner_key, inner in _inner(hint):
-        yield from _parts(inner, inner_key)
+    elif isinstance(schema, RecordSchema):
+        for name, field in schema.fields.items():
+            yield from _parts(field, name)
+    else:
+        for child in schema.children():
+            yield from _parts(child)
 
 
 def _changed(
-    tree: Payload, hint: Any, change: Callable[[Part, str, Tensor], Tensor], key: str = ""
+    tree: Payload, schema: Schema, change: Callable[[Part, str, Tensor], Tensor], key: str = ""
 ) -> Payload:
     """Return a payload with the tensors of its declared parts changed."""
-    part = _part(hint, key)
-    if part is not None:
-        if isinstance(tree, Tensor):
-            return change(part, key, tree)
-        if isinstance(tree, Mapping):
-            return {name: change(part, name, value) for name, value in tree.items()}
-        return tree
-    wanted, _ = _unwrap(hint)
-    args = get_args(wanted)
-    if typing.is_typeddict(wanted) and isinstance(tree, Mapping):
-        hints = typing.get_type_hints(wanted, include_extras=True)
-        return {name: _changed(value, hints[name], change, name) for name, value in tree.items()}
-    if isinstance(tree, list) and args:
-        return [_changed(value, args[0], change) for value in tree]
-    if isinstance(tree, tuple) and args:
-        kinds = [args[0]] * len(tree) if args[1:] == (...,) else list(args)
-        return tuple(_changed(value, kind, change) for value, kind in zip(tree, kinds, strict=True))
-    if isinstance(tree, Mapping) and len(args) == 2:
-        return {name: _changed(value, args[1], change) for name, value in tree.items()}
+    part = _part(schema, key)
+    if part is not None and isinstance(tree, Tensor):
+        return change(part, key, tree)
+    if part is not None and isinstance(tree, Mapping):
+        return {name: change(part, name, value) for name, value in tree.items()}
+    match schema:
+        case RecordSchema() if isinstance(tree, Mapping):
+            return {
+                name: _changed(value, schema.fields[name], change, name)
+                for name, value in tree.items()
+            }
+        case DictSchema() if isinstance(tree, Mapping):
+            return {name: _changed(value, schema.value, change) for name, value in tree.items()}
+        case ListSchema() if isinstance(tree, list | tuple):
+            return schema.container(_changed(value, schema.item, change) for value in tree)
+        case TupleSchema() if isinstance(tree, tuple):
+            pairs = zip(tree, schema.items, strict=True)
+            return tuple(_changed(value, item, change) for value, item in pairs)
     return tree

@@ -162,7 +162,11 @@ class BaseEngine:
             server_parameters = server.model.named_parameters() if has_model else ()
             parameters = frozenset(name for name, _ in server_parameters)
             known = Known(
-                server.spec, self.examples(client), server=server_weights, parameters=parameters
+                server.spec,
+                self.examples(client),
+                features=self.algorithm.feature_width,
+                server=server_weights,
+                parameters=parameters,
             )
             if client in server.architectures:
                 network = server.architectures[client]()

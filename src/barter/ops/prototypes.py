@@ -24,7 +24,7 @@ __all__ = [
     "mean_table",
     "nearest_class",
     "prototypes_of",
-    "trusted",
+    "select_trusted_tables",
     "update_table",
 ]
 
@@ -61,7 +61,7 @@ def mean_table(tables: Iterable[ByClass]) -> ByClass:
     """
     tables = list(tables)
     if robust.active().rule_for("prototypes") == "cosine":
-        return _class_means_of(trusted(dict(enumerate(tables)), "prototypes"))
+        return _class_means_of(select_trusted_tables(dict(enumerate(tables)), "prototypes"))
     if robust.active().defends("prototypes"):
         table = concatenate_tables(tables)
         classes = torch.unique(table["classes"])
@@ -77,7 +77,9 @@ def _class_means_of(tables: Sequence[ByClass]) -> ByClass:
     return class_means(table["vectors"], table["classes"])
 
 
-def trusted(tables: Mapping[int, ByClass], kind: robust.Aggregate = "sets") -> list[ByClass]:
+def select_trusted_tables(
+    tables: Mapping[int, ByClass], kind: robust.Aggregate = "sets"
+) -> list[ByClass]:
     """Return the clients' tables without those that the run's defence leaves out.
 
     A client is judged by all of its vectors: by their distances from those of other clients for the

@@ -362,22 +362,28 @@ def variety(x: Tensor, y: Tensor) -> dict[str, float]:
 
 # Typical variety of real images of one class, in standard deviations of the data: digits have 0.55,
 # Fashion-MNIST 0.65.
-USUAL = 0.5
+REAL_VARIETY = 0.5
 
 
-def collapse_remarks(rounds: Sequence[Round], way_out: str) -> list[str]:
-    """Return a remark if the generator collapsed: its last variety is below a tenth of the usual.
+def collapse_remarks(rounds: Sequence[Round], advice: str) -> list[str]:
+    """Return a warning if the generator collapsed in the last round.
+
+    It has collapsed if the `variety` that the server recorded is below a tenth of REAL_VARIETY,
+    that of real images.
 
     Args:
         rounds: The records of the run.
-        way_out: What to change, for the remark.
+        advice: What to change, the end of the warning.
+
+    Returns:
+        One warning, or an empty list; also empty if the last round recorded no variety.
     """
     last = rounds[-1].server.get("variety") if rounds else None
-    if last is None or last >= USUAL / 10:
+    if last is None or last >= REAL_VARIETY / 10:
         return []
     return [
         f"the generator has collapsed: its images of one class differ by {last:.3f} standard "
-        f"deviations of the data, where those of a class usually differ by {USUAL}; {way_out}"
+        f"deviations of the data, where those of a class usually differ by {REAL_VARIETY}; {advice}"
     ]
 
 

@@ -37,27 +37,27 @@ class Paper(Mechanism):
     def promises(self) -> bool:
         return False
 
-    def apply(self, values: Sequence[Payload], turn: ReleaseContext) -> list[Payload]:
-        data = turn.client.data
+    def apply(self, values: Sequence[Payload], context: ReleaseContext) -> list[Payload]:
+        data = context.client.data
         delta = min(0.5, 1 / max(1, len(data)))
-        sigma = math.sqrt(2 * math.log(1.25 / delta)) * self.reach(turn) / self.epsilon
+        sigma = math.sqrt(2 * math.log(1.25 / delta)) * self.reach(context) / self.epsilon
         released: list[Payload] = []
         for value in values:
             rows = as_rows(value, str(self))
-            noise = sigma * turn.source.normal(rows.numel())
+            noise = sigma * context.source.normal(rows.numel())
             released.append(rows + match_tensor(rows, noise))
         return released
 
     @torch.no_grad()
-    def reach(self, turn: ReleaseContext) -> float:
+    def reach(self, context: ReleaseContext) -> float:
         """Return the largest change of an embedding when a random pixel gets a random value."""
-        data = turn.client.data
-        model = turn.client.model
+        data = context.client.data
+        model = context.client.model
         count = min(self.images, len(data))
         pixels = data.pixels[:count].clone()
         changed = pixels.clone().flatten(1)
-        positions = (turn.source.uniform(count) * changed.shape[1]).long().to(data.device)
-        values = (turn.source.uniform(count) * 256).to(data.device).to(changed.dtype)
+        positions = (context.source.uniform(count) * changed.shape[1]).long().to(data.device)
+        values = (context.source.uniform(count) * 256).to(data.device).to(changed.dtype)
         changed[torch.arange(count, device=data.device), positions] = values
         modes = [part.training for part in model.modules()]
         model.eval()

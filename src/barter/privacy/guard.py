@@ -73,7 +73,7 @@ class Guard:
         """
         return secrets.randbits(62) if self.secret and self.promised else known
 
-    def copy_arguments(self, method: str, came: Payload) -> Payload:
+    def copy_arguments(self, method: str, arguments: Payload) -> Payload:
         """Return a copy of a method's arguments if a mechanism clips the change since then.
 
         A copy is needed because the method may modify its arguments.
@@ -88,7 +88,7 @@ class Guard:
         changes = any(
             getattr(mechanism, "of", "") == "change" for mechanism in self.plan.of(method).values()
         )
-        return isolate(came) if changes else ()
+        return isolate(arguments) if changes else ()
 
     @contextmanager
     def seal_images(self, client: Client, method: str, stream: int) -> Iterator[None]:
@@ -184,7 +184,7 @@ class Guard:
             client.report[EPSILON] = cost
 
     def protect(
-        self, client: Client, method: str, answer: Payload, came: Payload, stream: int
+        self, client: Client, method: str, answer: Payload, arguments: Payload, stream: int
     ) -> Payload:
         """Return the protected answer that leaves the client, and charge the budget for it.
 
@@ -192,7 +192,7 @@ class Guard:
             client: The client that answers.
             method: The method that was called.
             answer: Its result.
-            came: Its arguments, as `copy_arguments` returned them.
+            arguments: Its arguments, as `copy_arguments` returned them.
             stream: The seed of the noise, if it is not secret.
 
         Raises:
@@ -207,8 +207,8 @@ class Guard:
         self._spend(client, {self.plan.describe(name): 1 for name in mechanisms}, method)
         source = self._source(stream)
         for name, mechanism in mechanisms.items():
-            turn = ReleaseContext(client, self.plan.each(name), source, came)
-            answer = self._apply(name, mechanism, answer, turn)
+            context = ReleaseContext(client, self.plan.each(name), source, arguments)
+            answer = self._apply(name, mechanism, answer, context)
         return answer
 
     def _note_unprotected(self, method: str, answer: Payload) -> None:
@@ -219,7 +219,7 @@ class Guard:
         Raises:
             PrivacyError: If there are any although the run promises to protect all answers.
         """
-        parts = self.plan.unprotected(nonempty_parts(self.algorithm, method, answer))
+        parts = self.plan.unprotected_parts(nonempty_parts(self.algorithm, method, answer))
         if parts and (self.plan.promised or self.total is not None):
             raise PrivacyError(
                 f"{method!r} is not answered: {', '.join(parts)} would leave without protection"
@@ -228,7 +228,7 @@ class Guard:
         self.open_releases = merge_accounts(self.open_releases, more)
 
     def _apply(
-        self, name: str, mechanism: Mechanism, answer: Payload, turn: ReleaseContext
+        self, name: str, mechanism: Mechanism, answer: Payload, context: ReleaseContext
     ) -> Payload:
         """Apply a mechanism to one part of an answer, or to all of it.
 
@@ -243,11 +243,11 @@ class Guard:
             raise ConfigError(
                 f"privacy.parts: {name}: this method's answer as configured has no {missing!r}"
             )
-        if turn.each == "image" and max(map(len, found)) > 1:
+        if context.each == "image" and max(map(len, found)) > 1:
             raise ConfigError(
                 f"privacy.parts: {name}: an image has rows in several entries of the answer"
             )
-        released = mechanism.apply([value for values in found for value in values], turn)
+        released = mechanism.apply([value for values in found for value in values], context)
         # Key -> values that the mechanism does not determine.
         fixed: dict[str, list[Payload]] = {}
         if not key:

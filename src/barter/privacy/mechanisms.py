@@ -47,7 +47,7 @@ class ReleaseContext:
     client: Client
     each: Each  # what one image can change in the part: its own row, or the whole answer
     source: Source  # random numbers for the noise
-    came: Payload = ()  # the arguments of the method
+    arguments: Payload = ()  # the arguments of the method
 
     @property
     def classes(self) -> int:
@@ -99,12 +99,12 @@ class Mechanism:
         """
         return None
 
-    def apply(self, values: Sequence[Payload], turn: ReleaseContext) -> list[Payload]:
+    def apply(self, values: Sequence[Payload], context: ReleaseContext) -> list[Payload]:
         """Return the protected values that leave the client.
 
         Args:
             values: The values of the parts that the mechanism covers.
-            turn: The client, the noise source, and what one image can change.
+            context: The client, the noise source, and what one image can change.
         """
         raise NotImplementedError
 
@@ -157,9 +157,17 @@ class Additive(Mechanism):
         noise = self.noise * self.clip * self.draw(rows.numel(), source)
         return rows + noise.view_as(rows)
 
-    def apply(self, values: Sequence[Payload], turn: ReleaseContext) -> list[Payload]:
-        if (self.each or turn.each) == "image":
-            return [self._by_row(value, turn.source) for value in values]
+    def apply(self, values: Sequence[Payload], context: ReleaseContext) -> list[Payload]:
+        """Clip and add noise: to each row, or to all values together.
+
+        With each=answer, all floats of all values are one vector with norm at most C. Values that
+        are not floats become zero or empty. Running variances are clamped to be non-negative.
+
+        Raises:
+            ConfigError: The values have no rows or floats, or no value sent by the server matches.
+        """
+        if (self.each or context.each) == "image":
+            return [self._by_row(value, context.source) for value in values]
         numbers = _numbers(values)
         if not numbers:
             raise ConfigError(
@@ -167,9 +175,9 @@ class Additive(Mechanism):
             )
         start = torch.zeros(1, dtype=torch.float64)
         if self.of == "change":
-            start = self._start(values, turn.came)
+            start = self._start(values, context.arguments)
         change = self.clip_rows((torch.cat(numbers) - start)[None])[0]
-        released = start + self.add_noise(change, turn.source)
+        released = start + self.add_noise(change, context.source)
         pieces = iter(torch.split(released, [len(leaf) for leaf in numbers]))
 
         def replace_leaf(name: str, leaf: Payload) -> Payload:
@@ -182,9 +190,9 @@ class Additive(Mechanism):
 
         return [_map_leaves(value, replace_leaf) for value in values]
 
-    def _start(self, values: Sequence[Payload], came: Payload) -> Tensor:
+    def _start(self, values: Sequence[Payload], arguments: Payload) -> Tensor:
         """Return the numbers that the server sent in the same structure as the answer."""
-        start = _find_alike(came, values[0]) if len(values) == 1 else None
+        start = _find_alike(arguments, values[0]) if len(values) == 1 else None
         if start is None:
             raise ConfigError(
                 f"{self}: the server sent nothing of the answer's structure, so there is no change "
@@ -256,8 +264,8 @@ class Response(Mechanism):
         """Return the probability that the true label is released."""
         return 1 / (1 + (classes - 1) * math.exp(-self.epsilon))
 
-    def apply(self, values: Sequence[Payload], turn: ReleaseContext) -> list[Payload]:
-        return [self._randomise(value, turn.classes, turn.source) for value in values]
+    def apply(self, values: Sequence[Payload], context: ReleaseContext) -> list[Payload]:
+        return [self._randomise(value, context.classes, context.source) for value in values]
 
     def _randomise(self, value: Payload, classes: int, source: Source) -> Tensor:
         """Keep each label with probability `keep`, otherwise replace it by another class."""
@@ -280,10 +288,14 @@ class Withhold(Mechanism):
     def protects(self, labels: bool, first: bool) -> bool:
         return True
 
-    def apply(self, values: Sequence[Payload], turn: ReleaseContext) -> list[Payload]:
+    def apply(self, values: Sequence[Payload], context: ReleaseContext) -> list[Payload]:
         def blank(_: str, leaf: Payload) -> Payload:
-            if turn.each == "image" and isinstance(leaf, Tensor) and not leaf.is_floating_point():
-                labels = (turn.source.uniform(leaf.numel()) * turn.classes).long()
+            if (
+                context.each == "image"
+                and isinstance(leaf, Tensor)
+                and not leaf.is_floating_point()
+            ):
+                labels = (context.source.uniform(leaf.numel()) * context.classes).long()
                 return labels.view(leaf.shape).to(leaf.dtype).to(leaf.device)
             return _blank(leaf)
 
@@ -323,13 +335,13 @@ class ClassMeans(Mechanism):
         zeros = with_size.new_zeros(classes, with_size.shape[1])
         return zeros.index_add_(0, labels, with_size)
 
-    def apply(self, values: Sequence[Payload], turn: ReleaseContext) -> list[Payload]:
+    def apply(self, values: Sequence[Payload], context: ReleaseContext) -> list[Payload]:
         assert self.noise is not None
         rows = as_rows(values[0], str(self))
         true_labels = values[1]
-        labels = _labels(true_labels, turn.classes, str(self))
-        sums = self.sums(rows.double().cpu().reshape(len(rows), -1), labels, turn.classes)
-        released = Gaussian(self.clip, self.noise).add_noise(sums, turn.source)
+        labels = _labels(true_labels, context.classes, str(self))
+        sums = self.sums(rows.double().cpu().reshape(len(rows), -1), labels, context.classes)
+        released = Gaussian(self.clip, self.noise).add_noise(sums, context.source)
         sizes = (released[:, -1] / self.clip).clamp(min=0)
         means = released[:, :-1] / sizes.clamp(min=1)[:, None]
         new_labels = _labels_by_size(sizes, len(labels))

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Mapping
-from functools import lru_cache
-from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddict
+from collections.abc import Mapping
+from typing import Any
 
 from barter.core.algorithm import Algorithm
 from barter.core.payload import Payload, nbytes
+from barter.core.schema import NoneSchema, Schema, compile_method, find_record
 
-__all__ = ["answer_parts", "expand_part", "nonempty_parts", "put_part", "take_part"]
+__all__ = [
+    "answer_fields",
+    "answer_parts",
+    "expand_part",
+    "nonempty_parts",
+    "put_part",
+    "take_part",
+]
 
 
 def answer_parts(algorithm: Algorithm[Any, Any]) -> dict[str, list[str]]:
@@ -18,38 +24,23 @@ def answer_parts(algorithm: Algorithm[Any, Any]) -> dict[str, list[str]]:
 
     Methods that return nothing are left out.
     """
-    kind = type(algorithm)
     parts: dict[str, list[str]] = {}
-    for method in getattr(kind, "crosses", {}):
-        keys = _keys(getattr(kind, method, None))
-        if keys is not None:
-            parts[method] = [f"{method}.{key}" for key in keys] or [method]
+    for method in getattr(type(algorithm), "crosses", {}):
+        answer = compile_method(algorithm, method).answer
+        if not isinstance(answer, NoneSchema):
+            parts[method] = [f"{method}.{key}" for key in answer_fields(answer)] or [method]
     return parts
+
+
+def answer_fields(answer: Schema) -> Mapping[str, Schema]:
+    """Return the keys of the first TypedDict in an answer with their types; empty without one."""
+    record = find_record(answer)
+    return {} if record is None else record.fields
 
 
 def expand_part(part: str, parts: Mapping[str, list[str]]) -> list[str]:
     """Return the parts that a name stands for: the part itself, or all parts of a method."""
     return parts.get(part, [part])
-
-
-@lru_cache(maxsize=512)
-def _keys(method: Callable[..., Any] | None) -> tuple[str, ...] | None:
-    """Return the keys of a method's answer; None if it returns nothing."""
-    try:
-        return _keys_of_type(get_type_hints(method).get("return", Any))
-    except Exception:  # Annotations can use names that only their author's module has.
-        return ()
-
-
-def _keys_of_type(hint: Any) -> tuple[str, ...] | None:
-    """Return the keys of the first TypedDict in a type; None for the type None."""
-    if hint in (None, type(None)):
-        return None
-    if is_typeddict(hint):
-        return tuple(get_type_hints(hint))
-    if get_origin(hint) in (list, Union, types.UnionType):
-        return next((keys for arm in get_args(hint) if (keys := _keys_of_type(arm))), ())
-    return ()
 
 
 def take_part(answer: Payload, key: str) -> list[Payload]:
@@ -81,7 +72,7 @@ def nonempty_parts(algorithm: Algorithm[Any, Any], method: str, answer: Payload)
 
     The method itself is among them if the answer holds bytes outside of its known parts.
     """
-    keys = _keys(getattr(type(algorithm), method, None)) or ()
+    keys = answer_fields(compile_method(algorithm, method).answer)
     sizes = {f"{method}.{key}": sum(map(nbytes, take_part(answer, key))) for key in keys}
     sizes[method] = nbytes(answer) - sum(sizes.values())
     return [part for part, size in sizes.items() if size]

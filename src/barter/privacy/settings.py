@@ -358,7 +358,7 @@ class Plan:
         ]
         return describe_part(name, self.mechanisms[name], next(filter(None, assumptions), ""))
 
-    def unprotected(self, parts: Iterable[str]) -> list[str]:
+    def unprotected_parts(self, parts: Iterable[str]) -> list[str]:
         """Return those of an answer's parts that no mechanism covers and that reveal something."""
         if self.training is not None:
             return []

@@ -143,7 +143,7 @@ class ComparisonReport:
         unfinished = [text_block(f"Not finished: {'; '.join(missing)}.")] if missing else []
         return [
             Section("Table", [_table(compared), *unfinished]),
-            _accuracies(compared, results),
+            _metric_charts(compared, results),
             _seeds_and_bytes(compared, results),
             _costs(results),
             self._splits[example].section(f"Images by client and class: {first}, seed {seed}"),
@@ -203,8 +203,12 @@ def _tiles(compared: Comparative, rounds: int) -> list[Tile]:
     return cards
 
 
-def _accuracies(compared: Comparative, results: Results) -> Section:
-    """Draw curves of the comparison's metric and of the usual ones; bars if there is one round."""
+def _metric_charts(compared: Comparative, results: Results) -> Section:
+    """Return charts of the comparison's metric and of the metrics in `ALWAYS`.
+
+    They are curves by round. If no run has more than one round, they are bars, of metrics between
+    0 and 1 only. Metrics without values, or equal to one already shown, are left out.
+    """
     primary = {row.primary for row in compared.rows}
     shown: dict[str, dict[str, dict[int, Curve]]] = {}
     for key in dict.fromkeys([compared.question.metric, *ALWAYS]):

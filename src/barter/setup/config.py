@@ -24,9 +24,9 @@ from barter.core.params import (
     build_dataclass,
     check_fields,
     did_you_mean,
+    drop_retired_fields,
     import_object,
     nearest_name,
-    without_retired,
 )
 from barter.core.robust import AggregationRule
 from barter.data.partition import PARTITIONS, Dirichlet, Partition
@@ -564,7 +564,7 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
     algorithm = tree.get("algorithm", {})
     if "name" in algorithm:
         method = find_algorithm(algorithm["name"])
-        present = without_retired(method, method.upgrade(algorithm), "algorithm.")
+        present = drop_retired_fields(method, method.upgrade(algorithm), "algorithm.")
         filled["algorithm"] = {**defaults(method), **present}
     sections = (("data", Data), ("evaluate", Evaluation), ("adversaries", Adversaries))
     for section, kind in sections:

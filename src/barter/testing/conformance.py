@@ -20,6 +20,7 @@ from barter.core.algorithm import Algorithm
 from barter.core.errors import BarterError
 from barter.core.params import describe_fields
 from barter.core.payload import isolate, leaves, pack, unpack
+from barter.core.schema import compile_method
 from barter.core.wire import Direction, Wire
 from barter.data.sources import load_dataset
 from barter.data.task import Data
@@ -177,6 +178,10 @@ def is_documented(trial: Trial) -> None:
                 f"{method} has no return annotation: answers of remote clients are checked against "
                 "it"
             )
+        try:
+            compile_method(trial.algorithm, method)
+        except TypeError as error:  # an annotation out of place, or a size with two meanings
+            raise Violation(str(error)) from None
 
 
 def runs(trial: Trial) -> None:
@@ -245,7 +250,7 @@ class Vandalised(Wire):
 
 
 def isolates_parties(trial: Trial) -> None:
-    """a party that modifies what it received does not change other parties' data"""
+    """copies of its payloads share no memory with the sender's data"""
     _require_same(
         trial.over(Vandalised(trial.algorithm.may_be_infinite)),
         trial.straight,
