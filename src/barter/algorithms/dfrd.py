@@ -100,7 +100,7 @@ EXTRACTION: Mapping[str, Extraction] = {
 
 
 class Codes(NamedTuple):
-    """What a batch of images is generated from, and each client's weight for each image."""
+    """Inputs of the generator for a batch, and each client's weight for each image."""
 
     z: Tensor  # noise
     y: Tensor  # labels

@@ -61,7 +61,7 @@ CANARY_COLOURS = (0, 255)  # of the client's first image in the two rounds of a 
 
 @dataclass(frozen=True)
 class EpsilonBound:
-    """What a canary game has proved about one protected part of an answer, or about training."""
+    """The bound that a canary game has proved, of a protected part of an answer or of training."""
 
     part: str
     stated: float  # ε of one round by the account

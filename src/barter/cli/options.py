@@ -135,7 +135,7 @@ class Arithmetic(StrEnum):
 
 
 class Place(StrEnum):
-    """Where clients run."""
+    """The engine: the place where clients run."""
 
     local = "local"
     flower = "flower"

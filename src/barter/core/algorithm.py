@@ -52,7 +52,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class ServerModel:
-    """What model the server holds, which also decides which networks clients may have.
+    """The model that the server holds, which also decides which networks clients may have.
 
     - "none": no model.
     - "shared": the model of all clients, which must have one architecture.

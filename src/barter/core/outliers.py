@@ -65,7 +65,7 @@ class _Size:
 
 @dataclass(frozen=True)
 class OutlierComparison:
-    """How a number of an answer compares with its reference."""
+    """A number of an answer beside its reference."""
 
     path: str
     title: str  # what the number is

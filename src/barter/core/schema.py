@@ -192,7 +192,7 @@ class UnionSchema(Schema):
 
 @dataclass(frozen=True)
 class MethodSchema:
-    """What a remote method receives and returns."""
+    """The arguments and the return value of a remote method."""
 
     parameters: tuple[Schema, ...]  # Without `self` and `client`.
     answer: Schema

@@ -39,7 +39,7 @@ MEMORY = "memory"  # the folder of a site that holds the ledger
 
 @dataclass
 class RunAccount:
-    """What the ledger holds of one run."""
+    """The entries of one run in the ledger."""
 
     began: str = ""  # time of the first line
     config: dict[str, Any] | None = None  # configuration that the run is bound to
