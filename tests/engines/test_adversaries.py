@@ -52,11 +52,10 @@ def test_a_head_is_scaled_from_that_of_the_network() -> None:
 def test_logits_become_random_and_probabilities_stay_probabilities() -> None:
     torch.manual_seed(1)
     logits = torch.randn(50, 10)
-    answer = {"said": logits, "counts": torch.zeros(0, dtype=torch.long)}
-    sent = poisoned(FedMD(), "answer", answer, "random-logits")["said"]
+    sent = poisoned(FedMD(), "answer", {"said": logits}, "random-logits")["said"]
     assert 8 < sent.std() < 12
     assert abs(float(torch.corrcoef(torch.stack([sent.flatten(), logits.flatten()]))[0, 1])) < 0.15
-    answer = {**answer, "said": logits.softmax(1)}
+    answer = {"said": logits.softmax(1)}
     sent = poisoned(FedMD(), "answer", answer, "random-logits")["said"]
     assert torch.allclose(sent.sum(1), torch.ones(50))
     assert bool((sent >= 0).all())
