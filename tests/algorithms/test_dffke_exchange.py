@@ -317,7 +317,7 @@ def test_and_the_same_options_do_not(rounds: int) -> None:
 
 def test_no_option_was_forgotten() -> None:
     # Images of 8 pixels are not cut; the others belong to levels of `reveal`.
-    elsewhere = {"parts", "noise", "mixture", "rank", "substitute"}
+    elsewhere = {"parts", "noise", "mixture", "rank", "compression", "substitute"}
     assert {name for changes in CHANGES for name in changes} == {
         f.name for f in fields(DFFKE)
     } - elsewhere

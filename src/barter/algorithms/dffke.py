@@ -296,8 +296,11 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     reveal: Literal["images", "mixtures", "statistics", "nothing"] = "images"
     # M: images of one class that reveal="mixtures" combines
     mixture: Count = 3
-    # principal components of embeddings that reveal="statistics" describes
+    # principal components of features in which reveal="statistics" describes embeddings
     rank: Count = 64
+    # images of a class per direction of its covariance that reveal="statistics" uploads; with few
+    # images per direction, directions are nearly those of single images
+    compression: Positive = 4.0
     # what takes the place of embeddings with reveal="nothing": noise (Table 4), or public data
     # (Section 3.2)
     substitute: Literal["noise", "public"] = "noise"
@@ -439,7 +442,9 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         e = embed_all_views(client.model, data, index, parts_per_side(self.parts, data.spec))
         labels = data.labels[index]
         if self.describes:
-            offer["gaussians"] = fit_class_gaussians(e, labels, data.spec.classes, self.rank)
+            offer["gaussians"] = fit_class_gaussians(
+                e, labels, data.spec.classes, self.rank, self.compression
+            )
             return offer
         if self.reveal == "mixtures":
             e = mix_embeddings(e, labels, self.mixture)

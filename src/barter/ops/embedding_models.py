@@ -1,11 +1,11 @@
 """Models of a client's embeddings: mixtures of a few images, and Gaussians of classes.
 
 What a client offers in place of embeddings of single images. A mixture combines some images of a
-class. A Gaussian describes a class by mean and covariance, from which anybody can sample.
+class. A Gaussian describes a class by its mean and by fewer directions than it has images; anybody
+can sample from it.
 
-Embeddings after a ReLU are skewed, and a Gaussian fits their square roots better (Tukey's ladder of
-powers; Yang et al. 2021, "Free Lunch for Few-shot Learning"). Covariances of classes with few images
-are shrunk towards the covariance of all (Friedman 1989, "Regularized Discriminant Analysis").
+Embeddings after a ReLU are skewed. Both models are made of their square roots, which are closer to
+normal (Tukey's ladder of powers; Yang et al. 2021, "Free Lunch for Few-shot Learning").
 """
 
 from __future__ import annotations
@@ -31,28 +31,33 @@ __all__ = [
 
 # Classes with fewer images are not described: a mean of few images resembles each of them.
 LEAST_IMAGES = 5
-# Number of images of the other classes that count as much as a class's own in its mean and in its
-# covariance.
+# The mean of a class counts as if it had this many more images, at the mean of all classes.
 MEAN_PRIOR = 2.0
-COVARIANCE_PRIOR = 5.0
 
 
 class ClassGaussians(TypedDict):
     """A Gaussian per class for the square roots of embeddings, in half precision.
 
-    All classes share a subspace: the principal components of all the client's embeddings.
+    Roots are described in principal components of the features, the same ones for all views.
     """
 
     counts: Annotated[Tensor, Counts("classes")]  # images of each class; 0 if it has no Gaussian
     nonnegative: Annotated[int, Within(0, 1)]  # whether all features are at least 0
     center: Annotated[Tensor, Halves("views", "features")]
-    basis: Annotated[Tensor, Halves("rank", "views", "features")]
-    means: Annotated[Tensor, Halves("classes", "rank")]
-    factors: Annotated[Tensor, Halves("classes", "rank", "rank")]  # L of each covariance L Lᵀ
+    basis: Annotated[Tensor, Halves("rank", "features")]
+    means: Annotated[Tensor, Halves("classes", "views", "rank")]
+    # Directions of all classes, those of a class together; their number by class. A sample is the
+    # mean plus a combination of the class's directions with standard normal weights.
+    sizes: Annotated[Tensor, Counts("classes", total="n_directions")]
+    n_directions: Annotated[int, Within(1, "examples", "n_directions")]
+    directions: Annotated[Tensor, Halves("n_directions", "views", "rank")]
 
 
 def mix_embeddings(embeddings: Tensor, labels: Tensor, members: int) -> Tensor:
-    """Replace each embedding by a random convex combination of embeddings of its class.
+    """Replace each embedding by a random combination of embeddings of its class.
+
+    A combination is the class mean plus a sum of the differences of some images from it, with
+    random weights of both signs whose squares sum to 1. So combinations vary as much as images do.
 
     Args:
         embeddings: The embeddings (images, views, features).
@@ -60,24 +65,27 @@ def mix_embeddings(embeddings: Tensor, labels: Tensor, members: int) -> Tensor:
         members: Images in a combination; fewer if the class has fewer.
 
     Returns:
-        One combination per image, with weights that are uniform on the simplex.
+        One combination per image. A class of one image keeps it.
     """
     n = len(embeddings)
     members = min(members, n)
-    mixed = torch.empty_like(embeddings)
+    roots = _signed_root(embeddings)
+    means = _class_means(roots, labels, int(labels.max()) + 1)
+    differences = roots - means[labels]
+    mixed = torch.empty_like(roots)
     for rows in torch.split(torch.arange(n, device=labels.device), 500):
         order = torch.rand(len(rows), n, device=labels.device)
         order.masked_fill_(labels[rows, None] != labels, -1.0)
         chosen = order.topk(members, 1)
-        weights = torch.empty_like(chosen.values).exponential_()
-        weights = weights * (chosen.values >= 0)
-        weights = weights / weights.sum(1, keepdim=True)
-        mixed[rows] = torch.einsum("nm,nm...->n...", weights, embeddings[chosen.indices])
-    return mixed
+        weights = torch.randn_like(chosen.values) * (chosen.values >= 0)
+        weights = weights / weights.norm(dim=1, keepdim=True)
+        shift = torch.einsum("nm,nm...->n...", weights, differences[chosen.indices])
+        mixed[rows] = means[labels[rows]] + shift
+    return _signed_square(mixed, nonnegative=bool((embeddings >= 0).all()))
 
 
 def fit_class_gaussians(
-    embeddings: Tensor, labels: Tensor, classes: int, rank: int
+    embeddings: Tensor, labels: Tensor, classes: int, rank: int, compression: float
 ) -> ClassGaussians:
     """Fit a Gaussian to the square roots of each class's embeddings.
 
@@ -85,34 +93,32 @@ def fit_class_gaussians(
         embeddings: The embeddings (images, views, features).
         labels: Their labels.
         classes: Number of classes.
-        rank: Number of principal components.
+        rank: Number of principal components of the features.
+        compression: Images of a class per direction that describes its covariance. Directions are
+            scaled so that the sum of all variances stays that of the class.
+
+    Raises:
+        ConfigError: If no class has enough images.
     """
-    shape = embeddings.shape[1:]
-    roots = _signed_root(embeddings.flatten(1)).double()
-    n = len(roots)
+    roots = _signed_root(embeddings).double()
     center = roots.mean(0)
     centred = roots - center
-    basis = _principal_components(centred, rank)
+    basis = _principal_components(centred.flatten(0, 1), rank)
     scores = centred @ basis.T
-
     counts = torch.bincount(labels, minlength=classes)
-    sums = scores.new_zeros(classes, rank).index_add_(0, labels, scores)
-    class_means = sums / counts.clamp_min(1)[:, None]
-    residuals = scores - class_means[labels]
-    pooled = residuals.T @ residuals / max(1, n - int((counts > 0).sum()))
-    means = (counts / (counts + MEAN_PRIOR))[:, None] * class_means
-    factors = scores.new_zeros(classes, rank, rank)
+    class_means = _class_means(scores, labels, classes)
+    sizes = torch.zeros_like(counts)
+    directions = []
     for label in range(classes):
-        own = residuals[labels == label]
+        own = scores[labels == label]
         if len(own) < LEAST_IMAGES:
             counts[label] = 0
-            means[label] = 0
             continue
-        weight = (len(own) - 1) / (len(own) - 1 + COVARIANCE_PRIOR)
-        covariance = weight * own.T @ own / (len(own) - 1) + (1 - weight) * pooled
-        values, vectors = torch.linalg.eigh(covariance)
-        factors[label] = vectors * values.clamp_min(0).sqrt()
-    if not counts.any():
+        sizes[label] = max(1, int(len(own) / compression))
+        residuals = (own - class_means[label]).flatten(1)
+        leading = _leading_directions(residuals, int(sizes[label]))
+        directions.append(leading.view(-1, *scores.shape[1:]))
+    if not directions:
         raise ConfigError(
             f"no class has {LEAST_IMAGES} images, which statistics of a class need at least; offer "
             "more images or something else"
@@ -120,11 +126,27 @@ def fit_class_gaussians(
     return {
         "counts": counts,
         "nonnegative": int(bool((embeddings >= 0).all())),
-        "center": center.view(shape).half(),
-        "basis": basis.view(rank, *shape).half(),
-        "means": means.half(),
-        "factors": factors.half(),
+        "center": center.half(),
+        "basis": basis.half(),
+        "means": ((counts / (counts + MEAN_PRIOR))[:, None, None] * class_means).half(),
+        "sizes": sizes,
+        "n_directions": int(sizes.sum()),
+        "directions": torch.cat(directions).half(),
     }
+
+
+def _leading_directions(residuals: Tensor, size: int) -> Tensor:
+    """Return the first principal directions of residuals, scaled by their standard deviations.
+
+    They are then scaled to the total variance of the residuals.
+    """
+    n = len(residuals)
+    # The Gram matrix of the images is small, and has the eigenvalues of the covariance.
+    values, vectors = torch.linalg.eigh(residuals @ residuals.T / (n - 1))
+    rows = (vectors.T.flip(0)[:size] @ residuals) / (n - 1) ** 0.5
+    explained = values.flip(0)[:size].sum()
+    total = values.sum()
+    return rows * (total / explained).sqrt() if explained > 0 else torch.zeros_like(rows)
 
 
 def sample_labels(counts: Tensor, n: int) -> Tensor:
@@ -144,22 +166,25 @@ def sample_embeddings(model: ClassGaussians, labels: Tensor, noise: Tensor) -> T
     Args:
         model: The Gaussians.
         labels: The labels.
-        noise: Standard normal numbers (labels, rank); equal numbers give equal embeddings.
+        noise: Standard normal numbers (labels, at least as many as a class has directions); equal
+            numbers give equal embeddings.
     """
-    factors = model["factors"].float()[labels]
-    scores = model["means"].float()[labels] + torch.einsum("nij,nj->ni", factors, noise)
-    basis = model["basis"].float()
-    roots = model["center"].float() + torch.einsum("nr,rvf->nvf", scores, basis)
-    if model["nonnegative"]:
-        return roots.clamp_min(0).square()
-    return roots.sign() * roots.square()
+    sizes = model["sizes"]
+    classes = torch.arange(len(sizes), device=sizes.device)
+    # For each direction, its class and its place among the directions of this class.
+    owner = torch.repeat_interleave(classes, sizes)
+    place = torch.arange(len(owner), device=sizes.device) - (sizes.cumsum(0) - sizes)[owner]
+    weights = noise[:, place] * (labels[:, None] == owner)
+    scores = model["means"].float()[labels]
+    scores = scores + torch.einsum("nd,dvr->nvr", weights, model["directions"].float())
+    roots = model["center"].float() + scores @ model["basis"].float()
+    return _signed_square(roots, nonnegative=bool(model["nonnegative"]))
 
 
 def sample_labels_and_noise(model: ClassGaussians, n: int, seed: int) -> tuple[Tensor, Tensor]:
     """Return labels and normal numbers for n samples; the seed gives the same on every device."""
-    rank = model["means"].shape[1]
     generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(n, rank, generator=generator)
+    noise = torch.randn(n, int(model["sizes"].max()), generator=generator)
     return sample_labels(model["counts"], n), noise.to(model["means"].device)
 
 
@@ -181,6 +206,18 @@ def noise_embeddings(
 
 def _signed_root(x: Tensor) -> Tensor:
     return x.sign() * x.abs().sqrt()
+
+
+def _signed_square(roots: Tensor, nonnegative: bool) -> Tensor:
+    """Undo `_signed_root`; if features are not negative, negative roots count as 0."""
+    return roots.clamp_min(0).square() if nonnegative else roots.sign() * roots.square()
+
+
+def _class_means(rows: Tensor, labels: Tensor, classes: int) -> Tensor:
+    """Return the mean row of each class; zeros for classes without rows."""
+    sums = rows.new_zeros(classes, *rows.shape[1:]).index_add_(0, labels, rows)
+    counts = torch.bincount(labels, minlength=classes).clamp_min(1)
+    return sums / counts.view(-1, *[1] * (rows.ndim - 1))
 
 
 def _principal_components(centred: Tensor, rank: int) -> Tensor:
