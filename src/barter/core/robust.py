@@ -72,7 +72,7 @@ RECOMMENDED: dict[Aggregate, AggregationRule] = {
 # What the cosine rule compares; see `Defence.agreeing`.
 Comparison: TypeAlias = Literal["norm", "update", "content", "prediction"]
 ALIKE = 0.3  # Least upper quartile of similarities at which answers can be told apart by them.
-COMPARABLE = 0.5  # Least cosine with the most similar class at which features can be compared.
+COMPARABLE = 0.2  # Least cosine with the most similar class at which features can be compared.
 CONTRADICTED = 1 / 3  # A client is left out if its class agreement is below this.
 FAR = 3.0  # A set is left out if its distance exceeds this multiple of the median distance.
 ITERATIONS = 20  # Weiszfeld steps of the geometric median.
@@ -450,8 +450,9 @@ def class_agreement(vectors: Tensor, held: Tensor) -> Tensor:
     that the vector has with any class of the other client, m; both are means over classes. Clients
     with wrong labels have similar vectors in other classes: a small d and a large m. Networks of
     different architectures have unrelated features: both are small, and nothing follows. So only
-    pairs with m of at least 0.5 and three common classes count. A client's agreement is the sum of
-    d divided by the sum of m, over these pairs: 1 if everybody agrees, NaN if there is no pair.
+    pairs with three common classes and m of at least 0.2 count, and at least twice what unrelated
+    vectors have, about sqrt(2 ln(classes) / features). A client's agreement is the sum of d divided
+    by the sum of m, over these pairs: 1 if everybody agrees, NaN if there is no pair.
 
     Args:
         vectors: A vector for each client and class (clients, classes, features).
@@ -461,6 +462,9 @@ def class_agreement(vectors: Tensor, held: Tensor) -> Tensor:
         The agreement of each client (clients,).
     """
     vectors = vectors.double()
+    _, classes, features = vectors.shape
+    unrelated = math.sqrt(2 * math.log(max(classes, 2)) / features)
+    least = max(COMPARABLE, 2 * unrelated)
     result = []
     for k in range(len(vectors)):
         common = (held & held[k]).double()
@@ -472,7 +476,7 @@ def class_agreement(vectors: Tensor, held: Tensor) -> Tensor:
         cosines = own @ others.mT
         same = cosines.diagonal(dim1=1, dim2=2).sum(1) / sizes[:, 0]
         best = cosines.abs().amax(2).sum(1) / sizes[:, 0]
-        counts = (best >= COMPARABLE) & (count >= 3)
+        counts = (best >= least) & (count >= 3)
         counts[k] = False
         result.append(same[counts].sum() / best[counts].sum())
     return torch.stack(result)
