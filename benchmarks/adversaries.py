@@ -7,6 +7,10 @@
 Ten clients, Dirichlet alpha 1, ten methods, every attack that applies to a method, 0, 10, 20 and 30 % adversarial
 clients, robust = none and auto, three seeds. One process per run, with one thread. Each run is one line of the results
 (JSON) as soon as it is finished; runs that have a line are skipped, so the command can be repeated.
+
+Every cell is compared with two runs without an attack and without a defence, both measured on the same clients, those
+that are honest in the cell: one in which all ten clients are honest, and one in which the adversarial clients are
+absent. The second is what a perfect defence could reach, because honest clients lose the data of the others too.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +34,7 @@ RESULTS = HERE / "results" / "adversaries.jsonl"
 CLIENTS = 10
 PERCENT = (10, 20, 30)
 ATTACKS = ("scaled-weights", "flipped-labels", "random-logits", "extreme-prototypes")
+ABSENT = "absent"
 TWO = "small-mlp,small-cnn"  # clients have one of two architectures, in turn
 AVERAGES: dict[str, Any] = {
     "fields": {"epochs": 2},
@@ -39,26 +45,10 @@ AVERAGES: dict[str, Any] = {
 }
 # Of each method its fields (on Fashion-MNIST with changes), number of rounds, the attacks that apply
 # to what its clients upload, the networks, and whether it learns from public images.
+# Methods with quick runs come first.
 METHODS: dict[str, dict[str, Any]] = {
     "fedavg": AVERAGES,
     "fedprox": AVERAGES,
-    "heterofl": AVERAGES,
-    "feddf": {
-        "fields": {"epochs": 5, "distil_steps": 50},
-        "fashion": {"epochs": 1, "batch_size": 32},
-        "rounds": 6,
-        "attacks": ATTACKS[:2],
-        "models": TWO,
-        "public": True,
-    },
-    "fedmd": {
-        "fields": {"public_epochs": 5, "private_epochs": 10, "epochs": 2, "distil_epochs": 5},
-        "fashion": {"public_epochs": 2, "private_epochs": 3, "epochs": 1, "distil_epochs": 1},
-        "rounds": 5,
-        "attacks": ATTACKS[1:3],
-        "models": TWO,
-        "public": True,
-    },
     "fedproto": {
         "fields": {"epochs": 2},
         "fashion": {"epochs": 1, "batch_size": 32},
@@ -73,18 +63,28 @@ METHODS: dict[str, dict[str, Any]] = {
         "attacks": (ATTACKS[1], ATTACKS[3]),
         "models": TWO,
     },
+    "heterofl": AVERAGES,
+    "fedmd": {
+        "fields": {"public_epochs": 5, "private_epochs": 10, "epochs": 2, "distil_epochs": 5},
+        "fashion": {"public_epochs": 2, "private_epochs": 3, "epochs": 1, "distil_epochs": 1},
+        "rounds": 5,
+        "attacks": ATTACKS[1:3],
+        "models": TWO,
+        "public": True,
+    },
+    "feddf": {
+        "fields": {"epochs": 5, "distil_steps": 50},
+        "fashion": {"epochs": 1, "batch_size": 32},
+        "rounds": 6,
+        "attacks": ATTACKS[:2],
+        "models": TWO,
+        "public": True,
+    },
     "fedaf": {
         "fields": {"steps": 30, "server_epochs": 50, "batch_size": 64},
         "fashion": {"server_epochs": 20},
         "rounds": 4,
         "attacks": ATTACKS[1:],
-        "models": "small-cnn",
-    },
-    "dfrd": {
-        "fields": {"epochs": 2, "base": "fedavg", "iterations": 5},
-        "fashion": {"epochs": 1, "batch_size": 32},
-        "rounds": 8,
-        "attacks": ATTACKS[:2],
         "models": "small-cnn",
     },
     "dffke": {
@@ -104,6 +104,13 @@ METHODS: dict[str, dict[str, Any]] = {
         "rounds": 3,
         "attacks": ATTACKS,
         "models": TWO,
+    },
+    "dfrd": {
+        "fields": {"epochs": 2, "base": "fedavg", "iterations": 5},
+        "fashion": {"epochs": 1, "batch_size": 32},
+        "rounds": 8,
+        "attacks": ATTACKS[:2],
+        "models": "small-cnn",
     },
 }
 
@@ -137,7 +144,7 @@ def prepare(data: str, source: Path | None, folder: Path) -> None:
 
 
 def plan(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return all runs of a data set, those of the first seed first."""
+    """Return all runs of a data set: those of the first seed first, then quick methods first."""
     runs = []
     for seed in args.seeds:
         for method in args.methods:
@@ -145,7 +152,9 @@ def plan(args: argparse.Namespace) -> list[dict[str, Any]]:
                 shared = {"data": args.data, "method": method, "robust": robust, "seed": seed}
                 if 0 in args.percent:
                     runs.append({**shared, "attack": "none", "percent": 0})
-                for attack in METHODS[method]["attacks"]:
+                # Without an attack there is nothing to defend against.
+                base = [ABSENT] if robust == "none" else []
+                for attack in [*base, *METHODS[method]["attacks"]]:
                     if attack not in args.attacks:
                         continue
                     for percent in args.percent:
@@ -188,6 +197,7 @@ def measure(run: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     from barter import Experiment
     from barter.core.errors import BarterError
+    from barter.engines.adversaries import choose
     from barter.setup.config import resolve
 
     torch.set_num_threads(1)
@@ -195,15 +205,20 @@ def measure(run: dict[str, Any], folder: Path) -> dict[str, Any]:
     config = resolve(settings(run, folder))
     experiment = Experiment.from_config(config)
     rounds = [0.0]  # A run whose first round fails is worth nothing.
+    by_client: dict[int, float] = {}  # of the last round; empty if the server's model is evaluated
     failures = 0
     ended = ""
     try:
         for record in experiment.rounds(config.rounds, progress=False):
             rounds.append(record.headline("global") or 0.0)
+            if record.primary != "server":
+                by_client = dict(record.values("global"))
             failures += len(record.failures)
     except BarterError as error:
         ended = str(error)[:200]  # The attack has stopped the run: its last round counts.
     result = {"accuracy": rounds[-1], "rounds": rounds[1:], "failures": failures, "ended": ended}
+    result["clients"] = by_client
+    result["adversarial"] = choose(config.adversaries, CLIENTS, config.seed)
     return {**run, **result, "seconds": round(time.process_time() - start, 1)}
 
 
@@ -236,35 +251,55 @@ def finished(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def table(results: list[dict[str, Any]], data: str) -> str:
-    """Return a Markdown table of a data set's results, in per cent."""
-    values: dict[tuple[Any, ...], list[float]] = {}
-    for run in results:
-        if run["data"] == data:
-            where = (run["method"], run["robust"], run["attack"], run["percent"])
-            values.setdefault(where, []).append(100 * run["accuracy"])
+def honest_mean(run: dict[str, Any], adversarial: Collection[int]) -> float:
+    """Return a run's accuracy in per cent, without the clients that are adversarial elsewhere."""
+    kept = [value for k, value in run.get("clients", {}).items() if int(k) not in adversarial]
+    return 100 * (statistics.fmean(kept) if kept else run["accuracy"])
 
-    def cell(where: tuple[Any, ...], base: float) -> str:
-        if where not in values:
+
+def table(results: list[dict[str, Any]], data: str) -> str:
+    """Return a Markdown table of a data set's results, in per cent.
+
+    A cell has the accuracy of honest clients, then its difference from the same clients' accuracy
+    if all clients are honest, and if the adversarial clients are absent. Differences are means over
+    the seeds that have both runs.
+    """
+    found = {key(run): run for run in results if run["data"] == data}
+    seeds = sorted({run["seed"] for run in found.values()})
+
+    def difference(run: dict[str, Any], base: dict[str, Any] | None) -> float | None:
+        if base is None:
+            return None
+        return 100 * run["accuracy"] - honest_mean(base, run.get("adversarial", ()))
+
+    def cell(method: str, robust: str, attack: str, percent: int) -> str:
+        accuracies = []
+        losses: dict[str, list[float]] = {"none": [], ABSENT: []}
+        for seed in seeds:
+            run = found.get((data, method, robust, attack, percent, seed))
+            if run is None:
+                continue
+            accuracies.append(100 * run["accuracy"])
+            for base, values in losses.items():
+                share = percent if base == ABSENT else 0
+                value = difference(run, found.get((data, method, "none", base, share, seed)))
+                if value is not None:
+                    values.append(value)
+        if not accuracies:
             return ""
-        mean = statistics.fmean(values[where])
-        return f"{mean:.1f} ({mean - base:+.1f})"
+        shown = [f"{statistics.fmean(values):+.1f}" for values in losses.values() if values]
+        return f"{statistics.fmean(accuracies):.1f} ({', '.join(shown)})"
 
     header = "| method | attack | robust | 0 % | 10 % | 20 % | 30 % |"
     lines = [header, "|---|---|---|--:|--:|--:|--:|"]
     for method, about in METHODS.items():
-        honest = values.get((method, "none", "none", 0))
-        if honest is None:
-            continue
-        base = statistics.fmean(honest)
-        for attack in about["attacks"]:
+        for attack in [ABSENT, *about["attacks"]]:
             for robust in ("none", "auto"):
-                clean = cell((method, robust, "none", 0), base)
-                cells = [cell((method, robust, attack, p), base) for p in PERCENT]
+                clean = cell(method, robust, "none", 0)
+                cells = [cell(method, robust, attack, p) for p in PERCENT]
                 if any(cells):
-                    lines.append(
-                        f"| {method} | {attack} | {robust} | {' | '.join([clean, *cells])} |"
-                    )
+                    row = " | ".join([clean, *cells])
+                    lines.append(f"| {method} | {attack} | {robust} | {row} |")
     return "\n".join(lines)
 
 
@@ -277,7 +312,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
-    parser.add_argument("--attacks", nargs="+", default=list(ATTACKS))
+    parser.add_argument("--attacks", nargs="+", default=[ABSENT, *ATTACKS])
     parser.add_argument("--percent", type=int, nargs="+", default=[0, *PERCENT])
     parser.add_argument("--robust", nargs="+", default=["none", "auto"])
     parser.add_argument("--seconds", type=float, default=1e9, help="start no run after this long")

@@ -237,3 +237,20 @@ def test_feddf_leaves_an_architecture_alone_that_nobody_trained() -> None:
     kinds = ["mlp", "cnn", "mlp"]
     for k, client in experiment.engine.clients.items():
         assert same(before[k], dict(client.model.state_dict())) == (kinds[k] != kinds[active])
+
+
+def test_feddf_averages_the_models_whose_predictions_are_trusted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    averaged: list[set[int]] = []
+
+    def record(states: Replies[Any], **options: Any) -> Any:
+        averaged.append(set(states))
+        return average(states, **options)
+
+    monkeypatch.setattr(feddf, "average", record)
+    monkeypatch.setattr(feddf, "select_teachers", lambda predictions: [0])
+    experiment = federation(tiny("feddf"), models="small-mlp,small-cnn", clients=4)
+    experiment.step()
+    # Clients 0 and 2 have one architecture; of the other one no client is trusted.
+    assert averaged == [{0}, {1, 3}]

@@ -102,6 +102,55 @@ def test_cosine_leaves_out_opposite_and_long_updates() -> None:
     assert combined("cosine", torch.tensor(honest).double(), since=start) == pytest.approx(mean)
 
 
+def test_class_agreement_compares_classes_within_a_feature_space() -> None:
+    units = torch.eye(64, dtype=torch.double)
+    right = units[:3]
+    elsewhere = units[10:13]  # another architecture: its features are unrelated
+    vectors = torch.stack([right, 5 * right + 2, right, right.flip(0), elsewhere])
+    held = torch.ones(5, 3, dtype=torch.bool)
+    # Less their mean, unit vectors have cosines 1 with themselves and -1/2 with one another, so the
+    # reversed classes have a mean of (-1/2 + 1 - 1/2) / 3 = 0 where the best is 1.
+    found = robust.class_agreement(vectors, held).tolist()
+    assert found[:4] == pytest.approx([2 / 3, 2 / 3, 2 / 3, 0])
+    assert math.isnan(found[4])
+    held[3, 1] = False  # Of two common classes, nothing follows.
+    found = robust.class_agreement(vectors, held).tolist()
+    assert found[:3] == pytest.approx([1, 1, 1])
+    assert math.isnan(found[3])
+
+
+def test_clients_of_a_rare_architecture_are_judged_by_each_other() -> None:
+    units = torch.eye(64, dtype=torch.double)
+    vectors = torch.stack([units[:4]] * 5 + [units[:4].flip(0)] + [units[10:14]] * 2)
+    kept = Defence("cosine", 0.3).keep([vectors]).tolist()
+    assert kept == [True] * 5 + [False] + [True] * 2
+
+
+def test_predictions_are_compared_without_what_a_client_predicts_for_all_images() -> None:
+    truth = 5 * torch.eye(5).repeat(4, 1)
+    priors = 40 * torch.eye(5)  # Each client prefers another class.
+    x = torch.stack([truth + priors[k] for k in range(5)])
+    x[3] = truth.flip(1) + priors[3]
+    defence = Defence("cosine", 0.3)
+    assert defence.agreeing_predictions([x]).tolist() == [True, True, True, False, True]
+    x[3] = truth + 1000 * priors[3]  # A prior can be extreme, too.
+    assert defence.agreeing_predictions([x]).tolist() == [True, True, True, False, True]
+    x[3] = truth + priors[3]
+    assert all(defence.agreeing_predictions([x]).tolist())
+
+
+@pytest.mark.parametrize(("angle", "kept"), [(40, True), (55, False)])
+def test_predictions_must_be_more_alike_the_more_alike_the_others_are(
+    angle: float, kept: bool
+) -> None:
+    # U = 1, so the least similarity is 2/3, the cosine of 48 degrees.
+    one = torch.tensor([[1.0, -1.0, 0.0], [-1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    two = torch.tensor([[1.0, 1.0, -2.0], [-1.0, -1.0, 2.0], [0.0, 0.0, 0.0]]) / 3**0.5
+    turned = math.cos(math.radians(angle)) * one + math.sin(math.radians(angle)) * two
+    x = torch.stack([one, one, one, one, turned])
+    assert Defence("cosine", 0.3).agreeing_predictions([x]).tolist() == [True] * 4 + [kept]
+
+
 def test_cosine_leaves_out_no_more_than_the_assumed_share() -> None:
     start = [torch.zeros(1, dtype=torch.double)]
     x = rows(1, 1, 1, 1, 1, 1, -1, -1, -1, -1)

@@ -108,6 +108,25 @@ def test_honest_clients_alone_are_evaluated_and_the_record_names_the_others() ->
     assert not any("adversarial" in record.clients[k] for k in {0, 1, 2} - {bad})
 
 
+def test_absent_clients_take_no_part_and_honest_ones_are_the_same() -> None:
+    adversaries = Adversaries(fraction=0.34, attack="absent")
+    (missing,) = choose(adversaries, 3, 0)
+    experiment = perceptrons(tiny("fedavg"), clients=3, adversaries=adversaries, seed=0)
+    everyone = perceptrons(tiny("fedavg"), clients=3, seed=0)
+    present = sorted({0, 1, 2} - {missing})
+    assert list(experiment.engine.client_ids) == present
+    for k in present:
+        assert torch.equal(
+            experiment.engine.clients[k].data.pixels, everyone.engine.clients[k].data.pixels
+        )
+    record = experiment.step()
+    assert record.participants == present
+    assert sorted(record.clients) == present
+    assert set(record.values("global")) == set(present)
+    assert not any("adversarial" in metrics for metrics in record.clients.values())
+    Adversaries(fraction=0.2, attack="absent").require(FedMD())  # applies to every method
+
+
 @pytest.mark.parametrize(
     ("name", "attack"),
     [

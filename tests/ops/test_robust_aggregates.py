@@ -19,7 +19,7 @@ from barter.core.nodes import Server
 from barter.core.robust import AggregationRule, Defence
 from barter.ops.average import average
 from barter.ops.condense import Lot
-from barter.ops.ensemble import mean_predictions, merge_logits
+from barter.ops.ensemble import mean_predictions, merge_logits, select_teachers
 from barter.ops.prototypes import ByClass, mean_table, select_trusted_tables
 from barter.ops.statistics import combine_statistics
 from barter.ops.submodel import average_submodels
@@ -127,6 +127,18 @@ def test_logits(defended: AggregationRule) -> None:
         assert result.shape == truth.shape
         assert near(result, truth, 2.5)
         assert (result.argmax(1) == truth.argmax(1)).float().mean() > 0.9
+
+
+def test_teachers_whose_predictions_contradict_the_others() -> None:
+    truth = 5 * torch.eye(5).repeat(4, 1)
+    predictions = dict.fromkeys(range(10, 16), truth)
+    predictions[12] = truth.flip(1)
+    honest = [k for k in predictions if k != 12]
+    assert select_teachers(predictions) == list(predictions)
+    with robust.using(Defence("median")):
+        assert select_teachers(predictions) == list(predictions), "the rule selects nobody"
+    with robust.using(Defence("auto")):
+        assert select_teachers(predictions) == honest
 
 
 def test_probabilities(defended: AggregationRule) -> None:

@@ -41,7 +41,14 @@ from barter.core.nodes import Client, Server
 from barter.core.params import Count, Fraction, Positive
 from barter.core.payload import State
 from barter.ops.average import Average, average
-from barter.ops.ensemble import distil, logit_loss, mean_predictions, public_images, sample_index
+from barter.ops.ensemble import (
+    distil,
+    logit_loss,
+    mean_predictions,
+    public_images,
+    sample_index,
+    select_teachers,
+)
 from barter.ops.fit import adam, fit, sgd
 
 __all__ = ["FedDF"]
@@ -79,11 +86,16 @@ class FedDF(Algorithm):
         updates = clients.sample(self.fraction).run(self.learn)
         public = public_images(server)
         index = sample_index(public, self.samples)
-        ensemble = mean_predictions(
-            [predict(server.replica(k, w), public.batch, index) for k, w in updates.items()]
-        )
+        predictions = {
+            k: predict(server.replica(k, w), public.batch, index) for k, w in updates.items()
+        }
+        ensemble = mean_predictions(list(predictions.values()))
+        teachers = set(select_teachers(predictions))
         fused: dict[str, State] = {}
-        for architecture, members in _group_by_architecture(server, updates).items():
+        for architecture, group in _group_by_architecture(server, updates).items():
+            # The weights of a few models of one architecture do not show which of them to trust;
+            # the predictions of all models do. A group of none of these still learns from them.
+            members = [k for k in group if k in teachers] or group
             fused[architecture] = self.fuse_models(server, updates, members, index, ensemble)
         receivers = {k: fused[server.names[k]] for k in clients if server.names[k] in fused}
         clients.only(receivers).scatter(self.receive, receivers)

@@ -33,9 +33,11 @@ __all__ = [
     "RECOMMENDED",
     "Aggregate",
     "AggregationRule",
+    "Comparison",
     "Defence",
     "active",
     "aggregate",
+    "class_agreement",
     "clip_factors",
     "distances",
     "krum_scores",
@@ -67,6 +69,11 @@ RECOMMENDED: dict[Aggregate, AggregationRule] = {
     "prototypes": "cosine",
     "sets": "cosine",
 }
+# What the cosine rule compares; see `Defence.agreeing`.
+Comparison: TypeAlias = Literal["norm", "update", "content", "prediction"]
+ALIKE = 0.3  # Least upper quartile of similarities at which answers can be told apart by them.
+COMPARABLE = 0.2  # Least cosine with the most similar class at which features can be compared.
+CONTRADICTED = 1 / 3  # A client is left out if its class agreement is below this.
 FAR = 3.0  # A set is left out if its distance exceeds this multiple of the median distance.
 ITERATIONS = 20  # Weiszfeld steps of the geometric median.
 TINY = 1e-12
@@ -147,14 +154,13 @@ class Defence:
             centres = starts
             scale = clip_factors(compared, held, from_starts)
         elif rule == "cosine":
-            by: Literal["norm", "update", "content"] = "content"
-            if kind == "states":
-                by = "norm" if since is None else "update"
-            elif kind == "logits":
-                # A softmax ignores what all classes share.
-                compared = [rows - rows.mean(-1, keepdim=True) for rows in compared]
-                from_starts = [torch.zeros_like(rows[0]) for rows in compared]
-            votes = self.agreeing(compared, held, from_starts, by).double()
+            if kind == "logits":
+                votes = self.agreeing_predictions(compared, held).double()
+            else:
+                by: Comparison = "content"
+                if kind == "states":
+                    by = "norm" if since is None else "update"
+                votes = self.agreeing(compared, held, from_starts, by).double()
         else:
             votes = self._votes(rule, compared, held, [centres[i] for i in chosen])
         result = []
@@ -194,7 +200,8 @@ class Defence:
         blocks: Sequence[Tensor],
         weights: Sequence[Tensor],
         starts: Sequence[Tensor],
-        by: Literal["norm", "update", "content"],
+        by: Comparison,
+        agreement: Tensor | None = None,
     ) -> Tensor:
         """Return for each client whether its answer points where those of the others do.
 
@@ -209,20 +216,50 @@ class Defence:
             weights: As in `combine`.
             starts: For each block, the value from which differences are taken.
             by: "norm" compares norms alone. "update": updates of honest clients can be orthogonal,
-                so only those below -U / 2 (and -0.05) are left out. "content": predictions or
-                features of honest clients resemble each other, so those below U / 3 are left out,
-                unless nobody's do (U < 0.3).
+                so only those below -U / 2 (and -0.05) are left out. "content": features of honest
+                clients resemble each other, so those below U / 3 are left out, unless nobody's do
+                (U < 0.3). "prediction": predictions (clients, ..., images, classes) are compared
+                without each client's mean over images, which shows what classes it has. Those below
+                U (1 + U) / 3 are left out: the more alike predictions are, the more alike they
+                must be. The same holds for U < 0.3.
+            agreement: For each client its `class_agreement`, which decides instead of the
+                similarity unless it is NaN; those below 1/3 are left out. None for none.
         """
         norms = distances(blocks, weights, starts)
-        left_out = norms > FAR * median(norms)
-        scores = similarities(blocks, weights, starts) - 10 * left_out.double()
+        too_long = norms > FAR * median(norms)
+        directions = blocks
+        if by == "prediction":
+            directions = [_without_image_mean(rows) for rows in blocks]
+        scores = similarities(directions, weights, starts) - 10 * too_long.double()
         upper = scores.sort().values[(3 * len(scores)) // 4]
-        if by == "update":
-            left_out = left_out | (scores < (-upper / 2).clamp_max(-0.05))
+        if by == "norm":
+            apart = torch.zeros_like(too_long)
+        elif by == "update":
+            apart = scores < (-upper / 2).clamp_max(-0.05)
         elif by == "content":
-            left_out = left_out | ((scores < upper / 3) & (upper >= 0.3))
+            apart = (scores < upper / 3) & (upper >= ALIKE)
+        else:
+            apart = (scores < upper * (1 + upper) / 3) & (upper >= ALIKE)
+        if agreement is not None:
+            known = ~agreement.isnan()
+            apart = torch.where(known, agreement < CONTRADICTED, apart)
+            scores = torch.where(known, agreement - 10 * too_long.double(), scores)
         rank = scores.sort(dim=0, stable=True).indices.argsort()
-        return ~(left_out & (rank < self.adversary_count(len(norms))))
+        return ~((too_long | apart) & (rank < self.adversary_count(len(norms))))
+
+    def agreeing_predictions(
+        self, blocks: Sequence[Tensor], weights: Sequence[Tensor] | None = None
+    ) -> Tensor:
+        """Return for each client whether its predictions agree with those of the others.
+
+        Args:
+            blocks: Logits or probabilities (clients, ..., images, classes).
+            weights: As in `combine`.
+        """
+        # A softmax ignores what all classes share.
+        compared = [rows - rows.mean(-1, keepdim=True) for rows in blocks]
+        starts = [torch.zeros_like(rows[0]) for rows in compared]
+        return self.agreeing(compared, _broadcast(blocks, weights), starts, "prediction")
 
     def keep(
         self,
@@ -237,7 +274,8 @@ class Defence:
         than three clients none is left out.
 
         Args:
-            blocks: Summaries (clients, ...), such as the mean features of each class.
+            blocks: Summaries (clients, ...). One block (clients, classes, features) is taken as the
+                mean features of each class, and "cosine" compares clients by `class_agreement`.
             weights: As in `combine`.
             kind: The kind of aggregate whose rule applies.
         """
@@ -251,7 +289,10 @@ class Defence:
             flat = [rows.flatten(0, -2) for rows in blocks]
             held = [share.flatten(0, -2) for share in shares]
             starts = [median(rows, share) for rows, share in zip(flat, held, strict=True)]
-            return self.agreeing(blocks, shares, starts, "content")
+            agreement = None
+            if len(blocks) == 1 and blocks[0].ndim == 3:
+                agreement = class_agreement(blocks[0], shares[0][..., 0] > 0)
+            return self.agreeing(blocks, shares, starts, "content", agreement)
         if rule in ("krum", "multi-krum"):
             scores = krum_scores(pairwise(blocks, shares), self.adversary_count(n))
             left_out = scores.sort(dim=0, descending=True, stable=True).indices[
@@ -389,6 +430,61 @@ def similarities(
     cosines = dots / (squares * squares.T).sqrt().clamp_min(TINY)
     others = (squares * squares.T > 0).double() * (1 - torch.eye(n).to(dots))
     return median(cosines, others)
+
+
+def _without_image_mean(rows: Tensor) -> Tensor:
+    """Return predictions (..., images, classes) less their mean over images.
+
+    The mean of fewer images than classes says more about the images than about the client; then
+    nothing is subtracted.
+    """
+    images, classes = rows.shape[-2:]
+    return rows if images < classes else rows - rows.mean(-2, keepdim=True)
+
+
+def class_agreement(vectors: Tensor, held: Tensor) -> Tensor:
+    """Return how far clients agree about which class is which, from their class vectors.
+
+    Every two clients are compared in the classes that both have, without each one's mean over
+    these. The cosine of their vectors of one class, d, is compared with the largest absolute cosine
+    that the vector has with any class of the other client, m; both are means over classes. Clients
+    with wrong labels have similar vectors in other classes: a small d and a large m. Networks of
+    different architectures have unrelated features: both are small, and nothing follows. So only
+    pairs with three common classes and m of at least 0.2 count, and at least twice what unrelated
+    vectors have, about sqrt(2 ln(classes) / features). A client's agreement is the sum of d divided
+    by the sum of m, over these pairs: 1 if everybody agrees, NaN if there is no pair.
+
+    Args:
+        vectors: A vector for each client and class (clients, classes, features).
+        held: Whether the client has the class (clients, classes).
+
+    Returns:
+        The agreement of each client (clients,).
+    """
+    vectors = vectors.double()
+    _, classes, features = vectors.shape
+    unrelated = math.sqrt(2 * math.log(max(classes, 2)) / features)
+    least = max(COMPARABLE, 2 * unrelated)
+    result = []
+    for k in range(len(vectors)):
+        common = (held & held[k]).double()
+        count = common.sum(1)
+        sizes = count.clamp_min(1)[:, None]
+        own = _unit_rows(vectors[k] - (common @ vectors[k] / sizes)[:, None]) * common[..., None]
+        means = (common[..., None] * vectors).sum(1) / sizes
+        others = _unit_rows(vectors - means[:, None]) * common[..., None]
+        cosines = own @ others.mT
+        same = cosines.diagonal(dim1=1, dim2=2).sum(1) / sizes[:, 0]
+        best = cosines.abs().amax(2).sum(1) / sizes[:, 0]
+        counts = (best >= least) & (count >= 3)
+        counts[k] = False
+        result.append(same[counts].sum() / best[counts].sum())
+    return torch.stack(result)
+
+
+def _unit_rows(rows: Tensor) -> Tensor:
+    """Return rows scaled to length 1."""
+    return rows / rows.norm(dim=-1, keepdim=True).clamp_min(TINY)
 
 
 def krum_scores(squared: Tensor, adversaries: int) -> Tensor:

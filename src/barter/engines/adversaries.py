@@ -2,6 +2,8 @@
 
 An adversarial client takes part in every round and changes what it uploads, or learns from wrong
 labels. Its answers keep to their contracts: malformed answers are refused, these are not.
+
+The attack "absent" is the base of comparison: the same honest clients without the adversarial ones.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ __all__ = [
 ]
 
 AttackName: TypeAlias = Literal[
-    "scaled-weights", "flipped-labels", "random-logits", "extreme-prototypes"
+    "scaled-weights", "flipped-labels", "random-logits", "extreme-prototypes", "absent"
 ]
 Part: TypeAlias = Literal["weights", "logits", "features", "images"]
 # The parts of answers that each attack changes; flipped labels change the client's data.
@@ -62,7 +64,8 @@ class Adversaries:
 
     fraction: NonNegative = 0.0  # share of clients that are adversarial, chosen by the run's seed
     # what they do: upload the update scaled by -`scale`, learn from labels y -> classes - 1 - y,
-    # upload random logits of `scale` times the spread, or prototypes scaled by -`scale`
+    # upload random logits of `scale` times the spread, or prototypes scaled by -`scale`; "absent"
+    # clients take no part, which is what a perfect defence could reach
     attack: AttackName = "scaled-weights"
     scale: Positive = 10.0  # factor of updates, logits and prototypes
 
@@ -80,7 +83,7 @@ class Adversaries:
         Raises:
             ConfigError: The message names the attacks that do.
         """
-        if not self.fraction or self.attack == "flipped-labels":
+        if not self.fraction or self.attack not in TARGETS:
             return
         uploaded = uploads(algorithm)
         if not uploaded & set(TARGETS[self.attack]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -27,6 +27,7 @@ __all__ = [
     "reduce_entropy",
     "require_labels",
     "sample_index",
+    "select_teachers",
     "soft_loss",
 ]
 
@@ -93,6 +94,21 @@ def mean_predictions(answers: Sequence[Tensor], shares: Tensor | None = None) ->
     if shares is None:
         return predictions.mean(0)
     return (shares[:, None] * predictions).sum(0)
+
+
+def select_teachers(predictions: Mapping[int, Tensor]) -> list[int]:
+    """Return the clients whose predictions (images, classes) agree with those of the others.
+
+    Networks of different architectures can be compared by their predictions, their weights cannot.
+    So a server that has both can judge a client by its predictions before it averages weights. All
+    clients are returned unless the run's defence is a mean over selected clients.
+    """
+    clients = list(predictions)
+    defence = robust.active()
+    if not defence.keeps_weights("logits"):
+        return clients
+    mask = defence.agreeing_predictions([torch.stack(list(predictions.values()))])
+    return [k for k, keep in zip(clients, mask.tolist(), strict=True) if keep]
 
 
 def merge_logits(said: Tensor, shares: Tensor) -> Tensor:

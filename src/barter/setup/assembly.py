@@ -127,6 +127,10 @@ def assemble(
     if config.adversaries.attack == "flipped-labels":
         for k in adversarial:
             clients[k].data = flip_labels(clients[k].data)
+    elif config.adversaries.attack == "absent":
+        for k in adversarial:
+            del clients[k]
+        adversarial = ()
     server = make_server(config, names, parts, task.spec, task.public, device)
     engine = LocalEngine(
         config.algorithm,
