@@ -63,7 +63,9 @@ def test_few_directions_keep_the_sum_of_variances() -> None:
         model = fit_class_gaussians(roots.square(), labels, 1, 5, compression)
         directions = model["directions"].float().flatten(1)
         assert len(directions) == size
-        assert directions.square().sum().item() == pytest.approx(float(roots.var(0).sum()), rel=1e-2)
+        assert directions.square().sum().item() == pytest.approx(
+            float(roots.var(0).sum()), rel=1e-2
+        )
     # Two directions cannot reproduce an image: all samples lie in a plane.
     noise = torch.randn(50, 2)
     samples = sample_embeddings(model, labels.new_zeros(50), noise).sqrt().flatten(1)

@@ -297,10 +297,10 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
     # M: images of one class that reveal="mixtures" combines
     mixture: Count = 3
     # principal components of features in which reveal="statistics" describes embeddings
-    rank: Count = 64
+    rank: Count = 48
     # images of a class per direction of its covariance that reveal="statistics" uploads; with few
     # images per direction, directions are nearly those of single images
-    compression: Positive = 4.0
+    compression: Positive = 8.0
     # what takes the place of embeddings with reveal="nothing": noise (Table 4), or public data
     # (Section 3.2)
     substitute: Literal["noise", "public"] = "noise"
@@ -576,7 +576,8 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         features = predict(
             model.features, lambda part: resize_images(images[part], client.data.spec), every
         )
-        answer = {"logits": model.logits(features).detach()}
+        logits = model.logits(features).detach()
+        answer = {"logits": logits.half() if self.describes else logits}
         if self.embedding_loss:
             answer["embeddings"] = F.linear(features, **client.docking)
         return answer
@@ -669,7 +670,7 @@ class DFFKE(Algorithm[DFFKEServer, DFFKEClient]):
         logits = {}
         for k, lesson in lessons.items():
             (newest,) = [targets for targets in lesson if targets["round"] == entry["round"]]
-            logits[k] = newest["logits"]
+            logits[k] = newest["logits"].float()
 
         def images(k: int) -> Tensor:
             decoded = entry_images(entry, k, entry["codes"][k], server.spec)

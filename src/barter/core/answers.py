@@ -281,6 +281,13 @@ def _match_shape(declared: Floats, value: Tensor, sizes: Sizes) -> bool:
     return value.ndim == len(declared.shape)
 
 
+def _expected_dtype(declared: Floats, algorithm: object) -> torch.dtype:
+    """Return the dtype that a tensor must have."""
+    if declared.half and getattr(algorithm, declared.half):
+        return torch.float16
+    return declared.dtype
+
+
 def _expected_weights(schema: StateSchema, algorithm: object, known: Known) -> Shapes:
     """Return the shapes and dtypes of the weights that a State must hold; empty if unknown."""
     weights = schema.weights or Weights()
@@ -533,7 +540,8 @@ class _Checker:
                 raise PayloadError(f"{path} is {_describe(value)}, expected float32")
         else:
             must_be_empty = schema.is_present(self.algorithm) is False
-            holds = value.dtype == declared.dtype
+            dtype = _expected_dtype(declared, self.algorithm)
+            holds = value.dtype == dtype
             if holds and must_be_empty:
                 holds = value.numel() == 0
             elif holds:
@@ -541,7 +549,7 @@ class _Checker:
             if not holds:
                 shape = "empty" if must_be_empty else _format_shape(declared, sizes)
                 raise PayloadError(
-                    f"{path} is {_describe(value)}, expected {_dtype_name(declared.dtype)} {shape}"
+                    f"{path} is {_describe(value)}, expected {_dtype_name(dtype)} {shape}"
                 )
         self.add_ranges(value, path, declared, sizes)
 

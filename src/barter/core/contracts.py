@@ -62,14 +62,19 @@ class Floats:
     Args:
         *shape: The size of each axis.
         most: The largest value, as a number or the name of a size.
+        half: The name of the algorithm's field or property that says whether the tensor has half
+            precision; empty for never.
     """
 
     dtype = torch.float32
     least = -BOUND
 
-    def __init__(self, *shape: Size | EllipsisType, most: float | str = BOUND) -> None:
+    def __init__(
+        self, *shape: Size | EllipsisType, most: float | str = BOUND, half: str = ""
+    ) -> None:
         self.shape = shape
         self.most = most
+        self.half = half
 
 
 class Halves(Floats):

@@ -29,12 +29,12 @@ __all__ = [
     "collect_lessons",
     "decode_images",
     "decode_pages",
-    "decode_samples",
     "distribute_lessons",
     "entry_images",
     "newest_entries",
     "prepare_lesson",
     "public_entry",
+    "sample_codes",
     "sample_review",
     "statistics_entry",
     "to_half",
@@ -62,7 +62,7 @@ class Targets(TypedDict):
 
     round: int
     index: NotRequired[Annotated[Tensor, Places("n")]]  # the images; all if missing
-    logits: Annotated[Tensor, Floats("n", "classes")]
+    logits: Annotated[Tensor, Floats("n", "classes", half="describes")]
     embeddings: NotRequired[Annotated[Tensor, Floats("n", "code_dim"), When("embedding_loss")]]
 
 
@@ -136,8 +136,8 @@ def entry_images(
     """
     if codes.ndim == 4:
         return codes.float()
-    if "gaussians" in entry:
-        return decode_samples(entry, owner, codes, spec)
+    if "gaussians" in entry and codes.ndim == 1:
+        codes = sample_codes(entry, owner, codes)
     if entry["decoder"]:
         return decode_images(entry["decoder"], spec, codes)
     assert public is not None
@@ -145,20 +145,20 @@ def entry_images(
 
 
 def decode_images(decoder: State, spec: Spec, codes: Tensor) -> Tensor:
-    """Decode codes to images."""
-    network = Decoder.from_state(decoder, spec, views.parts_of_views(codes.shape[1]))
+    """Decode codes (images, views, width) to images."""
+    parts = views.parts_of_views(codes.shape[1])
+    network = Decoder.from_state(to_single(decoder), spec, parts)
     index = torch.arange(len(codes), device=codes.device)
     return predict(network, lambda part: codes[part], index)
 
 
-def decode_samples(entry: Entry, owner: int, index: Tensor, spec: Spec) -> Tensor:
-    """Decode some of the samples of a client's Gaussians to images.
+def sample_codes(entry: Entry, owner: int, index: Tensor) -> Tensor:
+    """Return the codes of some samples of a client's Gaussians.
 
     Args:
-        entry: The round's entry.
+        entry: The round's entry, of statistics.
         owner: The client.
         index: Indices of the samples.
-        spec: Format of the images.
     """
     assert "gaussians" in entry
     assert "docking" in entry
@@ -166,17 +166,8 @@ def decode_samples(entry: Entry, owner: int, index: Tensor, spec: Spec) -> Tenso
     model = entry["gaussians"][owner]
     n = len(entry["codes"][owner])
     labels, noise = sample_labels_and_noise(model, n, stream_seed(entry["seed"], owner))
-    layer = to_single(entry["docking"][owner])
-    views_of_code = model["center"].shape[0]
-    network = Decoder.from_state(
-        to_single(entry["decoder"]), spec, views.parts_of_views(views_of_code)
-    )
-
-    def codes(part: Tensor) -> Tensor:
-        rows = index[part]
-        return F.linear(sample_embeddings(model, labels[rows], noise[rows]), **layer)
-
-    return predict(network, codes, torch.arange(len(index), device=index.device))
+    embeddings = sample_embeddings(model, labels[index], noise[index])
+    return F.linear(embeddings, **to_single(entry["docking"][owner]))
 
 
 def to_half(state: State) -> State:
@@ -213,20 +204,19 @@ def sample_review(entries: Sequence[Entry], owner: int, size: int) -> list[Page]
 
 
 def decode_pages(entries: Sequence[Entry], pages: Sequence[Page], draw: Draw) -> list[Tensor]:
-    """Return the images of each page.
-
-    Those of one round are decoded together, unless every client has a model of its own.
-    """
+    """Return the images of each page. Those of one round are decoded together."""
     images: dict[int, Tensor] = {}
     for entry in entries:
         found: list[tuple[int, int, Tensor]] = []  # position, owner and codes of a page
         for position, (round_number, owner, index) in enumerate(pages):
             if round_number == entry["round"]:
                 own_codes = entry["codes"][owner]
-                found.append((position, owner, own_codes if index is None else own_codes[index]))
-        if "gaussians" in entry:
-            images |= {position: draw(entry, owner, codes) for position, owner, codes in found}
-        elif found:
+                if index is not None:
+                    own_codes = own_codes[index]
+                if "gaussians" in entry:
+                    own_codes = sample_codes(entry, owner, own_codes)
+                found.append((position, owner, own_codes))
+        if found:
             positions, owners, codes = zip(*found, strict=True)
             decoded = draw(entry, owners[0], torch.cat(codes))
             parts = torch.split(decoded, [len(part) for part in codes])
@@ -335,7 +325,7 @@ def collect_lessons(
     # Groups are sorted by (is of an earlier round, teacher).
     groups: dict[tuple[bool, int], list[list[Tensor]]] = {}
     for (i, targets), x in zip(by_teacher, images, strict=True):
-        row = [x, targets["logits"]]
+        row = [x, targets["logits"].float()]
         if "embeddings" in targets:
             row.append(targets["embeddings"])
         key = (targets["round"] != newest_round, 0 if mixed else i)
