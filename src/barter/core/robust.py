@@ -33,7 +33,7 @@ __all__ = [
     "RECOMMENDED",
     "Aggregate",
     "AggregationRule",
-    "Comparison",
+    "CosineBasis",
     "Defence",
     "active",
     "aggregate",
@@ -70,7 +70,7 @@ RECOMMENDED: dict[Aggregate, AggregationRule] = {
     "sets": "cosine",
 }
 # What the cosine rule compares; see `Defence.agreeing`.
-Comparison: TypeAlias = Literal["norm", "update", "content", "prediction"]
+CosineBasis: TypeAlias = Literal["norm", "update", "content", "prediction"]
 ALIKE = 0.3  # Least upper quartile of similarities at which answers can be told apart by them.
 COMPARABLE = 0.2  # Least cosine with the most similar class at which features can be compared.
 CONTRADICTED = 1 / 3  # A client is left out if its class agreement is below this.
@@ -157,7 +157,7 @@ class Defence:
             if kind == "logits":
                 votes = self.agreeing_predictions(compared, held).double()
             else:
-                by: Comparison = "content"
+                by: CosineBasis = "content"
                 if kind == "states":
                     by = "norm" if since is None else "update"
                 votes = self.agreeing(compared, held, from_starts, by).double()
@@ -200,7 +200,7 @@ class Defence:
         blocks: Sequence[Tensor],
         weights: Sequence[Tensor],
         starts: Sequence[Tensor],
-        by: Comparison,
+        by: CosineBasis,
         agreement: Tensor | None = None,
     ) -> Tensor:
         """Return for each client whether its answer points where those of the others do.
