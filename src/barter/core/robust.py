@@ -71,7 +71,9 @@ RECOMMENDED: dict[Aggregate, AggregationRule] = {
 }
 # What the cosine rule compares; see `Defence.agreeing`.
 CosineBasis: TypeAlias = Literal["norm", "update", "content", "prediction"]
-ALIKE = 0.3  # Least upper quartile of similarities at which answers can be told apart by them.
+LEAST_UPPER = (
+    0.3  # Least upper quartile of similarities at which answers can be told apart by them.
+)
 COMPARABLE = 0.2  # Least cosine with the most similar class at which features can be compared.
 CONTRADICTED = 1 / 3  # A client is left out if its class agreement is below this.
 FAR = 3.0  # A set is left out if its distance exceeds this multiple of the median distance.
@@ -237,9 +239,9 @@ class Defence:
         elif by == "update":
             apart = scores < (-upper / 2).clamp_max(-0.05)
         elif by == "content":
-            apart = (scores < upper / 3) & (upper >= ALIKE)
+            apart = (scores < upper / 3) & (upper >= LEAST_UPPER)
         else:
-            apart = (scores < upper * (1 + upper) / 3) & (upper >= ALIKE)
+            apart = (scores < upper * (1 + upper) / 3) & (upper >= LEAST_UPPER)
         if agreement is not None:
             known = ~agreement.isnan()
             apart = torch.where(known, agreement < CONTRADICTED, apart)
