@@ -33,7 +33,7 @@ __all__ = [
     "RECOMMENDED",
     "Aggregate",
     "AggregationRule",
-    "Comparison",
+    "CosineBasis",
     "Defence",
     "active",
     "aggregate",
@@ -70,8 +70,10 @@ RECOMMENDED: dict[Aggregate, AggregationRule] = {
     "sets": "cosine",
 }
 # What the cosine rule compares; see `Defence.agreeing`.
-Comparison: TypeAlias = Literal["norm", "update", "content", "prediction"]
-ALIKE = 0.3  # Least upper quartile of similarities at which answers can be told apart by them.
+CosineBasis: TypeAlias = Literal["norm", "update", "content", "prediction"]
+LEAST_UPPER = (
+    0.3  # Least upper quartile of similarities at which answers can be told apart by them.
+)
 COMPARABLE = 0.2  # Least cosine with the most similar class at which features can be compared.
 CONTRADICTED = 1 / 3  # A client is left out if its class agreement is below this.
 FAR = 3.0  # A set is left out if its distance exceeds this multiple of the median distance.
@@ -157,7 +159,7 @@ class Defence:
             if kind == "logits":
                 votes = self.agreeing_predictions(compared, held).double()
             else:
-                by: Comparison = "content"
+                by: CosineBasis = "content"
                 if kind == "states":
                     by = "norm" if since is None else "update"
                 votes = self.agreeing(compared, held, from_starts, by).double()
@@ -200,7 +202,7 @@ class Defence:
         blocks: Sequence[Tensor],
         weights: Sequence[Tensor],
         starts: Sequence[Tensor],
-        by: Comparison,
+        by: CosineBasis,
         agreement: Tensor | None = None,
     ) -> Tensor:
         """Return for each client whether its answer points where those of the others do.
@@ -237,9 +239,9 @@ class Defence:
         elif by == "update":
             apart = scores < (-upper / 2).clamp_max(-0.05)
         elif by == "content":
-            apart = (scores < upper / 3) & (upper >= ALIKE)
+            apart = (scores < upper / 3) & (upper >= LEAST_UPPER)
         else:
-            apart = (scores < upper * (1 + upper) / 3) & (upper >= ALIKE)
+            apart = (scores < upper * (1 + upper) / 3) & (upper >= LEAST_UPPER)
         if agreement is not None:
             known = ~agreement.isnan()
             apart = torch.where(known, agreement < CONTRADICTED, apart)
