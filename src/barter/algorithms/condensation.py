@@ -162,15 +162,15 @@ class Condensation(Algorithm[Server, Condenser]):
         loss: Callable[..., tuple[Tensor, ...]],
         images: Tensor,
         labels: Tensor,
-        *beside: Tensor,
+        *extras: Tensor,
         terms: Sequence[str],
         weight_decay: float = 0.0,
     ) -> None:
         """Train the server's model on condensed images and report the terms of its loss.
 
         Args:
-            loss: Called with a batch of images, their labels and `beside`.
-            beside: Tensors that are the same in every step.
+            loss: Called with a batch of images, their labels and `extras`.
+            extras: Tensors that are the same in every step.
             terms: Names of the values that `loss` returns, for the report.
             weight_decay: Weight decay of the SGD.
         """
@@ -180,7 +180,7 @@ class Condensation(Algorithm[Server, Condenser]):
         first_and_last: list[Tensor] = []
         for step in server.track("train", range(steps)):
             index = next(batches)
-            values = trainer.step(loss, images[index], labels[index], *beside)
+            values = trainer.step(loss, images[index], labels[index], *extras)
             if step in (0, steps - 1):
                 first_and_last.append(torch.stack([value.float() for value in values]))
         server.report |= first_and_last_terms(terms, first_and_last)

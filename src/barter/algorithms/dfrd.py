@@ -82,10 +82,10 @@ from barter.ops.synthesis import (
     build_ensemble,
     collapse_remarks,
     diversity,
-    duel,
     fidelity,
     label_weights,
     to_network_input,
+    train_alternately,
     usefulness,
     variety,
 )
@@ -330,7 +330,7 @@ class DFRD(PartialTraining[Distiller]):
             sample_for_both,
             self.global_steps,
         )
-        duel(
+        train_alternately(
             server,
             artist,
             student,

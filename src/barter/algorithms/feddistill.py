@@ -118,7 +118,7 @@ class FedDistill(Algorithm[Register]):
             epochs=self.epochs,
             batch_size=self.batch_size,
             recipe=recipe_by_name(self.optimizer, self.lr),
-            beside=(answers, known),
+            extras=(answers, known),
         )
         index = torch.arange(len(data), device=client.device)
         probabilities = predict(model.eval(), data.batch, index).softmax(1)

@@ -64,7 +64,6 @@ from barter.ops.synthesis import (
     build_ensemble,
     collapse_remarks,
     diversity,
-    duel,
     fidelity_by_label,
     generate_from_codes,
     images_for_display,
@@ -73,6 +72,7 @@ from barter.ops.synthesis import (
     label_weights,
     server_generator,
     store_generator,
+    train_alternately,
 )
 
 __all__ = ["FedFTG", "ensemble_cross_entropy", "hard_sample_loss"]
@@ -209,7 +209,7 @@ class FedFTG(FedAvg):
         artist = Player(generator, adam(self.generator_lr), seek, draw, self.generator_steps)
         recipe = sgd(self.global_lr, weight_decay=self.global_weight_decay)
         student = Player(model, recipe, learn, draw, self.global_steps)
-        duel(server, artist, student, self.iterations, training=False)
+        train_alternately(server, artist, student, self.iterations, training=False)
         z, y, _ = draw()
         store_generator(server, generator, label_codes(z, y, spec.classes), y)
 

@@ -307,7 +307,7 @@ class FedKTL(OneWidth[AligningServer]):
             epochs=self.server_epochs,
             batch_size=self.server_batch_size,
             recipe=adam(self.server_lr, clip=CLIP),
-            beside=((sample_latents(generator, self.server_batch_size, device),) for _ in count()),
+            extras=((sample_latents(generator, self.server_batch_size, device),) for _ in count()),
         )
         aligner.centre(prototypes)
         server.aligner = copy_state(aligner)

@@ -116,7 +116,7 @@ class FedTGP(FedProto[Prototypist]):
             epochs=self.server_epochs,
             batch_size=self.batch_size,
             recipe=sgd(self.server_lr),
-            beside=repeat((delta,)),
+            extras=repeat((delta,)),
         )
         server.prototypes = copy_state(trainable)
         server.report["margin"] = float(delta)

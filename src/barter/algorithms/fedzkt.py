@@ -64,11 +64,11 @@ from barter.ops.synthesis import (
     Player,
     build_ensemble,
     collapse_remarks,
-    duel,
     generate_from_codes,
     images_for_display,
     server_generator,
     store_generator,
+    train_alternately,
 )
 
 __all__ = ["FedZKT", "disagreement", "sl_loss"]
@@ -188,7 +188,7 @@ class FedZKT(Algorithm[Artist, Client]):
 
         artist = Player(generator, adam(self.generator_lr), seek, draw, 1)
         student = Player(model, sgd(self.global_lr, self.momentum), learn, draw, self.global_steps)
-        duel(server, artist, student, self.iterations, training=True)
+        train_alternately(server, artist, student, self.iterations, training=True)
         return generator
 
     def distil_to_client(self, server: Artist, generator: Decoder, k: int, w: State) -> State:

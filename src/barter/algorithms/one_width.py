@@ -82,7 +82,7 @@ class OneWidth(Algorithm[S, C]):
         self,
         client: C,
         loss: Callable[..., Any] | None = None,
-        beside: Sequence[Tensor] | Iterator[Sequence[Tensor]] = (),
+        extras: Sequence[Tensor] | Iterator[Sequence[Tensor]] = (),
         also: Sequence[nn.Module] = (),
     ) -> None:
         """Train the client's network on its own data.
@@ -90,7 +90,7 @@ class OneWidth(Algorithm[S, C]):
         Args:
             client: The client that trains.
             loss: A loss as `fit_by` takes it; cross entropy if none is given.
-            beside: Tensors that the loss gets in every step, or an iterator of such tensors.
+            extras: Tensors that the loss gets in every step, or an iterator of such tensors.
             also: Further modules to train.
         """
         fit_by(
@@ -99,7 +99,7 @@ class OneWidth(Algorithm[S, C]):
             epochs=self.epochs,
             batch_size=self.batch_size,
             recipe=self.recipe(),
-            beside=beside,
+            extras=extras,
             also=also,
         )
 

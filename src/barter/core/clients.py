@@ -51,7 +51,7 @@ Excuse: TypeAlias = Callable[
 
 
 class Replies(dict[int, R], Generic[R]):
-    """Answers by client id, in ascending order, and the failures of the other clients.
+    """Answers by client id, in ascending order, and other clients' failures.
 
     Attributes:
         num_examples: The number of images of each client that answered.
@@ -132,7 +132,9 @@ class Engine(Protocol):
 
 
 class Clients(Sequence[int]):
-    """A group of clients as the server sees it; `Algorithm.round` receives all of them.
+    """A group of clients as the server sees it.
+
+    `Algorithm.round` receives the group of all clients.
 
     >>> from barter import Clients, Experiment, Local
     >>> experiment = Experiment(Local(), clients=4)
@@ -208,7 +210,7 @@ class Clients(Sequence[int]):
         return self._ask(method, dict.fromkeys(self._ids, bound.args[1:]))
 
     def run_missing(self, method: Callable[[C], R], answered: Collection[int]) -> Replies[R]:
-        """Run a method on the clients of the group that have not answered it in earlier rounds.
+        """Run a method on the clients that have not answered it in earlier rounds.
 
         Earlier answers count towards `min_clients`, so that a client that fails again and again
         does not stop a run that goes on without it.
@@ -257,7 +259,7 @@ class Clients(Sequence[int]):
     def _ask(
         self, method: Callable[..., R], args: Mapping[int, tuple[Any, ...]], earlier: int = 0
     ) -> Replies[R]:
-        """Call the engine, record who took part, and check that enough clients answered.
+        """Call the engine, record the participants, and require enough answers.
 
         Args:
             method: The remote method.
