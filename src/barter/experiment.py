@@ -339,7 +339,7 @@ class Experiment:
             self.config.privacy,
             self.algorithm,
             self.engine.crossed,
-            self.engine.told,
+            self.engine.reported_epsilon,
             secret=not isinstance(self.engine, LocalEngine),
             start=self.config.start,
             validation=self.config.data.validation > 0,
@@ -529,7 +529,7 @@ class Experiment:
             "clients": self.engine.memory(),
             "networks": self.networks,
             "crossed": self.engine.crossed,
-            "told": self.engine.told,
+            "told": self.engine.reported_epsilon,
         }
 
     def _require_same(self, path: Path, origin: Mapping[str, str]) -> None:
@@ -655,7 +655,7 @@ class Experiment:
         self.engine.recall(state["clients"])
         for k, seen in state.get("crossed", {}).items():
             self.engine.crossed[k] = self.engine.crossed.get(k, {}) | seen
-        self.engine.told = state.get("told", {})
+        self.engine.reported_epsilon = state.get("told", {})
         # Records may hold values of epsilon that clients reported after the checkpoint.
         for record in records:
             for k, metrics in record.clients.items():

@@ -129,7 +129,7 @@ def sketch_loss(
 
 @dataclass(frozen=True, kw_only=True)
 class DENSE(Algorithm[Archive]):
-    """Clients upload models once; the server's model learns from them on synthetic images."""
+    """Clients upload models once; the server distils them on synthetic images."""
 
     primary = "server"
     aggregates = ("logits",)

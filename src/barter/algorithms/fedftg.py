@@ -89,7 +89,10 @@ def hard_sample_loss(
     y: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """Return the generator's loss: λ_cls fidelity + λ_dis diversity - the models' difference.
+    """Return the generator's loss: λ_cls fidelity + λ_dis diversity - gap.
+
+    The gap is the weighted mean absolute difference between the logits of the server's model and
+    those of the clients'.
 
     Args:
         generator: The generator to train.
@@ -123,7 +126,7 @@ def ensemble_cross_entropy(
     y: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """Return the cross entropy of the model with the clients' weighted mean prediction.
+    """Return the model's cross entropy with the clients' joint prediction.
 
     Args:
         generator: The generator of images.
@@ -143,7 +146,7 @@ def ensemble_cross_entropy(
 
 @dataclass(frozen=True, kw_only=True)
 class FedFTG(FedAvg):
-    """FedAvg whose server fine-tunes the average on generated images that it finds hard."""
+    """FedAvg whose server fine-tunes the average on hard generated images."""
 
     aggregates = ("states", "logits")
     crosses = {

@@ -37,7 +37,7 @@ __all__ = ["MHAT", "auxiliary_loss"]
 
 
 def auxiliary_loss(lam: float, logits: Tensor, mean: Tensor, labels: Tensor) -> Tensor:
-    """Return cross entropy with the labels plus λ times that with the mean prediction."""
+    """Return cross entropy with labels plus λ times that with the mean prediction."""
     return F.cross_entropy(logits, labels) + lam * soft_loss(logits, mean)
 
 

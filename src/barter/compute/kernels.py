@@ -66,7 +66,7 @@ def _scaling(weight_ptr, bias_ptr, columns, inside, AFFINE: tl.constexpr):
 
 @triton.jit
 def _added_up(sums_ptr, arrived_ptr, c, columns, inside, slices, one, other, BM: tl.constexpr, BC: tl.constexpr):
-    """Store one slice's two sums. The last program gets the sums over all slices, and True."""
+    """Store one slice's two sums. The last program gets the totals, and True."""
     place = sums_ptr + tl.program_id(1) * 2 * c + columns
     tl.store(place, one, mask=inside)
     tl.store(place + c, other, mask=inside)
@@ -166,7 +166,7 @@ def backward_sums(
     """Compute the gradients of bias and weight.
 
     These are sums of g, the gradient before the activation, and of g times normalised x. Where
-    something was added, its gradient is g, written here; the sign of y then tells what the
+    something was added, its gradient is g, written here; the sign of y then shows what the
     activation (relu) let pass.
     """
     c = units * UNIT
@@ -237,7 +237,7 @@ def max_pool_forward(
     x_ptr, y_ptr, winner_ptr, m, units, height, width, p, q,
     UNIT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, K: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
 ):
-    """Compute the largest value of each window of K x K, and its position in the window."""
+    """Compute the maximum of each K x K window, and its position in the window."""
     c = units * UNIT
     columns = tl.program_id(1) * BC + tl.arange(0, BC)
     at = tl.program_id(0) * BM + tl.arange(0, BM)

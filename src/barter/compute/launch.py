@@ -1,4 +1,4 @@
-"""Batch normalisation and max pooling by Triton kernels, as differentiable functions."""
+"""Batch normalisation and max pooling by Triton kernels, differentiable."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WRITING = 1024  # Approximate number of programs that write results.
 
 
 class _Grid:
-    """Division of a matrix of m pixels by c channels into tiles, and of its rows into slices."""
+    """Division of a matrix (pixels, channels) into tiles, and of rows into slices."""
 
     def __init__(self, x: Tensor, tile: int = 0) -> None:
         self.c = x.shape[1]
@@ -151,7 +151,7 @@ def batch_norm(
         bias: Bias of each channel, or None. Gets no gradient in evaluation.
         added: Addend of the same shape, or None; only relu may follow it.
         tracked: Running statistics, updated in training; or None.
-        arrived: c / 16 zeros, int32, that belong to this layer alone.
+        arrived: c / 16 zeros, int32, that only this layer uses.
         settings: Training mode, momentum, epsilon, activation, and the activation's slope.
     """
     y: Tensor = _BatchNorm.apply(x, weight, bias, added, tracked, arrived, settings)  # type: ignore[no-untyped-call]

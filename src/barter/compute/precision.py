@@ -22,7 +22,10 @@ def current_precision() -> Precision:
 
 @contextmanager
 def use_precision(precision: Precision) -> Iterator[None]:
-    """Compute with this precision and deterministic cuDNN kernels inside, in all threads."""
+    """Compute with this precision and deterministic cuDNN kernels in the block.
+
+    It applies to all threads.
+    """
     global _current
     before = _current
     matmul_before = torch.backends.cuda.matmul.allow_tf32

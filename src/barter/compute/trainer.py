@@ -113,7 +113,7 @@ class Anchor(nn.Module):
 
 
 class Trainer(Graphs):
-    """Some modules and the optimizer of their parameters; `step` is the step of all methods."""
+    """Modules and the optimizer of their parameters; `step` is a training step."""
 
     def __init__(
         self, modules: Sequence[nn.Module], recipe: Recipe, anchor: Anchor | None = None

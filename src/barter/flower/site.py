@@ -129,7 +129,7 @@ class Site:
         self.engine.repeat(method, k, request["before"])
         before = self._load_account(client)
         with use_precision(self.precision):
-            replies = self.engine.call(method, {k: request["args"]}, alone=request["alone"])
+            replies = self.engine.call(method, {k: request["args"]}, local_only=request["alone"])
             if k in replies:
                 answer = self._without_results(replies[k]) if method == EVALUATE else replies[k]
                 reply: Payload = {"answer": answer, EPSILON: client.report.get(EPSILON)}

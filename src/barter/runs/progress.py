@@ -1,4 +1,4 @@
-"""Show the progress of a run: a live line on a terminal or in a notebook, plain lines elsewhere."""
+"""Show a run's progress: a live line on a terminal or notebook, else plain lines."""
 
 from __future__ import annotations
 
@@ -211,11 +211,14 @@ class Onlooker(Watcher):
 
 
 def make_onlooker(rounds: int, done: int) -> Onlooker | None:
-    """Return a watcher for a loop in Python; None where there is neither terminal nor notebook.
+    """Return a progress display for a loop in Python.
 
     Args:
         rounds: The loop's last round.
         done: The number of rounds that are finished already.
+
+    Returns:
+        The display, or None where there is neither terminal nor notebook.
     """
     console = Console(stderr=True, highlight=False, emoji=False)
     if not console.is_jupyter and not sys.stderr.isatty():
@@ -311,7 +314,7 @@ class _Cell(_Phase):
 
 
 class ManyRuns:
-    """Show several runs at once: a line for each that ends and, on a terminal, progress bars."""
+    """Progress of several runs: a line for each that ends; bars on a terminal."""
 
     def __init__(self, console: Console) -> None:
         self.console = console

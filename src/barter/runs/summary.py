@@ -1,4 +1,4 @@
-"""Summarise several runs in a table: accuracies over seeds, costs, and confidence intervals."""
+"""Summarise several runs: accuracies over seeds, costs, confidence intervals."""
 
 from __future__ import annotations
 
@@ -183,7 +183,10 @@ class Summary:
 
 @dataclass(frozen=True)
 class Question:
-    """The metric to compare, the baseline method, and the target accuracy to count rounds for."""
+    """The metric to compare, the baseline method, and a target accuracy.
+
+    The table counts the rounds that each method needs to reach the target.
+    """
 
     metric: str = "primary"
     baseline: str | None = None
@@ -265,7 +268,7 @@ def summarise(results: Results, question: Question) -> Comparative:
 
 
 def _number(value: float, metric: str, *, sign: str = "") -> str:
-    """Return a value of a metric as text: shares in percent, other numbers as they are."""
+    """Format a value of a metric: fractions in percent, other numbers as they are."""
     return f"{100 * value:{sign}.1f}" if is_share(metric) else f"{value:{sign}.4g}"
 
 
@@ -305,7 +308,7 @@ def _reached(summary: Summary) -> str:
 
 
 def summary_cells(compared: Comparative) -> tuple[list[str], list[list[tuple[str, bool]]]]:
-    """Return headings and rows of a table; a cell is its text and whether it is the best.
+    """Return headings and rows of a table; a cell is text and whether it is best.
 
     Where methods have different primary models, the first accuracy is that of each method's primary
     model, which the column before names. Otherwise the column of that model comes first.
@@ -370,7 +373,7 @@ def to_markdown(compared: Comparative) -> str:
 
 
 def to_latex(compared: Comparative) -> str:
-    """Return the table as LaTeX with booktabs; the best value of each accuracy is bold."""
+    """Return the table as LaTeX with booktabs, with the best accuracies in bold."""
     headings, rows = summary_cells(compared)
     special = {
         "\\": r"\textbackslash{}",
@@ -395,7 +398,7 @@ def to_latex(compared: Comparative) -> str:
 
 
 def to_csv(compared: Comparative) -> str:
-    """Return the table as CSV with unformatted numbers: accuracies in 0..1, bytes, seconds."""
+    """Return the table as CSV with plain numbers: accuracies in 0..1, seconds."""
     metrics = list(dict.fromkeys([*METRICS, compared.question.metric]))
     fields = ["method", "seeds", "primary_model"]
     fields += [f"{key.replace('-', '_')}_{part}" for key in metrics for part in ("mean", "std")]
