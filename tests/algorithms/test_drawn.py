@@ -13,7 +13,7 @@ from barter import Experiment
 from barter.algorithms import dense, fedftg, fediod, fedzkt
 from barter.algorithms.dense import DENSE, Archive, Sketch
 from barter.algorithms.fedftg import FedFTG
-from barter.algorithms.fediod import Curator, FedIOD, DiscriminatorClient
+from barter.algorithms.fediod import Curator, DiscriminatorClient, FedIOD
 from barter.algorithms.fedzkt import FedZKT
 from barter.core import seeds
 from barter.core.clients import Clients, Replies

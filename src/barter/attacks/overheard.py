@@ -1,4 +1,7 @@
-"""Record what clients upload in one round, with the ground truth that only the experimenter has."""
+"""Record what clients upload in one round, with the ground truth.
+
+Only the experimenter has the ground truth.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,10 @@ class RecordingWire(Wire):
 
 @dataclass(frozen=True)
 class Upload:
-    """The upload of one client in a round, with the ground truth; None for what it did not upload."""
+    """One client's upload in a round, with the ground truth.
+
+    What the client did not upload is None.
+    """
 
     answers: dict[str, Payload]  # all answers, by method
     # network with the uploaded weights, or one extracted from predictions on public images
@@ -151,7 +157,7 @@ def _network(client: Client, answers: dict[str, Payload]) -> Classifier | None:
 
 
 def _find_images(answers: dict[str, Payload], spec: Spec) -> Tensor | None:
-    """Return all images in the answers, normalised; they are bytes, as private images are."""
+    """Return all images (bytes) in the answers, normalised; None without any."""
     tensors = [leaf for _, leaf in leaves(answers) if isinstance(leaf, Tensor)]
     images = [x for x in tensors if x.dtype == torch.uint8 and x.ndim == 4]
     found = [x for x in images if x.shape[1] == spec.channels and len(x)]
@@ -175,7 +181,13 @@ def _states(tree: Payload, like: State) -> Iterator[State]:
 def _part(
     tells: Mapping[str, str], answers: dict[str, Payload], *kinds: str
 ) -> tuple[str, Tensor] | None:
-    """Return name and tensor of the first part that the algorithm declares as one of these kinds."""
+    """Return name and tensor of the first part that is declared as one of the kinds.
+
+    Args:
+        tells: The algorithm's declaration, part -> kind.
+        answers: The client's answers, by method.
+        kinds: The kinds.
+    """
     for name, kind in tells.items():
         if kind not in kinds:
             continue
