@@ -169,7 +169,7 @@ def resume(
         ),
     ] = None,
     patience: Patience = None,
-    behind: Annotated[
+    after_round: Annotated[
         str,
         typer.Option(
             "--round",
@@ -188,7 +188,7 @@ def resume(
     from barter.cli import running
 
     with _trusting(trust):
-        running.resume_run(run, rounds, threads, patience, behind, tensorboard=tensorboard)
+        running.resume_run(run, rounds, threads, patience, after_round, tensorboard=tensorboard)
 
 
 @app.command()

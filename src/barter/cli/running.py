@@ -99,7 +99,7 @@ def resume_run(
     rounds: int | None,
     threads: int | None,
     patience: int | None,
-    behind: str,
+    after_round: str,
     *,
     tensorboard: bool,
 ) -> None:
@@ -113,7 +113,7 @@ def resume_run(
     config = read_run(require_run(run))
     if config.engine == "flower":
         require_consent(run, [DEPLOYMENT])
-    which = parse_round(behind)
+    which = parse_round(after_round)
     if which == "last" and rounds is not None and rounds < (done := len(read_records(run))):
         raise ConfigError(f"--rounds {rounds}: {run} has done {done} already")
     if rounds is not None and rounds != config.rounds and config.engine == "flower":
@@ -128,7 +128,7 @@ def resume_run(
             f"--threads {threads}: a run on Flower keeps those that it was begun with"
         )
     if config.engine == "flower" and (patience is not None or which != "last"):
-        option = f"--round {behind}" if patience is None else f"--patience {patience}"
+        option = f"--round {after_round}" if patience is None else f"--patience {patience}"
         raise ConfigError(
             f"{option}: sites of a run on Flower know its last round, and keep its configuration"
         )
@@ -149,8 +149,8 @@ def resume_run(
         resume=True,
         simulate=simulated,
         tensorboard=tensorboard,
-        behind=which,
-        overrule=rounds is not None,
+        after_round=which,
+        ignore_stop=rounds is not None,
     )
 
 
@@ -239,8 +239,8 @@ def _drive(
     resume: bool,
     simulate: bool,
     tensorboard: bool,
-    behind: Which = "last",
-    overrule: bool = False,
+    after_round: Which = "last",
+    ignore_stop: bool = False,
 ) -> None:
     """Run or resume an experiment; print its progress, results and remarks.
 
@@ -250,8 +250,8 @@ def _drive(
         resume: Continue the run in the folder.
         simulate: Use Flower's simulation instead of local sites; only with engine "flower".
         tensorboard: Also write a TensorBoard log.
-        behind: The round after which a resumed run continues; not used with Flower.
-        overrule: Continue although the run stopped early; not used with Flower.
+        after_round: The round after which a resumed run continues; not used with Flower.
+        ignore_stop: Continue although the run stopped early; not used with Flower.
 
     Raises:
         BarterError: The run failed or was interrupted; the message says how to continue.
@@ -264,7 +264,12 @@ def _drive(
         return
     try:
         experiment = Experiment.from_config(
-            config, out, resume=resume, monitor=watcher, behind=behind, overrule=overrule
+            config,
+            out,
+            resume=resume,
+            monitor=watcher,
+            after_round=after_round,
+            ignore_stop=ignore_stop,
         )
     except KeyboardInterrupt:
         raise Interrupted("interrupted before the first round: nothing was run") from None

@@ -1,4 +1,4 @@
-"""Run a comparison, every variant with every seed, and write its table and curves."""
+"""Run a comparison, every variant with every seed; write table and curves."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class RunJob:
 
     @property
     def done(self) -> int:
-        """Return the number of finished rounds, without parsing them, since it is read often."""
+        """Return the number of finished rounds, without parsing their records."""
         return count_rounds(self.folder)
 
     @property
@@ -190,7 +190,10 @@ class Comparison:
         return slug
 
     def _check_begun(self, name: str, config: Config) -> None:
-        """Raise if existing runs of a variant have another configuration, apart from the seed."""
+        """Raise CheckpointError if a variant's existing runs were configured otherwise.
+
+        Seeds may differ, and so may the keys of `MAY_DIFFER`.
+        """
         for path in sorted((self.folder / self.variants[name]).glob("seed-*/config.toml")):
             requested = to_plain(_with_absolute_paths(config))
             existing = to_plain(_with_absolute_paths(read_run(path.parent, code_names(requested))))
@@ -255,7 +258,10 @@ class Comparison:
         return summarise(results, question)
 
     def variant_notes(self) -> list[str]:
-        """Return a line for each variant that is not the published method, as far as runs were begun."""
+        """Return a line for each variant that is not the published method.
+
+        Variants without a run that has begun are left out.
+        """
         notes = []
         for name in self.variants:
             begun = (self.run(name, seed) / "config.toml" for seed in self.seeds)
@@ -309,7 +315,10 @@ def curve_label(results: Results, metric: str) -> str:
 
 
 def _with_absolute_paths(config: Config) -> Config:
-    """Return a configuration with absolute paths, which means the same in any working directory."""
+    """Return a configuration with absolute paths of data.
+
+    It then means the same in any working directory.
+    """
     return replace(config, data=with_absolute_paths(config.data))
 
 
@@ -421,7 +430,7 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stop_at_exit(running: Mapping[RunJob, tuple[Started, float]]) -> Iterator[None]:
-    """Terminate all running processes at the end, also after an error or an interrupt."""
+    """Terminate all running processes at the end of the block, also after errors."""
     try:
         yield
     finally:

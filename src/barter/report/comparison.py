@@ -11,7 +11,17 @@ import tomli_w
 from barter.compare.comparison import Comparison
 from barter.core.record import Round
 from barter.report import charts
-from barter.report.page import Section, Tile, beside, chart, code, fold, page, table, text_block
+from barter.report.page import (
+    Section,
+    Tile,
+    chart,
+    code,
+    fold,
+    page,
+    side_by_side,
+    table,
+    text_block,
+)
 from barter.report.run import TEST_TITLES, Split, citation_section, failure_section, phase_seconds
 from barter.runs.folder import count_rounds, has_ended
 from barter.runs.picture import Curve
@@ -36,7 +46,7 @@ LOCAL = f"Accuracy of the clients' models, {TEST_TITLES['local']}"
 
 
 class ComparisonReport:
-    """The report of a comparison's finished runs, while others may be running or planned."""
+    """The report of a comparison's finished runs; others may be running."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -96,7 +106,7 @@ class ComparisonReport:
         return page(self._title(), subtitle, tiles, [*sections, common], message)
 
     def _title(self) -> str:
-        """Name or count the methods; variants of one method count as variants, not as methods."""
+        """Return a title that names or counts the methods and their variants."""
         source = self.comparison.common["data"]["source"]
         variants = len(self.comparison.variants)
         started = []
@@ -186,7 +196,7 @@ def _describe(metric: str, primary: Collection[str]) -> str:
 
 
 def _tiles(compared: Comparative, rounds: int) -> list[Tile]:
-    """Return a card per method: its accuracy, of which model, and over how many seeds."""
+    """Return a card per method: accuracy, of which model, over how many seeds."""
     key = compared.question.metric
     cards = []
     for row in compared.rows:
@@ -233,11 +243,11 @@ def _metric_charts(compared: Comparative, results: Results) -> Section:
         for key, by_method in shown.items()
     ]
     note = text_block("Means over seeds, and one standard deviation to each side.")
-    return Section("Curves", [note, beside(*figures)] if figures else [])
+    return Section("Curves", [note, side_by_side(*figures)] if figures else [])
 
 
 def _seeds_and_bytes(compared: Comparative, results: Results) -> Section:
-    """Draw the metric by seed and by traffic, where there are different seeds or traffic."""
+    """Draw the metric by seed and by traffic, where these differ between runs."""
     metric = compared.question.metric
     what = _describe(metric, {row.primary for row in compared.rows})
     parts = []
@@ -245,7 +255,7 @@ def _seeds_and_bytes(compared: Comparative, results: Results) -> Section:
         parts.append(chart(f"{what}, seed by seed", charts.seed_chart(results, metric)))
     if len({amount for row in compared.rows for amount in row.bytes.values}) > 1:
         parts.append(chart(f"{what}, and the bytes it took", charts.price_chart(results, metric)))
-    return Section("Seeds and bytes", [beside(*parts)] if parts else [])
+    return Section("Seeds and bytes", [side_by_side(*parts)] if parts else [])
 
 
 def _table(compared: Comparative) -> str:
@@ -257,7 +267,7 @@ def _table(compared: Comparative) -> str:
 
 
 def _costs(results: Results) -> Section:
-    """Draw traffic by direction, time by phase, and memory where known; means over seeds."""
+    """Draw traffic, time by phase, and memory where known, as means over seeds."""
     names = list(results)
     traffic = {
         way: [
@@ -286,7 +296,7 @@ def _costs(results: Results) -> Section:
     if any(peaks):
         figure = charts.bar_chart(names, {"peak": peaks}, "bytes")
         parts.append(chart("Peak of the device's memory", figure))
-    return Section("Costs", [beside(*parts)])
+    return Section("Costs", [side_by_side(*parts)])
 
 
 def _peak(rounds: Sequence[Round]) -> float:

@@ -1,4 +1,7 @@
-"""Build a self-contained HTML page from text, tables, charts and images; escape all input."""
+"""Build a self-contained HTML page from text, tables, charts and images.
+
+All input is escaped.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,11 @@ from barter.version import __version__
 __all__ = [
     "Section",
     "Tile",
-    "beside",
     "chart",
     "code",
     "fold",
     "page",
+    "side_by_side",
     "strip",
     "table",
     "text_block",
@@ -208,8 +211,8 @@ def chart(title: str, figure: go.Figure) -> str:
     )
 
 
-def beside(*parts: str) -> str:
-    """Return parts beside each other where the screen is wide enough."""
+def side_by_side(*parts: str) -> str:
+    """Return HTML with parts side by side where the screen is wide enough."""
     return f"<div class=pair>{''.join(parts)}</div>"
 
 

@@ -83,7 +83,7 @@ class Selection:
         if value > self.highest:
             self.best, self.highest = record.round, value
 
-    def overrule(self, stop: Stop) -> Stop:
+    def ignore_stop(self, stop: Stop) -> Stop:
         """Ignore an early stop: count patience again from its round on.
 
         Returns:
