@@ -391,7 +391,7 @@ def _combine(scores: Sequence[Tensor]) -> list[Tensor]:
 def _conclude(
     name: str, scores: Sequence[Tensor], released: Account, delta: float, confidence: float
 ) -> EpsilonBound:
-    """Return the lower bound of ε by these scores, with the ε that the account states."""
+    """Return the lower bound of ε by these scores, and the ε of the account."""
     without, including = scores
     stated = protected_epsilon(released, delta)
     assumptions = [Description.read(text).given for text in released]

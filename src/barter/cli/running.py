@@ -1,4 +1,4 @@
-"""Commands that run a federation in this process or on Flower, a comparison, or a site."""
+"""Commands that run a federation, here or on Flower, a comparison, or a site."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def run_experiment(
     simulate: bool,
     tensorboard: bool,
 ) -> None:
-    """Run `barter run`; `chosen` are the values of options that are configuration keys."""
+    """Run `barter run`; `chosen` are the values of options that are config keys."""
     options = {key: value for key, value in chosen.items() if value is not None}
     tree = requested_values(config, algorithm, settings) | options
     resolved = resolve(tree)
@@ -165,7 +165,7 @@ def compare_variants(
     question: Mapping[str, object],
     jobs: int,
 ) -> None:
-    """Run `barter compare`; `question` holds baseline, metric and target, or None for each."""
+    """Run `barter compare`; `question` has baseline, metric and target or None."""
     if what is not None and what.is_dir():
         if algorithms or seeds or settings or vary or only or out:
             raise ConfigError(
@@ -226,7 +226,10 @@ def _print_comparison(comparison: Comparison) -> None:
 
 
 def _print_variant(console: Console, algorithm: Algorithm[Any, Any]) -> None:
-    """Say that a run is not the published method, so that nobody reports it as such by accident."""
+    """Print that a run is not the published method, if it is not.
+
+    So it is not reported as the published one by accident.
+    """
     variant = describe_variant(algorithm)
     if variant:
         console.print(variant)
@@ -324,7 +327,7 @@ def _drive(
 
 
 def _thread_count(threads: int | None) -> str:
-    """Describe the number of CPU threads, for the run's header; empty if none was chosen."""
+    """Return the number of CPU threads as text for the header; empty if None."""
     if threads is None:
         return ""
     available = torch.get_num_threads()
@@ -367,7 +370,7 @@ def _end(out: Path) -> None:
 def _drive_flower(
     config: Config, out: Path, watcher: Watcher, *, resume: bool, simulate: bool
 ) -> None:
-    """Run on Flower: a SuperLink and a site per client on this machine, or Flower's simulation."""
+    """Run on Flower: sites on this machine, or Flower's simulation."""
     loopback = import_optional("flower.loopback")
     if simulate:
         import_optional("ray")

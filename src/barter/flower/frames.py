@@ -1,6 +1,6 @@
-"""Messages over a unix socket between processes of one user: a JSON header and blobs of bytes.
+"""Messages over a unix socket: a JSON header and blobs of bytes.
 
-Does not load torch.
+The socket connects processes of one user. Does not load torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ class Frame:
 
 
 def send(peer: socket.socket, frame: Frame) -> None:
-    """Write a frame: length of the head, head (header and table of blobs), bytes of the blobs."""
+    """Write a frame: length of the head, head, bytes of the blobs.
+
+    The head is JSON of the header and a table of the blobs.
+    """
     table = [
         [name, blob.dtype, list(blob.shape), len(blob.data)] for name, blob in frame.blobs.items()
     ]
