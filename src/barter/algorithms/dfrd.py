@@ -246,7 +246,7 @@ class DFRD(PartialTraining[Distiller]):
         return super().budget(client, clients) if self.base in EXTRACTION else 1.0
 
     @property
-    def tells_counts(self) -> bool:
+    def uploads_counts(self) -> bool:
         return True
 
     def average_updates(

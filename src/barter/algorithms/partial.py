@@ -75,7 +75,7 @@ class SubmodelUpdate(TypedDict):
 
     weights: State
     # an image counts once for every time that the client trained on it
-    counts: Annotated[Tensor, Counts("classes", most="seen"), When("tells_counts")]
+    counts: Annotated[Tensor, Counts("classes", most="seen"), When("uploads_counts")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +200,7 @@ class PartialTraining(Algorithm[S, Client]):
 
         Returns:
             The trained weights, and how often images of each class were trained on (empty unless
-            `tells_counts`).
+            `uploads_counts`).
         """
         if w:
             client.model.load_state_dict(w)
@@ -219,11 +219,11 @@ class PartialTraining(Algorithm[S, Client]):
             renew_statistics(client.model, client.data, self.batch_size)
         return {
             "weights": client.model.state_dict(),
-            "counts": counts if self.tells_counts else counts[:0],
+            "counts": counts if self.uploads_counts else counts[:0],
         }
 
     @property
-    def tells_counts(self) -> bool:
+    def uploads_counts(self) -> bool:
         """Return whether clients upload how many images of each class they trained on."""
         return self.own_rows
 

@@ -190,7 +190,7 @@ def compare_variants(
     )
     with ManyRuns(console) as many:
         try:
-            failed = run_all(runs, jobs, many.show, many.tell)
+            failed = run_all(runs, jobs, many.show, many.show_line)
         except KeyboardInterrupt:
             raise Interrupted(f"stopped; the same command with --out {folder} continues") from None
     if len(failed) < len(runs):

@@ -327,7 +327,7 @@ View = Callable[[Mapping[str, tuple[int, int]], int, int], None]
 
 
 def run_all(
-    jobs: Sequence[RunJob], parallel: int, view: View, tell: Callable[[str], None]
+    jobs: Sequence[RunJob], parallel: int, view: View, show_line: Callable[[str], None]
 ) -> list[RunJob]:
     """Run all unfinished jobs, each in its own process; return those that failed.
 
@@ -338,7 +338,7 @@ def run_all(
         jobs: The runs.
         parallel: The number of runs at the same time.
         view: Called regularly with the progress.
-        tell: Called with a line for each run that ends.
+        show_line: Called with a line for each run that ends.
     """
     waiting = [job for job in jobs if not job.finished]
     running: dict[RunJob, tuple[Started, float]] = {}
@@ -346,7 +346,7 @@ def run_all(
     total = len(jobs)
     threads = max(1, (os.cpu_count() or 1) // parallel)
     if len(waiting) < total:
-        tell(f"{total - len(waiting)} of {total} runs are finished already")
+        show_line(f"{total - len(waiting)} of {total} runs are finished already")
     with _terminated_as_interrupted(), Launcher(threads) as launcher, _stop_at_exit(running):
         while waiting or running:
             while waiting and len(running) < parallel:
@@ -359,10 +359,12 @@ def run_all(
             for job in ended:
                 process, began = running.pop(job)
                 if process.returncode == 0 and job.finished:
-                    tell(f"{job}: {_outcome(job)}; {format_duration(time.monotonic() - began)}")
+                    show_line(
+                        f"{job}: {_outcome(job)}; {format_duration(time.monotonic() - began)}"
+                    )
                 else:
                     failed.append(job)
-                    tell(f"{job} {_why(job, process.returncode or 0)}")
+                    show_line(f"{job} {_why(job, process.returncode or 0)}")
     # Another process may have been running a job, and have finished it meanwhile.
     return [job for job in failed if not job.finished]
 

@@ -58,7 +58,7 @@ class Launched:
 
 @dataclass
 class Launcher:
-    """Start runs by forking a job server that has loaded torch.
+    """Starter of runs, by a job server that has loaded torch and forks.
 
     The job server starts with the first run and ends in `__exit__`. Runs are isolated as if each
     had been started separately: each has its own session, log and memory.

@@ -114,7 +114,7 @@ class Lane:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Compute on this lane in the current thread, inside."""
+        """Compute on this lane in the current thread, inside the block."""
         before = current_lane()
         default = torch.cuda.default_generators[self.device.index]
         outer = default.graphsafe_get_state()
@@ -188,7 +188,7 @@ class Lane:
 
 
 def _serve(work: queue.SimpleQueue[Callable[[], None]]) -> None:
-    """Run the jobs of a queue for ever; the target of a track's thread."""
+    """Run the jobs of a queue without end; the target of a track's thread."""
     while True:
         job = work.get()
         job()

@@ -92,10 +92,14 @@ class _BatchNorm(torch.autograd.Function):
             return *_differentiable(ctx, dy), None, None, None
         x, weight, bias, mean, rstd, y, arrived = ctx.saved_tensors
         affine, added, (training, _, _, act, slope) = ctx.settings
-        cut, g = _Grid(x), dy.contiguous(memory_format=torch.channels_last)
-        dx, (dweight, dbias) = torch.empty_like(x), x.new_empty((2, cut.c), dtype=torch.float32)
+        cut = _Grid(x)
+        g = dy.contiguous(memory_format=torch.channels_last)
+        dx = torch.empty_like(x)
+        dweight, dbias = x.new_empty((2, cut.c), dtype=torch.float32)
         if training:
-            dy, g = g, torch.empty_like(x) if added else g
+            dy = g
+            if added:
+                g = torch.empty_like(x)
             grid, rows = cut.among(REDUCING)
             sums = x.new_empty((grid[1], 2, cut.c), dtype=torch.float32)
             kernels.backward_sums[grid](

@@ -46,7 +46,7 @@ class Parking:
 
     @contextmanager
     def on_device(self, client: Guest) -> Iterator[None]:
-        """Hold a client on the device, inside."""
+        """Keep a client on the device inside the block."""
         if not self.limit:
             yield
             return

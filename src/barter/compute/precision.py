@@ -44,7 +44,10 @@ def use_precision(precision: Precision) -> Iterator[None]:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Compute in full fp32 inside, for differences between nearly equal numbers."""
+    """Compute in full fp32 inside the block.
+
+    Differences between nearly equal numbers need it.
+    """
     with use_precision("fp32"):
         yield
 

@@ -36,7 +36,7 @@ def free_cores() -> int:
 
 @contextmanager
 def limit_threads(threads: int | None) -> Iterator[None]:
-    """Use this number of threads inside; None leaves it unchanged."""
+    """Use this number of threads inside the block; None leaves it unchanged."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:

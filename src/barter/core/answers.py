@@ -317,7 +317,7 @@ class RangeCheck:
 
 
 class _Checker:
-    """Walks through an answer and its schema.
+    """Check of an answer against its schema, part by part.
 
     Ranges of tensors are collected during the walk and compared at its end, so that a GPU is
     waited for only once per answer.
@@ -630,7 +630,7 @@ class _Checker:
 
 @dataclass(frozen=True)
 class _ByteLimit:
-    """Computes the largest sizes of valid answers in bytes."""
+    """Largest sizes of valid answers in bytes, by schema."""
 
     algorithm: object
     known: Known

@@ -113,19 +113,19 @@ def score(
     return measure(test, add_offset(logits, by_class), data.labels, evaluation.metrics)
 
 
-def evaluate_client(client: Client, at_home: Tensor | None = None) -> dict[str, float]:
+def evaluate_client(client: Client, local_offset: Tensor | None = None) -> dict[str, float]:
     """Compute a client's metrics on its test sets, if it is evaluated in this round.
 
     Args:
         client: The client.
-        at_home: Offset added to its logits on its local test and validation sets, one number per
+        local_offset: Offset added to its logits on its local test and validation sets, one number per
             class.
     """
     metrics: dict[str, float] = {}
     # The mode is set even if no test is due, so that skipping tests has no other effect.
     client.model.eval()
     for test, data in tests_due(client).items():
-        by_class = at_home if test in ("local", "val_local") else None
+        by_class = local_offset if test in ("local", "val_local") else None
         metrics |= score(client.model, data, test, client.evaluation, by_class)
     return metrics
 
@@ -137,9 +137,9 @@ def tests_due(client: Client) -> dict[str, Images]:
     return {test: data for test, data in client.tests.items() if client.evaluation.runs(test)}
 
 
-def record_before_exchange(client: Client, at_home: Tensor | None = None) -> None:
+def record_before_exchange(client: Client, local_offset: Tensor | None = None) -> None:
     """Put the client's current metrics into its report as those before the exchange."""
-    metrics = evaluate_client(client, at_home)
+    metrics = evaluate_client(client, local_offset)
     client.report |= {f"before_{name}": value for name, value in metrics.items()}
 
 

@@ -180,7 +180,8 @@ class BaseEngine:
                         rms = torch.linalg.vector_norm(value) / math.sqrt(value.numel())
                         initial[name] = (float(peak), float(rms))
                     elif value.dtype == torch.int64 and value.numel() > 1:
-                        smallest, largest = int(value.amin()), int(value.amax())
+                        smallest = int(value.amin())
+                        largest = int(value.amax())
                         # Counters start from equal numbers and may grow.
                         if smallest < largest:
                             tables[name] = (smallest, largest)

@@ -64,7 +64,7 @@ class Member:
 
 
 class Lost(Exception):
-    """Flower has no answer of a site."""
+    """An error: Flower has no answer of a site."""
 
 
 def send_requests(
@@ -219,7 +219,7 @@ class Hellos:
 
 
 class FlowerEngine(BaseEngine):
-    """Run client methods at sites.
+    """Engine that runs client methods at Flower sites.
 
     Every client that is called gets one reply or one failure. Answers are untrusted: they are
     checked against their contract.
@@ -502,7 +502,7 @@ class FlowerEngine(BaseEngine):
 
 
 class Progress:
-    """Ask sites how far they are in a long call.
+    """Requests to sites for their progress in a long call.
 
     The interval grows with the duration of the call and with the number of sites.
 

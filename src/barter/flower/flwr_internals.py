@@ -183,7 +183,7 @@ def _punctual_protocol(idle: float) -> Any:
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     class Punctual(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
-        """Uvicorn's protocol would wait for the first line of a request for ever."""
+        """Uvicorn's protocol, with a limit on the wait for a request's first line."""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)

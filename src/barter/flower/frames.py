@@ -134,7 +134,7 @@ def ask_worker(
 
 
 def serve_frames(path: Path, answer: Callable[[Frame], Frame], lost: Callable[[], None]) -> None:
-    """Answer one caller after the other, for ever.
+    """Answer one caller after the other, without end.
 
     Args:
         path: The unix socket to listen on.

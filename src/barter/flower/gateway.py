@@ -40,7 +40,7 @@ App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Refused(Exception):
-    """A request is refused, with this HTTP status."""
+    """An error: a request is refused, with this HTTP status."""
 
     def __init__(self, status: int) -> None:
         self.status = status

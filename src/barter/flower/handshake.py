@@ -570,7 +570,8 @@ def _pool_statistics(hellos: Sequence[Hello]) -> Spec:
     if len(specs) == 1:
         return specs.pop()
     total = sum(hello.examples for hello in hellos)
-    mean, std = [], []
+    mean = []
+    std = []
     for c in range(hellos[0].spec.channels):
         m = math.fsum(h.examples / total * h.spec.mean[c] for h in hellos)
         square = math.fsum(

@@ -38,7 +38,7 @@ log = logging.getLogger("barter")
 
 
 class Site:
-    """Answer a server's requests for one client.
+    """A server of requests for one client, whose memory is on disk.
 
     A call is computed once: if it is asked again, the saved reply is sent again.
 
@@ -181,7 +181,7 @@ class Site:
 
     @property
     def client(self) -> Client:
-        """The one client of the engine."""
+        """Return the one client of the engine."""
         (client,) = self.engine.clients.values()
         return client
 
@@ -272,12 +272,12 @@ class Site:
 
     @property
     def _now(self) -> Path:
-        """The file of the current state."""
+        """Return the file of the current state."""
         return self.memory / str(self.session["run"]) / "now.safetensors"
 
     @property
     def _start(self) -> Path:
-        """The file of the state at the start of the current round."""
+        """Return the file of the state at the start of the current round."""
         return self._now.with_name("start.safetensors")
 
     def _require_budget(self) -> None:

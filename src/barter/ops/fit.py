@@ -87,7 +87,7 @@ def index_batches(n: int, size: int, device: torch.device) -> Iterator[Tensor]:
 
 
 def batches(rows: Sequence[Sequence[Tensor]], size: int) -> Iterator[list[Tensor]]:
-    """Yield shuffled batches of rows for ever.
+    """Yield shuffled batches of rows without end.
 
     Args:
         rows: Groups of equally long tensors. The groups are concatenated tensor by tensor.

@@ -247,7 +247,12 @@ def round_chart(
             hovertemplate=f"%{{y:{scale.precise}}}{scale.suffix}",
         )
     figure.update_yaxes(tickformat=scale.ticks, ticksuffix=scale.suffix, rangemode="tozero")
-    bargap = 0.6 if len(records) <= 4 else 0.25 if len(records) <= 50 else 0
+    if len(records) <= 4:
+        bargap = 0.6
+    elif len(records) <= 50:
+        bargap = 0.25
+    else:
+        bargap = 0.0
     return figure.update_layout(bargap=bargap, showlegend=len(parts) > 1)
 
 

@@ -134,22 +134,15 @@ class ComparisonReport:
             self._splits[example] = Split(configs[first])
         if not quick:
             self._splits[example].read()
-        failed = [
-            [f"{name}, seed {seed}", failure]
-            for name, runs in results.items()
-            for seed, rounds in runs.items()
-            for r in rounds
-            for failure in r.failures
-        ]
-        remarks = [
-            [f"{name}, seed {seed}", remark]
-            for name, runs in results.items()
-            for seed, rounds in runs.items()
-            for remark in [
-                *(f"round {r.round}: {warning}" for r in rounds for warning in r.warnings),
-                *configs[name].algorithm.remarks(rounds),
-            ]
-        ]
+        failed = []
+        remarks = []
+        for name, runs in results.items():
+            for seed, rounds in runs.items():
+                run = f"{name}, seed {seed}"
+                for r in rounds:
+                    failed += [[run, failure] for failure in r.failures]
+                    remarks += [[run, f"round {r.round}: {warning}"] for warning in r.warnings]
+                remarks += [[run, remark] for remark in configs[name].algorithm.remarks(rounds)]
         unfinished = [text_block(f"Not finished: {'; '.join(missing)}.")] if missing else []
         return [
             Section("Table", [_table(compared), *unfinished]),
@@ -269,21 +262,23 @@ def _table(compared: Comparative) -> str:
 def _costs(results: Results) -> Section:
     """Draw traffic, time by phase, and memory where known, as means over seeds."""
     names = list(results)
-    traffic = {
-        way: [
-            _mean([sum(r.traffic(way) for r in rounds) for rounds in results[name].values()])
-            for name in names
-        ]
-        for way in ("up", "down")
-    }
+    traffic: dict[str, list[float]] = {"up": [], "down": []}
+    for way, means in traffic.items():
+        for runs in results.values():
+            totals = [sum(r.traffic(way) for r in rounds) for rounds in runs.values()]
+            means.append(_mean(totals))
+    # Method -> of each seed, the seconds of every phase by round.
     spent = {
         name: [phase_seconds(rounds) for rounds in runs.values()] for name, runs in results.items()
     }
-    every = dict.fromkeys(phase for runs in spent.values() for run in runs for phase in run)
-    seconds = {
-        phase: [_mean([sum(run.get(phase, [])) for run in spent[name]]) for name in names]
-        for phase in every
-    }
+    seconds: dict[str, list[float]] = {}
+    for phases_by_seed in spent.values():
+        for phases in phases_by_seed:
+            seconds |= {phase: [] for phase in phases}
+    for phase, means in seconds.items():
+        for name in names:
+            by_seed = [sum(phases.get(phase, [])) for phases in spent[name]]
+            means.append(_mean(by_seed))
     peaks = [max(_peak(rounds) for rounds in runs.values()) for runs in results.values()]
     parts = [
         chart(

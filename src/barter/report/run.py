@@ -232,7 +232,8 @@ def _names(config: Config) -> list[str]:
     """Return the clients' names: number and, if known, architecture."""
     if config.data.source == SITES or config.models == BY_PYTHON:
         return [f"client {k}" for k in range(config.clients)]
-    algorithm, clients = config.algorithm, config.clients
+    algorithm = config.algorithm
+    clients = config.clients
     names = architecture_names(algorithm, config.models, clients)
     return [
         f"{k} {narrowed_name(name, algorithm.budget(k, clients))}" for k, name in enumerate(names)
@@ -318,10 +319,10 @@ def _privacy(run: Path) -> list[Section]:
 
 def _traffic(rounds: Sequence[Round]) -> Section:
     methods = list(dict.fromkeys(method for r in rounds for method in r.bytes))
-    sums = {
-        way: [sum(r.bytes.get(m, {}).get(way, 0) for r in rounds) for m in methods]
-        for way in ("up", "down")
-    }
+    sums: dict[str, list[int]] = {"up": [], "down": []}
+    for way, totals in sums.items():
+        for method in methods:
+            totals.append(sum(r.bytes.get(method, {}).get(way, 0) for r in rounds))
     if not any(map(any, sums.values())):
         return Section("Traffic", [], "nothing was exchanged.")
     by_round = {way: [r.traffic(way) for r in rounds] for way in ("up", "down")}
@@ -431,8 +432,12 @@ def _recorded_section(rounds: Sequence[Round]) -> Section:
 
 
 def _keys(rounds: Sequence[Round]) -> list[str]:
-    nodes = (node for party in ("server", "clients") for r in rounds for node in _of(r, party))
-    return list(dict.fromkeys(key for node in nodes for key in node))
+    keys: dict[str, None] = {}  # a set in the order of insertion
+    for party in ("server", "clients"):
+        for r in rounds:
+            for node in _of(r, party):
+                keys |= dict.fromkeys(node)
+    return list(keys)
 
 
 def _by_round(rounds: Sequence[Round], keys: Sequence[str]) -> list[str]:

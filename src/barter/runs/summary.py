@@ -141,13 +141,12 @@ def final_value(rounds: Sequence[Round], metric: str) -> float | None:
 
 def metric_curves(results: Results, metric: str) -> dict[str, dict[int, Curve]]:
     """Return a metric of every run by round: method -> seed -> curve."""
-    return {
-        name: {
-            seed: [(r.round, metric_value(r, metric)) for r in rounds]
-            for seed, rounds in runs.items()
-        }
-        for name, runs in results.items()
-    }
+    curves: dict[str, dict[int, Curve]] = {}
+    for name, runs in results.items():
+        curves[name] = {}
+        for seed, rounds in runs.items():
+            curves[name][seed] = [(r.round, metric_value(r, metric)) for r in rounds]
+    return curves
 
 
 @dataclass(frozen=True)
@@ -317,7 +316,11 @@ def summary_cells(compared: Comparative) -> tuple[list[str], list[list[tuple[str
     question = compared.question
     primary = {s.primary for s in summaries}
     mixed = len(primary) > 1
-    first = ["primary"] if mixed else ["server"] if primary == {"server"} else []
+    first = []
+    if mixed:
+        first = ["primary"]
+    elif primary == {"server"}:
+        first = ["server"]
     wanted = dict.fromkeys([*first, *ALWAYS, question.metric])
     shown = [key for key in wanted if any(s.accuracies[key].values for s in summaries)]
     shown = [key for key in shown if key != "primary" or mixed]

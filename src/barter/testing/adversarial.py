@@ -211,7 +211,7 @@ ATTACKS: Mapping[str, Attack] = {**REFUSED, **PLAUSIBLE}
 
 
 class AdversarialClient:
-    """Replace answers of an engine's last client by malformed or extreme ones.
+    """An engine's last client, whose answers become malformed or extreme.
 
     It does so in every evaluation, and in one other method per round. Of each method, an answer is
     sent that its contract rejects, then malformed ones that it accepts, then attacks that must be

@@ -246,9 +246,11 @@ def evaluate_networks(
             f"{dataset.name}: images of {dataset.x_test.shape[1]} channels for "
             f"{first.spec.channels}"
         )
-    x, y = dataset.x_test, dataset.y_test
+    x = dataset.x_test
+    y = dataset.y_test
     if new and dataset.held_out:
-        x, y = torch.cat([dataset.x_train, x]), torch.cat([dataset.y_train, y])
+        x = torch.cat([dataset.x_train, x])
+        y = torch.cat([dataset.y_train, y])
     labels = _class_indices(dataset, first.classes)[y]
     images = Images(x.to(device), labels.to(device), first.spec)
     return len(images), [accuracy(model.network.to(device), images) for model in networks]
