@@ -548,7 +548,11 @@ class Experiment:
         }
 
     def _require_same(self, path: Path, origin: Mapping[str, str]) -> None:
-        """Raise if the checkpoint was made with another configuration or other data."""
+        """Check that a checkpoint was made with this configuration and these data.
+
+        Raises:
+            CheckpointError: They differ, or the checkpoint does not say.
+        """
         if not {"config", "data"} <= origin.keys():
             raise CheckpointError(
                 f"{path} was written by an older version, which did not record its configuration "

@@ -460,7 +460,10 @@ class FedFree(Algorithm[Bridge, Client]):
         return shared - local
 
     def receive(self, client: Client, gifts: list[Layer]) -> None:
-        """Copy the received layer, if there is one, over the client's own (Eq. 7)."""
+        """Copy the received layer, if there is one, over the client's own (Eq. 7).
+
+        With `outputs` "trained", a head changes only for the client's classes.
+        """
         client.report["taken"] = len(gifts)
         for g in gifts:
             layer = client.model.get_submodule(g["name"])
@@ -495,7 +498,15 @@ class FedFree(Algorithm[Bridge, Client]):
         ]
 
     def fit_to_layer(self, received: Tensor, place: Tensor) -> Tensor:
-        """Return a received weight or bias in the shape of the client's own (Eq. 7)."""
+        """Return a received weight or bias in the shape of the client's own (Eq. 7).
+
+        Entries that the received tensor does not cover are zero, or keep the client's values if
+        `fill` is "retain".
+
+        Args:
+            received: The received tensor.
+            place: The client's tensor, which is not changed.
+        """
         if self.fill == "retain":
             return resize_weight(received, place.shape, place)
         flat = torch.zeros(place.numel(), device=place.device)

@@ -491,10 +491,15 @@ class FedZGE(Algorithm[QueryServer, Oracle]):
         student: Tensor,
         x: Tensor,
     ) -> Tensor:
-        """Return the generator's loss.
+        """Return the generator's loss: fidelity plus three weighted terms.
+
+        These are L_adv, L_info and L_div, with the weights `beta_adv`, `beta_info` and `beta_div`.
 
         Args:
-            client_logits: The clients' logits on images (clients, images, classes).
+            shares: The clients' weights.
+            z: The noise of the images.
+            y: Their labels.
+            client_logits: The clients' logits on the images (clients, images, classes).
             student: The global model's logits on them.
             x: The images.
         """

@@ -147,7 +147,10 @@ def _interpret_upload(
 
 
 def _network(client: Client, answers: dict[str, Payload]) -> Classifier | None:
-    """Return a network with the weights that a client uploaded, or None."""
+    """Return a network with the first weights that a client uploaded, or None.
+
+    The weights must be those of the client's whole network.
+    """
     state = next(iter(_states(answers, client.model.state_dict())), None)
     if state is None:
         return None

@@ -285,7 +285,14 @@ def identity(work: Any, depth: int = 4) -> Hashable:
 
 
 def contents(work: Any, depth: int = 4) -> list[Any]:
-    """Return all values that work holds, also through nested functions."""
+    """Return all values that a function holds, also through nested functions.
+
+    See `_code_and_values` for these values.
+
+    Args:
+        work: A function, bound method, partial or module.
+        depth: Levels of nested functions to follow.
+    """
     code, values = _code_and_values(work)
     inner = [code, *values] if isinstance(work, partial) else values
     items: list[Any] = []

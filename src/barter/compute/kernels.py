@@ -91,9 +91,10 @@ def statistics(
     m, units, rows, slices, eps, momentum,
     UNIT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr, TRACKED: tl.constexpr,
 ):
-    """Compute mean and standard deviation, and update the running statistics.
+    """Compute each channel's mean and 1 / standard deviation.
 
-    Sums are of x minus its first row, which avoids cancellation.
+    The running statistics are updated, too. Sums are of x minus its first row, which avoids
+    cancellation.
     """
     c = units * UNIT
     columns = tl.program_id(0) * BC + tl.arange(0, BC)

@@ -53,9 +53,10 @@ def full_precision() -> Iterator[None]:
 
 
 def autocast(device: torch.device) -> torch.autocast:
-    """Return the autocast context of a forward pass.
+    """Return the autocast context of a forward pass: bf16 or disabled.
 
-    Weights, normalisation statistics and losses stay in fp32.
+    It is bf16 on CUDA if that is the run's precision. Weights, normalisation statistics and losses
+    stay in fp32.
     """
     enabled = _current == "bf16" and device.type == "cuda"
     return torch.autocast(device.type, torch.bfloat16, enabled=enabled)

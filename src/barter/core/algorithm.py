@@ -199,6 +199,8 @@ class Algorithm(Generic[S, C]):
     def budget(self, client: int, clients: int) -> float:
         """Return the fraction of its network's width that a client can afford.
 
+        It is 1, the full width, unless a subclass says otherwise.
+
         Args:
             client: The client's id.
             clients: The number of clients in the run.

@@ -262,7 +262,7 @@ def split_validation(
 
 
 def _together(parts: Sequence[Images], spec: Spec) -> Images:
-    """Join the images of several clients."""
+    """Concatenate the images of several clients."""
     pixels = torch.cat([images.pixels for images in parts])
     labels = torch.cat([images.labels for images in parts])
     return Images(pixels, labels, spec)

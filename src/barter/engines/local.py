@@ -393,7 +393,11 @@ class LocalEngine(BaseEngine):
     def _finish_job(
         self, method: str, k: int, args: tuple[Any, ...], outcome: Payload | None, death: str
     ) -> Any:
-        """Apply a forked call's changes to the client; return the checked answer."""
+        """Apply a forked call's changes to the client; return the checked answer.
+
+        Raises:
+            Elsewhere: The call failed, or its process died.
+        """
         if outcome is None:
             raise Elsewhere(death, "")
         client = self.clients[k]

@@ -56,7 +56,7 @@ def send(peer: socket.socket, frame: Frame) -> None:
 
 
 def receive(peer: socket.socket) -> Frame:
-    """Read a frame.
+    """Read one frame, its header and its blobs, from a socket.
 
     Raises:
         PayloadError: If the head is malformed.

@@ -386,7 +386,7 @@ class Site:
             os.link(self._now, temporary)
 
     def _save(self) -> None:
-        """Write the client's memory, the last call and its reply to disk."""
+        """Write the client's memory, the last call and its reply to disk, atomically."""
         client = self.client
         self._now.parent.mkdir(parents=True, exist_ok=True)
         state: dict[str, Any] = {

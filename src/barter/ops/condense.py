@@ -74,7 +74,12 @@ def images_per_class(data: Images, ipc: int, least: int) -> dict[int, int]:
 
 
 def condensed_labels(sizes: Mapping[int, int], device: torch.device) -> Tensor:
-    """Return the label of each condensed image, sorted by class."""
+    """Return the label of each condensed image, in the order of `sizes`.
+
+    Args:
+        sizes: Class -> number of condensed images.
+        device: Device of the result.
+    """
     labels = [label for label, size in sizes.items() for _ in range(size)]
     return torch.tensor(labels, dtype=torch.long, device=device)
 

@@ -109,7 +109,15 @@ def submodel_indices(
 
 
 def _grid(along: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """Reshape one index per axis so that together they address a tensor's block."""
+    """Return indices that address a block of a tensor, from one index per axis.
+
+    Args:
+        along: For each axis, the indices that the block covers.
+        device: Device of the result.
+
+    Returns:
+        The same indices, shaped so that `tensor[result]` is the block.
+    """
     return tuple(
         index.to(device).view([-1 if axis == other else 1 for other in range(len(along))])
         for axis, index in enumerate(along)

@@ -100,7 +100,7 @@ class Mechanism:
         return None
 
     def apply(self, values: Sequence[Payload], context: ReleaseContext) -> list[Payload]:
-        """Return the protected values that leave the client.
+        """Return the protected values that leave the client; subclasses implement it.
 
         Args:
             values: The values of the parts that the mechanism covers.

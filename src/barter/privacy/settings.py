@@ -372,7 +372,7 @@ class Plan:
         return [key for part in harmless if (key := part.partition(".")[2])]
 
     def of(self, method: str) -> dict[str, Mechanism]:
-        """Return the mechanisms for a method's answers, by part."""
+        """Return the mechanisms that protect a method's answers: part -> mechanism."""
         return {part: m for part, m in self.mechanisms.items() if part.partition(".")[0] == method}
 
     def cost(self, released: Mapping[str, int]) -> float:

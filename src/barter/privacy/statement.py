@@ -322,7 +322,9 @@ def _with_side_information(
 def _row(
     plan: Plan, crosses: Mapping[str, Crossing], part: str, count: int, spent: Mapping[int, float]
 ) -> ReleaseRow:
-    """Return the row of a part that left clients.
+    """Return the statement's row for a released part: its protection and ε.
+
+    ε is 0 for a part that depends on no image, and infinite for one without protection.
 
     Args:
         plan: The privacy settings.

@@ -125,7 +125,13 @@ class ComparisonReport:
         return f"{pluralise(variants, 'variant')} of {len(kinds)} methods on {source}"
 
     def _results(self, results: Results, missing: Sequence[str], *, quick: bool) -> list[Section]:
-        """Return the sections about the finished runs."""
+        """Return the sections about the finished runs: tables, charts, remarks.
+
+        Args:
+            results: The finished runs, by method and seed.
+            missing: Names of the other runs.
+            quick: Leave out the split of the data if it was not computed before.
+        """
         compared = self.comparison.summary(results)
         configs = {name: self._config(name, next(iter(runs))) for name, runs in results.items()}
         first, seed = next((name, next(iter(runs))) for name, runs in results.items())

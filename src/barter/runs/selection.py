@@ -57,7 +57,11 @@ class Stop:
 
     @classmethod
     def from_json(cls, text: str) -> Stop:
-        """Read what `to_json` wrote; raise ValueError for anything else."""
+        """Parse the JSON text of an early stop.
+
+        Raises:
+            ValueError: The text is not what `to_json` returns.
+        """
         try:
             return cls(**json.loads(text))
         except TypeError as error:
