@@ -149,7 +149,7 @@ def relative_change(before: Layer, after: Layer) -> Tensor:
 
 
 def output_changes(before: Layer, after: Layer) -> Tensor:
-    """Return how much training changed each output of a layer."""
+    """Return the squared change of each output's weights in training (outputs,)."""
     return (after["weight"] - before["weight"]).flatten(1).square().sum(1)
 
 

@@ -126,7 +126,7 @@ def _class_counts(value: Payload, key: str, classes: int) -> Tensor | None:
 
 
 def estimate_prior(network: Classifier, public: Images) -> Tensor:
-    """Estimate a network's class prior.
+    """Estimate a network's class prior, up to a factor.
 
     This is the sum of the predicted probabilities of each class over public images, relative to how
     often the class occurs among them.

@@ -298,7 +298,8 @@ class Algorithm(Generic[S, C]):
         Args:
             client: The client.
             t: The round.
-            wanted: Given the indices of all images available, returns those to show.
+            wanted: Given the indices of all available private images, returns the positions among
+                them of those to show.
 
         Returns:
             Indices into the client's images and the synthetic images; None if the round made none

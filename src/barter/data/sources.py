@@ -296,7 +296,7 @@ def _annotations(text: str, classes: list[str]) -> list[tuple[str, int]]:
 
 
 def _npz(request: SourceRequest) -> Dataset:
-    """Load an npz file."""
+    """Load an npz file as a data set."""
     if request.path.is_file() and request.path.open("rb").read(6) == b"\x93NUMPY":
         raise ConfigError(
             f"{request.path} holds one array; an npz file with {', '.join(NEEDED)} is expected"

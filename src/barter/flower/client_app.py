@@ -119,7 +119,10 @@ def from_records(records: RecordDict) -> Frame:
 @app.query("hello")
 @app.train("call")
 def hand_over(message: Message, context: Context) -> Message:
-    """Return the worker's reply; notify the worker when this process exits."""
+    """Pass a message to the site's worker and return the worker's reply.
+
+    The worker is notified when this process exits normally.
+    """
     # Metadata gives a duration, not a time of day: clocks of two machines may differ.
     deadline = time.monotonic() + message.metadata.ttl
     reply, worker = ask_worker(

@@ -83,7 +83,7 @@ class Statement:
 
     @property
     def protected(self) -> bool:
-        """Return whether any part that left was protected."""
+        """Return whether any released part was protected."""
         return any(row.protection and row.releases for row in self.rows)
 
     @property

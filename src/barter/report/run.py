@@ -167,7 +167,7 @@ class RunReport:
         return page(title, subtitle, make_tiles(rounds) if rounds else [], sections, message)
 
     def _last(self) -> str:
-        """Describe when the last round ended."""
+        """Return a sentence that says when the last round ended."""
         if not self.done:
             return "No round is finished yet."
         written = time.localtime((self.run / METRICS_FILE).stat().st_mtime)

@@ -167,7 +167,7 @@ class Config:
             )
 
     def _require_defence(self) -> None:
-        """Raise if robust aggregation or the adversaries mean nothing to the algorithm."""
+        """Raise ConfigError if robust aggregation or adversaries do not fit the run."""
         title = type(self.algorithm).__name__
         if self.robust != "none" and not self.algorithm.aggregates:
             raise ConfigError(
