@@ -75,7 +75,7 @@ from barter.ops.mutual import companion
 
 __all__ = ["Broker", "FedKD", "Mentor", "fedkd_loss"]
 
-VARIANCE_ROUNDING = 1e-6  # A change of a variance to zero may miss it by so much.
+VARIANCE_ROUNDING = 1e-6  # A change of a variance to zero may miss it by this much.
 
 
 class Broker(Server):

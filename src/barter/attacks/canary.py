@@ -184,7 +184,7 @@ class Game:
         self.engine.wire = self.tap
         self.start = isolate((experiment.server.memory(), self.engine.memory()))
         privacy = experiment.config.privacy
-        # The game asks for as many rounds as it likes; each is as private as the run's.
+        # The budget does not limit the number of rounds; each is as private as one of the run.
         self.guard = Guard(replace(privacy, epsilon=None), experiment.algorithm)
         self.plan = guard_of(experiment).plan
         self.images = [self._with_canary(world) for world in range(2)]

@@ -39,12 +39,12 @@ class RecordingWire(Wire):
 
     def __init__(self, may_be_infinite: frozenset[str]) -> None:
         super().__init__(may_be_infinite)
-        self.heard: dict[int, dict[str, Payload]] = {}
+        self.answers: dict[int, dict[str, Payload]] = {}
         self.sent: dict[int, dict[str, Payload]] = {}  # arguments
 
     def deliver(self, received: Any, method: str, client: int, direction: Direction) -> Any:
         if method != Algorithm.evaluate.__name__:
-            record = self.heard if direction == "up" else self.sent
+            record = self.answers if direction == "up" else self.sent
             record.setdefault(client, {})[method] = isolate(received)
         return received
 
@@ -89,13 +89,13 @@ def guard_of(experiment: Experiment) -> Guard:
 
 def collect_uploads(experiment: Experiment) -> dict[int, Upload]:
     """Run one more round and return what each client uploaded in it."""
-    ear = RecordingWire(experiment.algorithm.may_be_infinite)
-    experiment.engine.wire = ear
+    wire = RecordingWire(experiment.algorithm.may_be_infinite)
+    experiment.engine.wire = wire
     experiment.step()
     clients = clients_of(experiment)
     return {
-        k: _interpret_upload(experiment, clients[k], answers, ear.sent.get(k, {}))
-        for k, answers in sorted(ear.heard.items())
+        k: _interpret_upload(experiment, clients[k], answers, wire.sent.get(k, {}))
+        for k, answers in sorted(wire.answers.items())
     }
 
 

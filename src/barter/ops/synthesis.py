@@ -334,19 +334,19 @@ def label_weights(counts: Tensor) -> tuple[Tensor, Tensor]:
     return class_shares(counts) * (total > 0), total / total.sum()
 
 
-def to_network_input(drawn: Tensor, spec: Spec, output: Output) -> Tensor:
+def to_network_input(images: Tensor, spec: Spec, output: Output) -> Tensor:
     """Convert images between -1 and 1 to inputs of the networks.
 
     Args:
-        drawn: The images.
+        images: The images.
         spec: Format of the inputs.
         output: "matched" brings them to the range of normalised data, "tanh" leaves them as they
             are.
     """
     if output == "tanh":
-        return drawn
-    mean, std = channel_statistics(spec, drawn.device)
-    return ((drawn + 1) / 2 - mean) / std
+        return images
+    mean, std = channel_statistics(spec, images.device)
+    return ((images + 1) / 2 - mean) / std
 
 
 def variety(x: Tensor, y: Tensor) -> dict[str, float]:

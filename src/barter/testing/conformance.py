@@ -103,11 +103,11 @@ class Trial:
     @cached_property
     def straight(self) -> Outcome:
         """Return the outcome of an undisturbed run, which others are compared with."""
-        return self.over(self.heard)
+        return self.over(self.recorded_calls)
 
     @cached_property
-    def heard(self) -> Listening:
-        """Return the wire of the undisturbed run."""
+    def recorded_calls(self) -> Listening:
+        """Return the wire of the undisturbed run, which records the calls."""
         return Listening(self.algorithm.may_be_infinite)
 
 
@@ -209,7 +209,7 @@ def crosses_what_it_says(trial: Trial) -> None:
             crossing = trial.kind.crosses[method]
             if (bytes_ > 0) != bool(crossing.down if way == "down" else crossing.up):
                 raise Violation(f"{method}: {bytes_} bytes go {way}, crosses says '{crossing}'")
-    last = [method for method in trial.heard.methods if method != "evaluate"][-1:]
+    last = [method for method in trial.recorded_calls.methods if method != "evaluate"][-1:]
     if last and last != list(trial.kind.crosses)[-1:]:
         raise Violation(
             f"a round's last call is {last[0]!r}: crosses must name it last, evaluation rides on it"
