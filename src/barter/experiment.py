@@ -224,7 +224,10 @@ class Experiment:
         after_round: Which = "last",
         ignore_stop: bool = False,
     ) -> None:
-        """Set up the experiment; open its folder and restore its checkpoint, if any."""
+        """Set up the experiment; open its folder and restore its checkpoint, if any.
+
+        See `from_config` for the arguments.
+        """
         self.config = federation.config
         self.server = federation.server
         self.engine = federation.engine
@@ -487,7 +490,15 @@ class Experiment:
             )
 
     def _record(self, t: int, all_clients: Clients, start: float) -> Round:
-        """Evaluate clients and server if due, and return the record of round t."""
+        """Evaluate clients and server if due, and return the record of round t.
+
+        Reports, times, failures and byte counts of the round are collected and reset.
+
+        Args:
+            t: The round.
+            all_clients: All clients.
+            start: When the round began, by `time.perf_counter`.
+        """
         participants = sorted(self.engine.participants)
         tested = [k for k in all_clients if self.engine.tests_due(k, EVALUATION)]
         adversarial = self.engine.adversarial
@@ -634,7 +645,13 @@ class Experiment:
         return folder
 
     def _continue(self, folder: RunFolder, after_round: Which, code: list[str]) -> None:
-        """Restore the checkpoint of an opened folder, and write to it what changes."""
+        """Restore the checkpoint of an opened folder, and drop later rounds.
+
+        Settings that may change, such as the number of rounds, are written to the folder.
+
+        Raises:
+            CheckpointError: The run has another configuration, or its checkpoint does not fit.
+        """
         path = folder.path
         begun = self._begun_with(read_toml(folder.config))
         key = first_difference(to_plain(self.config), begun, but=RESULT_FREE)

@@ -231,7 +231,7 @@ class DENSE(Algorithm[Archive]):
         return Images(server.pixels[0], server.labels[0], server.spec)
 
     def distil(self, server: Archive, ensemble: Ensemble, shares: Tensor) -> None:
-        """Train the server's model for one pass over all stored images."""
+        """Distil the ensemble into the server's model in one pass over stored images."""
         images = self.images(server)
         index = torch.arange(len(images), device=server.device)
 

@@ -360,7 +360,12 @@ class FedFree(Algorithm[Bridge, Client]):
         return counterpart(layer, server.layers)
 
     def imitate(self, g: Layer, teachers: Sequence[Layer]) -> Layer:
-        """Return the server's layer `g` after one gradient step on Eq. 3."""
+        """Return the server's layer `g` after one gradient step on Eq. 3.
+
+        Args:
+            g: The server's layer.
+            teachers: The clients' layers whose outputs it is to reproduce.
+        """
         w = g["weight"].clone().requires_grad_()
         b = g.get("bias", torch.zeros(len(w), device=w.device)).clone().requires_grad_()
         if self.transfer == "analytic":

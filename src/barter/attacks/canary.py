@@ -391,7 +391,15 @@ def _combine(scores: Sequence[Tensor]) -> list[Tensor]:
 def _conclude(
     name: str, scores: Sequence[Tensor], released: Account, delta: float, confidence: float
 ) -> EpsilonBound:
-    """Return the lower bound of ε by these scores, and the ε of the account."""
+    """Return the lower bound of ε by these scores, and the ε of the account.
+
+    Args:
+        name: The part.
+        scores: The attacker's scores of tries with one image and with the other.
+        released: The releases of one round.
+        delta: δ, the probability that ε does not hold.
+        confidence: The probability with which the bound holds.
+    """
     without, including = scores
     stated = protected_epsilon(released, delta)
     assumptions = [Description.read(text).given for text in released]

@@ -370,7 +370,7 @@ def _end(out: Path) -> None:
 def _drive_flower(
     config: Config, out: Path, watcher: Watcher, *, resume: bool, simulate: bool
 ) -> None:
-    """Run on Flower: sites on this machine, or Flower's simulation."""
+    """Run on Flower and print the results: sites here, or Flower's simulation."""
     loopback = import_optional("flower.loopback")
     if simulate:
         import_optional("ray")

@@ -66,7 +66,11 @@ def _scaling(weight_ptr, bias_ptr, columns, inside, AFFINE: tl.constexpr):
 
 @triton.jit
 def _added_up(sums_ptr, arrived_ptr, c, columns, inside, slices, one, other, BM: tl.constexpr, BC: tl.constexpr):
-    """Store one slice's two sums. The last program gets the totals, and True."""
+    """Store one slice's two sums; the last program to arrive adds up all slices.
+
+    Returns:
+        Both totals, and True, for the last program of these columns; otherwise zeros and False.
+    """
     place = sums_ptr + tl.program_id(1) * 2 * c + columns
     tl.store(place, one, mask=inside)
     tl.store(place + c, other, mask=inside)
@@ -136,7 +140,10 @@ def forward(
     UNIT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr, AFFINE: tl.constexpr,
     ADDED: tl.constexpr,
 ):
-    """Compute y = act(normalised x [+ added])."""
+    """Compute y = act((x - mean) * rstd * weight + bias [+ added]).
+
+    Matrices are (m pixels, c channels); without AFFINE, weight is 1 and bias 0.
+    """
     c = units * UNIT
     columns = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = columns < c
@@ -209,7 +216,11 @@ def backward(
     UNIT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, ACT: tl.constexpr,
     TRAIN: tl.constexpr, AFFINE: tl.constexpr,
 ):
-    """Compute the gradient of x."""
+    """Compute the gradient of x from g, the gradient of y.
+
+    In training (TRAIN), it also flows through the batch's mean and variance, for which dweight and
+    dbias hold the sums of `backward_sums`. Matrices are (m pixels, c channels).
+    """
     c = units * UNIT
     columns = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = columns < c

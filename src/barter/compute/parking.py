@@ -46,7 +46,11 @@ class Parking:
 
     @contextmanager
     def on_device(self, client: Guest) -> Iterator[None]:
-        """Keep a client on the device inside the block."""
+        """Keep a client on the device inside the block.
+
+        Other clients leave the device if memory is short. After the block, the client stays until
+        then.
+        """
         if not self.limit:
             yield
             return

@@ -540,7 +540,11 @@ class _Checker:
             raise PayloadError(f"{path} is {value}, but {within.name} is {sizes[within.name]}")
 
     def check_tensor(self, value: Tensor, schema: TensorSchema, path: str, sizes: Sizes) -> None:
-        """Check a tensor's dtype and shape and note the ranges of its values."""
+        """Check a tensor's dtype and shape; note the ranges of its values.
+
+        Raises:
+            PayloadError: They are not those of the schema.
+        """
         declared = schema.values
         if declared is None:
             if value.dtype not in PLAIN_DTYPES:
@@ -636,7 +640,7 @@ class _ByteLimit:
     known: Known
 
     def of(self, schema: Schema, sizes: Sizes) -> int | None:
-        """Return the largest size of a value with this schema; None if it is not bounded."""
+        """Return the largest bytes of a value with this schema; None if unbounded."""
         if schema.is_present(self.algorithm) is False:
             return 0
         sizes = _add_names(schema, sizes)

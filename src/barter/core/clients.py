@@ -287,7 +287,14 @@ class Clients(Sequence[int]):
     def _require_enough(
         self, method: str, asked: int, failures: list[Failure], earlier: int = 0
     ) -> None:
-        """Raise ClientError if fewer clients answered than `min_clients` requires."""
+        """Raise ClientError if fewer clients answered than `min_clients` requires.
+
+        Args:
+            method: The remote method.
+            asked: The number of clients that were asked now.
+            failures: Their failures.
+            earlier: The number of clients whose earlier answers count too.
+        """
         min_clients = self._engine.min_clients
         answered = asked - len(failures)
         needed = asked if min_clients is None else min(min_clients - earlier, asked)

@@ -217,7 +217,11 @@ def compile_method(algorithm: object, method: str) -> MethodSchema:
 
 @lru_cache(maxsize=512)
 def _compile_once(kind: type, method: str) -> MethodSchema:
-    """Compile the type hints of a class's method."""
+    """Compile the type hints of a class's remote method, without self and client.
+
+    Raises:
+        TypeError: A type contains itself, or an annotation does not apply.
+    """
     function = getattr(kind, method, None)
     if function is None:
         return MethodSchema((), AnySchema(), frozenset())

@@ -308,7 +308,15 @@ def _as_images(x: np.ndarray[Any, Any], where: str) -> np.ndarray[Any, Any]:
 
 
 def _to_bytes(x: np.ndarray[Any, Any], found: str) -> np.ndarray[Any, Any]:
-    """Convert floats from 0 to 1 to bytes from 0 to 255."""
+    """Convert floats from 0 to 1 to bytes from 0 to 255.
+
+    Args:
+        x: The images.
+        found: What was found, the beginning of the message.
+
+    Raises:
+        ConfigError: Values are outside of this range.
+    """
     if not x.size:
         return x.astype(np.uint8)
     least = float(x.min())

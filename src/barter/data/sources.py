@@ -74,7 +74,12 @@ def _digits(request: SourceRequest) -> Dataset:
 
 
 def _torchvision(name: str, request: SourceRequest) -> Dataset:
-    """Load a data set of torchvision."""
+    """Load a data set of torchvision, with its training and test split.
+
+    Args:
+        name: The name in `SOURCES`, such as "cifar10".
+        request: Path, download and image size; the size is used by "food101" only.
+    """
     from torchvision import datasets
 
     root = str(request.path)

@@ -210,7 +210,11 @@ def _require_pairs(path: Path, headers: Mapping[str, Array]) -> None:
 
 
 def _file(path: Path) -> dict[str, Array]:
-    """Read one client's file; return at least images `x` and labels `y`."""
+    """Read one client's file; return images `x`, labels `y`, and maybe `classes`.
+
+    Raises:
+        ConfigError: The file is missing or holds something else.
+    """
     if not path.exists():
         raise ConfigError(
             f"{path}: there is no such file; every client has one in train/ and one in test/"

@@ -155,7 +155,11 @@ class BaseEngine:
         self._known.clear()
 
     def knowledge_of(self, server: Server, client: int) -> Known:
-        """Return the server's knowledge of a client, which contracts may refer to."""
+        """Return what the server knows of a client, which contracts may refer to.
+
+        These are numbers of images and features, and the shapes and initial sizes of the networks'
+        weights. It is computed once for each client.
+        """
         if client not in self._known:
             has_model = server.model_or_none is not None
             server_weights = shapes_of(server.model.state_dict()) if has_model else {}

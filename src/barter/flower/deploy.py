@@ -66,7 +66,10 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run the server; Flower's SuperLink starts it in a process of its own."""
+    """Run the server of a federation; Flower's SuperLink starts this process.
+
+    Errors are written to the run's journal.
+    """
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler(sys.stdout))  # which `flwr run --stream` shows
     _end_with(os.getppid())

@@ -76,7 +76,11 @@ def receive(peer: socket.socket) -> Frame:
 
 
 def _exactly(peer: socket.socket, size: int) -> bytearray:
-    """Read this number of bytes."""
+    """Read this number of bytes from a socket.
+
+    Raises:
+        ConnectionResetError: The other side disconnects before.
+    """
     data = bytearray()
     # Memory grows with the bytes received; the announced size is not trusted.
     while len(data) < size:

@@ -102,7 +102,11 @@ class Site:
             return self._error_reply(error)
 
     def _call(self, request: Payload) -> Payload:
-        """Run a method of the algorithm, save the client's memory, and return the reply."""
+        """Run a method of the algorithm, save the client's memory, return the reply.
+
+        A call that was answered before is not run again: its reply is repeated. The requested
+        evaluation is run at once, and sent along.
+        """
         session = request["session"]
         round = request["round"]
         method = request["method"]

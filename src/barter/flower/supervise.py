@@ -490,7 +490,7 @@ def reports_progress(setup: Setup) -> bool:
 
 
 def _node_command(setup: Setup, site_folder: Path, door: Path) -> list[str]:
-    """Return the command of barter's node."""
+    """Return the command line of barter's node, with the site's key."""
     command = [sys.executable, "-m", "barter.flower.node"]
     command += ["--superlink", setup.superlink]
     command += ["--door", str(door)]
@@ -501,7 +501,7 @@ def _node_command(setup: Setup, site_folder: Path, door: Path) -> list[str]:
 
 
 def _supernode_command(setup: Setup, site_folder: Path, door: Path) -> list[str]:
-    """Return the command of Flower's SuperNode."""
+    """Return the command line of Flower's SuperNode, with the site's key."""
     node_config = f"socket={json.dumps(str(door))} name={json.dumps(setup.name)}"
     command = ["flower-supernode", "--superlink", setup.superlink]
     command += ["--port", str(free_port())]

@@ -126,7 +126,11 @@ def _sizes(layer: nn.Conv2d | nn.Linear) -> tuple[int, int]:
 
 
 def _cut(layer: nn.Conv2d | nn.Linear, inputs: int, outputs: int) -> None:
-    """Cut a layer in place to its first inputs and outputs."""
+    """Cut a layer in place to its first inputs and outputs.
+
+    Raises:
+        ConfigError: The layer is a grouped convolution, unless it is depthwise.
+    """
     if isinstance(layer, nn.Linear):
         layer.in_features, layer.out_features = inputs, outputs
         weight = layer.weight[:outputs, :inputs]

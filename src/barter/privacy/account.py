@@ -94,7 +94,12 @@ def composed_epsilon(releases: Releases, delta: float) -> float:
 
 @lru_cache(maxsize=4096)
 def _composed_epsilon(releases: frozenset[tuple[Release, int]], delta: float) -> float:
-    """Return ε of a set of releases; only Gaussian ones have a closed form."""
+    """Return ε of all releases together at δ; only Gaussian ones have a closed form.
+
+    Args:
+        releases: Kinds of releases and how often each happened.
+        delta: δ, the probability that ε does not hold.
+    """
     squares = [
         count * (2 / r.noise) ** 2 for r, count in releases if isinstance(r, GaussianRelease)
     ]

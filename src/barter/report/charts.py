@@ -262,7 +262,14 @@ def bar_chart(
     quantity: BarQuantity,
     lowest: int = 360,
 ) -> go.Figure:
-    """Draw a stacked bar for each label; the figure is at least `lowest` pixels high."""
+    """Draw a stacked horizontal bar for each label.
+
+    Args:
+        labels: Names of the bars.
+        parts: Part of the bars -> its value in each bar.
+        quantity: What is drawn, which decides the unit.
+        lowest: Least height of the figure in pixels.
+    """
     height = max(lowest, 110 + 36 * len(labels))
     room = (height - 110) / len(labels)
     figure = _figure("", "", barmode="stack", bargap=1 - min(0.6, THICK / room), height=height)

@@ -174,7 +174,12 @@ class RunReport:
         return f"Its last round ended at {time.strftime('%H:%M:%S', written)}."
 
     def _results(self, rounds: Sequence[Round], *, live: bool) -> list[Section]:
-        """Return the sections about the finished rounds."""
+        """Return the sections about the finished rounds: charts, tables, images.
+
+        Args:
+            rounds: The finished rounds.
+            live: Leave out what is slow or final: remarks of the method, and images.
+        """
         tests = [key for key in TEST_TITLES if any(r.values(key) for r in rounds)]
         learning = [
             chart(

@@ -215,7 +215,14 @@ def _round_number(value: float) -> int:
 
 
 def draw_sheet(rows: Sequence[ImageRow], title: str, path: Path) -> None:
-    """Draw each party's private images, if any, and below them synthetic ones."""
+    """Draw each party's private images, if any, and below them synthetic ones.
+
+    Args:
+        rows: Name, private images or None, synthetic images, and class names of each party. Images
+            are (N, height, width, channels) with values from 0 to 1.
+        title: The sheet's title.
+        path: The file.
+    """
     plt = _pyplot()
     lines: list[tuple[str, Tensor, Sequence[str]]] = []
     for name, real, made, classes in rows:

@@ -113,7 +113,7 @@ class Watcher(Monitor):
         return f", {'about ' * (remaining >= 0.1)}{format_duration(remaining)} left"
 
     def line(self, record: Round) -> str:
-        """Summarise a round in one line."""
+        """Summarise a round in one line: accuracies, traffic, time and time left."""
         clients = []
         for test in ("global", "local"):
             values = record.values(test)

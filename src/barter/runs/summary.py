@@ -219,7 +219,12 @@ def confidence_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def summarise(results: Results, question: Question) -> Comparative:
-    """Summarise every method, in the given order."""
+    """Summarise every method over its seeds, in the given order.
+
+    Args:
+        results: Method -> seed -> rounds.
+        question: Metric, baseline and target. Differences to the baseline are taken seed by seed.
+    """
     metric = question.metric
     baseline = question.baseline
     target = question.target

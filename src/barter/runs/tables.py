@@ -125,7 +125,14 @@ def _together(
     samples: Sequence[int] | None,
     traffic: Sequence[Sequence[float]],
 ) -> list[list[str]]:
-    """Return the rows below the clients: means and sums, and the server's model."""
+    """Return the rows below the clients: means and sums, and the server's model.
+
+    Args:
+        records: The rounds.
+        after: Test -> client -> last accuracy.
+        samples: The number of images of each client; None if unknown.
+        traffic: Bytes up and down of each client.
+    """
     everyone = set(records[-1].clients)
     active = participants(records) or everyone
     gains = {test: accuracy_gain(records, test) for test in TESTS}

@@ -165,7 +165,16 @@ def require_apart(config: Config, overlap: int) -> None:
 def make_client(
     config: Config, k: int, network: Classifier, architecture: str, task: Task, device: torch.device
 ) -> Client:
-    """Build client k with its network, training data and tests."""
+    """Build client k with its network, training data and tests.
+
+    Args:
+        config: The configuration.
+        k: The client's id.
+        network: The initial network, which is copied.
+        architecture: The network's name.
+        task: The data of all clients.
+        device: Where the client computes.
+    """
     tests = {"global": task.global_test, "local": task.local_tests[k]}
     if task.global_validation is not None:
         tests |= {"val": task.global_validation, "val_local": task.validation[k]}

@@ -63,7 +63,7 @@ def _put(tree: Payload, place: Any, value: Payload) -> Payload:
 
 
 def _replacements(value: Payload) -> list[MalformedAnswer]:
-    """Return wrong values to send instead of a value."""
+    """Return wrong values to send instead of a value, each with a description."""
     other: list[MalformedAnswer] = [
         ("a word", "nonsense"),
         ("a list", [value]),
@@ -125,7 +125,7 @@ def _is_variance(path: str) -> bool:
 
 
 def _enlarge(answer: Payload, earlier: Payload, times: float = 1000.0) -> Payload:
-    """Multiply all numbers."""
+    """Multiply all float tensors by `times`, up to the contracts' bound."""
 
     def scale(path: str, value: Any) -> Any:
         return (value * times).clamp(-BOUND, BOUND) if _is_float(value) else value
@@ -134,7 +134,7 @@ def _enlarge(answer: Payload, earlier: Payload, times: float = 1000.0) -> Payloa
 
 
 def _enlarge_less(answer: Payload, earlier: Payload) -> Payload:
-    """Multiply all numbers by so little that it may pass."""
+    """Multiply all float tensors by a factor small enough that it may pass."""
     return _enlarge(answer, earlier, 9.0)
 
 
@@ -290,7 +290,10 @@ class AdversarialClient:
         return first + accepted[::step][:MOST_ACCEPTED] + attacks
 
     def malform(self, answer: Payload, method: str, sent: tuple[Any, ...]) -> Payload:
-        """Return the next malformed answer; the correct one if there is none left."""
+        """Return the next malformed answer of the plan; if none is left, the correct one.
+
+        Methods whose answer must be refused are noted in `caught`.
+        """
         plan = self.plan[method]
         if not plan:
             return answer

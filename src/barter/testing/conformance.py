@@ -72,7 +72,15 @@ class Trial:
         resume: bool = False,
         min_clients: int | None = None,
     ) -> Experiment:
-        """Return a new small federation that runs the method."""
+        """Return a new small federation that runs the method on few digits.
+
+        Args:
+            seed: The run's seed.
+            cores: Number of processes for clients.
+            out: The run's folder, if any.
+            resume: Continue the run in the folder.
+            min_clients: Number of clients that must answer; all if None.
+        """
         # With two architectures, two of the three clients have the same one.
         models = (
             "small-mlp" if self.algorithm.server_model.one_architecture else "small-mlp,small-cnn"

@@ -127,7 +127,18 @@ def load_all(run: Path, round: Which = "last") -> list[TrainedModel]:
 def _restore(
     run: Path, checkpoint: tuple[int, Payload], client: int | None, own: Own | None
 ) -> TrainedModel:
-    """Restore a client's network, or the server's, from a checkpoint."""
+    """Restore a client's network, or the server's, from a checkpoint.
+
+    Args:
+        run: The run's folder.
+        checkpoint: Round and state.
+        client: The client's id; None for the server.
+        own: The network, if it was given in Python.
+
+    Raises:
+        CheckpointError: The checkpoint does not describe its networks.
+        ConfigError: The folder does not hold this network, or it cannot be built.
+    """
     config = read_run(run)
     round, state = checkpoint
     if "networks" not in state:
