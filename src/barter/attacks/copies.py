@@ -78,7 +78,7 @@ def copy_rate(nearest: Tensor, offered: Tensor, n_private: int) -> dict[str, flo
 
 
 def wilson_interval(hits: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Return Wilson's score interval of a proportion."""
+    """Return Wilson's score interval of a proportion, as lower and upper limit."""
     z = float(norm.ppf((1 + confidence) / 2))
     share = hits / trials
     scale = 1 + z * z / trials

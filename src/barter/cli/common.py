@@ -64,7 +64,7 @@ def open_config(config: Path) -> dict[str, Any]:
 
 
 def parse_round(text: str) -> Which:
-    """Parse the value of --round."""
+    """Parse the value of --round: "best", "last" or a number from 1 on."""
     if text == "last":
         return "last"
     if text == "best":

@@ -36,7 +36,10 @@ def _activated(z, ACT: tl.constexpr, slope):
 
 @triton.jit
 def _before(g, z, ACT: tl.constexpr, slope):
-    """Return the gradient before the activation; zero, not NaN, where nothing passed."""
+    """Return the gradient before the activation, from g, that after it.
+
+    It is zero, not NaN, where the activation passes nothing. z is the activation's input.
+    """
     if ACT == "relu":
         return tl.where(z > 0, g, 0.0)
     elif ACT == "leaky":

@@ -202,7 +202,16 @@ class _MaxPool(torch.autograd.Function):
 
 
 def _scattered(dy: Tensor, winner: Tensor, x: Tensor, K: int, STRIDE: int, PAD: int) -> Tensor:
-    """Return the gradient of x, by an operation that torch can differentiate again."""
+    """Return the gradient of x of max pooling, by a differentiable operation.
+
+    Args:
+        dy: The gradient of the output.
+        winner: Position of the maximum in each window.
+        x: The input.
+        K: Side of a window.
+        STRIDE: Distance of windows.
+        PAD: Padding.
+    """
     height, width = x.shape[2:]
     rows, columns = (torch.arange(side, device=x.device) * STRIDE - PAD for side in dy.shape[2:])
     place = winner.long()

@@ -217,7 +217,12 @@ def channel_statistics(
 
 
 def augment_images(pixels: Tensor, augment: Augment) -> Tensor:
-    """Shift and flip each image at random; pixels shifted in at the edges are zero."""
+    """Shift and flip each image at random; pixels shifted in at the edges are zero.
+
+    Args:
+        pixels: Images (N, C, H, W).
+        augment: Shifts are up to `crop` pixels in each direction.
+    """
     if not augment.flip and not augment.crop:
         return pixels
     n, _, height, width = pixels.shape

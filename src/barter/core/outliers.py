@@ -221,7 +221,14 @@ class _Table:
 def _compare(
     path: str, size: _Size, reference: _Size, *, without_others: bool
 ) -> list[OutlierComparison]:
-    """Compare both numbers of a size with its reference, as far as that is not zero."""
+    """Compare peak and rms of an answer's part with a reference, unless it is zero.
+
+    Args:
+        path: The place in the answer.
+        size: The part's peak and rms.
+        reference: What is usual.
+        without_others: Whether the reference comes from no other client, which widens the limit.
+    """
     times = FACTOR_WITHOUT_OTHERS if without_others else OUTLIER_FACTOR
     whose = (
         "initial or received weights" if without_others else "what is usual among the other clients"

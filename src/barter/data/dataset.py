@@ -569,7 +569,13 @@ def _join_datasets(parts: Sequence[Dataset], name: str) -> Dataset:
 def _replace_test_set(
     dataset: Dataset, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]
 ) -> Dataset:
-    """Return the data set with this global test set in place of its test images."""
+    """Return the data set with this global test set instead of its test images.
+
+    Args:
+        dataset: The data set.
+        x: Images (N, H, W, C) as bytes.
+        y: Their labels.
+    """
     names = None if dataset.numbered else dataset.classes
     _require_numbers(y, len(x), names, "class", "the global test set: y")
     images = torch.as_tensor(x).permute(0, 3, 1, 2).contiguous()

@@ -429,7 +429,11 @@ def _by_path(source: str) -> str:
 
 
 def _from_function(source: str, size: int | None, hold_out: HoldOut) -> Dataset:
-    """Load custom data from a Python object or function, written as module:name."""
+    """Load custom data from a Python object or function, written as module:name.
+
+    Raises:
+        ConfigError: It cannot be imported, fails, or returns no data set.
+    """
     kind = source.partition(":")[0]
     try:
         make = import_object(source, "data")

@@ -195,7 +195,15 @@ def states_in(tree: Payload) -> Iterator[State]:
 
 
 def _part(schema: Schema, key: str) -> Part | None:
-    """Return which part of an answer a type declares; None for any other."""
+    """Return the kind of part that a type declares, such as "weights".
+
+    Args:
+        schema: The type.
+        key: Its key in the answer's TypedDict.
+
+    Returns:
+        The kind; None if the type itself is no part that an attack changes.
+    """
     if isinstance(schema, StateSchema):
         return "weights"
     values = schema.values if isinstance(schema, TensorSchema) else None
@@ -214,7 +222,7 @@ def _part(schema: Schema, key: str) -> Part | None:
 
 
 def _parts(schema: Schema, key: str = "") -> Iterator[Part]:
-    """Yield the parts that a type declares."""
+    """Yield the kinds of parts that a type declares: weights, logits and so on."""
     part = _part(schema, key)
     if part is not None:
         yield part

@@ -293,7 +293,11 @@ class BaseEngine:
         return f"; the answer that stands out is client {client}'s to {method!r}: {comparison}"
 
     def _find_unusable(self, server: Server, answers: Mapping[int, Valid]) -> dict[int, str]:
-        """Return the clients whose uploaded network fails on random images, and why."""
+        """Return the clients whose uploaded network fails on random images, and why.
+
+        A network fails if it raises, or its logits are far larger than those of the others (see
+        `find_large_logits`).
+        """
         peaks: dict[int, torch.Tensor] = {}
         initial: dict[int, torch.Tensor] = {}
         errors: dict[int, str] = {}

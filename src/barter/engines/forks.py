@@ -130,7 +130,7 @@ class Worker:
         self.late = False  # True if the process was killed because of the timeout.
 
     def take(self, key: int) -> None:
-        """Start a job."""
+        """Start the job of this key in the process."""
         self.busy = key
         self.since = time.monotonic()
         # If the process is gone, the end of its reports shows it.

@@ -526,7 +526,14 @@ class Coordinator:
                 raise BarterError(f"site {site_folder.name} cannot be registered: {_reason(done)}")
 
     def submit(self, out: Path) -> str:
-        """Start the run, and return its id at Flower."""
+        """Submit the run to the SuperLink, and return the run's id at Flower.
+
+        Args:
+            out: The run's folder.
+
+        Raises:
+            BarterError: Flower does not accept the run.
+        """
         (self.folder / "journal.jsonl").unlink(missing_ok=True)
         # The folder may have been moved since it was created: Flower's app gets its path now.
         settings = f'folder="{self.folder}" out="{out.absolute()}"'

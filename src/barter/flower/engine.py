@@ -399,7 +399,7 @@ class FlowerEngine(BaseEngine):
         return answer
 
     def failure(self, client: int, method: str, error: Exception) -> Failure:
-        """Describe an error as the failure of a site."""
+        """Return a failure that names the client's site and the error."""
         reason = str(error)
         if not isinstance(error, BarterError | Lost):
             reason = f"{type(error).__name__}: {reason}"

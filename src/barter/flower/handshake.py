@@ -489,7 +489,7 @@ def _require_spec(setup: Setup, spec: Spec, own: Spec) -> None:
 
 
 def make_site(setup: Setup, memory: Path) -> Site:
-    """Build a site that saves its memory in the folder `memory`."""
+    """Build the site of a setup, which saves its memory in the folder `memory`."""
     quiet = setup.epsilon is not None
     budget = None
     if setup.budget is not None:

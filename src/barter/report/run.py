@@ -341,7 +341,15 @@ def _costs(
     sums: tuple[Sequence[str], Mapping[str, Sequence[float]]],
     by_round: Mapping[str, Sequence[float]],
 ) -> str:
-    """Draw the costs of all rounds and, if there are several, the costs of each."""
+    """Draw the costs of all rounds and, if there are several, the costs of each.
+
+    Args:
+        what: The quantity.
+        kind: What the bars stand for, such as "method".
+        rounds: The finished rounds.
+        sums: Names of the bars, and part -> its sum in each bar.
+        by_round: Part -> its value in each round.
+    """
     quantity: charts.BarQuantity = "bytes" if what == "Bytes" else "seconds"
     if len(rounds) == 1:
         return chart(f"{what} by {kind}", charts.bar_chart(*sums, quantity, lowest=0))

@@ -138,7 +138,7 @@ class Watcher(Monitor):
 
     @contextmanager
     def _show(self, title: str, total: float) -> Iterator[None]:
-        """Show a phase; phases can be nested."""
+        """Display a phase inside the block; phases can be nested."""
         outer = self._phase
         self._phase = self._new_phase(title, total)
         try:

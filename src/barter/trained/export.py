@@ -110,7 +110,16 @@ def _pt2(model: TrainedModel, to: Path) -> None:
 
 
 def _traced(model: TrainedModel, what: str, trace: Callable[..., Any]) -> Any:
-    """Trace the network as a graph for any number of images."""
+    """Trace the network as a graph for any number of images.
+
+    Args:
+        model: The network.
+        what: The format, for messages.
+        trace: A function of torch such as `torch.export.export`.
+
+    Raises:
+        ConfigError: The network cannot be traced.
+    """
     batch = torch.export.Dim("batch")
     example = torch.zeros(2, *model.spec.shape)
     try:
