@@ -266,7 +266,7 @@ class Game:
         return torch.cat(pieces)
 
     def quiet_guard(self) -> Guard:
-        """Return a guard with hardly any noise."""
+        """Return a guard whose mechanisms add almost no noise and charge nothing."""
         guard = UncountedGuard(self.guard.plan.privacy, self.experiment.algorithm)
         plan = guard.plan
         for name, mechanism in plan.mechanisms.items():

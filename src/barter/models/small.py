@@ -23,7 +23,7 @@ __all__ = [
 def _conv(
     inputs: int, outputs: int, *, stride: int = 1, groups: int = 1, kernel: int = 3
 ) -> nn.Sequential:
-    """Return a convolution without bias, batch normalisation and ReLU."""
+    """Return a bias-free convolution, followed by batch normalisation and ReLU."""
     convolution = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False)
     return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
 

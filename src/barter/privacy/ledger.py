@@ -145,7 +145,10 @@ class Ledger:
             self._append({"run": run, **about, "releases": dict(releases)})
 
     def _lines(self) -> list[bytes]:
-        """Return the complete lines."""
+        """Return the complete lines of the file.
+
+        A line that is still being written is left out.
+        """
         if not self.path.exists():
             return []
         try:

@@ -90,7 +90,7 @@ def ledger_lines(ledger: Ledger) -> Iterator[Table | str]:
     runs = ledger.runs()
     deltas = [account.delta for account in runs.values() if account.delta]
     delta = min(deltas, default=1e-5)
-    table = Table("run", "since", "what left", "protected by", "times", "ε", box=box.SIMPLE_HEAD)
+    table = Table("run", "since", "released", "protected by", "times", "ε", box=box.SIMPLE_HEAD)
     for run, account in runs.items():
         title = run or "hello"
         for text, count in account.released.items():

@@ -34,7 +34,7 @@ def sheets(run: Path, out: Path, columns: int) -> Iterator[Path]:
     for t, rows in pictures(run, columns):
         private = any(real is not None for _, real, _, _ in rows)
         contents = (
-            "private images and what was made of them" if private else "images that were made"
+            "private images and those synthesised from them" if private else "synthetic images"
         )
         title = f"{name}, round {t}: {contents}. Experimenter's view only"
         _make(out)

@@ -528,8 +528,8 @@ def _gallery(run: Path) -> Section:
     except BarterError as error:
         return Section("Images", [], str(error))
     note = (
-        "Private images and below each what was made of it; a single row was made of no single "
-        "image. "
+        "Private images, and below each the image synthesised from it; a single row shows images "
+        "that were synthesised from no single image. "
         "No party of the run sees all of this: it is for the experimenter's eyes, and --no-images "
         "leaves it out."
     )

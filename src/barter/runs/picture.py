@@ -227,9 +227,9 @@ def draw_sheet(rows: Sequence[ImageRow], title: str, path: Path) -> None:
     lines: list[tuple[str, Tensor, Sequence[str]]] = []
     for name, real, made, classes in rows:
         if real is not None:
-            lines += [(f"{name}\nreal", real, classes), ("made", made, [""] * len(made))]
+            lines += [(f"{name}\nprivate", real, classes), ("synthetic", made, [""] * len(made))]
         else:
-            lines.append((f"{name}\nmade", made, classes))
+            lines.append((f"{name}\nsynthetic", made, classes))
     columns = max(len(images) for _, images, _ in lines)
     width = max(4.0, 0.75 * columns + 1.2)
     words = [line for part in _plain(title).split("\n") for line in wrap(part, int(14 * width))]

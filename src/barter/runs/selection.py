@@ -79,7 +79,7 @@ class Selection:
         self.measured: list[int] = []  # rounds that recorded a validation accuracy
 
     def add(self, record: Round) -> None:
-        """Take a finished round into account."""
+        """Update the best round with a finished round's validation accuracy."""
         value = validation_accuracy(record)
         if value is None:
             return
