@@ -60,7 +60,7 @@ class MHAT(PublicDistillation):
         )
 
     def compute_targets(self, server: Server, places: Tensor, mean: Tensor) -> Tensor:
-        """Train the server's model on mean predictions and labels; return its predictions."""
+        """Train the server's model on the mean and the labels; return its predictions."""
         images = public_images(server)
         targets = [mean / mean.sum(1, keepdim=True), images.labels[places]]
         loss = partial(auxiliary_loss, self.lam)
