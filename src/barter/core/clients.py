@@ -138,10 +138,10 @@ class Clients(Sequence[int]):
 
     >>> from barter import Clients, Experiment, Local
     >>> experiment = Experiment(Local(), clients=4)
-    >>> everybody = Clients(experiment.engine, range(4))
-    >>> len(everybody.sample(0.5)), everybody.only([1, 3])
+    >>> group = Clients(experiment.engine, range(4))
+    >>> len(group.sample(0.5)), group.only([1, 3])
     (2, Clients(1, 3))
-    >>> sorted(everybody.run(experiment.algorithm.evaluate)[0])
+    >>> sorted(group.run(experiment.algorithm.evaluate)[0])
     ['global', 'local', 'local_images']
     """
 
@@ -213,7 +213,7 @@ class Clients(Sequence[int]):
         """Run a method on the clients that have not answered it in earlier rounds.
 
         Earlier answers count towards `min_clients`, so that a client that fails again and again
-        does not stop a run that goes on without it.
+        does not stop a run that continues without it.
 
         Args:
             method: A bound method of the algorithm that takes the client.

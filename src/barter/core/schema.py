@@ -350,7 +350,7 @@ def _refuse(kind: Any, marks: tuple[object, ...], *others: type) -> None:
     for mark in marks:
         if isinstance(mark, others):
             raise TypeError(
-                f"{type(mark).__name__} says nothing of {kind}: annotate the tensor, number or "
+                f"{type(mark).__name__} does not apply to {kind}: annotate the tensor, number or "
                 "State itself"
             )
 

@@ -163,7 +163,7 @@ class RunReport:
         ]
         message = ""
         if live:
-            message = f"The run goes on. {self._last()} This page reloads itself every few seconds."
+            message = f"The run is not finished. {self._last()} This page reloads itself every few seconds."
         return page(title, subtitle, make_tiles(rounds) if rounds else [], sections, message)
 
     def _last(self) -> str:
