@@ -100,7 +100,9 @@ class ComparisonReport:
             [text_block("What all runs share:"), code(tomli_w.dumps(comparison.common))],
         )
         message = (
-            "The comparison is not finished. This page reloads itself every few seconds." if live else ""
+            "The comparison is not finished. This page reloads itself every few seconds."
+            if live
+            else ""
         )
         tiles = _tiles(comparison.summary(results), comparison.rounds) if results else []
         return page(self._title(), subtitle, tiles, [*sections, common], message)
